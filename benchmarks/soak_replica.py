@@ -95,9 +95,7 @@ class Replica:
             for g, group in enumerate(GROUPS)
         }
         size = max(payload_bytes_max(p.layers, tokens=CHUNK) for p in paged.values())
-        self.slabs = [
-            SlabPool(n, count=SLABS, slab_bytes=size, pinned=False) for n in ("load", "save")
-        ]
+        self.slabs = [SlabPool(n, count=SLABS, slab_bytes=size) for n in ("load", "save")]
         settings = CacheSettings(
             name,
             config.ttl_s,

@@ -93,7 +93,7 @@ def save_and_load(rig: Rig, store: PruneStore, codec: str) -> tuple[float, float
     settings = CacheSettings("bench", ttl_s=600, lease_ms=60_000, hot_payload_bytes_max=0)
     cache = ChunkCache(store, None, index, settings, NullRecorder())
     size = payload_bytes_max(rig.paged.layers)
-    slabs = [SlabPool(n, count=rig.chunks, slab_bytes=size, pinned=False) for n in ("a", "b")]
+    slabs = [SlabPool(n, count=rig.chunks, slab_bytes=size) for n in ("a", "b")]
     saver = Saver(
         cache,
         {0: rig.paged},

@@ -89,7 +89,7 @@ class ObjkvWorker(Worker):
         paged = PagedGroup(GroupShape(names, BLOCKS, BLOCK, self._rank), self._pages)
         config, size = self._config, payload_bytes_max(paged.layers, tokens=TOKENS)
         count = max(2, min(2 * self._threads, config.pinned_bytes_max // 2 // size))
-        slabs = SlabPool("bench", count=count, slab_bytes=size, pinned=False)
+        slabs = SlabPool("bench", count=count, slab_bytes=size)
         self._at_once, self._fields = count, [f"0.{self._rank.shard}"]
         self._near = NearIndex(
             self._backends.index,

@@ -162,6 +162,14 @@ class LookupService:
         if awaited := [future for future in futures if not future.done()]:
             wait(awaited, seconds, FIRST_COMPLETED)
 
+    def wait_for(self, request_id: str, seconds: float) -> bool:
+        """Block at most ``seconds`` until the request's pending lookup finishes. Return whether it
+        has, False if none is pending. Other threads run meanwhile."""
+        memo = self._memos.get(request_id)
+        if memo is None or memo.future is None:
+            return False
+        return bool(wait((memo.future,), seconds).done)
+
     def close(self) -> None:
         """Refuse further lookups and end the threads. A job that outlasts the deadline ends by the
         index's own time-outs."""
@@ -196,6 +204,7 @@ class LookupService:
             try:
                 wanted = hashes[len(known) : memo.count]
                 found = self._index.find(namespace, wanted, self._fields)
+                _decode(found)
                 return found
             finally:
                 self._recorder.observe("lookup_seconds", self._clock() - started)
@@ -239,6 +248,15 @@ class LookupService:
 
     def _answer(self, memo: _Memo, answer: Records) -> None:
         memo.answer, memo.answered_at, memo.future = answer, self._clock(), None
+
+
+def _decode(found: Sequence[Shards | None]) -> None:
+    """Have an index that decodes shards when they are read decode them now. The scheduler's thread
+    would take milliseconds for a long prompt."""
+    for shards in found:
+        if shards is None:
+            return  # a match ends here
+        shards.values()
 
 
 def _end(span: Span, namespace: str, chunks: int, found: list[Shards | None] | None) -> None:

@@ -1,10 +1,11 @@
 """Device lanes: streams that copy pages between slabs and a paged cache in device memory.
 
 One lane serves CUDA, ROCm, XPU and any other device that PyTorch has streams and events for.
-What PyTorch lacks, such as page-locking existing memory, is in the device's driver.
+The device's driver adds the rest, such as page-locking existing memory.
 """
 
 import ctypes
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from objkv.errors import ConfigError
 from objkv.transfer.kernels import PageKernels, TorchKernels, triton_kernels
 from objkv.transfer.lanes import BlockRuns, HostLane, Lane, Mark, PagedLayers, Pages, Recast
 
+logger = logging.getLogger(__name__)
 _URGENT, _LEISURELY = -1, 0
 """Priorities of streams. A step may wait for a load, but nothing waits for a save."""
 _STAGING_BYTES_MAX = 32 << 20
@@ -32,7 +34,7 @@ each ``[n]`` int64 on the CPU, and whether sources may be read out of stream ord
 
 
 class DeviceDriver(Protocol):
-    """What objkv needs of a kind of device beyond ``torch.get_device_module``."""
+    """The functions of a kind of device that ``torch.get_device_module`` lacks."""
 
     kernels: PageKernels
     batch_copy: BatchCopy | None
@@ -183,6 +185,17 @@ class DeviceLane:
         """Select the device. A new thread is on device 0, and would open a context there for every
         other rank."""
         self._api.set_device(self.device)
+
+    def prepare(self, layers: PagedLayers) -> None:
+        """See ``Lane.prepare``. Uses PyTorch's kernels if the driver's do not compile, for example
+        because Triton finds no C compiler."""
+        with self._lock, self._api.stream(self.stream):
+            try:
+                self._driver.kernels.prepare(layers)
+            except Exception:
+                logger.warning("kernels do not compile, using slower ones", exc_info=True)
+                self._driver.kernels = TorchKernels()
+        self.mark().wait()
 
     def mark_compute(self) -> Mark:
         """See ``Lane.mark_compute``."""

@@ -14,7 +14,7 @@ from time import monotonic, sleep
 from objkv.codec.payload import Header
 from objkv.tracing import NO_SPAN, Span
 from objkv.transfer.lanes import Lane, Mark
-from objkv.transfer.plan import LoadMove, LoadOutcome, LoadPlan
+from objkv.transfer.plan import LoadOutcome, LoadPlan
 
 logger = logging.getLogger(__name__)
 _LOOK_S = 1e-3
@@ -22,6 +22,10 @@ _LOOK_S = 1e-3
 
 class LoadJob:
     """State of one plan on one worker. Thread-safe."""
+
+    _failed_chunk: int | None = None
+    _nbytes = 0
+    _first: float | None = None
 
     def __init__(
         self,
@@ -42,6 +46,7 @@ class LoadJob:
         self._clock = clock
         self._changed = Condition()
         self._awaited: list[Callable[[], bool]] = []
+        self._chunks, self._groups = plan.moves.chunks, plan.moves.groups
         self._unfinished = set(range(len(plan.moves)))
         self._spans_left = [1] * len(plan.moves)
         self._headers: dict[int, Header] = {}
@@ -49,18 +54,14 @@ class LoadJob:
         self._written = [0] * len(plan.moves)  # one bit a layer
         self._marks: dict[tuple[int, int], dict[Lane, Mark]] = {}
         self._last_marks: dict[Lane, Mark] = {}
-        self._failed_chunk: int | None = None
         self._rejected: set[tuple[str, bytes]] = set()
-        self._writing = 0
-        self._closed = False
-        self._nbytes = 0
-        self._first: float | None = None
+        self._writing, self._closed = 0, False
         self._last = self.started
 
     def wanted(self, index: int) -> bool:
         """Whether move ``index`` is still needed: no earlier chunk failed, and the job is open."""
         with self._changed:
-            return self._wanted(self.plan.moves[index])
+            return self._wanted(index)
 
     def began(self) -> None:
         """Record that the first bytes of a payload have arrived."""
@@ -79,7 +80,7 @@ class LoadJob:
         """Request permission to write move ``index`` into its blocks. After True the caller must
         call ``leave``."""
         with self._changed:
-            if not self._wanted(self.plan.moves[index]):
+            if not self._wanted(index):
                 return False
             self._writing += 1
             return True
@@ -87,7 +88,7 @@ class LoadJob:
     def leave(self, index: int, layers: Iterable[int], lane: Lane, mark: Mark | None) -> None:
         """End the writes that ``enter`` allowed: ``layers`` of move ``index`` were verified and
         submitted to ``lane`` before ``mark``. Without a mark no layer is recorded as written."""
-        group = self.plan.moves[index].move.group
+        group = self._groups[index]
         with self._changed:
             self._writing -= 1
             if mark is not None:
@@ -118,7 +119,7 @@ class LoadJob:
                 return False
             complete = self._written[index] == self._filled[index]
             if not complete:
-                self._fail_from(self.plan.moves[index].move.chunk)
+                self._fail_from(self._chunks[index])
             self._unfinished.discard(index)
             self._wake()
             return complete
@@ -126,10 +127,10 @@ class LoadJob:
     def fail(self, index: int, *, rejected: bool) -> None:
         """Record that move ``index`` failed. All later chunks fail with it."""
         with self._changed:
-            move = self.plan.moves[index].move
-            self._fail_from(move.chunk)
+            self._fail_from(self._chunks[index])
             if rejected:
-                self._rejected.add((self.plan.namespace, move.prefix_hash))
+                prefix_hash = self.plan.moves[index].move.prefix_hash
+                self._rejected.add((self.plan.namespace, prefix_hash))
             self._unfinished.discard(index)
             self._wake()
 
@@ -158,12 +159,12 @@ class LoadJob:
         A move that lacks the layer by then has failed, because the layer is computed without it,
         even if a write in progress still completes.
         """
-        moves = [i for i, load in enumerate(self.plan.moves) if load.move.group == group]
+        moves = [i for i, own in enumerate(self._groups) if own == group]
         with self._changed:
             self._wait_while(lambda i: self._lacks(i, group, layer))
             for i in moves:
                 if self._lacks(i, group, layer):
-                    self._fail_from(self.plan.moves[i].move.chunk)
+                    self._fail_from(self._chunks[i])
             return list(self._marks.get((group, layer), {}).values())
 
     def poll(self) -> LoadOutcome | None:
@@ -212,7 +213,7 @@ class LoadJob:
             return
         failed = len(outcome.failed_blocks)
         error = f"{failed} blocks are computed instead" if failed else None
-        chunks = len({load.move.prefix_hash for load in self.plan.moves})
+        chunks = len(set(self._chunks))
         span, self.span = self.span, NO_SPAN
         span.end(
             error,
@@ -244,7 +245,7 @@ class LoadJob:
         ):  # usually the last is written last: one wake-up
 
             def is_settled(i: int = i) -> bool:
-                if i not in self._unfinished or not self._wanted(self.plan.moves[i]):
+                if i not in self._unfinished or not self._wanted(i):
                     return True
                 return not lacking(i)
 
@@ -275,34 +276,33 @@ class LoadJob:
             self._changed.notify_all()
 
     def _lacks(self, index: int, group: int, layer: int) -> bool:
-        in_group = self.plan.moves[index].move.group == group
-        return in_group and bool((self._filled[index] & ~self._written[index]) >> layer & 1)
+        return self._groups[index] == group and bool(
+            (self._filled[index] & ~self._written[index]) >> layer & 1
+        )
 
     def _fail_from(self, chunk: int) -> None:
         if self._failed_chunk is None or chunk < self._failed_chunk:
             self._failed_chunk = chunk
 
     def _is_needed(self) -> bool:
-        return any(self._wanted(self.plan.moves[i]) for i in self._unfinished)
+        """Whether any move that has not ended is still wanted."""
+        if not self._unfinished or self._closed or self._clock() >= self.deadline:
+            return False
+        first = self._failed_chunk
+        return first is None or any(self._chunks[i] < first for i in self._unfinished)
 
-    def _wanted(self, load: LoadMove) -> bool:
+    def _wanted(self, index: int) -> bool:
         if self._closed or self._clock() >= self.deadline:
             return False
-        return self._failed_chunk is None or load.move.chunk < self._failed_chunk
+        return self._failed_chunk is None or self._chunks[index] < self._failed_chunk
 
     def _failed_blocks(self) -> frozenset[int]:
-        first = self._failed_chunk
-        for i in self._unfinished:
-            chunk = self.plan.moves[i].move.chunk
-            first = chunk if first is None else min(first, chunk)
+        first = min((self._chunks[i] for i in self._unfinished), default=self._failed_chunk)
         if first is None:
             return frozenset()
-        return frozenset(
-            block
-            for load in self.plan.moves
-            if load.move.chunk >= first
-            for block in load.move.block_ids
-        )
+        if self._failed_chunk is not None:
+            first = min(first, self._failed_chunk)
+        return self.plan.moves.blocks_from(first)
 
 
 def _add(marks: dict[Lane, Mark], lane: Lane, mark: Mark) -> None:

@@ -108,7 +108,10 @@ class PagedLayers:
         if key == (0, len(self.caches)):
             return self
         if key not in self._cuts:
-            self._cuts[key] = PagedLayers(self.caches[layers.start : layers.stop])
+            part = PagedLayers(self.caches[layers.start : layers.stop])
+            if "pointers" in self.__dict__:
+                part.__dict__["pointers"] = self.pointers[layers.start : layers.stop]
+            self._cuts[key] = part
         return self._cuts[key]
 
     @cached_property
@@ -131,8 +134,8 @@ class PagedLayers:
 
     @cached_property
     def pointers(self) -> torch.Tensor:
-        """The same addresses in the memory of the layers' device. The upload blocks, so it is done
-        before the first request, by the self-test."""
+        """The same addresses in the memory of the layers' device. The upload blocks: other streams
+        may use it at once. For a rank's own pages it is done by ``Lane.prepare``."""
         return torch.from_numpy(self.addresses).to(self.caches[0].device)
 
 
@@ -162,6 +165,9 @@ class Lane(Protocol):
 
     def adopt_thread(self) -> None:
         """Prepare the calling thread. Each thread that uses the lane or its marks calls it once."""
+
+    def prepare(self, layers: PagedLayers) -> None:
+        """Compile and upload what copies of these layers need, so that no request waits for it."""
 
     def mark_compute(self) -> Mark:
         """Return a mark after all work submitted so far to the current compute stream."""
@@ -242,6 +248,9 @@ class HostLane:
 
     def adopt_thread(self) -> None:
         """Do nothing: any thread can use the lane."""
+
+    def prepare(self, layers: PagedLayers) -> None:
+        """Do nothing: there is nothing to compile."""
 
     def mark_compute(self) -> Mark:
         """Return a mark that is done: on the CPU the forward pass has ended, or its thread is in

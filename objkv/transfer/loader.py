@@ -105,7 +105,7 @@ class Loader:
         plan = self._layouts.spread(plan)
         limit_s = self._limits.step_deadline_s if plan.sync else self._limits.deadline_s
         deadline = self._clock() + limit_s
-        filled = [self._layouts.of(load).filled for load in plan.moves]
+        filled = self._layouts.filled(plan)
         after = after or self.mark_compute()  # earlier kernels may still use these blocks
         job = LoadJob(plan, filled, deadline, self._clock, after)
         job.span = self._tracing.begin("objkv.load", plan.traceparent, request_id=plan.request_id)

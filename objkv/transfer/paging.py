@@ -196,6 +196,7 @@ def check_pages(group: PagedGroup, lane: Lane) -> None:
     blocks = min(len(cache) for cache in group.caches)
     if blocks <= _BLOCKS:
         return  # too few to serve a request
+    lane.prepare(group.pages)
     written = [blocks - 1, max(1, blocks // 2)][: blocks - 1]
     watched = sorted({b for w in written for b in (w - 1, w, w + 1) if 0 <= b < blocks})
     before = [cache[watched].clone() for cache in group.caches]

@@ -1,12 +1,24 @@
 """Plans: the chunks of one request's load or save. They contain names and numbers only.
 
 The scheduler makes the whole plan and sends it to the workers once. Each worker executes it
-unchanged for its own shard.
+unchanged for its own shard. The moves of a load are kept in columns: a prompt of 32k tokens has
+128 chunks with one record per rank, and as objects these take milliseconds to plan, to pickle and,
+on every rank's forward thread, to unpickle.
 """
 
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from operator import attrgetter
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+import numpy.typing as npt
 
 from objkv.index.base import ShardRecord
+from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.keys.topology import Part
 
 
@@ -42,7 +54,7 @@ class LoadMove:
     """Index records by shard field. They give sizes, and identify the record if it is wrong."""
     part: Part | None = None
     """The payload to read and the part of it that is needed. None: all of the payload of the rank's
-    own shard. Each worker sets it, see ``spread``."""
+    own shard. Each worker sets it, see ``LoadMoves.spread``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +67,364 @@ class SaveMove:
     """None unless ``store_tokens`` is set."""
 
 
-@dataclass(frozen=True, slots=True)
+class RecordColumns:
+    """Shard records in columns. A record is made when it is read. Thread-safe."""
+
+    __slots__ = ("_checksums", "_codecs", "_numbers")
+
+    def __init__(self, numbers: npt.NDArray[Any], codecs: Sequence[str], checksums: str) -> None:
+        """
+        Args:
+            numbers: ``[records]`` of ``NUMBERS``.
+            codecs: the names to which ``codec`` refers.
+            checksums: all header checksums, divided by spaces.
+        """
+        self._numbers, self._codecs = numbers, codecs
+        self._checksums: str | list[str] = checksums
+
+    NUMBERS = np.dtype(
+        [
+            ("nbytes", "<i8"),
+            ("raw_bytes", "<i8"),
+            ("created_s", "<i8"),
+            ("codec", "<i2"),
+            ("hot", "?"),
+        ]
+    )
+
+    @classmethod
+    def pack(cls, records: Sequence[ShardRecord]) -> "RecordColumns":
+        """Return these records in columns."""
+        numbers = np.empty(len(records), cls.NUMBERS)
+        for name in ("nbytes", "raw_bytes", "created_s", "hot"):
+            column = numbers[name]
+            column[:] = np.fromiter(map(attrgetter(name), records), column.dtype, len(records))
+        names = [record.codec for record in records]
+        codecs = tuple(dict.fromkeys(names))
+        numbers["codec"] = 0 if len(codecs) == 1 else [codecs.index(name) for name in names]
+        return cls(numbers, codecs, " ".join(map(attrgetter("header_checksum"), records)))
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, at: int) -> ShardRecord:
+        if isinstance(checksums := self._checksums, str):
+            self._checksums = checksums = checksums.split(" ")
+        nbytes, raw_bytes, created_s, codec, hot = self._numbers[at].item()
+        return ShardRecord(nbytes, raw_bytes, self._codecs[codec], hot, checksums[at], created_s)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        text = self._checksums if isinstance(self._checksums, str) else " ".join(self._checksums)
+        return _unpack_records, (self._numbers.tobytes(), self._codecs, text)
+
+    @property
+    def nbytes(self) -> npt.NDArray[np.int64]:
+        """Sizes of the payloads, ``[records]`` int64."""
+        return self._numbers["nbytes"]
+
+    @property
+    def hot(self) -> npt.NDArray[np.bool_]:
+        """Whether the hot store received a copy, ``[records]`` bool."""
+        return self._numbers["hot"]
+
+
+class Kind(NamedTuple):
+    """The common properties of moves of one group with the same stored shards."""
+
+    group: int
+    fields: tuple[str, ...]
+    """Fields of the stored shards."""
+    places: tuple[int, ...]
+    """Position of each field's record among the records of its chunk."""
+
+
+class Row(IntEnum):
+    """Rows of the table of moves, which has one column per move."""
+
+    CHUNK = 0
+    KIND = 1
+    """Position in ``kinds``."""
+    HASH = 2
+    """Position of the prefix hash among the plan's hashes."""
+    PARENT = 3
+    """Position of the parent's hash among them."""
+    TOKEN_START = 4
+    TOKEN_END = 5
+    FIRST_BLOCK = 6
+    IDS = 7
+    """Position of the first block id."""
+    IDS_END = 8
+    RECORDS = 9
+    """Position of the chunk's first record."""
+    PART = 10
+    """Position in ``parts`` plus 1; 0 if there is none."""
+    SOURCE = 11
+    """The same for all moves that fill the same blocks from several payloads."""
+
+
+class LoadMoves(Sequence[LoadMove]):
+    """The moves of a load, in columns. Immutable and thread-safe.
+
+    A ``LoadMove`` is made each time one is read, which takes microseconds: it is for the threads
+    that fetch. The forward thread reads columns. Pickled, the columns are a few byte strings.
+    """
+
+    def __init__(
+        self,
+        table: npt.NDArray[np.int32],
+        hashes: bytes,
+        block_ids: npt.NDArray[np.int64],
+        *,
+        kinds: tuple[Kind, ...],
+        records: RecordColumns,
+        parts: tuple[Part, ...] = (),
+    ) -> None:
+        """
+        Args:
+            table: ``[len(Row), moves]`` int32.
+            hashes: prefix hashes, one after another.
+            block_ids: ``[blocks]`` int64: physical block ids, none of them the null block.
+            parts: see ``LoadMove.part``.
+        """
+        self._table, self._hashes, self._block_ids = table, hashes, block_ids
+        self._records, self._parts = records, parts
+        self.kinds = kinds
+        """All kinds of moves in this load, usually one per group."""
+        self._made: dict[int, ChunkMove] = {}
+
+    @classmethod
+    def pack(cls, moves: Iterable[LoadMove]) -> "LoadMoves":
+        """Return these moves in columns."""
+        hashes, kinds, parts = dict[bytes, int](), dict[Kind, int](), dict[Part, int]()
+        ids, records = array("q"), list[ShardRecord]()
+        columns: list[list[int]] = []
+        last: ChunkMove | None = None
+        for load in moves:
+            move, fields = load.move, tuple(name for name, _ in load.records)
+            if move is not last:
+                source, first_id = len(columns), len(ids)
+                ids.extend(move.block_ids)
+            last = move
+            kind = Kind(move.group, fields, tuple(range(len(fields))))
+            columns.append(
+                [
+                    move.chunk,
+                    kinds.setdefault(kind, len(kinds)),
+                    hashes.setdefault(move.prefix_hash, len(hashes)),
+                    hashes.setdefault(move.parent_hash, len(hashes)),
+                    move.token_start,
+                    move.token_end,
+                    move.first_block,
+                    first_id,
+                    len(ids),
+                    len(records),
+                    0 if load.part is None else parts.setdefault(load.part, len(parts)) + 1,
+                    source,
+                ]
+            )
+            records += [record for _, record in load.records]
+        assert all(len(one) == PREFIX_HASH_BYTES for one in hashes)
+        table = np.array(columns, np.int32).reshape(-1, len(Row)).T
+        return cls(
+            np.ascontiguousarray(table),
+            b"".join(hashes),
+            np.array(ids, np.int64),
+            kinds=tuple(kinds),
+            records=RecordColumns.pack(records),
+            parts=tuple(parts),
+        )
+
+    def __len__(self) -> int:
+        return int(self._table.shape[1])
+
+    @overload
+    def __getitem__(self, index: int) -> LoadMove: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[LoadMove]: ...
+    def __getitem__(self, index: int | slice) -> LoadMove | Sequence[LoadMove]:
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(*index.indices(len(self))))
+        column = self._table[:, index].tolist()
+        kind, first, part = self.kinds[column[Row.KIND]], column[Row.RECORDS], column[Row.PART]
+        fields = zip(kind.fields, kind.places, strict=True)
+        records = tuple((field, self._records[first + place]) for field, place in fields)
+        return LoadMove(self._move(column), records, self._parts[part - 1] if part else None)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LoadMoves) and tuple(self) == tuple(other)
+
+    def __repr__(self) -> str:
+        chunks = f" of chunks {self.chunks[0]} to {self.chunks[-1]}" if len(self) else ""
+        return f"<LoadMoves {len(self)}{chunks}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        columns = self._table.tobytes(), self._hashes, self._block_ids.tobytes()
+        return _unpack_moves, (columns, self.kinds, self._records, self._parts)
+
+    @cached_property
+    def chunks(self) -> list[int]:
+        """The chunk of each move."""
+        return list(self._table[Row.CHUNK].tolist())
+
+    @cached_property
+    def groups(self) -> list[int]:
+        """The group of each move."""
+        groups = np.array([kind.group for kind in self.kinds], np.int32)
+        return list(groups[self._table[Row.KIND]].tolist())
+
+    @property
+    def token_spans(self) -> list[tuple[int, int]]:
+        """First and last token of each move's chunk, ``[start, end)``."""
+        starts, ends = self._table[Row.TOKEN_START], self._table[Row.TOKEN_END]
+        return list(zip(starts.tolist(), ends.tolist(), strict=True))
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether any move has a part, see ``LoadMove.part``."""
+        return bool(self._parts)
+
+    @cached_property
+    def further(self) -> list[bool]:
+        """Whether each move only adds a further payload to the blocks of the move before it."""
+        source = self._table[Row.SOURCE]
+        return [False, *(source[1:] == source[:-1]).tolist()][: len(self)]
+
+    @cached_property
+    def hot(self) -> list[bool]:
+        """Whether all records of each move list a copy in the hot store."""
+        hot = np.ones(len(self), np.bool_)
+        for number, kind in enumerate(self.kinds):
+            of_kind, at = self._places(number, kind.places)
+            hot[of_kind] = self._records.hot[at].all(axis=1)
+        return hot.tolist()
+
+    def nbytes(self, choose: Callable[[tuple[str, ...]], Iterable[str]]) -> tuple[int, int]:
+        """Return the bytes of the records that are listed as hot, and of the others.
+
+        ``choose``: returns those of a kind's fields whose records are counted.
+        """
+        hot = total = 0
+        for number, kind in enumerate(self.kinds):
+            place_of = dict(zip(kind.fields, kind.places, strict=True))
+            _, at = self._places(number, [place_of[field] for field in choose(kind.fields)])
+            nbytes = self._records.nbytes[at]
+            total += int(nbytes.sum())
+            hot += int(nbytes[self._records.hot[at]].sum())
+        return hot, total - hot
+
+    def prefix_hashes(self) -> list[bytes]:
+        """Return the different prefix hashes of the moves, in order."""
+        return [self._hash(at) for at in dict.fromkeys(self._table[Row.HASH].tolist())]
+
+    def block_ids(self, index: int) -> npt.NDArray[np.int64]:
+        """Return the physical block ids of a move, ``[blocks]`` int64. Never written."""
+        return self._block_ids[self._table[Row.IDS, index] : self._table[Row.IDS_END, index]]
+
+    def blocks_from(self, chunk: int) -> frozenset[int]:
+        """Return the physical block ids of all moves of ``chunk`` and later chunks."""
+        table = self._table[:, self._table[Row.CHUNK] >= chunk]
+        spans = zip(table[Row.IDS].tolist(), table[Row.IDS_END].tolist(), strict=True)
+        return frozenset(block for a, b in spans for block in self._block_ids[a:b].tolist())
+
+    def spread(self, parts_of: Callable[[Kind], Sequence[Part | None]]) -> "LoadMoves":
+        """Return one move for each part that ``parts_of`` returns for a move's kind, and none if it
+        returns nothing."""
+        numbers = dict[Part, int]()
+        chosen = [
+            [0 if part is None else numbers.setdefault(part, len(numbers)) + 1 for part in parts]
+            for parts in map(parts_of, self.kinds)
+        ]
+        counts = np.array([len(parts) for parts in chosen], np.int32)
+        firsts = np.cumsum(counts) - counts
+        flat = np.array([part for parts in chosen for part in parts], np.int32)
+        times = counts[self._table[Row.KIND]]
+        table = np.repeat(self._table, times, axis=1)
+        number = np.arange(table.shape[1]) - np.repeat(np.cumsum(times) - times, times)
+        table[Row.PART] = flat[firsts[table[Row.KIND]] + number]
+        return LoadMoves(
+            table,
+            self._hashes,
+            self._block_ids,
+            kinds=self.kinds,
+            records=self._records,
+            parts=tuple(numbers),
+        )
+
+    def _move(self, column: list[int]) -> ChunkMove:
+        # One object for all payloads of the same blocks.
+        if (move := self._made.get(column[Row.SOURCE])) is None:
+            move = ChunkMove(
+                chunk=column[Row.CHUNK],
+                group=self.kinds[column[Row.KIND]].group,
+                prefix_hash=self._hash(column[Row.HASH]),
+                parent_hash=self._hash(column[Row.PARENT]),
+                token_start=column[Row.TOKEN_START],
+                token_end=column[Row.TOKEN_END],
+                first_block=column[Row.FIRST_BLOCK],
+                block_ids=tuple(self._block_ids[column[Row.IDS] : column[Row.IDS_END]].tolist()),
+            )
+            move = self._made.setdefault(column[Row.SOURCE], move)
+        return move
+
+    def _hash(self, at: int) -> bytes:
+        return self._hashes[at * PREFIX_HASH_BYTES : (at + 1) * PREFIX_HASH_BYTES]
+
+    def _places(self, kind: int, places: Sequence[int]) -> tuple[Any, npt.NDArray[np.int64]]:
+        """Return the columns of a kind's moves, and the positions of these records of each of them,
+        ``[moves, len(places)]``."""
+        of_kind = np.flatnonzero(self._table[Row.KIND] == kind)
+        first = self._table[Row.RECORDS, of_kind]
+        return of_kind, first[:, None] + np.array(places, np.int64)[None, :]
+
+
+def _unpack_records(numbers: bytes, codecs: tuple[str, ...], checksums: str) -> RecordColumns:
+    return RecordColumns(np.frombuffer(numbers, RecordColumns.NUMBERS), codecs, checksums)
+
+
+def _unpack_moves(
+    columns: tuple[bytes, bytes, bytes],
+    kinds: tuple[Kind, ...],
+    records: RecordColumns,
+    parts: tuple[Part, ...],
+) -> LoadMoves:
+    table, hashes, block_ids = columns
+    return LoadMoves(
+        np.frombuffer(table, np.int32).reshape(len(Row), -1),
+        hashes,
+        np.frombuffer(block_ids, np.int64),
+        kinds=kinds,
+        records=records,
+        parts=parts,
+    )
+
+
+@dataclass(frozen=True, slots=True, init=False)
 class LoadPlan:
     """The chunks to load for one request, in the order in which they are needed."""
 
     request_id: str
     namespace: str
-    moves: tuple[LoadMove, ...]
+    moves: LoadMoves
     sync: bool
     """Whether this step's forward pass needs them, layer by layer. Otherwise a later step does."""
     traceparent: str | None = None
     """Trace context of the request."""
+
+    def __init__(
+        self,
+        request_id: str,
+        namespace: str,
+        moves: Iterable[LoadMove],
+        sync: bool,
+        traceparent: str | None = None,
+    ) -> None:
+        """``moves``: packed here unless they are ``LoadMoves``."""
+        packed = moves if isinstance(moves, LoadMoves) else LoadMoves.pack(moves)
+        object.__setattr__(self, "request_id", request_id)
+        object.__setattr__(self, "namespace", namespace)
+        object.__setattr__(self, "moves", packed)
+        object.__setattr__(self, "sync", sync)
+        object.__setattr__(self, "traceparent", traceparent)
 
 
 @dataclass(frozen=True, slots=True)

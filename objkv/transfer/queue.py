@@ -104,15 +104,16 @@ class TaskQueue:
         self._progress = 0.0
         self._is_watched = False
         self._changed = Condition()
-        self._within: list[tuple[int, int, Task]] = []
-        self._between: deque[tuple[float, Task]] = deque()
-        """Tasks, each with the time at which it was queued."""
+        self._within: list[tuple[int, int, _Entry]] = []
+        self._between: deque[_Entry] = deque()
+        self._waiting = 0
+        """Tasks in both."""
         self._moves = 0
         self._number = 0
         self._closed = False
 
     def __len__(self) -> int:
-        return len(self._within) + len(self._between)
+        return self._waiting
 
     def hanging(self, seconds: float) -> int:
         """Return how many threads have worked on their task for longer than ``seconds``."""
@@ -123,19 +124,21 @@ class TaskQueue:
     def add(self, job: LoadJob) -> int:
         """Queue as many of the job's moves as there is room for, with all their parts. Returns
         their number."""
+        moves = job.plan.moves
         with self._changed:
             room = 0 if self._closed else max(0, self._moves_max - self._moves)
+            taken, counts = len(moves), len(moves) - sum(moves.further)
+            if counts > room:
+                taken = _first_of(moves.further, room)
+                counts = taken - sum(moves.further[:taken])
+            if not taken:
+                return 0
             if not self._begun:
                 self._progress = monotonic()
-            taken = 0
-            for index in range(len(job.plan.moves)):
-                if (counts := _counts(job, index)) and not room:
-                    break
-                room -= counts
-                self._moves += counts
-                self._push(job, index, None)
-                taken += 1
-            self._changed.notify(taken)
+            self._moves += counts
+            self._push(_Entry(job, 0, taken, None))
+            # One thread that takes a task wakes the next, see ``take``.
+            self._changed.notify(min(taken, self._eager))
             return taken
 
     def add_spans(self, job: LoadJob, index: int, spans: list[FetchSpan]) -> None:
@@ -145,7 +148,7 @@ class TaskQueue:
             if self._closed:
                 return
             for span in spans:
-                self._push(job, index, span)
+                self._push(_Entry(job, index, index + 1, span))
             self._changed.notify(len(spans))
 
     def put_back(self, task: Task) -> None:
@@ -155,8 +158,8 @@ class TaskQueue:
             if self._closed:
                 return
             if span is None:
-                self._moves += _counts(job, index)
-            self._push(job, index, span)
+                self._moves += not job.plan.moves.further[index]
+            self._push(_Entry(job, index, index + 1, span))
             self._changed.notify()
 
     def take(self) -> Task | None:
@@ -170,8 +173,9 @@ class TaskQueue:
             if self._closed:
                 return None
             task = self._next()
+            self._waiting -= 1
             if task[2] is None:
-                self._moves -= _counts(task[0], task[1])
+                self._moves -= not task[0].plan.moves.further[task[1]]
             self._begun[get_ident()] = monotonic()
             if len(self) and not self._is_watched:
                 self._changed.notify()
@@ -179,15 +183,22 @@ class TaskQueue:
 
     def _next(self) -> Task:
         if self._between and not (self._within and not self._is_overdue()):
-            queued, task = self._between.popleft()
-            if monotonic() - queued >= self._overdue_s:
+            entry = self._between[0]
+            if monotonic() - entry.queued >= self._overdue_s:
                 self._overdue.add(get_ident())
+            task = entry.next_task()
+            if entry.is_empty:
+                self._between.popleft()
             return task
-        return heappop(self._within)[-1]
+        entry = self._within[0][-1]
+        task = entry.next_task()
+        if entry.is_empty:
+            heappop(self._within)
+        return task
 
     def _is_overdue(self) -> bool:
         """Whether the first task between steps goes before those within the step."""
-        return not self._overdue and monotonic() - self._between[0][0] >= self._overdue_s
+        return not self._overdue and monotonic() - self._between[0].queued >= self._overdue_s
 
     def finish(self, busy_s: float) -> None:
         """Report that the thread has ended its task, with or without success. ``busy_s``: the CPU
@@ -231,21 +242,46 @@ class TaskQueue:
             self._closed = True
             self._within.clear()
             self._between.clear()
+            self._waiting = 0
             self._changed.notify_all()
 
-    def _push(self, job: LoadJob, index: int, span: FetchSpan | None) -> None:
-        if not job.plan.sync:
-            self._between.append((monotonic(), (job, index, span)))
+    def _push(self, entry: "_Entry") -> None:
+        self._waiting += entry.end - entry.index
+        if not entry.job.plan.sync:
+            self._between.append(entry)
             return
         self._number += 1
-        number = 0 if span is None else span.number
-        heappush(self._within, (number, self._number, (job, index, span)))
+        number = 0 if entry.span is None else entry.span.number
+        heappush(self._within, (number, self._number, entry))
 
 
-def _counts(job: LoadJob, index: int) -> int:
-    """Return what a task counts against ``moves_max``: 1, or 0 for a further payload of a chunk."""
-    moves = job.plan.moves
-    return int(not index or moves[index].move is not moves[index - 1].move)
+class _Entry:
+    """Queued tasks: the beginnings of consecutive moves of a job, or one later span."""
+
+    __slots__ = ("end", "index", "job", "queued", "span")
+
+    def __init__(self, job: LoadJob, index: int, end: int, span: FetchSpan | None) -> None:
+        self.job, self.index, self.end, self.span = job, index, end, span
+        self.queued = monotonic()
+
+    @property
+    def is_empty(self) -> bool:
+        return self.index == self.end
+
+    def next_task(self) -> Task:
+        """Take the next task. The entry must not be empty."""
+        self.index += 1
+        return self.job, self.index - 1, self.span
+
+
+def _first_of(further: Sequence[bool], room: int) -> int:
+    """Return how many leading moves count at most ``room``. Further payloads of a chunk count
+    nothing."""
+    for index, is_further in enumerate(further):
+        room -= not is_further
+        if room < 0:
+            return index
+    return len(further)
 
 
 def _processors() -> int:

@@ -1,16 +1,20 @@
 """Saves: the forward thread gathers finished chunks into slabs, other threads encode and store
 them.
 
-The forward thread's work is bounded and local: it leases a slab and submits copies to the lane.
-Without a free slab or room in the queue the chunk is dropped: counted and reported to the
-scheduler, without waiting. The payload is encoded in place in the slab and sent from there.
+The forward thread's work is bounded and local: it leases slabs and submits copies to the lane.
+Without a free slab or room in the queue a chunk is dropped: counted and reported to the scheduler,
+without waiting. One thread polls the device and passes chunks on when their copies have ended. The
+payload is encoded in place in the slab and sent from there.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from time import monotonic, sleep, time
 
+from objkv.background import Pool
 from objkv.cache.chunks import ChunkCache, SaveOutcome
 from objkv.codec.payload import Claim, Header, Provenance, encode_in_place, header_room
 from objkv.keys.chunk import ChunkKey
@@ -75,10 +79,9 @@ class PayloadEncoder:
 logger = logging.getLogger(__name__)
 _COPIES_S = 1.0
 """How long ``close`` waits, after its bound, for copies from the device, which read blocks."""
-_LOOK_S = 0.001
-_STRANDED: list[Slab] = []
-"""Slabs that a hung device may still write into. They stay leased until the process ends, so that
-their memory is never reused."""
+_LOOK_S, _LOOK_MAX_S = 1e-3, 4e-3
+"""How often the device is polled. Gathered chunks wait for the forward pass to end, often for
+hundreds of milliseconds, and nothing waits for their saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,38 +100,42 @@ class SaveLimits:
     directory mostly come from memory, faster than any codec decodes."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SavedChunk:
-    """A chunk with a slab. Its pages are in the slab once ``mark`` is done."""
+    """A chunk with a slab. Save threads receive it when its pages are in the slab."""
 
     request_id: str
     claim: Claim
     move: SaveMove
     slab: Slab
     encoder: PayloadEncoder
-    mark: Mark | None = None
-    """None until the copies were submitted to the lane."""
-    deadline: float = 0.0
+    deadline: float
 
     def encode(self) -> tuple[memoryview, Header]:
-        """See ``Save``. Waits for the copies."""
-        self.wait()
+        """See ``Save``."""
         return self.encoder.encode(self.claim, self.move, self.slab)
 
     def release(self) -> None:
-        """See ``Save``. Waits for the copies, then returns the slab."""
-        self.wait()
+        """See ``Save``."""
         self.slab.release()
 
-    def wait(self) -> None:
-        """Block until the chunk's pages are in its slab."""
-        assert self.mark is not None
-        self.mark.wait()
+
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """Chunks of one step. Their pages are in their slabs once ``mark`` is done."""
+
+    chunks: Sequence[SavedChunk]
+    mark: Mark
+    deadline: float
 
 
 class Saver:
     """Executes save plans. Only the forward thread calls ``gather``, ``fence``, ``left_device`` and
     ``forget``."""
+
+    _copying = 0
+    """Chunks that wait for the device."""
+    _gives_up = False
 
     def __init__(
         self,
@@ -145,7 +152,12 @@ class Saver:
         self._limits, self._recorder, self._clock = limits, recorder, clock
         self._encoder = PayloadEncoder(groups, cache, limits)
         self._marks: dict[str, Mark] = {}
-        self._last_mark: Mark | None = None
+        """Mark of the last gather of each request. Only the forward thread uses it."""
+        self._open: deque[Mark] = deque()
+        """Marks of gathers that are not known to be done, in their order."""
+        self._lock = Lock()
+        """Guards ``_copying``."""
+        self._gathered = self._open_gathered()
         self._pool: SavePool[SavedChunk] = SavePool(
             "saves",
             limits.threads,
@@ -153,7 +165,6 @@ class Saver:
             recorder,
             late=lambda chunk: self._count_drop(chunk.claim.key),
             saved=self._saved,
-            begin=lane.adopt_thread,
             clock=clock,
         )
 
@@ -161,12 +172,14 @@ class Saver:
         """Copy the chunks of this step's plans out of their blocks, after the forward pass.
 
         Returns (request id, chunk) of each dropped chunk. The blocks must not change until
-        ``left_device`` returns True for their request, or ``fence`` was called.
+        ``left_device`` returns True for their request, or ``fence`` was called. Without anything to
+        copy, nothing is submitted to the device.
         """
-        self._lane.follow(self._lane.mark_compute())
         dropped: set[tuple[str, int]] = set()
+        if not plans:
+            return dropped
         taken: dict[int, list[SavedChunk]] = {}
-        room = self._limits.queue_max - self._pool.waiting
+        room = self._limits.queue_max - self._pool.waiting - self._copying
         is_full = not self._cache.has_room()
         for plan in plans:
             for save in plan.moves:
@@ -185,23 +198,27 @@ class Saver:
                     room -= 1
                 else:
                     dropped.add(self._drop(plan.request_id, save, key))
-        for chunks in taken.values():
-            dropped |= self._gather(chunks)
-        return dropped
+        return dropped | self._gather(taken) if taken else dropped
 
-    def fence(self) -> None:
-        """Make computing wait for all gathers so far. Blocks may be reused after this call."""
-        if self._last_mark is not None:
-            self._last_mark.hold_compute()
+    def fence(self, request_ids: Collection[str] | None = None) -> None:
+        """Make computing wait until the chunks gathered for these requests have left their blocks,
+        which may then be reused. None: all chunks."""
+        self._poll()
+        if request_ids is None:
+            marks = list(self._open)
+        else:
+            marks = [self._marks[name] for name in request_ids if self._is_copying(name)]
+        if marks:
+            last = max(marks, key=lambda mark: mark.number)  # covers the others
+            last.hold_compute()
 
     def left_device(self, request_id: str) -> bool:
         """Whether every chunk gathered for the request has left its blocks."""
-        mark = self._marks.get(request_id)
-        if mark is None:
-            return True
-        if not mark.done():
-            return False
-        del self._marks[request_id]
+        if self._is_copying(request_id):
+            self._poll()
+            if self._is_copying(request_id):
+                return False
+        self._marks.pop(request_id, None)
         return True
 
     def forget(self, request_id: str) -> None:
@@ -211,24 +228,37 @@ class Saver:
 
     def drain(self, deadline_s: float) -> bool:
         """Wait for all saves, for at most ``deadline_s``. Returns whether all have ended."""
-        return self._pool.drain(deadline_s)
+        end = monotonic() + deadline_s
+        return self._gathered.drain(deadline_s) and self._pool.drain(max(0.0, end - monotonic()))
 
     def close(self, drain_deadline_s: float) -> None:
         """Drain within the bound, then stop. Remaining chunks are dropped.
 
         No block is read afterwards, unless the device still copies a second after the bound. The
-        slabs of those copies are never returned. If a put hangs, its thread keeps its slab until
-        the put ends.
+        slabs of those copies are never reused. If a put hangs, its thread keeps its slab until the
+        put ends.
         """
-        end, give_up = self._clock() + drain_deadline_s, self._give_up
+        end = self._clock() + drain_deadline_s
         if not self._copies_end(end + _COPIES_S):
             logger.error("copies of saves did not finish on the device, shutting down without them")
-            give_up = self._strand
+            self._gives_up = True
+        self._gathered.drain(_COPIES_S)  # takes as long as one look at the device
+        self._gathered.close(give_up=self._give_up_gathered)
         left_s = max(0.0, end - self._clock())
-        self._pool.close(left_s, give_up)
+        self._pool.close(left_s, self._give_up)
 
     def __repr__(self) -> str:
         return f"<Saver {self._pool}>"
+
+    def _open_gathered(self) -> "Pool[_Gathered]":
+        return Pool(
+            "objkv-gathered",
+            1,
+            self._hand_over,
+            failed=self._not_copied,
+            begin=self._lane.adopt_thread,
+            lazy=True,
+        )
 
     def _copies_end(self, until: float) -> bool:
         """Poll until all copies are done. Returns False if the time ``until`` comes first.
@@ -236,12 +266,23 @@ class Saver:
         Blocks and slabs may be unmapped next, so no copy may run later. CUDA has no wait with a
         timeout, so this polls.
         """
-        mark = self._last_mark
-        while mark is not None and not mark.done():
+        while True:
+            self._poll()
+            if not self._open:
+                return True
             if self._clock() >= until:
                 return False
             sleep(_LOOK_S)
-        return True
+
+    def _poll(self) -> None:
+        """Forget marks that are done. They are all of one lane, so they end in order."""
+        while self._open and self._open[0].done():
+            self._open.popleft()
+
+    def _is_copying(self, request_id: str) -> bool:
+        """Whether the request's last mark was not done when the device was last polled."""
+        mark = self._marks.get(request_id)
+        return mark is not None and bool(self._open) and mark.number >= self._open[0].number
 
     def _take(self, plan: SavePlan, save: SaveMove, key: ChunkKey) -> SavedChunk | None:
         move = save.move
@@ -255,41 +296,106 @@ class Saver:
         except SlabsExhaustedError:
             return None
         claim = Claim(key, move.parent_hash, move.token_start, move.token_end)
-        return SavedChunk(plan.request_id, claim, save, slab, self._encoder)
+        deadline = self._clock() + self._limits.deadline_s
+        return SavedChunk(plan.request_id, claim, save, slab, self._encoder, deadline)
 
-    def _gather(self, chunks: list[SavedChunk]) -> set[tuple[str, int]]:
-        """Submit the copies of chunks of one group to the lane. Returns the dropped ones."""
-        group = self._groups[chunks[0].claim.key.group]
-        block_ids = [c.move.move.block_ids for c in chunks]
+    def _gather(self, taken: Mapping[int, list[SavedChunk]]) -> set[tuple[str, int]]:
+        """Submit the copies of the chunks of each group. Returns the dropped ones."""
+        chunks = [chunk for group in taken.values() for chunk in group]
         try:
-            pages = [c.slab.tensor[self._encoder.room(c.move) :] for c in chunks]
-            group.gather(self._lane, block_ids, pages)
+            failed = self._submit(taken)
             mark = self._lane.mark()
-        except Exception:  # such as no memory for staging: a drop, as without a slab
-            logger.exception("chunks not gathered requests=%s", {c.request_id for c in chunks})
-            self._lane.mark().wait()  # copies already submitted must not write to a reused slab
-            return self._give_up(chunks)
-        if not mark.done():
-            self._last_mark = mark
-            self._marks |= {c.request_id: mark for c in chunks}
-        for chunk in chunks:
-            chunk.mark, chunk.deadline = mark, self._clock() + self._limits.deadline_s
-        if self._pool.put(chunks):
-            return set()
-        mark.wait()  # needs no timeout: the next forward pass waits for the device too
-        return self._give_up(chunks)
+            is_done = mark.done()
+        except Exception:
+            logger.exception("chunks not gathered, their slabs are lost count=%d", len(chunks))
+            return self._strand(chunks)
+        self._poll()
+        self._marks = {r: one for r, one in self._marks.items() if self._is_copying(r)}
+        if not is_done:
+            self._open.append(mark)
+            self._marks |= {chunk.request_id: mark for chunk in chunks}
+        dropped = self._give_up(failed, mark)
+        if ready := [chunk for chunk in chunks if chunk not in failed]:
+            gathered = _Gathered(ready, mark, ready[0].deadline)
+            if not (self._pool.put(ready) if is_done else self._put(gathered)):
+                dropped |= self._give_up(ready, mark)
+        return dropped
 
-    def _give_up(self, chunks: Iterable[SavedChunk]) -> set[tuple[str, int]]:
+    def _submit(self, taken: Mapping[int, list[SavedChunk]]) -> list[SavedChunk]:
+        """Submit copies after what computes now. Returns the chunks of groups that failed, some of
+        whose copies may have been submitted."""
+        failed: list[SavedChunk] = []
+        self._lane.follow(self._lane.mark_compute())
+        for number, chunks in taken.items():
+            block_ids = [c.move.move.block_ids for c in chunks]
+            pages = [c.slab.tensor[self._encoder.room(c.move) :] for c in chunks]
+            try:
+                self._groups[number].gather(self._lane, block_ids, pages)
+            except Exception:  # such as no memory for staging: a drop, as without a slab
+                logger.exception("chunks not gathered requests=%s", {c.request_id for c in chunks})
+                failed += chunks
+        return failed
+
+    def _put(self, gathered: _Gathered) -> bool:
+        with self._lock:
+            self._copying += len(gathered.chunks)
+        if self._gathered.put([gathered]):
+            return True
+        self._copied(gathered)
+        return False
+
+    def _copied(self, gathered: _Gathered) -> None:
+        with self._lock:
+            self._copying -= len(gathered.chunks)
+
+    def _hand_over(self, gathered: _Gathered) -> None:
+        """Pass chunks on to the save threads when their copies have ended.
+
+        One thread polls for all. None waits in the driver, where a device that hangs would keep it
+        for ever.
+        """
+        pause_s = _LOOK_S
+        while not gathered.mark.done():
+            if self._gives_up or self._clock() >= gathered.deadline:
+                self._give_up_gathered([gathered])
+                return
+            sleep(pause_s)
+            pause_s = min(2 * pause_s, _LOOK_MAX_S)
+        self._copied(gathered)
+        if not self._pool.put(gathered.chunks):
+            self._give_up(gathered.chunks)
+
+    def _not_copied(self, gathered: _Gathered, error: Exception) -> None:
+        """The device failed, and what it still copies is unknown."""
+        logger.error("saves dropped, the device failed", exc_info=error)
+        self._copied(gathered)
+        self._strand(gathered.chunks)
+
+    def _give_up_gathered(self, waiting: Iterable[_Gathered]) -> None:
+        for gathered in waiting:
+            self._copied(gathered)
+            self._give_up(gathered.chunks, gathered.mark)
+
+    def _give_up(
+        self, chunks: Iterable[SavedChunk], mark: Mark | None = None
+    ) -> set[tuple[str, int]]:
+        """Drop chunks. ``mark``: the end of their copies, None if they have ended."""
         dropped = set()
         for c in chunks:
-            c.slab.release()
+            if mark is None:
+                c.slab.release()
+            else:
+                c.slab.release_after(mark)
             dropped.add(self._drop(c.request_id, c.move, c.claim.key))
         return dropped
 
     def _strand(self, chunks: Iterable[SavedChunk]) -> set[tuple[str, int]]:
-        stranded = list(chunks)
-        _STRANDED.extend(c.slab for c in stranded)
-        return {self._drop(c.request_id, c.move, c.claim.key) for c in stranded}
+        """Drop chunks whose copies may never end."""
+        dropped = set()
+        for c in chunks:
+            c.slab.strand()
+            dropped.add(self._drop(c.request_id, c.move, c.claim.key))
+        return dropped
 
     def _drop(self, request_id: str, save: SaveMove, key: ChunkKey) -> tuple[str, int]:
         self._cache.end_save(key)

@@ -17,7 +17,7 @@ from objkv.codec.payload import LayerSpec, check_layers, payload_bytes_max
 from objkv.keys.topology import Part, Shard, cover
 from objkv.transfer.lanes import ARRAY_WORDS, Lane, PagedLayers, Pages, Recast
 from objkv.transfer.paging import PagedGroup
-from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
+from objkv.transfer.plan import ChunkMove, Kind, LoadMove, LoadPlan
 
 _KEPT_MAX = 1024
 """Bound of cached layouts and covers. A fleet has few shapes, but an index may contain anything."""
@@ -143,32 +143,34 @@ class PayloadLayouts:
                 self._others[key] = source
         return source
 
+    def filled(self, plan: LoadPlan) -> list[range]:
+        """Return the rank's layers that each move of a plan that was spread fills."""
+        moves = plan.moves
+        if moves.has_parts:
+            return [self.of(load).filled for load in moves]
+        return [self._own[group].filled for group in moves.groups]
+
     def spread(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan for this rank: one move per payload that it reads, and no move for a
         group without a layer on this rank."""
-        moves = plan.moves
-        if all(load.move.group in self._own and self._is_there(load) for load in moves):
-            return plan
-        return replace(plan, moves=tuple(part for load in moves for part in self._parts(load)))
+        fields = self._own_fields
+        if all(fields.get(kind.group) in kind.fields for kind in plan.moves.kinds):
+            return plan  # the rank's own shards are stored, as they almost always are
+        return replace(plan, moves=plan.moves.spread(self._parts))
 
-    def _is_there(self, load: LoadMove) -> bool:
-        """Whether the rank's own shard is stored. It almost always is."""
-        own = self._own_fields[load.move.group]
-        return any(field == own for field, _ in load.records)
-
-    def _parts(self, load: LoadMove) -> Iterator[LoadMove]:
-        group = load.move.group
+    def _parts(self, kind: Kind) -> tuple[Part | None, ...]:
+        """Return the parts that the rank reads of each chunk with these stored shards."""
+        group = kind.group
         if group not in self._own:
-            return
-        held = frozenset(field for field, _ in load.records)
+            return ()
+        held = frozenset(kind.fields)
         parts = self._covers.get((group, held))
         if parts is None:
             parts = self._cover(group, held)
             while len(self._covers) >= _KEPT_MAX:
                 del self._covers[next(iter(self._covers))]
             self._covers[group, held] = parts
-        for part in parts:
-            yield load if part is None else replace(load, part=part)
+        return parts
 
     def _cover(self, group: int, held: Iterable[str]) -> tuple[Part | None, ...]:
         own, whole = self._own[group].shard, _whole(self._groups[group])

@@ -1,4 +1,4 @@
-"""The simulated device as a fixture. Import both by name in a conftest: pytest finds them there."""
+"""The simulated device as fixtures. Import both by name in a conftest for pytest to find them."""
 
 import os
 from collections.abc import Iterator
@@ -29,4 +29,4 @@ def sim(loaded_sim: ModuleType) -> Iterator[ModuleType]:
     yield loaded_sim
     error = loaded_sim.take_error()
     loaded_sim.reset()
-    assert not error
+    assert not error, error

@@ -581,11 +581,12 @@ struct HostMemory final : at::HostAllocator {
     }
     return true;
   }
-  static bool check_alive(const std::pair<uint8_t* const, Registered>& entry) {
+  // An owner may unlock memory while its storage is being freed: the pages are still mapped then.
+  static bool check_alive(const std::pair<uint8_t* const, Registered>& entry, bool is_last = false) {
     const auto& [at, memory] = entry;
     std::vector<unsigned char> pages(memory.size / 4096 + 2);
     auto* const page = (uint8_t*)((uintptr_t)at & ~uintptr_t(4095));
-    if (!memory.storage.expired() && mincore(page, at + memory.size - page, pages.data()) == 0)
+    if ((is_last || !memory.storage.expired()) && mincore(page, at + memory.size - page, pages.data()) == 0)
       return true;
     misuse("host memory is freed while registered");
     return false;
@@ -612,7 +613,7 @@ struct HostMemory final : at::HostAllocator {
     Lock held(lock);
     const auto found = registered.find((uint8_t*)address);
     if (found == registered.end()) refuse("not registered");
-    const bool is_alive = check_alive(*found), is_busy = *found->second.copies > 0;
+    const bool is_alive = check_alive(*found, true), is_busy = *found->second.copies > 0;
     registered.erase(found);
     if (!is_alive) refuse("freed while registered");
     if (is_busy) refuse("unregistered while copies of it are under way");

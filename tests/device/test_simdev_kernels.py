@@ -1,5 +1,5 @@
-"""Page kernels, batches of copies and PyTorch's operators give the same bytes on the simulated device
-as on the CPU, from many streams at once as well."""
+"""Page kernels, batches of copies and operators give the same bytes on the simulated device as on the
+CPU, also from many streams at once."""
 
 import threading
 from collections.abc import Callable

@@ -7,13 +7,14 @@ Every copy carries tickets: whose its blocks and its slab were when it was plann
 them in other hands is what must never be.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
-from objkv.transfer.lanes import BlockRuns, HostLane, Pages, Recast
+from objkv.transfer.lanes import BlockRuns, HostLane, PagedLayers, Pages, Recast
 from objkv.transfer.slabs import Slab, SlabPool
 from tests.fences.stage import Broken, the_stage
 
@@ -38,10 +39,14 @@ class Hands:
         self._tickets[id(block_ids)] = (block_ids, self.ticket(block_ids))
 
     def ticket(self, block_ids: Sequence[int]) -> tuple[int, ...]:
-        """Of those who have these blocks; as it was planned, if this very sequence was."""
-        if kept := self._tickets.get(id(block_ids)):
-            return kept[1]
+        """Of those who have these blocks now."""
         return tuple(self.planned[b] for b in block_ids)
+
+    def ticket_planned(self, block_ids: Sequence[int]) -> tuple[int, ...]:
+        """Of those for whom this very sequence was planned."""
+        if (kept := self._tickets.get(id(block_ids))) is None:
+            self.say(f"written: blocks {block_ids}, for which there is no plan")
+        return kept[1]
 
     def touch(self, what: str, block_ids: Sequence[int], ticket: tuple[int, ...]) -> None:
         """A copy reads or writes these blocks."""
@@ -50,7 +55,7 @@ class Hands:
             if self.now[block] != planned:
                 self.say(f"{what} block {block} of {planned}, which {self.now[block]} has")
 
-    def say(self, what: str) -> None:
+    def say(self, what: str) -> NoReturn:
         """Something must not be."""
         self.broken.append(what)
         raise Broken(what)
@@ -107,17 +112,17 @@ class Mark:
     """After the first ``number`` things of a stream."""
 
     def __init__(self, stream: Stream, number: int, compute: Stream) -> None:
-        self._stream, self._number, self._compute = stream, number, compute
+        self.stream, self.number, self._compute = stream, number, compute
 
     def done(self) -> bool:
         the_stage().pause("mark")
-        return self._stream.done >= self._number
+        return self.stream.done >= self.number
 
     def wait(self) -> None:
-        the_stage().wait("copies", lambda: self._stream.done >= self._number)
+        the_stage().wait("copies", lambda: self.stream.done >= self.number)
 
     def hold_compute(self) -> None:
-        self._compute.follow(self._stream, self._number)
+        self._compute.follow(self.stream, self.number)
 
 
 class Placed(BlockRuns):
@@ -131,42 +136,58 @@ class Placed(BlockRuns):
 class WatchedLane:
     """A lane whose copies are made late, and looked at."""
 
-    def __init__(self, name: str, hands: Hands, compute: Stream, *, late: bool) -> None:
+    def __init__(
+        self, name: str, hands: Hands, compute: Stream, *, late: bool, loads: bool = False
+    ) -> None:
         self.stream = Stream(name, late=late)
+        self.per_span = late  # as device lanes are
+        self._loads = loads
         self._hands, self._compute = hands, compute
         self._lane = HostLane()
 
     def adopt_thread(self) -> None:
         pass
 
-    def follow_compute(self) -> None:
-        self.stream.follow(self._compute, self._compute.given)
+    def prepare(self, layers: PagedLayers) -> None:
+        pass
+
+    def mark_compute(self) -> Mark:
+        return Mark(self._compute, self._compute.given, self._compute)
+
+    def follow(self, mark: Mark) -> None:
+        self.stream.follow(mark.stream, mark.number)
 
     def place(self, block_ids: Sequence[int]) -> Placed:
-        return Placed(block_ids, self._hands.ticket(block_ids))
+        hands = self._hands
+        ticket = hands.ticket_planned if self._loads else hands.ticket
+        return Placed(block_ids, ticket(block_ids))
 
     def scatter(
-        self, pages: Pages, cache: torch.Tensor, placed: Placed, recast: Recast | None = None
+        self,
+        pages: Sequence[Pages],
+        layers: PagedLayers,
+        placed: Placed,
+        recast: Recast | None = None,
     ) -> None:
-        slab = WatchedPool.ticket(pages.ctypes.data)
+        slabs = [WatchedPool.ticket(given.ctypes.data) for given in pages]
 
         def copy() -> None:
             self._hands.touch("written:", placed.ids, placed.ticket)
-            if slab != WatchedPool.ticket(pages.ctypes.data):
+            if slabs != [WatchedPool.ticket(given.ctypes.data) for given in pages]:
                 self._hands.say("pages are written from a slab that somebody else has")
-            self._lane.scatter(pages, cache, placed, recast)
+            self._lane.scatter(pages, layers, placed, recast)
 
         the_stage().pause("scatter")
         self.stream.do(copy)
 
-    def gather(self, cache: torch.Tensor, placed: Placed, pages: Sequence[torch.Tensor]) -> None:
+    def gather(self, layers: PagedLayers, placed: Placed, pages: Sequence[torch.Tensor]) -> None:
         slabs = [WatchedPool.ticket(piece.data_ptr()) for piece in pages]
 
         def copy() -> None:
             self._hands.touch("read:", placed.ids, placed.ticket)
             if slabs != [WatchedPool.ticket(piece.data_ptr()) for piece in pages]:
                 self._hands.say("pages are read into a slab that somebody else has")
-            self._lane.gather(cache, placed, pages)
+            self._lane.gather(layers, placed, pages)
 
         the_stage().pause("gather")
         self.stream.do(copy)
@@ -180,20 +201,20 @@ class WatchedPool(SlabPool):
 
     _pools: "list[WatchedPool]"
 
-    def __init__(self, name: str, *, count: int, slab_bytes: int, pinned: bool) -> None:
-        super().__init__(name, count=count, slab_bytes=slab_bytes, pinned=pinned)
+    def __init__(self, name: str, *, count: int, slab_bytes: int, pin: Any = None) -> None:
+        super().__init__(name, count=count, slab_bytes=slab_bytes, pin=pin)
         self.leases = {memory.data_ptr(): 0 for memory in self._free}
         WatchedPool._pools.append(self)
 
-    def lease(self) -> Slab:
-        slab = super().lease()
+    def lease(self, until: float = -math.inf, *, wanted: Callable[[], bool] = lambda: True) -> Slab:
+        slab = super().lease(until, wanted=wanted)
         self.leases[slab.tensor.data_ptr()] += 1
         return slab
 
-    def take_back(self, memory: torch.Tensor) -> None:
+    def _put_back(self, memory: torch.Tensor) -> None:
         np.copyto(memory.numpy(), 0xEE)
         self.leases[memory.data_ptr()] += 1
-        super().take_back(memory)
+        super()._put_back(memory)
 
     @classmethod
     def begin(cls) -> "list[WatchedPool]":

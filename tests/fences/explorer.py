@@ -19,7 +19,6 @@ WORLDS = tuple(
     Knobs(
         late=late,
         drain_ms=0 if hurried else 5_000,
-        fences_always=hurried,
         leased_of_100=leased_of_100,
     )
     for late in (True, False)

@@ -126,7 +126,6 @@ def knobs_of(seed: int) -> Knobs:
         spans=dice.choice((1, 2)),
         faults_of_100=dice.choice((0, 10, 30)),
         leased_of_100=dice.choice((0, 0, 50)),
-        fences_always=dice.random() < 0.7,
     )
 
 

@@ -87,8 +87,6 @@ class Knobs:
     faults_of_100: int = 0
     leased_of_100: int = 0
     """Saves that another replica is just doing."""
-    fences_always: bool = True
-    """Whether vLLM asks for the fence in every step, or only where it took blocks away."""
     folder: Path | None = None
     """Where the bulk store is; None: in memory."""
 
@@ -214,7 +212,7 @@ class Engine:
         self._held: set[str] = set()
         self._checks: list[tuple[int, str]] = []
         self._number = 0
-        self._preempted = False
+        self._preempted: set[str] = set()
         for block in range(NUM_BLOCKS):
             self._poison(block)
         self._open()
@@ -237,7 +235,7 @@ class Engine:
         """Its blocks go to others at once; it begins anew, and computes."""
         request = self.requests[name]
         assert request.state == "running"
-        self._preempted = True
+        self._preempted.add(name)
         self._release(request)
         request.blocks = [self.free.pop(0) for _ in range(request.chunks * BLOCKS)]
         self._hand_over(request.blocks)
@@ -294,11 +292,10 @@ class Engine:
         plan = self._plan()
         if knobs.writes_early:
             self._apply_handed()
-        if knobs.fences_always or self._preempted:
-            side.before_reuse()
-        self._preempted = False
+        side.before_reuse(plan)
         if not knobs.writes_early:
             self._apply_handed()
+        side.before_forward(plan)
         sync = any(load.sync for load in plan.loads)
         if sync:
             side.start_loads(plan)
@@ -344,7 +341,9 @@ class Engine:
                     request.saved = True
                     saves.append(self._save_plan(request, range(known, request.chunks)))
         idle = not any(r.state in ("new", "running") for r in self.requests.values())
-        return StepPlan(tuple(loads), tuple(saves), frozenset(self._held), idle and bool(loads))
+        reused, self._preempted = frozenset(self._preempted), set()
+        held = frozenset(self._held)
+        return StepPlan(tuple(loads), tuple(saves), held, idle and bool(loads), reused)
 
     def _forward(self, side: WorkerSide, plan: StepPlan) -> None:
         computing: list[tuple[Request, int]] = []
@@ -472,7 +471,10 @@ class Engine:
         for chunk, record in enumerate(found):
             shards = () if record is None else tuple(record.shards.items())
             moves.append(LoadMove(self._move(request, chunk), shards))
-        return LoadPlan(request.name, namespace(request.epoch), tuple(moves), request.sync)
+        plan = LoadPlan(request.name, namespace(request.epoch), tuple(moves), request.sync)
+        for load in plan.moves:
+            self.hands.plan(load.move.block_ids)
+        return plan
 
     def _save_plan(self, request: Request, chunks: range) -> SavePlan:
         moves = []
@@ -484,7 +486,6 @@ class Engine:
     def _move(self, request: Request, chunk: int) -> ChunkMove:
         known = hashes(request.epoch)
         block_ids = tuple(request.of(chunk))
-        self.hands.plan(block_ids)
         return ChunkMove(
             chunk=chunk,
             group=0,
@@ -531,7 +532,8 @@ class Engine:
 
     def _open_lane(self, device: torch.device, *, urgent: bool = False) -> WatchedLane:
         name = "load lane" if urgent else "save lane"
-        lane = WatchedLane(name, self.hands, self.compute, late=self.knobs.late)
+        late = self.knobs.late
+        lane = WatchedLane(name, self.hands, self.compute, late=late, loads=urgent)
         self.lanes.append(lane)
         return lane
 

@@ -22,6 +22,7 @@ from objkv.stores.base import Arrived, WriteStore, check_fits
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 from objkv.tracing import NO_TRACING, Tracing
+from objkv.transfer.devices import open_lane
 from objkv.transfer.fetch import Cuts
 from objkv.transfer.lanes import BlockRuns, HostLane, Lane, PagedLayers, Pages, Recast
 from objkv.transfer.loader import Loader, LoadLimits
@@ -30,6 +31,7 @@ from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan, Save
 from objkv.transfer.queue import Task
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool, WideSlabs
+from tests.support.device import current_device, pinning
 
 
 def paged_group(
@@ -51,7 +53,9 @@ def paged_group(
     heads = rank.shard.head_end - rank.shard.head_start
     generator = torch.Generator().manual_seed(seed)
     shape = (num_blocks, heads, identity.block_size, identity.content)
+    device = current_device()
     caches = [torch.randn(shape, generator=generator).to(dtype) for _ in identity.layers]
+    caches = [cache.to(device) for cache in caches]
     blocks = stored_blocks(identity, chunk_tokens)
     paged = PagedGroup(GroupShape(identity.layers, blocks, identity.block_size, rank), caches)
     return paged, caches
@@ -66,8 +70,8 @@ def same_blocks(
     """Whether the blocks hold the same bytes, layer by layer."""
     return all(
         torch.equal(
-            a[list(left_ids)].contiguous().view(torch.uint8),
-            b[list(right_ids)].contiguous().view(torch.uint8),
+            a.cpu()[list(left_ids)].contiguous().view(torch.uint8),
+            b.cpu()[list(right_ids)].contiguous().view(torch.uint8),
         )
         for a, b in zip(left, right, strict=True)
     )
@@ -105,18 +109,20 @@ class Worker:
         codec: str = "none",
         save_queue_max: int = 64,
         wide: WideSlabs[Task] | None = None,
-        lane: Callable[[], Lane] = HostLane,
+        lane: Callable[[], Lane] | None = None,
         tracing: Tracing = NO_TRACING,
     ) -> None:
         self.paged, self.cache, self.recorder = paged, cache, recorder
-        self.load_slabs = SlabPool("load", count=slabs, slab_bytes=slab_bytes, pinned=False)
-        self.save_slabs = SlabPool("save", count=slabs, slab_bytes=slab_bytes, pinned=False)
+        self.load_slabs, self.save_slabs = (
+            SlabPool(kind, count=slabs, slab_bytes=slab_bytes, pin=pinning())
+            for kind in ("load", "save")
+        )
         self.loader = Loader(
             cache,
             {0: paged},
             self.load_slabs,
             wide=wide,
-            lane_for_thread=lane,
+            lane_for_thread=lane or (lambda: open_lane(paged.device)),
             limits=load,
             recorder=recorder,
             tracing=tracing,
@@ -135,7 +141,7 @@ class Worker:
             self.cache,
             {0: self.paged},
             self.save_slabs,
-            lane=lane or HostLane(),
+            lane=lane or open_lane(self.paged.device),
             limits=limits,
             recorder=self.recorder,
             clock=clock,
@@ -257,7 +263,7 @@ class Replica(Worker):
 
     def snapshot(self) -> list[torch.Tensor]:
         """A copy of the whole paged cache."""
-        return [cache.clone() for cache in self.caches]
+        return [cache.cpu().clone() for cache in self.caches]
 
 
 def wait_until(condition: Callable[[], bool], seconds_max: float = PATIENCE_S) -> None:
@@ -274,7 +280,7 @@ def stores() -> tuple[MemoryStore, MemoryIndex]:
 
 
 class LazyLane(HostLane):
-    """Reads the pages it is given when a mark behind them is waited for, not before."""
+    """Reads the pages it is given after a mark behind them was asked for, not before."""
 
     def __init__(self) -> None:
         self._given: list[Callable[[], None]] = []
@@ -311,7 +317,10 @@ class LazyMark:
         self.number = number
 
     def done(self) -> bool:
-        return self._lane.has_passed(self.number)
+        if self._lane.has_passed(self.number):
+            return True
+        self._lane.let_pass(self.number)
+        return False  # the next time
 
     def wait(self) -> None:
         self._lane.let_pass(self.number)

@@ -119,7 +119,7 @@ class ShapedRank(Worker):
             load=LoadLimits(2, queue_max, PATIENCE_S, PATIENCE_S, cuts, PATIENCE_S),
             slab_bytes=payload_bytes_max(paged.layers, tokens=tokens) + 4096,
             codec=shape.codec,
-            wide=WideSlabs(pairs=1, slab_bytes=wide, pinned=False),
+            wide=WideSlabs(pairs=1, slab_bytes=wide),
         )
 
     def compute(self) -> None:

@@ -65,6 +65,7 @@ def step(scheduled: Mapping[str, int], blocks: Sequence[int], *, sync_loads: boo
         has_sync_kv_loads=sync_loads,
         kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: (blocks,)),
         num_scheduled_tokens=dict(scheduled),
+        preempted_req_ids=set(),
         scheduled_spec_decode_tokens={},
         total_num_scheduled_tokens=sum(scheduled.values()),
     )

@@ -161,7 +161,7 @@ def test_a_header_that_promises_more_than_there_is_room_for_is_refused_at_once()
     header, layers = read_header(place.payload), place.reader.paged.layers
     job = LoadJob(place.plan, [range(len(layers))], 1.0, lambda: 0.0)
     source = PayloadLayouts({0: place.reader.paged}).of(place.plan.moves[0])
-    slabs = SlabPool("t", count=1, slab_bytes=len(place.payload) - 1, pinned=False)
+    slabs = SlabPool("t", count=1, slab_bytes=len(place.payload) - 1)
     decoder = Decoder((job, 0, None), source, HostLane(), slabs, cuts=Cuts(), seal=None)
     with decoder:
         decoder.buffer[:] = place.payload[:-1]
@@ -295,6 +295,7 @@ BIG = GroupIdentity(
 """Payloads of 8 MiB."""
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("kind", [MemoryStore, LocalStore])
 def test_no_large_buffer_is_allocated_by_a_load(kind: type, tmp_path: Path) -> None:
     store: WriteStore = LocalStore(tmp_path) if kind is LocalStore else MemoryStore()

@@ -1,6 +1,8 @@
 """The fence around one load's blocks, on a clock of its own."""
 
-from threading import Thread
+from threading import Thread, Timer
+
+import pytest
 
 from objkv.keys.prefix import root_hash
 from objkv.testing.clock import ManualClock
@@ -9,6 +11,7 @@ from objkv.transfer.lanes import HostLane, HostMark
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
 from tests.support.paged_cache import CHUNK, HASHES, NAMESPACE, wait_until
 
+pytestmark = pytest.mark.host
 LAYERS = 2
 LANE = HostLane()
 
@@ -33,18 +36,19 @@ def write_all_layers(job: LoadJob) -> None:
     job.span_done(0)
 
 
-class CudaLikeMark:
-    """A copy that is under way until somebody has waited for it."""
+class LateMark:
+    """A copy that is under way until the test says so."""
 
-    def __init__(self) -> None:
-        self.waited = False
+    def __init__(self, number: int = 1) -> None:
+        self.number = number
+        self.passed = False
         self.held = False
 
     def done(self) -> bool:
-        return self.waited
+        return self.passed
 
     def wait(self) -> None:
-        self.waited = True
+        raise AssertionError("a device that hangs would hold this thread for ever")
 
     def hold_compute(self) -> None:
         self.held = True
@@ -141,24 +145,72 @@ def test_closing_waits_for_a_write_under_way_and_no_other_begins() -> None:
     closing.join()
 
 
-def test_after_closing_copies_that_the_lane_was_given_have_passed() -> None:
-    job, mark = job_of_one_chunk(ManualClock(), sync=False), CudaLikeMark()
+def test_an_outcome_comes_when_the_copies_have_passed_and_nobody_waits_for_it() -> None:
+    job, mark = job_of_one_chunk(ManualClock(), sync=False), LateMark()
+    assert job.enter(0)
+    job.leave(0, range(LAYERS), LANE, mark)
+    assert job.poll() is None
+    job.span_done(0)
+    assert job.is_over()
+    assert job.poll() is None
+    mark.passed = True
+    assert (outcome := job.poll()) is not None
+    assert not outcome.failed
+
+
+def test_a_cancelled_load_has_no_outcome_while_it_writes_and_copies() -> None:
+    """Its blocks go to somebody else with that."""
+    job, mark = job_of_one_chunk(ManualClock(), sync=False), LateMark()
+    assert job.enter(0)
+    job.cancel()
+    assert job.poll() is None
+    job.leave(0, [0], LANE, mark)
+    assert not job.enter(0)
+    assert job.poll() is None
+    mark.passed = True
+    assert (outcome := job.poll()) is not None
+    assert outcome.failed_blocks == {3, 4}
+
+
+def test_of_two_marks_of_a_lane_the_later_one_counts_whoever_reports_first() -> None:
+    """Threads share a lane: the thread with the earlier mark may come last."""
+    job, earlier, later = job_of(2, ManualClock(), sync=False), LateMark(1), LateMark(2)
+    assert job.enter(0)
+    assert job.enter(1)
+    job.leave(1, range(LAYERS), LANE, later)
+    job.leave(0, range(LAYERS), LANE, earlier)
+    job.span_done(0)
+    job.span_done(1)
+    earlier.passed = True
+    assert job.poll() is None
+    later.passed = True
+    assert job.poll() is not None
+
+
+def test_closing_waits_for_copies_but_not_for_a_device_that_hangs() -> None:
+    job, mark = job_of_one_chunk(ManualClock(), sync=False), LateMark()
     assert job.enter(0)
     job.leave(0, [0], LANE, mark)
+    Timer(0.05, lambda: setattr(mark, "passed", True)).start()
     assert job.close().failed
-    assert mark.waited
+    assert mark.passed
+    job, mark = job_of_one_chunk(ManualClock(), sync=False), LateMark()
+    assert job.enter(0)
+    job.leave(0, [0], LANE, mark)
+    assert job.close(0.01).failed
+    assert not mark.passed
 
 
 def test_within_a_step_the_compute_stream_waits_for_copies_and_the_forward_thread_does_not() -> (
     None
 ):
-    job, mark = job_of_one_chunk(ManualClock(), sync=True), CudaLikeMark()
+    job, mark = job_of_one_chunk(ManualClock(), sync=True), LateMark()
     assert job.enter(0)
     job.leave(0, range(LAYERS), LANE, mark)
     job.span_done(0)
     assert not job.close().failed
     assert mark.held
-    assert not mark.waited
+    assert not mark.passed
 
 
 def test_an_outcome_tells_when_the_first_and_the_last_bytes_came() -> None:

@@ -1,8 +1,7 @@
-"""What lanes do, on the host and, with CUDA played by fakes, on a GPU."""
+"""What lanes do, on the host and on the simulated device."""
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -13,13 +12,13 @@ from hypothesis import strategies as st
 from objkv.errors import ConfigError
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.topology import Part
-from objkv.transfer.lanes import CudaLane, HostLane, Lane, Recast, deal_tokens, open_lane
+from objkv.transfer.devices import open_lane
+from objkv.transfer.lanes import HostLane, Lane, PagedLayers, Recast, as_words, deal_tokens
 from objkv.transfer.paging import PagedGroup
+from objkv.transfer.plan import ChunkMove
 from objkv.transfer.sources import PayloadLayout
+from tests.support.device import host_bytes
 from tests.support.paged_cache import paged_group, same_blocks
-
-# What lanes do, on the host and, with CUDA played by fakes, on a GPU.
-
 
 GROUP = GroupIdentity("full", None, ("l0", "l1", "l2"), heads=2, content=16, block_size=32)
 CHUNK = 64
@@ -28,69 +27,33 @@ CHUNK = 64
 def test_a_device_that_nothing_is_known_of_is_refused() -> None:
     """Otherwise each chunk of each prompt would fail by itself, for ever."""
     assert isinstance(open_lane(torch.device("cpu")), HostLane)
-    with pytest.raises(ConfigError, match="xpu"):
-        open_lane(torch.device("xpu"))
-
-
-class FakeStream:
-    def __init__(self, _device: torch.device, priority: int = 0) -> None:
-        self.priority = priority
-        self.waited_for: list[object] = []
-
-    def wait_stream(self, other: object) -> None:
-        self.waited_for.append(other)
-
-
-class Cuda:
-    """Stands for ``torch.cuda`` with the CPU as its device: what is done is done at once, on the
-    stream that is current then, and is counted."""
-
-    def __init__(self) -> None:
-        self.current: list[FakeStream] = []
-        self.uploads = 0
-
-    @contextmanager
-    def stream(self, stream: FakeStream) -> Iterator[None]:
-        self.current.append(stream)
-        yield
-        self.current.pop()
+    with pytest.raises(ConfigError, match="CUDA, ROCm, XPU and CPU but not mps"):
+        open_lane(torch.device("mps"))
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
-    fake = Cuda()
-
-    def pin(tensor: torch.Tensor) -> torch.Tensor:
-        assert fake.current, "on the compute stream"
-        fake.uploads += 1
-        return tensor
-
-    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
-    monkeypatch.setattr(torch.cuda, "stream", fake.stream)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    return fake
+def lane(device: torch.device) -> Lane:
+    return open_lane(device)
 
 
-def cuda_lane(*, urgent: bool = False) -> CudaLane:
-    return CudaLane(torch.device("cpu"), urgent=urgent)
+def frame(data: torch.Tensor) -> memoryview:
+    """The bytes of some blocks as they are in a payload."""
+    pages: memoryview = host_bytes(data).numpy().data
+    return pages
 
 
-def test_loads_go_before_the_model_and_saves_do_not(cuda: Cuda) -> None:
-    assert [open_priority(urgent=u) for u in (True, False)] == [-1, 0]
+def moved(blocks: Sequence[int], first_block: int = 0) -> ChunkMove:
+    return ChunkMove(0, 0, b"", b"", 0, CHUNK, first_block, tuple(blocks))
 
 
-def open_priority(*, urgent: bool) -> int:
-    lane = open_lane(torch.device("cuda"), urgent=urgent)
-    assert isinstance(lane, CudaLane)
-    return lane._stream.priority
-
-
-@pytest.fixture(params=["host", "cuda"])
-def lane(request: pytest.FixtureRequest) -> Lane:
-    if request.param == "host":
-        return HostLane()
-    request.getfixturevalue("cuda")
-    return cuda_lane()
+def scatter(
+    lane: Lane, paged: PagedGroup, frames: Sequence[memoryview], move: ChunkMove, first: int = 0
+) -> None:
+    """Write frames as the loader does, and wait for the copies."""
+    source = own_source(paged)
+    lane.follow(lane.mark_compute())
+    source.scatter(lane, first, frames, move, source.place(lane, move))
+    lane.mark().wait()
 
 
 def own_source(paged: PagedGroup) -> PayloadLayout:
@@ -107,10 +70,8 @@ def test_pages_are_scattered_into_their_blocks_and_no_others(
     paged, caches = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=8, dtype=dtype)
     _, others = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=8, dtype=dtype, seed=1)
     before = [cache.clone() for cache in caches]
-    placed = lane.place([6, 3])
-    for layer, other in enumerate(others):
-        pages = other[1:3].contiguous().view(torch.uint8).flatten().numpy().data
-        own_source(paged).scatter(lane, layer, pages, 0, placed)
+    frames = [frame(other[1:3]) for other in others]
+    scatter(lane, paged, frames, moved([6, 3]))
     assert same_blocks(caches, [6, 3], others, [1, 2])
     rest = [0, 1, 2, 4, 5, 7]
     assert same_blocks(caches, rest, before, rest)
@@ -121,91 +82,101 @@ def test_a_part_of_the_pages_is_scattered_where_the_first_blocks_are_not_wanted(
 ) -> None:
     paged, caches = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=8)
     _, others = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=8, seed=1)
-    pages = others[0][1:3].contiguous().view(torch.uint8).flatten().numpy().data
-    own_source(paged).scatter(lane, 0, pages, 1, lane.place([5]))
+    scatter(lane, paged, [frame(others[0][1:3])], moved([5], first_block=1))
     assert same_blocks(caches[:1], [5], others[:1], [2])
 
 
-def test_caches_may_lie_in_memory_in_any_order(lane: Lane) -> None:
-    memory = torch.zeros(32, 8, 2, 16)
+def one_layer(cache: torch.Tensor) -> PagedLayers:
+    return PagedLayers([as_words(cache)])
+
+
+def write(lane: Lane, pages: torch.Tensor, cache: torch.Tensor, ids: Sequence[int]) -> None:
+    """Scatter pages of one layer, and wait for the copies."""
+    layers = one_layer(cache)
+    memory = host_bytes(pages).view(layers.caches[0].dtype).view(*pages.shape[:3], -1)
+    lane.follow(lane.mark_compute())
+    lane.scatter([memory.numpy()], layers, lane.place(ids))
+    lane.mark().wait()
+
+
+def read(lane: Lane, cache: torch.Tensor, ids: Sequence[int], chunks: int = 1) -> torch.Tensor:
+    """Gather blocks of one layer, the same number in each chunk, and wait for the copies."""
+    shape = (len(ids) // chunks, *cache.shape[1:])
+    out = [host_bytes(torch.empty(shape, dtype=cache.dtype)) for _ in range(chunks)]
+    lane.follow(lane.mark_compute())
+    lane.gather(one_layer(cache), lane.place(ids), out)
+    lane.mark().wait()
+    return torch.cat([piece.view(cache.dtype).view(shape) for piece in out])
+
+
+def test_caches_may_lie_in_memory_in_any_order(lane: Lane, device: torch.device) -> None:
+    memory = torch.zeros(32, 8, 2, 16, device=device)
     cache = memory.permute(1, 2, 0, 3)  # [8 blocks, 2 heads, 32 tokens, 16], as attention wants it
     pages = torch.randn(2, 2, 32, 16)
-    placed = lane.place([6, 3])
-    lane.scatter(pages.numpy(), cache, placed)
-    assert torch.equal(cache[[6, 3]], pages)
-    out = [torch.empty(1, 2, 32, 16), torch.empty(1, 2, 32, 16)]
-    lane.gather(cache, placed, out)
-    assert torch.equal(torch.cat(out), pages)
+    write(lane, pages, cache, [6, 3])
+    assert torch.equal(cache.cpu()[[6, 3]], pages)
+    assert torch.equal(read(lane, cache, [6, 3], chunks=2), pages)
 
 
 def test_the_chunks_of_a_step_are_gathered_each_into_its_own_pages(lane: Lane) -> None:
     paged, caches = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=8)
-    slabs = [torch.zeros(paged.raw_bytes + 7, dtype=torch.uint8) for _ in range(2)]
+    slabs = [host_bytes(torch.zeros(paged.raw_bytes + 7, dtype=torch.uint8)) for _ in range(2)]
     ids = [[2, 5], [1, 7]]
-    views = paged.gather_many(lane, ids, slabs)
-    for mine, blocks in zip(views, ids, strict=True):
-        for view, cache in zip(mine, caches, strict=True):
-            assert bytes(view) == bytes(cache[blocks].contiguous().view(torch.uint8).flatten())
-    assert bytes(views[1][2]) == bytes(slabs[1][2 * 4096 : 3 * 4096])
-    assert paged.gather_many(lane, [], []) == []
-
-
-def test_block_ids_are_uploaded_once_for_all_layers_and_chunks(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lane, selects = cuda_lane(), []
-    paged, _ = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=16)
-    slabs = [torch.zeros(paged.raw_bytes, dtype=torch.uint8) for _ in range(3)]
-    ids = [[2 * i + 1, 2 * i + 2] for i in range(3)]
-    select = torch.index_select
-
-    def counted(cache: torch.Tensor, dim: int, index: torch.Tensor, *, out: torch.Tensor) -> None:
-        selects.append(len(index))
-        select(cache, dim, index, out=out)
-
-    monkeypatch.setattr(torch, "index_select", counted)
-    paged.gather_many(lane, ids, slabs)
-    assert cuda.uploads == 1
-    assert selects == [6, 6, 6], "one kernel a layer"
-
-
-def test_staging_is_used_again_and_grows_when_it_must(cuda: Cuda) -> None:
-    lane, cache = cuda_lane(), torch.zeros(8, 2, 32, 16)
-    placed = lane.place([6, 3])
-    lane.scatter(torch.ones(2, 2, 32, 16).numpy(), cache, placed)
-    first = lane._staging
-    lane.scatter(torch.ones(1, 2, 32, 16).numpy(), cache, lane.place([1]))
-    assert lane._staging is first
-    lane.gather(cache, lane.place(range(8)), [torch.empty(8, 2, 32, 16)])
-    assert lane._staging is not first
-    assert lane._staging is not None
-    assert lane._staging.numel() == 8 * 2 * 32 * 16 * 4
+    lane.follow(lane.mark_compute())
+    paged.gather(lane, ids, slabs)
+    lane.mark().wait()
+    for slab, blocks in zip(slabs, ids, strict=True):
+        chunk = torch.cat([c.cpu()[blocks].view(torch.uint8).flatten() for c in caches])
+        assert torch.equal(slab[: paged.raw_bytes], chunk)
+        assert not slab[paged.raw_bytes :].any()
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_blocks_side_by_side_or_not_are_scattered_and_gathered_alike(lane: Lane, seed: int) -> None:
+def test_blocks_side_by_side_or_not_are_scattered_and_gathered_alike(
+    lane: Lane, device: torch.device, seed: int
+) -> None:
     source = random.Random(seed)
-    cache = torch.zeros(32, 64, 2, 16).permute(1, 2, 0, 3)  # [64 blocks, 2 heads, 32 tokens, 16]
+    memory = torch.zeros(32, 64, 2, 16, device=device)
+    cache = memory.permute(1, 2, 0, 3)  # [64 blocks, 2 heads, 32 tokens, 16]
     ids = source.sample(range(64), 40)  # many pieces
     if seed % 2:
-        ids = [*range(9, 20), *range(3, 7), 50, 49, *range(20, 26)]  # few
+        ids = [*range(9, 20), *range(3, 7), 50, 49, *range(20, 26), 60]  # few
     pages = torch.randn(len(ids), 2, 32, 16)
-    lane.scatter(pages.numpy(), cache, lane.place(ids))
-    assert torch.equal(cache[ids], pages)
+    write(lane, pages, cache, ids)
+    assert torch.equal(cache.cpu()[ids], pages)
     rest = [block for block in range(64) if block not in ids]
-    assert not cache[rest].any()
-    out = [torch.empty(n, 2, 32, 16) for n in (1, 7, len(ids) - 8)]
-    lane.gather(cache, lane.place(ids), out)
-    assert torch.equal(torch.cat(out), pages)
+    assert not cache.cpu()[rest].any()
+    assert torch.equal(read(lane, cache, ids, chunks=5 - seed % 2 * 3), pages)
 
 
 @pytest.mark.parametrize("ids", [[7, 8], [64], [*range(0, 40, 2), 64]])
-def test_a_block_that_is_not_there_is_an_error(ids: list[int]) -> None:
-    lane, cache = HostLane(), torch.zeros(8, 2, 32, 16)
+def test_a_block_that_is_not_there_is_an_error(
+    lane: Lane, device: torch.device, ids: list[int]
+) -> None:
+    cache = torch.zeros(8, 2, 32, 16, device=device)
     with pytest.raises(IndexError):
-        lane.scatter(torch.ones(len(ids), 2, 32, 16).numpy(), cache, lane.place(ids))
+        write(lane, torch.ones(len(ids), 2, 32, 16), cache, ids)
     with pytest.raises(IndexError):
-        lane.gather(cache, lane.place(ids), [torch.empty(len(ids), 2, 32, 16)])
+        read(lane, cache, ids)
+
+
+@pytest.mark.parametrize("content", [1, 2, 3, 4, 5, 6, 8, 90])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32], ids=str)
+def test_pages_are_copied_as_the_largest_words_that_fit(content: int, dtype: torch.dtype) -> None:
+    cache = torch.zeros(3, 2, 4, content, dtype=dtype)
+    words = as_words(cache)
+    row = content * cache.element_size()
+    assert words.element_size() == max(n for n in (1, 2, 4, 8) if row % n == 0)
+    words[1] = 1
+    assert cache[1].view(torch.uint8).any()
+    assert not cache[[0, 2]].view(torch.uint8).any()
+
+
+def test_words_do_not_span_rows_that_start_at_odd_places() -> None:
+    memory = torch.zeros(9, 2, 1, 100, dtype=torch.int8)
+    assert as_words(memory[..., :90]).dtype == torch.int16
+    assert as_words(memory[..., 1:89]).element_size() == 1
+    assert as_words(torch.zeros(2, 2, 4, 8).transpose(2, 3)).dtype == torch.int32
 
 
 # Pages of other heads and block sizes, token by token; and beside what vLLM does in place.

@@ -159,6 +159,7 @@ class Life:
             assert torch.equal(now[ids], then[ids])
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("lane", [HostLane, LazyLane])
 @pytest.mark.parametrize("codec", ["none", "zstd", "blosc"])
 def test_blocks_hold_the_truth_or_what_they_held_and_nothing_comes_late(

@@ -23,8 +23,7 @@ from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from objkv.testing.clock import ManualClock
-from objkv.transfer import paging
-from objkv.transfer.lanes import BlockRuns, HostLane, HostMark
+from objkv.transfer.lanes import BlockRuns, HostLane, HostMark, Mark, PagedLayers
 from objkv.transfer.plan import ChunkMove, SaveMove, SavePlan
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool
@@ -82,7 +81,7 @@ def saved(store: WriteStore) -> None:
     )
     cache = ChunkCache(store, None, MemoryIndex(), CacheSettings("w", 60, 1000, 0), NullRecorder())
     size = payload_bytes_max(paged.layers)
-    slabs = SlabPool("save", count=BIG_CHUNKS, slab_bytes=size, pinned=False)
+    slabs = SlabPool("save", count=BIG_CHUNKS, slab_bytes=size)
     recorder = MemoryRecorder()
     saver = Saver(
         cache,
@@ -104,37 +103,61 @@ def saved(store: WriteStore) -> None:
     assert peak < 256 * 1024
 
 
+@pytest.mark.host
 def test_saving_takes_no_memory_but_the_slabs() -> None:
     saved(NullStore())
 
 
+@pytest.mark.host
 def test_saving_into_a_directory_takes_no_memory_but_the_slabs(tmp_path: Path) -> None:
     saved(LocalStore(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("bytes_max", "at_once"), [(None, [4]), (3, [3, 1]), (2, [2, 2]), (0, [1, 1, 1, 1])]
-)
-def test_a_step_stages_so_many_chunks_at_once_as_fit_the_devices_memory(
-    bytes_max: int | None, at_once: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replica = Replica(*stores(), seed=1)
-    asked = []
+class CountingLane(HostLane):
+    """Counts its calls."""
 
-    class Counting(HostLane):
-        def gather(
-            self, cache: torch.Tensor, placed: torch.Tensor, pages: Sequence[torch.Tensor]
-        ) -> None:
-            asked.append(len(pages))
-            super().gather(cache, placed, pages)
+    def __init__(self) -> None:
+        self.calls: list[str] = []
 
-    if bytes_max is not None:
-        layer_bytes = max(replica.paged.layer_bytes)
-        monkeypatch.setattr(paging, "_GATHER_BYTES_MAX", bytes_max * layer_bytes)
-    monkeypatch.setattr(replica.saver, "_lane", Counting())
+    def mark_compute(self) -> Mark:
+        self.calls.append("mark_compute")
+        return super().mark_compute()
+
+    def follow(self, mark: Mark) -> None:
+        self.calls.append("follow")
+
+    def place(self, block_ids: Sequence[int]) -> BlockRuns:
+        self.calls.append("place")
+        return super().place(block_ids)
+
+    def gather(self, layers: PagedLayers, placed: BlockRuns, pages: Sequence[torch.Tensor]) -> None:
+        self.calls.append(f"gather {len(pages)}")
+        super().gather(layers, placed, pages)
+
+    def mark(self) -> Mark:
+        self.calls.append("mark")
+        return super().mark()
+
+
+@pytest.mark.host
+def test_all_chunks_of_a_step_are_gathered_with_one_call() -> None:
+    replica, lane = Replica(*stores(), seed=1), CountingLane()
+    replica.saver = replica.saver_of(SaveLimits(1, 8, PATIENCE_S, "none", "w"), lane)
     assert replica.save(range(4)) == set()
-    assert asked == [n for n in at_once for _ in replica.paged.layers]
+    assert lane.calls == ["mark_compute", "follow", "place", "gather 4", "mark"]
     assert replica.recorder.value("saves") == 4
+
+
+@pytest.mark.host
+def test_a_step_without_saves_does_not_touch_the_device() -> None:
+    replica, lane = Replica(*stores(), seed=1), CountingLane()
+    saver = replica.saver_of(SaveLimits(1, 8, PATIENCE_S, "none", "w"), lane)
+    assert saver.gather(()) == set()
+    saver.fence()
+    saver.fence({"r"})
+    assert saver.left_device("r")
+    assert lane.calls == []
+    saver.close(0.0)
 
 
 def test_a_drop_is_counted_in_chunks_and_in_bytes() -> None:
@@ -212,7 +235,7 @@ def test_a_device_that_does_not_end_its_copies_holds_up_no_shutdown_and_is_told(
 
     replica = Replica(*stores(), seed=1)
     saver = replica.saver_of(SaveLimits(1, 8, PATIENCE_S, "none", "w"), clock=clock)
-    saver._last_mark = SlowMark()
+    saver._open.append(SlowMark())
     saver.close(5.0)
     assert ("copies of saves did not finish" in caplog.text) is is_told
     assert clock.now_s == (6.0 if is_told else 5.5)
@@ -506,12 +529,12 @@ ENDS = ("saves", "save_drops", "save_errors", "save_existed", "save_repeats")
 class LateMark:
     def __init__(self, lane: "LateGathers", number: int) -> None:
         self._lane = lane
-        self._number = number
+        self.number = number
         self._asked = False
 
     def done(self) -> bool:
         if self._asked:  # when it was given, none is done
-            self._lane.allow(self._number)
+            self._lane.allow(self.number)
         self._asked = True
         return self._is_done()
 
@@ -520,11 +543,11 @@ class LateMark:
             assert self._lane.changed.wait_for(self._is_done, PATIENCE_S)
 
     def hold_compute(self) -> None:
-        self._lane.allow(self._number)
+        self._lane.allow(self.number)
         self.wait()
 
     def _is_done(self) -> bool:
-        return self._lane.copied >= self._number
+        return self._lane.copied >= self.number
 
 
 class LateGathers(HostLane):
@@ -535,16 +558,14 @@ class LateGathers(HostLane):
         self.changed = Condition()
         self.given = self.copied = 0
         self._allowed = 0
-        self._left = deque[tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]] | None]()
+        self._left = deque[tuple[PagedLayers, BlockRuns, Sequence[torch.Tensor]] | None]()
         self._thread = Thread(target=self._copy, daemon=True)
         self._thread.start()
 
-    def gather(
-        self, cache: torch.Tensor, placed: torch.Tensor, pages: Sequence[torch.Tensor]
-    ) -> None:
+    def gather(self, layers: PagedLayers, placed: BlockRuns, pages: Sequence[torch.Tensor]) -> None:
         with self.changed:
             self.given += 1
-            self._left.append((cache, placed, pages))
+            self._left.append((layers, placed, pages))
             self.changed.notify_all()
 
     def mark(self) -> LateMark:
@@ -592,6 +613,7 @@ class UnsteadyStore(MemoryStore):
         return written
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("codec", ["none", "lz4", "blosclz4"])
 @pytest.mark.parametrize("drains", [True, False])
 def test_what_is_stored_is_what_the_blocks_held(codec: str, drains: bool) -> None:
@@ -636,19 +658,19 @@ def test_what_is_stored_is_what_the_blocks_held(codec: str, drains: bool) -> Non
     lane.close()
 
 
-class PassesWhenWaited(HostLane):
-    """Its copies are made when somebody waits for them."""
+class PassesWhenAsked(HostLane):
+    """Its copies are made when somebody asks for the second time whether they are."""
 
     def __init__(self) -> None:
-        self.left: list[tuple[torch.Tensor, BlockRuns, Sequence[torch.Tensor]]] = []
+        self.left: list[tuple[PagedLayers, BlockRuns, Sequence[torch.Tensor]]] = []
+        self.marks = 0
 
-    def gather(
-        self, cache: torch.Tensor, placed: BlockRuns, pages: Sequence[torch.Tensor]
-    ) -> None:
-        self.left.append((cache, placed, pages))
+    def gather(self, layers: PagedLayers, placed: BlockRuns, pages: Sequence[torch.Tensor]) -> None:
+        self.left.append((layers, placed, pages))
 
-    def mark(self) -> "WaitedMark":
-        return WaitedMark(self)
+    def mark(self) -> "AskedMark":
+        self.marks += 1
+        return AskedMark(self, self.marks)
 
     def let_pass(self) -> None:
         left, self.left = self.left, []
@@ -656,89 +678,177 @@ class PassesWhenWaited(HostLane):
             super().gather(*work)
 
 
-class WaitedMark:
-    def __init__(self, lane: PassesWhenWaited) -> None:
+class AskedMark:
+    def __init__(self, lane: PassesWhenAsked, number: int) -> None:
         self._lane = lane
-        self._asked = False
+        self.number = number
+        self._asked = 0
 
     def done(self) -> bool:
-        if self._asked:  # when it was given, none is done
+        self._asked += 1
+        if self._asked > 3:  # when it was given, none is done
             self._lane.let_pass()
-        self._asked = True
         return not self._lane.left
 
     def wait(self) -> None:
-        self._lane.let_pass()
+        raise AssertionError("a device that hangs would hold this thread for ever")
 
     def hold_compute(self) -> None:
         """The model waits, nobody else."""
 
 
 class NobodyWaits:
-    """Stands for the threads: what is queued stays so, and is left at the end."""
-
-    waiting = 0
-    is_closed = False
-    is_shedding = False
+    """Stands for the thread that waits for copies: what is queued stays so, and is left at the
+    end."""
 
     def __init__(self, *, takes: bool) -> None:
         self.takes = takes
         self.left: list[object] = []
 
     def put(self, items: Iterable[object]) -> bool:
-        self.left += items
+        self.left += items if self.takes else []
         return self.takes
 
-    def close(self, _seconds: float, give_up: Callable[[Iterable[object]], object]) -> None:
+    def drain(self, _seconds: float) -> bool:
+        return not self.left
+
+    def close(self, *, give_up: Callable[[Iterable[object]], object]) -> None:
         give_up(self.left)
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("takes", [True, False])
 def test_no_slab_is_given_back_and_no_block_let_go_of_before_its_copies_have_passed(
     *, takes: bool
 ) -> None:
     """What is given up at the end may still be on its way out of its blocks, whose memory goes next
     where the engine sleeps."""
-    replica, lane = Replica(MemoryStore(), MemoryIndex(), seed=1, slabs=4), PassesWhenWaited()
-    limits = SaveLimits(1, 6, PATIENCE_S, "none", "w")
-    saver = replica.saver_of(limits, lane)
-    saver.close(0.0)
-    saver._pool = NobodyWaits(takes=takes)  # type: ignore[assignment]
-    released: list[int] = []
-    take_back = replica.save_slabs.take_back
-
-    def watched(memory: torch.Tensor) -> None:
-        released.append(len(lane.left))
-        take_back(memory)
-
-    replica.save_slabs.take_back = watched  # type: ignore[method-assign]
+    replica, lane = Replica(MemoryStore(), MemoryIndex(), seed=1, slabs=4), PassesWhenAsked()
+    saver = replica.saver_of(SaveLimits(1, 6, PATIENCE_S, "none", "w"), lane)
+    saver._gathered = NobodyWaits(takes=takes)  # type: ignore[assignment]
     saves = tuple(SaveMove(replica.move(c, 1), "0" * 64, None) for c in range(2))
     dropped = saver.gather((SavePlan("r", NAMESPACE, saves),))
     assert len(dropped) == (0 if takes else 2)
-    if takes:
-        assert lane.left
-        saver.close(0.0)
-    assert released == [0, 0]
+    assert lane.left
+    assert len(replica.save_slabs._free) == 2, "two are under way"
+    saver.close(0.0)
     assert not lane.left
+    wait_until(lambda: replica.save_slabs.free == 4)
+    assert replica.recorder.value("save_drops") == 2
 
 
-class HangsForEver(WaitedMark):
+class HangsForEver(AskedMark):
     def done(self) -> bool:
         return False
 
-    def wait(self) -> None:
-        raise AssertionError("nobody may wait without a bound")
 
-
+@pytest.mark.host
 def test_a_slab_that_a_hung_device_may_still_write_is_never_given_back() -> None:
-    replica, lane = Replica(MemoryStore(), MemoryIndex(), seed=1, slabs=4), PassesWhenWaited()
-    lane.mark = lambda: HangsForEver(lane)  # type: ignore[method-assign]
+    replica, lane = Replica(MemoryStore(), MemoryIndex(), seed=1, slabs=4), PassesWhenAsked()
+    lane.mark = lambda: HangsForEver(lane, 1)  # type: ignore[method-assign]
     saver = replica.saver_of(SaveLimits(1, 6, PATIENCE_S, "none", "w"), lane)
-    saver.close(0.0)
-    saver._pool = NobodyWaits(takes=True)  # type: ignore[assignment]
     saves = tuple(SaveMove(replica.move(c, 1), "0" * 64, None) for c in range(2))
     assert saver.gather((SavePlan("r", NAMESPACE, saves),)) == set()
     saver.close(-10.0)  # the time to look is over
+    assert not any(thread.is_alive() for thread in saver._gathered._threads)
     assert replica.save_slabs.leased == 2
     assert replica.save_slabs.adds_up
     assert replica.recorder.value("save_drops") == 2
+
+
+@pytest.mark.host
+def test_a_chunk_that_the_device_does_not_copy_in_time_is_dropped() -> None:
+    replica, lane = Replica(MemoryStore(), MemoryIndex(), seed=1, slabs=4), PassesWhenAsked()
+    lane.mark = lambda: HangsForEver(lane, 1)  # type: ignore[method-assign]
+    saver = replica.saver_of(SaveLimits(1, 6, 0.05, "none", "w"), lane)
+    saves = (SaveMove(replica.move(0, 1), "0" * 64, None),)
+    assert saver.gather((SavePlan("r", NAMESPACE, saves),)) == set()
+    assert saver.drain(PATIENCE_S)
+    assert replica.recorder.value("saves") == 0
+    assert replica.recorder.value("save_drops") == 1
+    assert not saver.left_device("r")
+    assert replica.save_slabs.leased == 1, "the device may still write into it"
+    saver.close(-10.0)
+
+
+@pytest.mark.host
+def test_chunks_that_the_device_copies_count_as_queued() -> None:
+    replica, lane = Replica(MemoryStore(), MemoryIndex(), seed=1, slabs=8), PassesWhenAsked()
+    lane.mark = lambda: HangsForEver(lane, 1)  # type: ignore[method-assign]
+    saver = replica.saver_of(SaveLimits(1, 3, PATIENCE_S, "none", "w"), lane)
+    for chunks, dropped in ((range(2), set()), (range(2, 4), {("r", 3)})):
+        saves = tuple(SaveMove(replica.move(c, 1), "0" * 64, None) for c in chunks)
+        assert saver.gather((SavePlan("r", NAMESPACE, saves),)) == dropped
+    saver.close(-10.0)
+    assert saver._copying == 0
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("call", ["mark_compute", "follow", "place", "gather", "mark", "done"])
+def test_a_device_that_fails_costs_drops_and_no_slab_is_reused(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even when the pool is gone: nothing shows what such a device still copies."""
+    replica, lane = Replica(MemoryStore(), MemoryIndex(), seed=1, slabs=4), PassesWhenAsked()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(AskedMark if call == "done" else lane, call, fail)
+    saver = replica.saver_of(SaveLimits(1, 6, PATIENCE_S, "none", "w"), lane)
+    saves = tuple(SaveMove(replica.move(c, 1), "0" * 64, None) for c in range(2))
+    assert saver.gather((SavePlan("r", NAMESPACE, saves),)) == {("r", 0), ("r", 1)}
+    assert replica.recorder.value("save_drops") == 2
+    assert replica.save_slabs.leased == 2 or call in ("place", "gather")
+    assert replica.save_slabs.adds_up
+    monkeypatch.undo()
+    assert len(saver.gather((SavePlan("next", NAMESPACE, saves),))) == 0, "they may be tried again"
+    saver.close(PATIENCE_S)
+
+
+@pytest.mark.host
+def test_a_device_that_fails_while_it_copies_costs_drops() -> None:
+    replica, lane = Replica(MemoryStore(), MemoryIndex(), seed=1, slabs=4), PassesWhenAsked()
+
+    class FailsLater(HangsForEver):
+        def done(self) -> bool:
+            if self._asked:
+                raise RuntimeError("an illegal memory access was encountered")
+            self._asked = 1
+            return False
+
+    lane.mark = lambda: FailsLater(lane, 1)  # type: ignore[method-assign]
+    saver = replica.saver_of(SaveLimits(1, 6, PATIENCE_S, "none", "w"), lane)
+    saves = (SaveMove(replica.move(0, 1), "0" * 64, None),)
+    assert saver.gather((SavePlan("r", NAMESPACE, saves),)) == set()
+    assert saver.drain(PATIENCE_S)
+    assert replica.recorder.value("save_drops") == 1
+    assert replica.save_slabs.leased == 1
+    assert replica.save_slabs.adds_up
+
+
+@pytest.mark.host
+def test_computing_waits_only_for_saves_whose_blocks_are_reused() -> None:
+    replica, lane = Replica(MemoryStore(), MemoryIndex(), seed=1, slabs=4), PassesWhenAsked()
+    held: list[int] = []
+
+    class Held(HangsForEver):
+        def hold_compute(self) -> None:
+            held.append(self.number)
+
+    def mark() -> Held:
+        lane.marks += 1
+        return Held(lane, lane.marks)
+
+    lane.mark = mark  # type: ignore[method-assign]
+    saver = replica.saver_of(SaveLimits(1, 6, PATIENCE_S, "none", "w"), lane)
+    for number, name in enumerate(("a", "b", "c")):
+        saves = (SaveMove(replica.move(number, 1), "0" * 64, None),)
+        saver.gather((SavePlan(name, NAMESPACE, saves),))
+    saver.fence({"nobody"})
+    assert held == []
+    saver.fence({"a", "b"})
+    assert held == [2]
+    saver.fence()
+    assert held == [2, 3]
+    saver.close(-10.0)

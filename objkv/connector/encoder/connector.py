@@ -26,6 +26,7 @@ from vllm.platforms import current_platform
 from objkv.assembly.backends import Backends
 from objkv.config import Config, load_config
 from objkv.connector.counters import ENCODER_METRICS
+from objkv.connector.encoder.copies import open_copies
 from objkv.connector.encoder.fetch import EncoderFetcher, FetchLimits, OutputReader
 from objkv.connector.encoder.identity import read_encoder_identity, read_form
 from objkv.connector.encoder.items import EncoderPlan
@@ -103,6 +104,7 @@ def open_encoder_worker(
     transfer = vllm_config.ec_transfer_config
     assert transfer is not None
     form = read_form(vllm_config, item_bytes_max=ITEM_BYTES_MAX)
+    copies = open_copies(_device())
     saver = None
     saving = may_save(config, producer=transfer.is_ec_producer, consumer=transfer.is_ec_consumer)
     if saving and tensor_rank(vllm_config) == 0:
@@ -115,18 +117,19 @@ def open_encoder_worker(
             codec="none" if config.codec == "auto" else config.codec,
             writer=writer,
         )
-        saver = EncoderSaver(open_cache(config, backends, writer, recorder), limits, recorder)
+        cache = open_cache(config, backends, writer, recorder)
+        saver = EncoderSaver(cache, limits, recorder, copies=copies)
     return EncoderWorkerSide(
-        _device(), form.dtype, saver, recorder, drain_s=config.drain_deadline_ms / 1000
+        copies, form.dtype, saver, recorder, drain_s=config.drain_deadline_ms / 1000
     )
 
 
 def _device() -> torch.device:
     """Return the device of vLLM's encoder cache: this worker's own device, not the first one."""
     kind = current_platform.device_type
-    if current_platform.is_cuda_alike():
-        return torch.device(kind, torch.cuda.current_device())
-    return torch.device(kind)
+    if kind == "cpu":
+        return torch.device(kind)
+    return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,6 @@ saves them. Source of the call order: vLLM 0.32-0.33,
 """
 
 import hashlib
-import logging
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from os import getpid
@@ -15,11 +14,11 @@ from threading import Lock
 from time import monotonic, time
 from typing import Any
 
-import numpy as np
 import torch
 
 from objkv.cache.chunks import ChunkCache
-from objkv.codec.payload import Claim, Header, Provenance, encode, open_payload
+from objkv.codec.payload import Claim, Header, Provenance, encode_in_place, header_room
+from objkv.connector.encoder.copies import OutputCopies
 from objkv.connector.encoder.items import EncoderOutput, EncoderPlan, EncoderReport, ItemLoad
 from objkv.telemetry import MemoryRecorder, Recorder
 from objkv.transfer.background import SavePool
@@ -50,8 +49,8 @@ class SavedOutput:
     output: EncoderOutput
     claim: Claim
     tensor: torch.Tensor
-    encoded: Any
-    """CUDA event after which the tensor contains the output. None on the host."""
+    computed: Any
+    """A mark of ``OutputCopies`` after which the tensor contains the output."""
     deadline: float
     saver: "EncoderSaver"
 
@@ -62,18 +61,6 @@ class SavedOutput:
     def release(self) -> None:
         """See ``Save``."""
         self.saver.release(self.output)
-
-    def pages(self) -> memoryview:
-        """Return the output's bytes, contiguous in host memory."""
-        tensor = self.tensor
-        if self.encoded is not None:
-            # A separate stream: computing and this copy do not wait for each other.
-            stream = torch.cuda.Stream(tensor.device)
-            stream.wait_event(self.encoded)
-            with torch.cuda.stream(stream):
-                tensor = tensor.cpu()
-        flat: memoryview = tensor.contiguous().view(torch.uint8).view(-1).numpy().data
-        return flat
 
 
 class EncoderSaver:
@@ -91,16 +78,25 @@ class EncoderSaver:
         limits: EncoderSaveLimits,
         recorder: Recorder,
         *,
+        copies: OutputCopies,
         clock: Callable[[], float] = monotonic,
     ) -> None:
+        """``copies``: of the device on which the outputs are."""
         self._cache = cache
         self._limits = limits
         self._recorder = recorder
+        self._copies = copies
         self._clock = clock
         self._lock = Lock()
         self._held_bytes = 0
         self._pool: SavePool[SavedOutput] = SavePool(
-            "encoder saves", _THREADS, cache, recorder, late=self._count_drop, clock=clock
+            "encoder saves",
+            _THREADS,
+            cache,
+            recorder,
+            late=self._count_drop,
+            begin=copies.adopt_thread,
+            clock=clock,
         )
 
     def submit(
@@ -119,12 +115,8 @@ class EncoderSaver:
         if not self._cache.begin_save(claim.key):
             self._recorder.count("save_repeats")
             return
-        event = None
-        if tensor.is_cuda:
-            event = torch.cuda.Event()
-            event.record()
         deadline = self._clock() + limits.deadline_s
-        save = SavedOutput(output, claim, tensor, event, deadline, self)
+        save = SavedOutput(output, claim, tensor, self._copies.mark(), deadline, self)
         with self._lock:
             self._held_bytes += nbytes
             fits = self._held_bytes <= limits.held_bytes_max
@@ -148,15 +140,11 @@ class EncoderSaver:
             writer=self._limits.writer,
             created_s=int(time()),
         )
-        payload = encode(
-            claim,
-            layers,
-            [save.pages()],
-            codec=self._limits.codec,
-            provenance=provenance,
-            seal=seal,
+        # The device copies straight into the payload's memory.
+        buffer = self._copies.to_host(save.tensor, save.computed, header_room(layers))
+        return encode_in_place(
+            claim, layers, buffer, codec=self._limits.codec, provenance=provenance, seal=seal
         )
-        return payload, open_payload(payload, claim, layers, seal=seal)
 
     def release(self, output: EncoderOutput) -> None:
         """Release the memory of an output."""
@@ -176,7 +164,6 @@ class EncoderSaver:
         self._recorder.count("save_drops")
 
 
-logger = logging.getLogger(__name__)
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 EncoderCache = MutableMapping[str, torch.Tensor]
 """vLLM's outputs by identifier: ``[embeds, width]`` on the worker's device, never written again."""
@@ -187,16 +174,20 @@ class EncoderWorkerSide:
 
     def __init__(
         self,
-        device: torch.device,
+        copies: OutputCopies,
         dtype: str,
         saver: EncoderSaver | None,
         recorder: MemoryRecorder,
         *,
         drain_s: float,
     ) -> None:
-        """``dtype``: the dtype of outputs that can be loaded again. ``saver``: None if this rank
-        saves nothing."""
-        self._device = device
+        """
+        Args:
+            copies: of the device of vLLM's encoder cache.
+            dtype: the dtype of outputs that can be loaded again.
+            saver: None if this rank saves nothing.
+        """
+        self._copies = copies
         self._dtype = dtype
         self._saver = saver
         self._recorder = recorder
@@ -241,6 +232,5 @@ class EncoderWorkerSide:
         """Copy an output into a new tensor. The plan's bytes may belong to the scheduler or to a
         message."""
         output = load.output
-        tensor = torch.empty((output.embeds, output.width), dtype=_DTYPES[output.dtype])
-        np.copyto(tensor.view(torch.uint8).view(-1).numpy(), load.pages)
-        return tensor.to(self._device)
+        dtype = _DTYPES[output.dtype]
+        return self._copies.to_device(load.pages, output.embeds, output.width, dtype)

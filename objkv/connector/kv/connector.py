@@ -31,6 +31,7 @@ from objkv.connector.hooks import (
 )
 from objkv.connector.kv.events import open_event_log, watch_saves, with_stored
 from objkv.connector.kv.metadata import StepPlan
+from objkv.connector.kv.saves import BlockHeadroom
 from objkv.connector.kv.scheduler import SchedulerSide
 from objkv.connector.kv.wiring import open_scheduler_side, open_worker_side
 from objkv.connector.kv.worker import WorkerSide
@@ -82,6 +83,10 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
             )
             log = open_event_log(vllm_config, kv_cache_config, self._geometry, self._config)
             self._scheduler.events = log
+            headroom = BlockHeadroom(
+                vllm_config, kv_cache_config, self._geometry, lambda: self._kv_cache_manager
+            )
+            self._scheduler.may_reuse = headroom.is_short
             self._hooks = EngineHooks(
                 self._scheduler,
                 lambda: self._kv_cache_manager,
@@ -138,6 +143,16 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         0.33."""
         return True
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Receive the step's plan, before the forward pass. See the base class."""
+        super().bind_connector_metadata(connector_metadata)
+        self._mark_step()
+
+    @guarded(None)
+    def _mark_step(self) -> None:
+        if self._worker is not None:
+            self._worker.before_forward(self._plan())
+
     @guarded(None)
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         """Start this step's loads. See the base class."""
@@ -145,7 +160,8 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.start_loads(self._plan())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Block until the layer's blocks are loaded or have failed. See the base class."""
+        """Block until the layer's blocks are loaded or have failed. See the base class. If objkv
+        fails, the step's loads have failed, see ``WorkerSide.wait_layer``."""
         if self._worker is not None:
             self._worker.wait_layer(layer_name)
 
@@ -168,7 +184,8 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Let in-flight saves read their blocks before anything overwrites them."""
         if self._worker is not None:
-            self._worker.before_reuse()
+            assert isinstance(kv_connector_metadata, StepPlan)
+            self._worker.before_reuse(kv_connector_metadata)
 
     @guarded(KVConnectorTransferResults())
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -186,18 +203,25 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         return done.finished_sending or None, done.finished_recving or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks to recompute. See the base class."""
+        """Return the blocks to recompute. See the base class.
+
+        Not guarded: it only hands over a set. An empty set in its place would let the model use
+        blocks that were not loaded.
+        """
         return self._worker.take_failed_blocks() if self._worker is not None else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return this worker's report: failures, durations and new records."""
         report = self._worker.take_report() if self._worker is not None else None
-        return with_stored(report, self._published)
+        return guarded(report)(with_stored)(report, self._published)
 
     def get_kv_connector_stats(self) -> ObjKVStats | None:
         """Return this side's numbers since the last call."""
-        data = self._recorder.drain() | self._recorder.samples()
-        return ObjKVStats(data=cast("dict[str, Any]", data)) if data else None
+        data = guarded(dict[str, Any]())(self._take_numbers)()
+        return ObjKVStats(data=data) if data else None
+
+    def _take_numbers(self) -> dict[str, Any]:
+        return cast("dict[str, Any]", self._recorder.drain() | self._recorder.samples())
 
     @guarded(None)
     def shutdown(self) -> None:
@@ -216,6 +240,11 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         """False: a dropped save only causes a later miss."""
         return False
 
+    def has_pending_block_frees(self) -> bool:
+        """Whether blocks of ended requests will be free soon, so that vLLM waits for them for a
+        step instead of preempting a request, which would have to be computed again."""
+        return self._side().holds_blocks
+
     @guarded(None)
     def on_new_request(self, request: "Request") -> None:
         """Start the lookup of the request's prompt."""
@@ -233,12 +262,18 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
-        """Plan the load into the allocated blocks, if there is one. See the base class."""
+        """Plan the load into the allocated blocks, if there is one. See the base class.
+
+        If objkv fails, the load has failed, see ``SchedulerSide.plan_load``.
+        """
         ids = blocks.get_block_ids() if num_external_tokens else ()
         self._side().plan_load(request, ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
-        """Return the step's plan. See the base class."""
+        """Return the step's plan. See the base class.
+
+        Whatever fails, the plan contains the loads on which vLLM relies.
+        """
         return self._side().plan_step(scheduler_output)
 
     @guarded(None)
@@ -247,7 +282,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         side, manager = self._side(), self._kv_cache_manager
         failed_requests = side.update(connector_output)
         if manager is not None:
-            free_failed(manager, failed_requests)
+            guarded(None)(free_failed)(manager, failed_requests)
         if connector_output.invalid_block_ids and manager is not None:
             failed = connector_output.invalid_block_ids
             evict_failed(manager, side.requests_under_way, side.tables_ended, failed)

@@ -72,16 +72,21 @@ class Coverage:
         are the records that the first rank needs."""
         if not self._is_mixed():
             return shards.values()
+        return [shards[field] for field in self.fetched_fields(shards)]
+
+    def fetched_fields(self, fields: Iterable[str]) -> Collection[str]:
+        """Return those of a chunk's fields whose records ``fetched`` returns."""
+        if not self._is_mixed():
+            return tuple(fields)
         groups: dict[int, list[str]] = {}
-        for field in shards:
+        for field in fields:
             if (held := self._held(field)) is not None:
                 groups.setdefault(held[0], []).append(field)
-        chosen = [
+        return [
             field
-            for group, fields in groups.items()
-            for field in self._chosen(group, frozenset(fields))
+            for group, some in groups.items()
+            for field in self._chosen(group, frozenset(some))
         ]
-        return [shards[field] for field in chosen]
 
     def is_possible(self, field: str) -> bool:
         """Whether a shard field is valid for this model, in any shape."""

@@ -14,6 +14,17 @@ StoredShard = tuple[str, bytes, str]
 """Namespace and prefix hash of a chunk, and the field of one of its shards in the index."""
 
 
+@dataclass(frozen=True, slots=True)
+class LostLoad:
+    """A load on which vLLM relies and that cannot be made: the workers report it as failed."""
+
+    request_id: str
+    sync: bool
+    blocks: frozenset[int] = frozenset()
+    """Physical blocks that it would have filled, at least. For a load between steps, empty means
+    that the whole load failed."""
+
+
 @dataclass
 class StepPlan(KVConnectorMetadata):
     """From the scheduler to the workers: the loads and saves of this step."""
@@ -24,6 +35,11 @@ class StepPlan(KVConnectorMetadata):
     """Finished requests whose blocks are kept until their saves have left the device."""
     idle: bool = False
     """Whether the step computes nothing while loads are in progress."""
+    reused: frozenset[str] = frozenset()
+    """Requests that this step preempts, whose saves may still read their blocks."""
+    may_reuse: bool = True
+    """Whether the next step may give blocks of running requests to others."""
+    lost: tuple[LostLoad, ...] = ()
 
 
 @dataclass

@@ -1,27 +1,32 @@
-"""Plans moves from block tables: the physical blocks that a load fills and a save reads, and the
-saves of each step."""
+"""Plans moves from block tables: the physical blocks that a load fills and a save reads."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from objkv.cache.match import stored_blocks
-from objkv.config import Config
-from objkv.connector.kv.requests import RequestTracker, TrackedRequest
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ShardRecord, Shards
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import PrefixChain
-from objkv.transfer.plan import ChunkMove, LoadMove, SaveMove, SavePlan
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-
+from objkv.transfer.plan import (
+    ChunkMove,
+    Kind,
+    LoadMoves,
+    RecordColumns,
+    Row,
+    SaveMove,
+)
 
 BlockTable = Sequence[Sequence[int]]
 """The request's physical blocks per group, in token order. 0, the null block, stands for a block
 that a window has passed, or for a state that was not kept."""
 _NULL_BLOCK = 0
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,26 +45,114 @@ def load_moves(
     records: Sequence[Shards | None],
     blocks: BlockTable,
     span: tuple[int, int],
-) -> Iterator[LoadMove]:
-    """Yield the moves that fill exactly the blocks of tokens ``[start, end)``, in chunk order.
+) -> LoadMoves:
+    """Return the moves that fill exactly the blocks of tokens ``[start, end)``, in chunk order.
 
     Blocks before ``start`` were computed or found locally, and other requests may share them. vLLM
     allocated the blocks that tokens after ``end`` need, and null blocks for the others.
     """
     start, end = span
     size = geometry.chunk_tokens
-    held_of = [stored_blocks(identity, size) for identity in geometry.groups]
-    for chunk in range(start // size, -(-end // size)):
+    first, last = start // size, -(-end // size)
+    stored = _stored_shards(geometry, records[first:last])
+    chunks = np.arange(first, last)
+    tables, ids, ids_before = [], [], 0
+    for group, identity in enumerate(geometry.groups):
+        runs = _runs(identity, size, blocks[group], chunks, span)
+        table = np.zeros((len(Row), len(runs.starts)), np.int32)
+        table[Row.CHUNK] = first + runs.chunks
+        table[Row.KIND] = group + len(geometry.groups) * stored.patterns[runs.chunks]
+        table[Row.HASH] = runs.chunks + 1  # the parent of the first chunk precedes its hash
+        table[Row.PARENT] = runs.chunks
+        table[Row.FIRST_BLOCK] = runs.first_blocks
+        table[Row.IDS] = ids_before + runs.starts
+        table[Row.IDS_END] = ids_before + np.append(runs.starts, len(runs.ids))[1:]
+        table[Row.RECORDS] = stored.starts[runs.chunks]
+        tables.append(table)
+        ids.append(runs.ids)
+        ids_before += len(runs.ids)
+    table = np.concatenate(tables, axis=1)
+    if len(tables) > 1:
+        table = table[:, np.argsort(table[Row.CHUNK], kind="stable")]
+    table[Row.TOKEN_START] = table[Row.CHUNK] * size
+    table[Row.TOKEN_END] = table[Row.TOKEN_START] + size
+    table[Row.SOURCE] = np.arange(table.shape[1])
+    used, table[Row.KIND] = np.unique(table[Row.KIND], return_inverse=True)
+    hashes = b"".join((chain.parent(first), *chain.hashes(first, last)))
+    kinds = tuple(stored.kinds[kind] for kind in used.tolist())
+    return LoadMoves(table, hashes, np.concatenate(ids), kinds=kinds, records=stored.records)
+
+
+class _StoredShards(NamedTuple):
+    """The stored shards of some chunks."""
+
+    kinds: list[Kind]
+    """For each pattern of stored shards, one kind per group."""
+    patterns: Ints
+    """The pattern of each chunk."""
+    starts: Ints
+    """Position of each chunk's first record in ``records``."""
+    records: RecordColumns
+
+
+def _stored_shards(geometry: Geometry, found: Sequence[Shards | None]) -> _StoredShards:
+    patterns = dict[tuple[str, ...], int]()
+    kinds, chosen, starts, records = list[Kind](), list[int](), list[int](), list[ShardRecord]()
+    for shards in found:
         # A chunk without any stored shard was passed by a sliding window and has no blocks.
-        shards = records[chunk] or {}
-        for group, identity in enumerate(geometry.groups):
-            # Block positions within the prompt: the payload's blocks, cut to the needed ones.
-            held_from = (chunk + 1) * size // identity.block_size - held_of[group]
-            first = max(held_from, start // identity.block_size)
-            last = min((chunk + 1) * size, end) // identity.block_size
-            for begin, run in _runs(blocks[group][first:last], first):
-                move = _move(size, chain, (chunk, group), run, begin - held_from)
-                yield LoadMove(move, _of_group(shards, group))
+        fields = () if shards is None else tuple(shards)
+        starts.append(len(records))
+        if shards is not None:
+            records += shards.values()
+        assert len(records) == starts[-1] + len(fields)
+        if (pattern := patterns.get(fields)) is None:
+            pattern = patterns[fields] = len(patterns)
+            kinds += [_kind(fields, group) for group in range(len(geometry.groups))]
+        chosen.append(pattern)
+    numbers = np.array(chosen), np.array(starts)
+    return _StoredShards(kinds, *numbers, RecordColumns.pack(records))
+
+
+def _kind(fields: tuple[str, ...], group: int) -> Kind:
+    places = tuple(i for i, field in enumerate(fields) if field.startswith(f"{group}."))
+    return Kind(group, tuple(fields[place] for place in places), places)
+
+
+class _Runs(NamedTuple):
+    """The blocks of one group that a load fills, in runs without a null block."""
+
+    chunks: Ints
+    """The chunk of each run, counted from the first loaded one."""
+    first_blocks: Ints
+    """Index of each run's first block among the blocks of its chunk's payload."""
+    starts: Ints
+    """Position of each run's first block in ``ids``."""
+    ids: Ints
+    """Physical block ids of all runs."""
+
+
+def _runs(
+    identity: GroupIdentity, size: int, blocks: Sequence[int], chunks: Ints, span: tuple[int, int]
+) -> _Runs:
+    """``chunks``: the loaded chunks. ``span``: the loaded tokens."""
+    tokens, block_size = (chunks + 1) * size, identity.block_size
+    # Positions of blocks within the prompt: those of each chunk's payload, cut to the needed ones.
+    held_from = tokens // block_size - stored_blocks(identity, size)
+    first = np.maximum(held_from, span[0] // block_size)
+    last = np.minimum(np.minimum(tokens, span[1]) // block_size, len(blocks))
+    counts = np.maximum(last - first, 0)
+    of_chunk = np.repeat(np.arange(len(chunks)), counts)
+    place = np.arange(len(of_chunk)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+    table = np.frombuffer(array("q", blocks[first[0] : last[-1]]), np.int64)
+    ids = table[place - first[0]]
+    if not ids.all():
+        held = np.flatnonzero(ids != _NULL_BLOCK)
+        of_chunk, place, ids = of_chunk[held], place[held], ids[held]
+    begins = np.ones(len(ids), np.bool_)
+    begins[1:] = (np.diff(of_chunk) != 0) | (np.diff(place) != 1)
+    starts = np.flatnonzero(begins)
+    of_chunk = of_chunk[starts]
+    return _Runs(of_chunk, place[starts] - held_from[of_chunk], starts, ids)
 
 
 def save_moves(
@@ -129,17 +222,6 @@ def _held(
     return tuple(computed.blocks[group][last - stored_blocks(identity, size) : last])
 
 
-def _runs(table: Sequence[int], first: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield each run of non-null blocks with its position. ``first``: the table's position."""
-    begin = None
-    for place, block in enumerate((*table, _NULL_BLOCK)):
-        if block != _NULL_BLOCK:
-            begin = place if begin is None else begin
-        elif begin is not None:
-            yield first + begin, tuple(table[begin:place])
-            begin = None
-
-
 def _move(
     size: int,
     chain: PrefixChain,
@@ -158,150 +240,3 @@ def _move(
         first_block=first_block,
         block_ids=blocks,
     )
-
-
-def _of_group(shards: Shards, group: int) -> tuple[tuple[str, ShardRecord], ...]:
-    prefix = f"{group}."
-    return tuple((name, shards[name]) for name in shards if name.startswith(prefix))
-
-
-class BlockTrust:
-    """Decides whose blocks may be saved. For the scheduler's thread only.
-
-    A load within the step may still fail. Its outcome is known only after its step and the steps
-    scheduled in the meantime. Until then, blocks allocated in these steps may contain anything. A
-    worker sees the outcome of its own loads but not of other ranks' loads, and under vLLM's
-    ``MultiConnector`` another connector may load. Source: vLLM 0.31-0.33,
-    ``v1/core/sched/scheduler.py``, where blocks loaded within a step are in the prefix cache before
-    they are filled.
-    """
-
-    def __init__(self, steps_in_flight: int, *, ranks: int = 1) -> None:
-        self._steps_in_flight = steps_in_flight
-        self._ranks = ranks
-        self._step = 0
-        self._doubtful_until = 0
-        self._admitted: list[TrackedRequest] = []
-
-    def add(self, tracked: TrackedRequest) -> None:
-        """Record that vLLM allocated blocks to the request, in a step that is being scheduled."""
-        # No save has read these blocks yet. If the request ends while they are being filled, only
-        # the load keeps them, because vLLM does not expect the end of a save too.
-        tracked.saved = False
-        self._admitted.append(tracked)
-
-    def next_step(self, output: "SchedulerOutput") -> None:
-        """Record that a step was scheduled with the requests added since the previous one."""
-        admitted, self._admitted = self._admitted, []
-        self._step += 1
-        doubtful = self._ranks > 1 or any(_filled_by_another(one) for one in admitted)
-        if output.has_sync_kv_loads and doubtful:
-            self._doubtful_until = self._step + self._steps_in_flight
-        if self._step < self._doubtful_until:
-            for tracked in admitted:
-                tracked.doubtful_until = self._doubtful_until
-
-    def trusts(self, tracked: TrackedRequest) -> bool:
-        """Whether the contents of the request's blocks after this step may be saved."""
-        return self._step >= tracked.doubtful_until
-
-
-def _filled_by_another(tracked: TrackedRequest) -> bool:
-    return bool(tracked.request.num_computed_tokens > tracked.accounted)
-
-
-class SavePlanner:
-    """Plans the saves of the chunks that each step completes. For the scheduler's thread only.
-    Never waits.
-
-    Each chunk is considered once, in the step that completes it, because a window's blocks and a
-    state may be gone in the next step. Source: vLLM 0.31-0.33, ``kv_connector_block_state`` of
-    ``v1/core/sched/output.py``.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        geometry: Geometry,
-        requests: RequestTracker,
-        trust: BlockTrust,
-        *,
-        loads: bool,
-    ) -> None:
-        """``loads``: whether this replica also loads, so that every prompt is looked up anyway."""
-        self._config = config
-        self._geometry = geometry
-        self._requests = requests
-        self._trust = trust
-        self._loads = loads
-
-    def plan(self, output: "SchedulerOutput") -> Iterator[SavePlan]:
-        """Yield the save plans of the chunks that this step completes, one per request."""
-        size, with_decode = self._geometry.chunk_tokens, self._config.save_decode
-        for request_id, scheduled in output.num_scheduled_tokens.items():
-            tracked = self._requests.get(request_id)
-            if tracked is None or not tracked.may_save:
-                continue
-            request = tracked.request
-            # Only tokens that have ids and that the model accepted. With asynchronous scheduling
-            # and speculation, more tokens may be computed.
-            known = len(request.all_token_ids) if with_decode else request.num_prompt_tokens
-            computed = min(request.num_computed_tokens + scheduled, known) // size
-            # First the case of nearly every step, for hundreds of generating requests.
-            if computed <= tracked.planned and not tracked.again:
-                continue
-            if not self._trust.trusts(tracked):
-                continue
-            if not self._loads and not tracked.records:
-                self._requests.records(tracked)
-            again = frozenset(tracked.again)
-            chunks = self._requests.due(tracked, computed)
-            if chunks and (plan := self._plan(output, tracked, chunks, again)) is not None:
-                tracked.saved = True
-                yield plan
-
-    def _plan(
-        self,
-        output: "SchedulerOutput",
-        tracked: TrackedRequest,
-        chunks: list[int],
-        again: frozenset[int],
-    ) -> SavePlan | None:
-        request = tracked.request
-        assert tracked.hashes is not None
-        moves = save_moves(
-            self._geometry,
-            tracked.hashes.chain,
-            self._computed(output, tracked),
-            chunks,
-            keep_tokens=self._config.store_tokens,
-            is_stored=self._stored(tracked, again),
-        )
-        if not moves:
-            return None
-        return SavePlan(request.request_id, tracked.namespace, tuple(moves))
-
-    def _computed(self, output: "SchedulerOutput", tracked: TrackedRequest) -> Computed:
-        request, state = tracked.request, output.kv_connector_block_state
-        assert state is not None
-        blocks = state.get_block_ids(request.request_id)
-        assert blocks is not None
-        end = None
-        if request.request_id not in output.scheduled_spec_decode_tokens:
-            end = request.num_computed_tokens + output.num_scheduled_tokens[request.request_id]
-        offered = getattr(state, "boundary_state_offloads", {})  # not every version has it
-        states = states_after(self._geometry, blocks, end, offered.get(request.request_id, ()))
-        return Computed(request.all_token_ids, blocks, states)
-
-    def _stored(self, tracked: TrackedRequest, again: frozenset[int]) -> Callable[[int, int], bool]:
-        """Return a function that reports whether a group of a chunk is stored. For chunks in
-        ``again`` the records found earlier are ignored, because their payload was missing or
-        corrupt."""
-
-        def is_stored(chunk: int, group: int) -> bool:
-            if chunk in again or chunk >= len(tracked.records):
-                return False
-            shards = tracked.records[chunk]
-            return shards is not None and self._requests.coverage.is_readable(shards, group)
-
-        return is_stored

@@ -211,6 +211,8 @@ class TrackedRequest:
     """Step before which nothing of it may be saved, see ``BlockTrust``."""
     saved: bool = False
     """Whether any save was planned."""
+    awaited: bool = False
+    """Whether the scheduler's thread has waited for its lookup, which it does once."""
     may_load: bool = True
     may_save: bool = True
 
@@ -279,6 +281,10 @@ class RequestTracker:
         self.records(tracked)
         return tracked
 
+    def __len__(self) -> int:
+        """Return the number of requests that have not ended."""
+        return len(self._tracked)
+
     def ids(self) -> tuple[str, ...]:
         """Return the ids of all requests that have not ended."""
         return tuple(self._tracked)
@@ -298,6 +304,12 @@ class RequestTracker:
         self.adapters.ended(request_id)
         return self._tracked.pop(request_id, None)
 
+    def save_nothing(self) -> None:
+        """Stop saves of all requests in progress, because their blocks may not be what objkv takes
+        them for."""
+        for tracked in self._tracked.values():
+            tracked.may_save = False
+
     def distrust(self) -> None:
         """Stop loads and saves of all requests in progress, because weights may have changed."""
         self.adapters.forget()
@@ -305,23 +317,29 @@ class RequestTracker:
             tracked.may_load = tracked.may_save = False
             self._lookups.forget(request_id)
 
-    def unstore(self, request_id: str, chunk: int) -> None:
-        """Plan a chunk's save again, because it was dropped."""
-        if tracked := self._tracked.get(request_id):
-            tracked.again.add(chunk)
+    def unstore(self, request_id: str, chunk: int) -> list[TrackedRequest]:
+        """Mark a chunk to be saved again, because its save was dropped. Returns the request, unless
+        it has ended."""
+        tracked = self._tracked.get(request_id)
+        if tracked is None:
+            return []
+        tracked.again.add(chunk)
+        return [tracked]
 
-    def reject(self, prefix_hashes: Iterable[bytes]) -> None:
-        """Plan saves of chunks that were indexed but missing or corrupt, for the requests that
-        compute them."""
-        rejected = frozenset(prefix_hashes)
+    def reject(self, prefix_hashes: Iterable[bytes]) -> list[TrackedRequest]:
+        """Mark chunks that were indexed but missing or corrupt to be saved by the requests that
+        compute them. Returns these requests."""
+        rejected, found = frozenset(prefix_hashes), list[TrackedRequest]()
         if not rejected:
-            return
+            return found
         for tracked in self._tracked.values():
             if tracked.hashes is None or not tracked.hashes.done:
                 continue
-            for chunk in tracked.hashes.chain.find(rejected):
-                if any(tracked.records[chunk : chunk + 1]):
-                    tracked.again.add(chunk)
+            chunks = tracked.hashes.chain.find(rejected)
+            if again := {chunk for chunk in chunks if any(tracked.records[chunk : chunk + 1])}:
+                tracked.again |= again
+                found.append(tracked)
+        return found
 
     def records(self, tracked: TrackedRequest) -> Records | None:
         """Return the records of the request's chunks, or None while its lookup is in progress."""

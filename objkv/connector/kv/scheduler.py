@@ -16,10 +16,11 @@ from objkv.cache.match import usable_chunks
 from objkv.config import Config
 from objkv.connector.guard import guarded
 from objkv.connector.kv.events import NoEvents
-from objkv.connector.kv.metadata import StepPlan, StepReport
+from objkv.connector.kv.metadata import LostLoad, StepPlan, StepReport
 from objkv.connector.kv.namespace import ReplicaNamespace
-from objkv.connector.kv.planning import BlockTable, BlockTrust, SavePlanner, load_moves
+from objkv.connector.kv.planning import BlockTable, load_moves
 from objkv.connector.kv.requests import RequestTracker, TrackedRequest, Usable
+from objkv.connector.kv.saves import BlockTrust, SavePlanner
 from objkv.connector.kv.timing import Timing
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import Shards
@@ -40,6 +41,20 @@ logger = logging.getLogger(__name__)
 _EMPTY_STEP_S, _BESIDE_STEPS_S = 1e-3, 1e-4
 """How long an empty step waits for the index: if it is the only step, and while another step is in
 progress."""
+_MATCH_WAIT_S = 1e-3
+"""How long a scheduling pass waits for lookups of new requests, all of them together. A request
+whose lookup is late waits for the next pass, which is a whole step. The wait costs nothing while
+the device computes the step before it, which takes many times longer. All requests share one limit,
+because a burst of them would otherwise use up that time. Their lookups run in parallel anyway."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Promise:
+    """What vLLM was told about a request that has a load."""
+
+    computed: int
+    """Tokens that need no load."""
+    sync: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +137,11 @@ class HitCounters:
 
     def planned(self, plan: LoadPlan, start: int, end: int) -> None:
         """Count a planned load of tokens ``[start, end)``."""
-        cold: set[tuple[int, int]] = set()
-        chunks: set[tuple[int, int]] = set()
-        for load in plan.moves:
-            span = (max(start, load.move.token_start), min(end, load.move.token_end))
-            chunks.add(span)
-            if not all(record.hot for _, record in load.records):
-                cold.add(span)  # a chunk is only as fast as its slowest group
-        hot = sum(last - first for first, last in chunks - cold)
+        spans, moves_hot = plan.moves.token_spans, plan.moves.hot
+        chunks = set(spans)
+        # A chunk is only as fast as its slowest group.
+        cold = {span for span, hot in zip(spans, moves_hot, strict=True) if not hot}
+        hot = sum(min(end, last) - max(start, first) for first, last in chunks - cold)
         self._recorder.count("hits")
         self._recorder.count("hit_tokens", end - start)
         self._recorder.count("hit_hot_tokens", hot)
@@ -166,10 +178,17 @@ class SchedulerSide:
         self._saves = SavePlanner(config, geometry, requests, self._trust, loads=roles.loads)
         self._sync_gate = SyncGate(config.step_load_deadline_ms / 1000)
         self._hits = HitCounters(recorder)
+        self._promises = dict[str, _Promise]()
         self._loads, self._loading = dict[str, LoadPlan](), dict[str, LoadPlan]()
+        self._lost = dict[str, LostLoad]()
+        self._awaited = set[str]()
+        """Requests that vLLM holds back until it is told that their load has ended."""
         self._held: set[str] = set()
         self._sync_loads = False
         self._waiting: int | None = None
+        self._wait_left_s = _MATCH_WAIT_S
+        self.may_reuse: Callable[[], bool] = lambda: True
+        """Returns whether the next step may give blocks of running requests to others."""
         self.adapters = requests.adapters
         self.events = NoEvents()
         self.tables_ended: list[Sequence[int]] = []
@@ -190,8 +209,42 @@ class SchedulerSide:
         """Return how many tokens beyond ``computed`` can be loaded, and whether between steps.
 
         The number is None while the lookup is in progress. vLLM calls this in a hot loop, so it is
-        cheap and repeatable.
+        cheap and repeatable. For a new request it may wait, at most ``_MATCH_WAIT_S`` in a
+        scheduling pass.
         """
+        found = self._match(request, computed)
+        if found[0] is None and self._await_lookup(request.request_id):
+            found = self._match(request, computed)
+        if found[0]:
+            self._promises[request.request_id] = _Promise(computed, sync=not found[1])
+        return found
+
+    def _await_lookup(self, request_id: str) -> bool:
+        """Wait for the lookup of a new request. Returns whether it has ended.
+
+        Only while no other request is delayed: while the device computes an earlier step, or if no
+        request has begun.
+        """
+        tracked = self._requests.get(request_id)
+        if tracked is None or tracked.awaited:
+            return False
+        tracked.awaited = True
+        if self._wait_left_s <= 0 or not (self._timing.steps or self._nothing_runs()):
+            return False
+        began = monotonic()
+        ended = self._lookups.wait_for(request_id, self._wait_left_s)
+        self._wait_left_s -= monotonic() - began
+        return ended
+
+    def _nothing_runs(self) -> bool:
+        return self._count_waiting() == len(self._requests)
+
+    def _count_waiting(self) -> int:
+        if self._waiting is None:
+            self._waiting = self._requests.waiting()
+        return self._waiting
+
+    def _match(self, request: "Request", computed: int) -> tuple[int | None, bool]:
         tracked = self._requests.get(request.request_id)
         self._hits.queried(request.request_id, computed)
         if tracked is None:
@@ -213,11 +266,36 @@ class SchedulerSide:
         return usable.end - computed, not usable.sync
 
     def plan_load(self, request: "Request", blocks: BlockTable, tokens: int) -> None:
-        """Plan the load of ``tokens`` external tokens, possibly 0, into the allocated
-        ``blocks``."""
+        """Plan the load of ``tokens`` external tokens, possibly 0, into the allocated ``blocks``.
+
+        Never raises. vLLM already relies on the load, so one that cannot be planned is sent to the
+        workers as lost, which report that it failed.
+        """
+        promise = self._promises.pop(request.request_id, _Promise(0, sync=False))
+        try:
+            self._plan_load(request, blocks, tokens)
+        except Exception:
+            name = request.request_id
+            logger.exception("load not planned, recomputing request=%s", name)
+            self._loads.pop(name, None)
+            if tracked := self._requests.get(name):
+                tracked.may_load = tracked.may_save = False
+            if tokens:
+                self._lost[name] = self._lose(name, promise, blocks)
+
+    def _lose(self, request_id: str, promise: _Promise, blocks: BlockTable) -> LostLoad:
+        # Blocks before these were computed here, and those behind the loaded ones fail for nothing.
+        # With several groups, block ids say nothing, and all loads are between steps.
+        if len(blocks) != 1:
+            return LostLoad(request_id, promise.sync)
+        first = promise.computed // self._geometry.block_tokens
+        return LostLoad(request_id, promise.sync, frozenset(blocks[0][first:]) - {0})
+
+    def _plan_load(self, request: "Request", blocks: BlockTable, tokens: int) -> None:
         self._hits.allocated(request)
         if tracked := self._requests.get(request.request_id):
             self._trust.add(tracked)
+            self._saves.add(tracked)
         if tokens == 0:
             return
         assert tracked is not None
@@ -228,33 +306,59 @@ class SchedulerSide:
         tracked.accounted = span[1]
         moves = load_moves(self._geometry, tracked.hashes.chain, usable.records, blocks, span)
         plan = LoadPlan(
-            request.request_id, tracked.namespace, tuple(moves), usable.sync, tracked.traceparent
+            request.request_id, tracked.namespace, moves, usable.sync, tracked.traceparent
         )
-        self._loads[request.request_id] = plan
         self._hits.planned(plan, *span)
+        self._loads[request.request_id] = plan
 
     def plan_step(self, output: "SchedulerOutput") -> StepPlan:
-        """Return the plan of everything that the workers do in this step."""
-        self._trust.next_step(output)
+        """Return the plan of everything that the workers do in this step.
+
+        Never raises. vLLM relies on the loads that were planned, and waits for their end: whatever
+        else fails, the plan contains them. It saves nothing then, because it is not known which
+        blocks can be trusted.
+        """
+        loads, lost = tuple(self._loads.values()), tuple(self._lost.values())
+        self._loads, self._lost = {}, {}
+        self._awaited.update(load.request_id for load in loads if not load.sync)
+        self._awaited.update(load.request_id for load in lost if not load.sync)
+        plan = StepPlan(loads, held=frozenset(self._held), lost=lost)
+        try:
+            plan.reused = self._preempted(output)
+            self._complete(plan, output)
+        except Exception:
+            logger.exception("step not planned in full, saving nothing of the requests in progress")
+            self._requests.save_nothing()
+            self._trust.distrust()
+        return plan
+
+    def _preempted(self, output: "SchedulerOutput") -> frozenset[str]:
+        preempted = getattr(output, "preempted_req_ids", None)
+        if preempted is None:  # unknown in this version of vLLM: any request may have been
+            preempted = self._requests.ids()
+        return frozenset(preempted)
+
+    def _complete(self, plan: StepPlan, output: "SchedulerOutput") -> None:
+        """Add everything to a plan that vLLM does not rely on, and record the step."""
         self._sync_loads, self.tables_ended = output.has_sync_kv_loads, []
-        loads = tuple(self._loads.values())
-        self._sync_gate.planned(loads)
-        self._waiting = None  # counted once a step
-        self._timing.step_planned(output.num_scheduled_tokens.values(), loads)
-        self._loads = {}
-        for plan in loads:
-            if plan.sync:
-                self._touch(plan)
+        self._trust.next_step(output)
+        self._sync_gate.planned(plan.loads)
+        self._waiting, self._wait_left_s = None, _MATCH_WAIT_S  # once per scheduling pass
+        self._timing.step_planned(output.num_scheduled_tokens.values(), plan.loads)
+        for load in plan.loads:
+            if load.sync:
+                self._touch(load)
             else:
-                self._loading[plan.request_id] = plan
-        saves = self._planned_saves(output) if self._roles.saves else ()
+                self._loading[load.request_id] = load
+        if self._roles.saves:
+            plan.saves = self._planned_saves(output)
+        plan.may_reuse = self.may_reuse()
         empty = not output.total_num_scheduled_tokens
         if empty and not self._loading:
             # vLLM spins on empty steps while it waits. Release the GIL for the lookup threads.
             self._lookups.wait(_BESIDE_STEPS_S if self._timing.steps > 1 else _EMPTY_STEP_S)
-        plan = StepPlan(loads, saves, frozenset(self._held), idle=empty and bool(self._loading))
+        plan.idle = empty and bool(self._loading)
         self.events.planned(plan, self._requests.get)
-        return plan
 
     def end_step(self) -> "tuple[KVCacheEvent, ...]":
         """Record that the oldest step in progress has its result. Returns its KV events."""
@@ -262,31 +366,62 @@ class SchedulerSide:
         return self.events.take()
 
     def update(self, output: "KVConnectorOutput") -> "list[Request]":
-        """Process the workers' reports. Returns the requests whose whole load failed."""
+        """Process the workers' reports. Returns the requests whose whole load failed. Never
+        raises."""
         self._held -= output.finished_sending or set()
-        if isinstance(report := output.kv_connector_worker_meta, StepReport):
-            self._read_report(report)
-        self.events.update(output)
-        for request_id in output.finished_recving or ():
-            self._sync_gate.received(request_id)
-            self._timing.received(request_id)
-            if plan := self._loading.pop(request_id, None):
-                self._touch(plan)
-        failed = map(self._requests.get, output.failed_recving or ())
-        return [tracked.request for tracked in failed if tracked is not None]
+        report = output.kv_connector_worker_meta
+        failed = report.failed if isinstance(report, StepReport) else set[str]()
+        for request_id in failed:  # first: otherwise vLLM would ask for the same load again
+            self._loading.pop(request_id, None)
+            if tracked := self._requests.get(request_id):
+                tracked.may_load = False
+        self._awaited -= output.finished_recving or set()
+        received = [(name, self._loading.pop(name, None)) for name in output.finished_recving or ()]
+        try:
+            if isinstance(report, StepReport):
+                self._read_report(report)
+            self.events.update(output)
+            for request_id, plan in received:
+                self._sync_gate.received(request_id)
+                self._timing.received(request_id)
+                if plan is not None:
+                    self._touch(plan)
+        except Exception:
+            logger.exception("report of the workers not read")
+        whole = map(self._requests.get, output.failed_recving or ())
+        return [tracked.request for tracked in whole if tracked is not None]
 
     def finish(self, request: "Request", blocks: BlockTable) -> bool:
         """Forget a request that ended. Returns whether its blocks must be kept until its saves have
-        read them."""
+        read them. Never raises."""
+        request_id = request.request_id
+        # Blocks of a load in progress are kept for the load alone: vLLM does not expect the end of
+        # a save too.
+        loads = any(request_id in some for some in (self._loads, self._lost, self._awaited))
+        try:
+            held = self._finish(request, blocks)
+        except Exception:
+            logger.exception("keeping the blocks of an ended request for a step")
+            held = not loads  # its saves may read them, and the workers know when none does
+        if held and not self._roles.copies_are_synchronous:
+            self._held.add(request_id)
+            return True
+        return False
+
+    def _finish(self, request: "Request", blocks: BlockTable) -> bool:
         if self._sync_loads and len(blocks) == 1:
             self.tables_ended.append(blocks[0])
+        self._promises.pop(request.request_id, None)
         self._timing.request_ended(request.request_id)
         self._hits.ended(request.request_id)
         tracked = self._requests.end(request.request_id)
-        if tracked is None or not tracked.saved or self._roles.copies_are_synchronous:
-            return False
-        self._held.add(request.request_id)
-        return True
+        return tracked is not None and tracked.saved
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether blocks of ended requests are kept for saves that may still read them. They are
+        free after a few steps at most."""
+        return bool(self._held)
 
     def reset(self, *, clean: bool) -> bool:
         """Stop using everything stored so far, because weights may have changed.
@@ -338,9 +473,7 @@ class SchedulerSide:
         if self._geometry.windowed:
             records = records[: (num_tokens - 1) // size]
         tokens = self._matched(records)
-        if self._waiting is None:
-            self._waiting = self._requests.waiting()
-        behind = max(0, self._waiting - 1)  # the request itself has nothing computed either
+        behind = max(0, self._count_waiting() - 1)  # the request itself has nothing computed either
         admitted = self._timing.admit(records, computed, min(tokens, num_tokens), waiting=behind)
         if admitted < min(tokens, num_tokens):
             tokens = self._matched(records[: admitted // size])
@@ -380,17 +513,15 @@ class SchedulerSide:
     def _read_report(self, report: StepReport) -> None:
         self._sync_gate.reported(report)
         self._timing.reported(report)
-        for request_id, chunk in report.dropped:
-            self._requests.unstore(request_id, chunk)
-        for request_id in report.failed:
-            self._loading.pop(request_id, None)
-            if tracked := self._requests.get(request_id):
-                tracked.may_load = False
+        again = [t for request in report.dropped for t in self._requests.unstore(*request)]
         for namespace, prefix_hash in report.rejected:
             self._index.invalidate(namespace, prefix_hash)
-        self._requests.reject(prefix_hash for _, prefix_hash in report.rejected)
+        again += self._requests.reject(prefix_hash for _, prefix_hash in report.rejected)
+        for tracked in again:
+            self._saves.add(tracked)
 
     def _touch(self, plan: LoadPlan) -> None:
-        hashes = list(dict.fromkeys(load.move.prefix_hash for load in plan.moves))
-        ttl_s = self._config.ttl_s
-        self._lookups.submit(lambda: self._index.touch(plan.namespace, hashes, ttl_s=ttl_s))
+        index, ttl_s = self._index, self._config.ttl_s
+        self._lookups.submit(
+            lambda: index.touch(plan.namespace, plan.moves.prefix_hashes(), ttl_s=ttl_s)
+        )

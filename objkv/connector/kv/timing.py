@@ -133,16 +133,14 @@ class Timing:
         A load from both tiers measures bulk, which determines when it ends. If mixed loads were
         ignored and every prompt began with hot chunks, bulk would never be measured.
         """
-        nbytes = {_HOT: 0, _BULK: 0}
-        for load in plan.moves:
-            for record in self._coverage.fetched(dict(load.records)):
-                nbytes[_HOT if record.hot else _BULK] += record.nbytes
-        if not nbytes[_BULK]:
-            return _HOT, 1.0
-        return _BULK, nbytes[_BULK] / (nbytes[_BULK] + nbytes[_HOT])
+        hot, bulk = plan.moves.nbytes(self._coverage.fetched_fields)
+        return (_BULK, bulk / (bulk + hot)) if bulk else (_HOT, 1.0)
 
 
 def _prompt_tokens(scheduled: Collection[int]) -> int:
     """Return the tokens of requests that compute many at once, or 0 if others have most tokens."""
+    total = sum(scheduled)
+    if total - len(scheduled) < STEP_TOKENS_MIN - 1:  # each of them computes one at least
+        return 0
     tokens = sum(count for count in scheduled if count >= STEP_TOKENS_MIN)
-    return tokens if 2 * tokens >= sum(scheduled) else 0
+    return tokens if 2 * tokens >= total else 0

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,12 +39,12 @@ from objkv.keys.identity import Identity
 from objkv.stores.base import WriteStore
 from objkv.telemetry import Recorder
 from objkv.tracing import NO_TRACING, Tracing, open_tracing
-from objkv.transfer.devices import open_lane
+from objkv.transfer.devices import driver_of, open_lane
 from objkv.transfer.loader import Loader, LoadLimits
 from objkv.transfer.paging import NOT_QUANTISED, PagedGroup, Quantised, check_pages
 from objkv.transfer.queue import Task
 from objkv.transfer.saver import SaveLimits, Saver
-from objkv.transfer.slabs import SlabPool, WideSlabs
+from objkv.transfer.slabs import Pin, SlabPool, WideSlabs
 from objkv.transfer.sources import whole_payload_bytes_max
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ logger = logging.getLogger(__name__)
 _LOOKUP_AGE_MIN_S = 10.0
 """Steps may take seconds, and a lookup's answer must stay valid for several of them."""
 _PAGE = 4096
+_LOAD_LANES = 2
+"""Streams of loads: while one distributes pages, the other copies."""
 _WIDE_SHARE = 4
 """Divisor: payloads of other shapes may take this fraction of the pinned memory in addition, or one
 pair of slabs if that is more."""
@@ -202,17 +205,19 @@ def make_worker_side(
     groups = read_pages(geometry, (rank.tp_rank, rank.pp_rank), kv_caches, rank.quantised)
     device = next(iter(groups.values())).device
     pools = plan_pools(config, groups, geometry.chunk_tokens)
-    pinned = device.type == "cuda"
+    pin = None if device.type == "cpu" else driver_of(device).pin
     slabs = [
-        SlabPool(name, count=count, slab_bytes=pools.slab_bytes, pinned=pinned)
+        SlabPool(name, count=count, slab_bytes=pools.slab_bytes, pin=pin)
         for name, count in (("load", pools.load_slabs), ("save", pools.save_slabs))
     ]
+    # Each lane of a device has staging memory, and more lanes do not copy faster.
+    lanes = cycle([open_lane(device, urgent=True) for _ in range(_LOAD_LANES)])
     loader = Loader(
         cache,
         groups,
         slabs[0],
-        wide=plan_wide(config, groups, geometry.chunk_tokens, pinned=pinned),
-        lane_for_thread=lambda: open_lane(device, urgent=True),
+        wide=plan_wide(config, groups, geometry.chunk_tokens, pin=pin),
+        lane_for_thread=lambda: next(lanes),
         limits=LoadLimits(
             pools.load_threads,
             config.load_queue_max,
@@ -273,15 +278,13 @@ def plan_pools(config: Config, groups: Mapping[int, PagedGroup], chunk_tokens: i
 
 
 def plan_wide(
-    config: Config, groups: Mapping[int, PagedGroup], chunk_tokens: int, *, pinned: bool
+    config: Config, groups: Mapping[int, PagedGroup], chunk_tokens: int, *, pin: Pin | None = None
 ) -> WideSlabs[Task]:
     """Return pairs of slabs that fit any payload of the model. They are allocated when needed."""
     largest = max(whole_payload_bytes_max(g, tokens=chunk_tokens) for g in groups.values())
     slab_bytes = -(-largest // _PAGE) * _PAGE + _PAGE
     pairs = config.pinned_bytes_max // _WIDE_SHARE // (2 * slab_bytes)
-    return WideSlabs(
-        pairs=min(max(1, pairs), config.load_threads), slab_bytes=slab_bytes, pinned=pinned
-    )
+    return WideSlabs(pairs=min(max(1, pairs), config.load_threads), slab_bytes=slab_bytes, pin=pin)
 
 
 def read_pages(

@@ -5,16 +5,20 @@ order: vLLM 0.31-0.33, ``v1/worker/kv_connector_model_runner_mixin.py``.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from os import getpid
+
+import torch
 
 from objkv.cache.admission import LoadTime
 from objkv.cache.chunks import ChunkCache
 from objkv.config import Config
-from objkv.connector.kv.metadata import StepPlan, StepReport
+from objkv.connector.guard import guarded
+from objkv.connector.kv.metadata import LostLoad, StepPlan, StepReport
 from objkv.connector.model.groups import Geometry
 from objkv.tracing import Tracing
+from objkv.transfer.lanes import Mark
 from objkv.transfer.loader import Loader
 from objkv.transfer.paging import NOT_QUANTISED, PagedGroup, Quantised
 from objkv.transfer.plan import LoadOutcome, LoadPlan
@@ -76,26 +80,65 @@ class WorkerSide:
         }
         self._report = StepReport()
         self._failed_blocks, self._sent = set[int](), set[str]()
-        self._lost: list[LoadOutcome] = []
+        self._lost: list[LostLoad] = []
+        """Loads between steps that were not started. They are reported with those that ended."""
+        self._received, self._failed = set[str](), set[str]()
         self._tainted_steps = 0
-        self._in_layers = self._closed = False
+        self._in_layers = self._layers_failed = self._closed = False
+        self._before_forward: Mark | None = None
+        self._is_unmarked = False
+        self._device = next((group.device for group in groups.values()), None)
+        self._drops_tokens = geometry.windowed
         self._fails_whole = geometry.windowed or len(geometry.groups) > 1
         self._pid = getpid()
 
+    def before_forward(self, plan: StepPlan) -> None:
+        """Mark the point that this step's loads follow. vLLM starts most loads when it has launched
+        the forward pass, and they must not wait for that.
+
+        Their blocks are free of earlier work at this point: vLLM frees a block only after the steps
+        that may write it, clears and copies blocks before it binds the plan, and ``before_reuse``
+        has made computing wait for saves. Source: vLLM 0.31-0.33, ``defer_block_free`` in
+        ``v1/core/sched/scheduler.py``.
+        """
+        self._before_forward, self._is_unmarked = None, False
+        if plan.loads:
+            try:
+                self._before_forward = self._loader.mark_compute()
+            except Exception:  # loads that follow nothing could write to blocks in use
+                logger.exception("forward pass not marked, recomputing the step's loads")
+                self._is_unmarked = True
+
     def start_loads(self, plan: StepPlan) -> None:
         """Start this step's loads. Does not wait."""
+        mark, self._before_forward = self._before_forward, None
         for load in plan.loads:
+            if self._is_unmarked:
+                self._lose(_all_of(load))
+                continue
             self._in_layers |= load.sync
             try:
-                self._loader.submit(load)
+                self._loader.submit(load, mark)
             except Exception:  # vLLM relies on these blocks: report that they failed
                 logger.exception("load not started, recomputing request=%s", load.request_id)
-                self._lose(load)
+                self._lose(_all_of(load))
+        for lost in plan.lost:
+            self._lose(lost)
 
     def wait_layer(self, layer_name: str) -> None:
-        """Block until a layer's blocks are loaded or have failed. Called before its attention."""
-        if self._in_layers and (place := self._layers.get(layer_name)):
-            self._loader.wait_layer(*place)
+        """Block until a layer's blocks are loaded or have failed. Called before its attention.
+
+        Never raises: if it fails, all loads within the step have failed, so that vLLM discards what
+        the model computes from their blocks.
+        """
+        if not self._in_layers or self._layers_failed:
+            return
+        try:
+            if place := self._layers.get(layer_name):
+                self._loader.wait_layer(*place)
+        except Exception:
+            logger.exception("layer not awaited, recomputing layer=%s", layer_name)
+            self._layers_failed = True
 
     def end_forward(self, plan: StepPlan) -> None:
         """Settle loads within the step, then gather finished chunks. Called after the forward
@@ -107,14 +150,30 @@ class WorkerSide:
             self._tainted_steps -= 1
             dropped = {(s.request_id, m.move.chunk) for s in plan.saves for m in s.moves}
         else:
-            dropped = self._saver.gather(plan.saves)
-            if self._rank.writes_early:  # this model runner reuses blocks before it preempts
-                self._saver.fence()
+            dropped = self._gather(plan)
+            if self._rank.writes_early and plan.may_reuse:
+                self._fence()  # this model runner writes to blocks before ``before_reuse``
         self._report.dropped |= dropped
 
-    def before_reuse(self) -> None:
-        """Make computing wait until saves have read their blocks, which are about to be reused."""
-        self._saver.fence()
+    @guarded(set[tuple[str, int]]())
+    def _gather(self, plan: StepPlan) -> set[tuple[str, int]]:
+        return self._saver.gather(plan.saves)
+
+    def before_reuse(self, plan: StepPlan) -> None:
+        """Make computing wait until saves have read those blocks that this step may write. Others
+        stay with their requests until ``results`` has reported their saves."""
+        if self._drops_tokens:
+            self._fence()  # any block may have left a window, any state may be overwritten
+        elif plan.reused:
+            self._fence(plan.reused)
+
+    def _fence(self, request_ids: Collection[str] | None = None) -> None:
+        try:
+            self._saver.fence(request_ids)
+        except Exception:  # otherwise saves could read what is written to their blocks next
+            logger.exception("saves not fenced, waiting for the device")
+            if self._device is not None:
+                torch.get_device_module(self._device).synchronize(self._device)
 
     def results(self, plan: StepPlan, finished: set[str]) -> StepResults:
         """Return the transfers that ended, each once.
@@ -123,30 +182,50 @@ class WorkerSide:
         be reported in that step, otherwise vLLM uses its tokens.
         """
         self._settle_step(plan)
+        self._end_requests(plan, finished)
+        self._take_loads(plan)
+        self._sent &= plan.held
+        sent = {r for r in plan.held - self._sent if self._left_device(r)}
+        self._sent |= sent
+        received, failed = self._received, self._failed
+        self._received, self._failed = set(), set()
+        return StepResults(sent, received, failed)
+
+    @guarded(None)
+    def _end_requests(self, plan: StepPlan, finished: set[str]) -> None:
         for request_id in finished:
             self._loader.cancel(request_id)
             if request_id not in plan.held:
                 self._saver.forget(request_id)
+
+    @guarded(False)  # the request keeps its blocks, until it can be polled
+    def _left_device(self, request_id: str) -> bool:
+        return self._saver.left_device(request_id)
+
+    @guarded(None)
+    def _take_loads(self, plan: StepPlan) -> None:
         if plan.idle and not self._lost:
             # vLLM spins on empty steps, which would take CPU time and the GIL from the load.
             self._loader.wait_over(_IDLE_WAIT_S)
-        received: set[str] = set()
-        failed: set[str] = set()
         lost, self._lost = self._lost, []
-        for outcome in [*lost, *self._loader.take_finished(sync=False)]:
-            received.add(outcome.request_id)
-            if outcome.failed and self._fails_whole:
-                failed.add(outcome.request_id)
-            else:
-                self._failed_blocks |= outcome.failed_blocks
-            try:
-                self._note(outcome)
-            except Exception:  # vLLM waits for ever for a load that is never reported
-                logger.exception("load not reported request=%s", outcome.request_id)
-        self._sent &= plan.held
-        sent = {r for r in plan.held - self._sent if self._saver.left_device(r)}
-        self._sent |= sent
-        return StepResults(sent, received, failed)
+        for load in lost:
+            outcome = LoadOutcome(load.request_id, load.blocks, frozenset())
+            self._end_load(outcome, whole=not load.blocks)
+        for outcome in self._loader.take_finished(sync=False):
+            self._end_load(outcome)
+
+    def _end_load(self, outcome: LoadOutcome, *, whole: bool = False) -> None:
+        """``whole``: whether all of the load failed, whatever its blocks."""
+        self._received.add(outcome.request_id)
+        if whole or (outcome.failed and self._fails_whole):
+            self._failed.add(outcome.request_id)
+            self._report.failed.add(outcome.request_id)
+        else:
+            self._failed_blocks |= outcome.failed_blocks
+        try:
+            self._note(outcome)
+        except Exception:  # vLLM waits for ever for a load that is never reported
+            logger.exception("load not reported request=%s", outcome.request_id)
 
     def take_failed_blocks(self) -> set[int]:
         """Return the blocks whose load failed since the last call. Single-group models only."""
@@ -171,14 +250,16 @@ class WorkerSide:
     def _settle_step(self, plan: StepPlan) -> None:
         if not self._in_layers:
             return
-        self._in_layers = False
+        failed, self._in_layers, self._layers_failed = self._layers_failed, False, False
         try:
             self._settle_layers()
-        except Exception:  # vLLM relies on these blocks: report that they failed
+        except Exception:
             logger.exception("loads not settled, recomputing them")
-            for load in plan.loads:
-                if load.sync:
-                    self._lose(load)
+            failed = True
+        for load in plan.loads:
+            if failed and load.sync:  # vLLM relies on these blocks: report that they failed
+                self._loader.cancel(load.request_id)
+                self._lose(_all_of(load))
 
     def _settle_layers(self) -> None:
         for outcome in self._loader.take_finished(sync=True):
@@ -187,13 +268,12 @@ class WorkerSide:
             if outcome.failed:
                 self._tainted_steps = self._rank.batches_in_flight
 
-    def _lose(self, plan: LoadPlan) -> None:
-        outcome = _all_failed(plan)
-        if not plan.sync:
-            self._lost.append(outcome)
+    def _lose(self, load: LostLoad) -> None:
+        if not load.sync:
+            self._lost.append(load)
             return
-        self._note(outcome)
-        self._failed_blocks |= outcome.failed_blocks
+        self._report.failed.add(load.request_id)
+        self._failed_blocks |= load.blocks
         self._tainted_steps = self._rank.batches_in_flight
 
     def _note(self, outcome: LoadOutcome) -> None:
@@ -205,6 +285,5 @@ class WorkerSide:
             self._report.loaded[outcome.request_id] = time
 
 
-def _all_failed(plan: LoadPlan) -> LoadOutcome:
-    blocks = frozenset(block for load in plan.moves for block in load.move.block_ids)
-    return LoadOutcome(plan.request_id, blocks, frozenset())
+def _all_of(plan: LoadPlan) -> LostLoad:
+    return LostLoad(plan.request_id, plan.sync, plan.moves.blocks_from(0))

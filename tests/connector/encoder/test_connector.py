@@ -14,6 +14,7 @@ from vllm.v1.engine.core import EngineCore
 import objkv.connector
 from objkv.connector import ObjKVECConnector
 from objkv.connector.counters import COUNTERS, ENCODER_COUNTERS
+from objkv.connector.encoder import connector
 from objkv.connector.encoder.connector import ObjKVECStats
 from objkv.errors import ConfigError
 from tests.connector.encoder.engine import engine, make_model
@@ -107,6 +108,16 @@ def test_one_saves_another_loads(start: Any, saves: str, loads: str, *, found: b
     second = start(loads)
     assert second.see("x", torch.zeros(ROWS, WIDTH)) is not found
     assert torch.equal(second.cache["x"], OUTPUT) is found
+
+
+@pytest.mark.parametrize(("kind", "device"), [("cpu", "cpu"), ("cuda", "cuda:3"), ("xpu", "xpu:3")])
+def test_outputs_are_on_the_workers_own_device(
+    monkeypatch: pytest.MonkeyPatch, kind: str, device: str
+) -> None:
+    api = {kind: SimpleNamespace(current_device=lambda: 3)}
+    monkeypatch.setattr(connector, "current_platform", SimpleNamespace(device_type=kind))
+    monkeypatch.setattr(torch, "get_device_module", api.__getitem__)
+    assert str(connector._device()) == device
 
 
 def test_a_bug_costs_an_encode_not_the_engine(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:

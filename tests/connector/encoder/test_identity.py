@@ -25,14 +25,15 @@ def namespace(folder: Path, config: Config = CONFIG, **more: Any) -> str:
     return read_encoder_identity(engine(folder, **more), config).namespace()
 
 
-def test_instances_that_only_encode_share_with_those_that_do_not(folder: Path) -> None:
+@pytest.mark.parametrize("device", ["cuda", "xpu", "npu"])
+def test_instances_that_only_encode_share_with_those_that_do_not(folder: Path, device: str) -> None:
     """vLLM has them process and decode on the accelerator, which it writes into their settings."""
     plain = namespace(folder, mm_processor_kwargs={"max_pixels": 9}, role="ec_consumer")
     there = namespace(
         folder,
         role="ec_producer",
-        mm_processor_kwargs={"max_pixels": 9, "device": "cuda"},
-        media_io_kwargs={"video": {"backend": "torchcodec", "device": "cuda"}},
+        mm_processor_kwargs={"max_pixels": 9, "device": device},
+        media_io_kwargs={"video": {"backend": "torchcodec", "device": device}},
     )
     assert there == plain
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from objkv.connector.encoder.copies import HostCopies
 from objkv.connector.encoder.items import EncoderPlan, EncoderReport, ItemSave
 from objkv.connector.encoder.worker import EncoderWorkerSide
 from objkv.telemetry import MemoryRecorder
@@ -69,7 +70,7 @@ def test_two_ranks_are_given_the_same_and_neither_shares_memory(place: Place) ->
 
 def test_a_rank_that_does_not_save_saves_nothing(place: Place) -> None:
     recorder = MemoryRecorder()
-    worker = EncoderWorkerSide(torch.device("cpu"), "BF16", None, recorder, drain_s=1.0)
+    worker = EncoderWorkerSide(HostCopies(), "BF16", None, recorder, drain_s=1.0)
     worker.save(plan(x=ItemSave(NAME, EMBEDS)), {"x": output_of("x")}, "x")
     worker.close()
     assert worker.take_report() is None

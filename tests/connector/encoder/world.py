@@ -11,6 +11,7 @@ import torch
 
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.seal import Seal
+from objkv.connector.encoder.copies import open_copies
 from objkv.connector.encoder.fetch import EncoderFetcher, FetchLimits, OutputReader
 from objkv.connector.encoder.items import EncoderPlan, OutputForm
 from objkv.connector.encoder.scheduler import EncoderRoles, EncoderSchedulerSide
@@ -88,8 +89,10 @@ class Replica:
         form: OutputForm = FORM,
         identity: EncoderIdentity = IDENTITY,
         seal: Seal | None = None,
+        device: str = "cpu",
     ) -> None:
         limits = limits or Limits()
+        copies = open_copies(torch.device(device))
         self.clock = ManualClock()
         self.recorder = MemoryRecorder()
         self.worker_recorder = MemoryRecorder()
@@ -124,10 +127,11 @@ class Replica:
                 "w",
             ),
             self.worker_recorder,
+            copies=copies,
             clock=self.clock,
         )
         self.worker = EncoderWorkerSide(
-            torch.device("cpu"), form.dtype, self.saver, self.worker_recorder, drain_s=ANSWERS_S
+            copies, form.dtype, self.saver, self.worker_recorder, drain_s=ANSWERS_S
         )
         self.cache: dict[str, torch.Tensor] = {}
         self.encoded: list[str] = []

@@ -105,7 +105,7 @@ class Served:
         received: set[str] = set()
 
         def forward() -> None:
-            self.worker.before_reuse()
+            self.worker.before_reuse(plan)
             self.worker.start_loads(plan)
             for layer in GROUP.layers:
                 self.worker.wait_layer(layer)

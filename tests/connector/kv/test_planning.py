@@ -1,14 +1,11 @@
-"""Which physical blocks a load fills and a save reads, and which blocks are trusted."""
+"""Which physical blocks a load fills and a save reads."""
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, cast
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objkv.connector.kv.planning import BlockTrust, Computed, load_moves, save_moves, states_after
-from objkv.connector.kv.requests import TrackedRequest
+from objkv.connector.kv.planning import Computed, load_moves, save_moves, states_after
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ShardRecord, Shards
 from objkv.keys.identity import GroupIdentity
@@ -172,68 +169,3 @@ def test_a_save_leaves_out_a_group_whose_blocks_a_window_has_passed() -> None:
     assert [(save.move.chunk, save.move.group) for save in moves] == [(0, 0), (1, 0), (1, 1)]
     assert list(moves[2].move.block_ids) == TABLE[2 * PER_CHUNK - 3 : 2 * PER_CHUNK]
     assert all(save.tokens is None for save in moves)
-
-
-def given(*, computed: int, accounted: int) -> TrackedRequest:
-    of_vllm = cast("Any", SimpleNamespace(num_computed_tokens=computed))
-    return TrackedRequest(of_vllm, "n" * 32, accounted=accounted)
-
-
-def schedule(trust: BlockTrust, *admitted: TrackedRequest, sync: bool) -> None:
-    for tracked in admitted:
-        trust.add(tracked)
-    trust.next_step(cast("Any", SimpleNamespace(has_sync_kv_loads=sync)))
-
-
-def test_what_objkv_loads_within_a_step_is_not_doubted() -> None:
-    trust, own = BlockTrust(1), given(computed=512, accounted=512)
-    schedule(trust, own, sync=True)
-    assert trust.trusts(own)
-
-
-def test_with_several_ranks_what_objkv_loads_within_a_step_is_doubted_as_well() -> None:
-    """A rank whose load succeeded does not know that another's failed, and would save the rest."""
-    trust, own = BlockTrust(1, ranks=2), given(computed=512, accounted=512)
-    schedule(trust, own, sync=True)
-    assert not trust.trusts(own)
-    schedule(trust, sync=False)
-    assert trust.trusts(own)
-
-
-def test_saves_of_blocks_that_a_preemption_took_do_not_hold_the_new_ones() -> None:
-    """An aborted load ends on its own; told twice that its blocks are free, vLLM stops."""
-    trust, resumed = BlockTrust(1), given(computed=0, accounted=0)
-    resumed.saved = True
-    trust.add(resumed)
-    assert not resumed.saved
-
-
-def test_blocks_that_another_connector_fills_are_doubted_until_its_step_is_over() -> None:
-    trust, theirs = BlockTrust(1), given(computed=512, accounted=0)
-    schedule(trust, theirs, sync=True)
-    assert not trust.trusts(theirs)
-    schedule(trust, sync=False)
-    assert trust.trusts(theirs)
-
-
-def test_requests_that_may_share_such_blocks_are_doubted_with_them() -> None:
-    trust = BlockTrust(2)
-    running, theirs = given(computed=64, accounted=64), given(computed=512, accounted=0)
-    beside, next_one = given(computed=256, accounted=256), given(computed=256, accounted=256)
-    schedule(trust, running, sync=False)
-    schedule(trust, theirs, beside, sync=True)
-    schedule(trust, next_one, sync=False)
-    assert [trust.trusts(x) for x in (running, theirs, beside, next_one)] == [
-        True,
-        False,
-        False,
-        False,
-    ]
-    schedule(trust, sync=False)
-    assert all(trust.trusts(x) for x in (theirs, beside, next_one))
-
-
-def test_what_another_connector_brought_between_steps_is_trusted() -> None:
-    trust, theirs = BlockTrust(1), given(computed=512, accounted=0)
-    schedule(trust, theirs, sync=False)
-    assert trust.trusts(theirs)

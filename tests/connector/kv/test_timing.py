@@ -1,7 +1,6 @@
 """How steps and loads are timed, and where an admitted load ends."""
 
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -12,7 +11,7 @@ from objkv.connector.model.groups import Geometry
 from objkv.index.base import ShardRecord
 from objkv.keys.identity import GroupIdentity
 from objkv.testing.clock import ManualClock
-from objkv.transfer.plan import LoadPlan
+from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
 
 GROUP = GroupIdentity("full", None, ("a",), heads=2, content=16, block_size=16)
 COLD = ShardRecord(100, 100, "none", False, "0" * 32, 1)
@@ -47,8 +46,10 @@ def timing_of(notes: Notes, clock: ManualClock, *, tp_size: int = 1, in_flight: 
 
 
 def plan(request_id: str, *records: ShardRecord, sync: bool = False) -> LoadPlan:
-    moves = tuple(SimpleNamespace(records=(("0.L0-1_H0-2", one),)) for one in records)
-    return cast("Any", SimpleNamespace(request_id=request_id, moves=moves, sync=sync))
+    name = bytes(20)
+    move = ChunkMove(0, 0, name, name, 0, 64, 0, (1,))
+    moves = [LoadMove(move, (("0.L0-1_H0-2", one),)) for one in records]
+    return LoadPlan(request_id, "n" * 32, moves, sync)
 
 
 def told(timing: Timing, loaded: dict[str, LoadTime]) -> None:

@@ -1,0 +1,112 @@
+"""Shows that loads and saves are ordered with a model's kernels on a device.
+
+``python -m objkv.connector.programs.gpu_order DEVICE [SEED]`` runs all scenarios and prints a JSON
+line for each. Each makes one side of an edge between streams slow, and compares all bytes.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+import torch
+
+from objkv.connector.programs.ordering import loads, saves, steps
+from objkv.connector.programs.ordering.rig import Delay, OrderRig, Scenario
+
+SCENARIOS: Final = (*loads.SCENARIOS, *saves.SCENARIOS, *steps.SCENARIOS)
+_MATRIX: Final = 4096
+_PRODUCTS: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The result of a scenario."""
+
+    name: str
+    description: str
+    is_right: bool
+    """Whether all bytes were right, and no wait took too long."""
+    fault: str
+    """The exception that ended the scenario, or empty."""
+    seconds: float
+
+
+def run_scenarios(
+    device: torch.device,
+    *,
+    scenarios: Iterable[Scenario] = SCENARIOS,
+    delay: Delay | None = None,
+    seed: int = 0,
+    patience_s: float | None = None,
+) -> Iterator[Verdict]:
+    """Run scenarios on ``device``, which nothing else may use meanwhile.
+
+    Args:
+        scenarios: the scenarios to run.
+        delay: keeps a stream busy. By default a kernel of PyTorch's, or matrix products.
+        seed: of random choices.
+        patience_s: bound of each wait, instead of that of each scenario.
+    """
+    delay = delay or busy_kernel(device)
+    for scenario in scenarios:
+        setup = scenario.setup
+        if patience_s is not None:
+            setup = replace(setup, patience_s=patience_s)
+        started = time.monotonic()
+        is_right, fault = False, ""
+        try:
+            with OrderRig(device, delay, setup, seed) as rig:
+                is_right = scenario.run(rig)
+        except Exception as exc:
+            fault = f"{type(exc).__name__}: {exc}".splitlines()[0]
+        seconds = time.monotonic() - started
+        yield Verdict(scenario.name, scenario.description, is_right and not fault, fault, seconds)
+
+
+def busy_kernel(device: torch.device) -> Delay:
+    """Return a function that keeps a stream of ``device`` busy for a given time."""
+    if device.type == "cpu":
+        return lambda stream, seconds: None
+    api = torch.get_device_module(device)
+    # Few large products, because a device accepts only about a thousand launches in advance.
+    operand = torch.randn(2 * (_MATRIX,), device=device)
+
+    def work(products: int) -> None:
+        for _ in range(products):
+            torch.mm(operand, operand)
+
+    with torch.accelerator.device_index(device.index or 0):
+        work(_PRODUCTS)  # without the time to load the kernel
+        rate = _PRODUCTS / _seconds(api, device, lambda: work(_PRODUCTS))
+
+    def delay(stream: Any, seconds: float) -> None:
+        with api.stream(stream):
+            work(max(1, round(seconds * rate)))
+
+    return delay
+
+
+def _seconds(api: Any, device: torch.device, work: Callable[[], object]) -> float:
+    api.synchronize(device)
+    started = time.perf_counter()
+    work()
+    api.synchronize(device)
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    """Run all scenarios and print their results. The exit status is 1 if any failed."""
+    device = torch.device(sys.argv[1])
+    seed = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    failures = 0
+    for verdict in run_scenarios(device, scenarios=SCENARIOS, seed=seed):
+        print(json.dumps(asdict(verdict)), flush=True)
+        failures += not verdict.is_right
+    sys.exit(bool(failures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Ordering scenarios: loads and saves next to a model's kernels, with one side slow."""

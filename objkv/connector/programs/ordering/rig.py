@@ -1,0 +1,530 @@
+"""A worker over a small paged cache on a device, whose steps a scenario runs as vLLM does.
+
+The stores are in memory. Streams are slowed down by work that takes a given time, so that a missing
+order between streams shows as a wrong byte.
+"""
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import cycle
+from random import Random
+from typing import Any, Final, Self, cast
+
+import torch
+
+from objkv.assembly.backends import open_bulk, open_index
+from objkv.cache.chunks import CacheSettings, ChunkCache
+from objkv.codec.payload import (
+    Claim,
+    Provenance,
+    encode,
+    frame_pages,
+    open_payload,
+    payload_bytes_max,
+    read_header,
+)
+from objkv.config import load_config
+from objkv.connector.kv.metadata import StepPlan
+from objkv.connector.kv.worker import Rank, WorkerSide
+from objkv.connector.model.groups import Geometry
+from objkv.errors import TransferError
+from objkv.index.base import ShardRecord
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.identity import GroupIdentity
+from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
+from objkv.telemetry import MemoryRecorder
+from objkv.tracing import NO_TRACING
+from objkv.transfer.devices import DeviceLane, driver_of, open_lane
+from objkv.transfer.fetch import Cuts
+from objkv.transfer.lanes import Lane
+from objkv.transfer.loader import Loader, LoadLimits
+from objkv.transfer.paging import PagedGroup
+from objkv.transfer.plan import ChunkMove, LoadMove, LoadMoves, LoadPlan, SaveMove, SavePlan
+from objkv.transfer.saver import SaveLimits, Saver
+from objkv.transfer.slabs import Slab, SlabPool, SlabsExhaustedError
+
+NAMESPACE: Final = "0123456789abcdef" * 2
+OTHER_NAMESPACE: Final = "fedcba9876543210" * 2
+"""The namespace after the weights were updated."""
+LAYERS: Final = ("layers.0", "layers.1", "layers.2")
+CHUNK_TOKENS: Final = 64
+CHUNKS: Final = 8
+"""Stored chunks of the prompt."""
+Delay = Callable[[Any, float], None]
+"""Keeps a stream busy: (stream, seconds). The calling thread does not wait."""
+Pages = list[torch.Tensor]
+"""One tensor per layer, ``[blocks, heads, block_size, content]``."""
+_GARBAGE: Final = 0x11
+_LOOK_S: Final = 5e-4
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """The form of the paged cache."""
+
+    heads: int = 2
+    block_size: int = 16
+    content: int = 64
+    contiguous: bool = False
+    """Whether the bytes of a block are contiguous (HND). If not, all heads of a token are (NHD)."""
+
+    @property
+    def chunk_blocks(self) -> int:
+        """Blocks per chunk."""
+        return CHUNK_TOKENS // self.block_size
+
+    def caches(self, device: torch.device, blocks: int) -> Pages:
+        """Return zeroed bf16 tensors, one per layer."""
+        sizes = (blocks, self.heads, self.block_size, self.content)
+        if self.contiguous:
+            return [torch.zeros(sizes, dtype=torch.bfloat16, device=device) for _ in LAYERS]
+        sizes = (blocks, self.block_size, self.heads, self.content)
+        plain = [torch.zeros(sizes, dtype=torch.bfloat16, device=device) for _ in LAYERS]
+        return [cache.transpose(1, 2) for cache in plain]
+
+
+STRIDED: Final = CacheLayout()
+"""Heads of a block are apart, and blocks are small: kernels distribute them."""
+WHOLE: Final = CacheLayout(heads=8, block_size=32, contiguous=True)
+"""Blocks are contiguous and of 32 KiB: each is copied directly where the device can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The worker's pools and bounds."""
+
+    layout: CacheLayout = STRIDED
+    blocks: int = 96
+    load_threads: int = 2
+    load_lanes: int = 2
+    load_slabs: int = 16
+    save_slabs: int = 16
+    save_threads: int = 2
+    deadline_s: float = 60.0
+    """Of loads."""
+    save_deadline_s: float = 600.0
+    drain_deadline_ms: int = 60_000
+    windowed: bool = False
+    """Whether layers attend to a window, so that blocks leave running requests."""
+    writes_early: bool = False
+    """See ``Rank.writes_early``."""
+    watched: bool = False
+    """Whether ``OrderRig.on_call`` is called."""
+    attempts_s: tuple[float, ...] = (0.2, 0.8, 3.2)
+    """How long the device is busy in each attempt to show that something does not wait for it. The
+    machine may be too busy for the first ones."""
+    patience_s: float = 20.0
+    """Bound of every wait for another thread or for the device."""
+
+
+class WatchedLane:
+    """A lane that reports its calls."""
+
+    def __init__(self, lane: Lane, watch: Callable[[str], object]) -> None:
+        self._lane, self._watch = lane, watch
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._lane, name)
+        if not callable(value):
+            return value
+
+        def call(*args: Any) -> Any:
+            result = value(*args)
+            self._watch(name)
+            return result
+
+        return call
+
+
+class NotInTimeError(TransferError):
+    """An expected event did not happen within the rig's patience."""
+
+
+class OrderRig:
+    """A worker, its paged cache, and the stores. Closed once, by the end of ``with``."""
+
+    def __init__(self, device: torch.device, delay: Delay, setup: Setup, seed: int = 0) -> None:
+        """``seed``: of random choices."""
+        self.device, self.setup = device, setup
+        self.random = Random(seed)  # noqa: S311 - for repeatable choices
+        self.is_asynchronous = device.type != "cpu"
+        """Whether kernels and copies run while the calling thread goes on."""
+        self._delay = delay
+        self.on_call: Callable[[str], object] = lambda name: None
+        """Called with the name of a lane's method, after each call."""
+        self.recorder = MemoryRecorder()
+        self._received, self._sent = set[str](), set[str]()
+        self._open_stores()
+        layout = setup.layout
+        group = GroupIdentity(
+            "sliding_window" if setup.windowed else "full",
+            CHUNK_TOKENS if setup.windowed else None,
+            LAYERS,
+            layout.heads,
+            layout.content,
+            layout.block_size,
+        )
+        self.geometry = Geometry((group,), CHUNK_TOKENS, layout.block_size, tp_size=1)
+        self.caches: Pages = layout.caches(device, setup.blocks)
+        self.open_worker()
+        self._records: dict[int, ShardRecord] = {}
+
+    def _open_stores(self) -> None:
+        config = load_config({"bulk_url": "memory:", "index_url": "memory:"}, environ={})
+        self.bulk = open_bulk(config, self.recorder)
+        self._index = open_index(config, self.recorder)
+
+    def open_cache(self, writer: str) -> ChunkCache:
+        """Return another client of the same stores."""
+        settings = CacheSettings(writer, ttl_s=600, lease_ms=60_000, hot_payload_bytes_max=0)
+        return ChunkCache(self.bulk, None, self._index, settings, self.recorder)
+
+    def open_worker(self) -> None:
+        """Open the worker over ``caches``, as the connector does after ``register_kv_caches``."""
+        setup = self.setup
+        shape = self.geometry.shape(0, 0)
+        assert shape is not None
+        self.pages = PagedGroup(shape, self.caches)
+        self.load_lanes = [self._open_lane(urgent=True) for _ in range(setup.load_lanes)]
+        self.save_lane = self._open_lane(urgent=False)
+        self.save_lane.prepare(self.pages.pages)
+        pin = driver_of(self.device).pin if self.is_asynchronous else None
+        self.load_slabs, self.save_slabs = (
+            SlabPool(name, count=count, slab_bytes=payload_bytes_max(self.pages.layers), pin=pin)
+            for name, count in (("load", setup.load_slabs), ("save", setup.save_slabs))
+        )
+        self.cache = self.open_cache("rig")
+        lanes = cycle(self.load_lanes)
+        bounds = LoadLimits(setup.load_threads, 1024, setup.deadline_s, setup.deadline_s, Cuts())
+        self.loader = Loader(
+            self.cache,
+            {0: self.pages},
+            self.load_slabs,
+            lane_for_thread=lambda: next(lanes),
+            limits=bounds,
+            recorder=self.recorder,
+        )
+        self.saver = self._open_saver(self.save_lane)
+        config = load_config(
+            {"bulk_url": "memory:", "drain_deadline_ms": setup.drain_deadline_ms}, environ={}
+        )
+        self.worker = WorkerSide(
+            config,
+            self.geometry,
+            Rank(0, "rig", 1, writes_early=setup.writes_early),
+            {0: self.pages},
+            loader=self.loader,
+            saver=self.saver,
+            cache=self.cache,
+            tracing=NO_TRACING,
+        )
+
+    def _open_lane(self, *, urgent: bool) -> Lane:
+        lane = open_lane(self.device, urgent=urgent)
+        if not self.setup.watched:
+            return lane
+        return cast("Lane", WatchedLane(lane, lambda name: self.on_call(name)))
+
+    def _open_saver(self, lane: Lane) -> Saver:
+        setup = self.setup
+        return Saver(
+            self.cache,
+            {0: self.pages},
+            self.save_slabs,
+            lane=lane,
+            limits=SaveLimits(setup.save_threads, 1024, setup.save_deadline_s, "none", "rig"),
+            recorder=self.recorder,
+        )
+
+    # The model's kernels, on the current compute stream.
+
+    def write(self, first: int, count: int, value: float) -> None:
+        """Let a kernel write blocks: ``value`` in the first layer, one more in each further one."""
+        for number, pages in enumerate(self.caches):
+            pages[first : first + count].fill_(value + number)
+
+    def read(self, first: int, count: int) -> Pages:
+        """Let a kernel read blocks, as attention does. The result is on the device."""
+        return [cache[first : first + count].clone() for cache in self.caches]
+
+    def delay_compute(self, seconds: float) -> None:
+        """Keep the compute stream busy."""
+        if self.is_asynchronous:
+            self._delay(torch.get_device_module(self.device).current_stream(self.device), seconds)
+
+    def delay_loads(self, seconds: float) -> None:
+        """Keep the lanes of loads busy."""
+        for lane in self.load_lanes:
+            self._delay_lane(lane, seconds)
+
+    def delay_saves(self, seconds: float) -> None:
+        """Keep the lane of saves busy."""
+        self._delay_lane(self.save_lane, seconds)
+
+    def _delay_lane(self, lane: Lane, seconds: float) -> None:
+        if self.is_asynchronous:
+            self._delay(cast("DeviceLane", lane).stream, seconds)
+
+    def synchronize(self) -> None:
+        """Wait for all work on the device."""
+        if self.is_asynchronous:
+            torch.get_device_module(self.device).synchronize(self.device)
+
+    @contextmanager
+    def other_device(self) -> Iterator[bool]:
+        """Select another device for this thread. The result is False if there is none."""
+        api = torch.get_device_module(self.device) if self.is_asynchronous else None
+        if api is None or api.device_count() < 2:
+            yield False
+            return
+        api.set_device((self.device.index + 1) % api.device_count())
+        try:
+            yield True
+        finally:
+            api.set_device(self.device)
+
+    # Steps, as vLLM's model runners run them.
+
+    def begin(self, plan: StepPlan) -> None:
+        """Begin a step: what the connector does before the forward pass is launched."""
+        self._received -= {load.request_id for load in plan.loads}
+        self.worker.before_reuse(plan)
+        self.worker.before_forward(plan)
+
+    def end(self, plan: StepPlan) -> None:
+        """End a step after the forward pass was launched."""
+        self.worker.end_forward(plan)
+        self.report(plan)
+
+    def report(self, plan: StepPlan, finished: Collection[str] = ()) -> None:
+        """Let the worker report what ended."""
+        results = self.worker.results(plan, set(finished))
+        self._received |= results.received
+        self._sent |= results.sent
+
+    def step(self, plan: StepPlan, forward: Callable[[], object] = lambda: None) -> None:
+        """Run a step whose loads are for later steps. They start after the forward pass was
+        launched. Source: vLLM 0.32, ``start_after_forward`` in
+        ``v1/worker/kv_connector_model_runner_mixin.py``."""
+        self.begin(plan)
+        forward()
+        self.worker.start_loads(plan)
+        self.end(plan)
+
+    def until_received(self, request: str = "r") -> None:
+        """Run empty steps until the engine may use a request's blocks, loaded or not."""
+        self.wait_until(lambda: self._is_reported(StepPlan(), self._received, request))
+
+    def until_sent(self, request: str = "r") -> None:
+        """Run empty steps until the engine may free a finished request's blocks."""
+        plan = StepPlan(held=frozenset({request}))
+        self.wait_until(lambda: self._is_reported(plan, self._sent, request))
+
+    def is_received(self, request: str) -> bool:
+        """Whether a request's load was reported."""
+        return request in self._received
+
+    def is_sent(self, request: str) -> bool:
+        """Whether a finished request's saves were reported as out of its blocks."""
+        return request in self._sent
+
+    def _is_reported(self, plan: StepPlan, reported: set[str], request: str) -> bool:
+        if request not in reported:
+            self.report(plan)
+        return request in reported
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Poll for an event of another thread or of the device. Raises ``NotInTimeError``."""
+        end = time.monotonic() + self.setup.patience_s
+        while not condition():
+            if time.monotonic() > end:
+                raise NotInTimeError(f"nothing happened within {self.setup.patience_s:g} s")
+            time.sleep(_LOOK_S)
+
+    # Chunks and their bytes.
+
+    def load_plan(
+        self, chunks: Sequence[int], first: int, *, request: str = "r", sync: bool = False
+    ) -> LoadPlan:
+        """Return a plan that loads stored chunks into consecutive blocks from ``first`` on."""
+        count = self.setup.layout.chunk_blocks
+        moves = [
+            LoadMove(
+                self._move(NAMESPACE, chunk, first + at * count),
+                ((self._field, self._record(chunk)),),
+            )
+            for at, chunk in enumerate(chunks)
+        ]
+        return LoadPlan(request, NAMESPACE, LoadMoves.pack(moves), sync)
+
+    def save_plan(
+        self, chunks: Sequence[int], first: int, *, request: str = "r", namespace: str = NAMESPACE
+    ) -> SavePlan:
+        """Return a plan that saves consecutive blocks from ``first`` on."""
+        count = self.setup.layout.chunk_blocks
+        moves = [self._move(namespace, c, first + at * count) for at, c in enumerate(chunks)]
+        saves = tuple(SaveMove(move, token_digest(()), None) for move in moves)
+        return SavePlan(request, namespace, saves)
+
+    def expected(self, chunks: Sequence[int]) -> Pages:
+        """Return the stored bytes of chunks, in host memory."""
+        return [
+            torch.cat([self._content(chunk)[layer] for chunk in chunks])
+            for layer in range(len(LAYERS))
+        ]
+
+    def stored(self, chunk: int, namespace: str = NAMESPACE) -> Pages | None:
+        """Return the bytes of a chunk that was saved, or None if none is stored. Waits for saves
+        in progress."""
+        if not self.saver.drain(self.setup.patience_s):
+            raise NotInTimeError("saves did not end")
+        claim = self._claim(namespace, chunk)
+        payload = self.bulk.get(claim.key.path())
+        if payload is None:
+            return None
+        layers = self.pages.layers
+        header = open_payload(payload, claim, layers)
+        frames = [frame_pages(header, number, payload, None) for number in range(len(layers))]
+        return [
+            torch.frombuffer(bytearray(frame), dtype=torch.bfloat16).view(layer.shape)
+            for frame, layer in zip(frames, layers, strict=True)
+        ]
+
+    def holds(self, pages: Pages | None, value: float) -> bool:
+        """Whether blocks contain what ``write`` wrote with ``value``."""
+        return pages is not None and all(
+            bool((page.cpu() == value + number).all()) for number, page in enumerate(pages)
+        )
+
+    def key(self, chunk: int) -> ChunkKey:
+        """Return the key of a chunk's payload."""
+        return self._claim(NAMESPACE, chunk).key
+
+    @property
+    def _field(self) -> str:
+        return self.key(0).field
+
+    def _claim(self, namespace: str, chunk: int) -> Claim:
+        move = self._move(namespace, chunk, 1)
+        shard = self.pages.shape.rank_shard.shard
+        key = ChunkKey(namespace, move.prefix_hash, 0, shard)
+        return Claim(key, move.parent_hash, move.token_start, move.token_end)
+
+    def _move(self, namespace: str, chunk: int, first: int) -> ChunkMove:
+        hashes = _hashes(namespace)
+        return ChunkMove(
+            chunk=chunk,
+            group=0,
+            prefix_hash=hashes[chunk],
+            parent_hash=hashes[chunk - 1] if chunk else root_hash(namespace),
+            token_start=chunk * CHUNK_TOKENS,
+            token_end=(chunk + 1) * CHUNK_TOKENS,
+            first_block=0,
+            block_ids=tuple(range(first, first + self.setup.layout.chunk_blocks)),
+        )
+
+    def _content(self, chunk: int) -> Pages:
+        return _content(chunk, tuple(layer.shape for layer in self.pages.layers))
+
+    def _record(self, chunk: int) -> ShardRecord:
+        """Store a chunk if it is not stored yet, and return its index record."""
+        if chunk not in self._records:
+            claim = self._claim(NAMESPACE, chunk)
+            pages = [page.view(torch.uint8).numpy().data for page in self._content(chunk)]
+            provenance = Provenance(token_digest(()), "rig", 0)
+            payload = encode(claim, self.pages.layers, pages, codec="none", provenance=provenance)
+            self.bulk.put(claim.key.path(), payload)
+            checksum = read_header(payload).checksum
+            nbytes = self.pages.raw_bytes
+            self._records[chunk] = ShardRecord(len(payload), nbytes, "none", False, checksum, 0)
+        return self._records[chunk]
+
+    def damage(self, chunk: int) -> None:
+        """Flip a bit of the last layer of a stored chunk."""
+        path = self.key(chunk).path()
+        payload = bytearray(self.bulk.get(path) or b"")
+        payload[-1] ^= 1
+        self.bulk.put(path, bytes(payload))
+
+    # Slabs.
+
+    def take_all_slabs(self, pool: SlabPool) -> list[Slab]:
+        """Lease each slab as soon as it can be reused, and overwrite it."""
+        taken: list[Slab] = []
+
+        def take() -> bool:
+            with suppress(SlabsExhaustedError):
+                while len(taken) < pool.total:
+                    slab = pool.lease()
+                    slab.tensor.numpy().fill(_GARBAGE)
+                    taken.append(slab)
+            return len(taken) == pool.total
+
+        self.wait_until(take)
+        return taken
+
+    def give_back(self, slabs: list[Slab]) -> bool:
+        """Release slabs. Returns whether nothing was written to them since they were taken."""
+        unchanged = all((slab.tensor.numpy() == _GARBAGE).all() for slab in slabs)
+        for slab in slabs:
+            slab.release()
+        return unchanged
+
+    def is_idle_when_closed(self) -> bool:
+        """Close the worker, as the connector does before memory is unmapped. Returns whether all
+        copies that were queued before had ended then."""
+        marks = [lane.mark() for lane in (*self.load_lanes, self.save_lane)]
+        self.worker.close()
+        return all(mark.done() for mark in marks)
+
+    def close(self) -> None:
+        """Stop the worker and wait for the device."""
+        self.worker.close()
+        self.synchronize()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@lru_cache
+def _content(chunk: int, shapes: tuple[tuple[int, ...], ...]) -> Pages:
+    """Return random pages, different for each chunk and layer."""
+    pages = []
+    for number, shape in enumerate(shapes):
+        generator = torch.Generator().manual_seed(1000 * chunk + number)
+        pages.append(torch.randn(shape, generator=generator).to(torch.bfloat16))
+    return pages
+
+
+@lru_cache
+def _hashes(namespace: str) -> Sequence[bytes]:
+    return prefix_hashes(namespace, range(CHUNKS * CHUNK_TOKENS), CHUNK_TOKENS)
+
+
+def equal(found: Pages, expected: Pages) -> bool:
+    """Whether two sets of pages have the same bytes."""
+    return all(
+        torch.equal(a.cpu().contiguous().view(torch.uint8), b.cpu().contiguous().view(torch.uint8))
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One edge between streams, with one of its sides slow."""
+
+    name: str
+    run: Callable[[OrderRig], bool]
+    """Returns whether all bytes are right. Its docstring describes the scenario."""
+    setup: Setup = field(default_factory=Setup)
+
+    @property
+    def description(self) -> str:
+        """One line for a report."""
+        return (self.run.__doc__ or "").strip()

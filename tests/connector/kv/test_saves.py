@@ -1,0 +1,336 @@
+"""Which chunks a step completes, whose blocks may be saved, and when blocks may be reused."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.v1.outputs import KVConnectorOutput
+
+from objkv.connector.kv.metadata import StepReport
+from objkv.connector.kv.requests import TrackedRequest
+from objkv.connector.kv.saves import BlockHeadroom, BlockTrust
+from objkv.connector.model.groups import Geometry
+from objkv.keys.identity import GroupIdentity
+from tests.support.paged_cache import wait_until
+from tests.support.sides import GEOMETRY, SIZE, request, scheduler_side, step
+
+# Whose blocks may be saved.
+
+
+def admitted(*, computed: int, accounted: int) -> TrackedRequest:
+    of_vllm = cast("Any", SimpleNamespace(num_computed_tokens=computed))
+    return TrackedRequest(of_vllm, "n" * 32, accounted=accounted)
+
+
+def schedule(trust: BlockTrust, *fresh: TrackedRequest, sync: bool) -> None:
+    for tracked in fresh:
+        trust.add(tracked)
+    trust.next_step(cast("Any", SimpleNamespace(has_sync_kv_loads=sync)))
+
+
+def test_what_objkv_loads_within_a_step_is_not_doubted() -> None:
+    trust, own = BlockTrust(1), admitted(computed=512, accounted=512)
+    schedule(trust, own, sync=True)
+    assert trust.trusts(own)
+
+
+def test_with_several_ranks_what_objkv_loads_within_a_step_is_doubted_as_well() -> None:
+    """A rank whose load succeeded does not know that another's failed, and would save the rest."""
+    trust, own = BlockTrust(1, ranks=2), admitted(computed=512, accounted=512)
+    schedule(trust, own, sync=True)
+    assert not trust.trusts(own)
+    schedule(trust, sync=False)
+    assert trust.trusts(own)
+
+
+def test_saves_of_blocks_that_a_preemption_took_do_not_hold_the_new_ones() -> None:
+    """An aborted load ends on its own; told twice that its blocks are free, vLLM stops."""
+    trust, resumed = BlockTrust(1), admitted(computed=0, accounted=0)
+    resumed.saved = True
+    trust.add(resumed)
+    assert not resumed.saved
+
+
+def test_blocks_that_another_connector_fills_are_doubted_until_its_step_is_over() -> None:
+    trust, theirs = BlockTrust(1), admitted(computed=512, accounted=0)
+    schedule(trust, theirs, sync=True)
+    assert not trust.trusts(theirs)
+    schedule(trust, sync=False)
+    assert trust.trusts(theirs)
+
+
+def test_requests_that_may_share_such_blocks_are_doubted_with_them() -> None:
+    trust = BlockTrust(2)
+    running, theirs = admitted(computed=64, accounted=64), admitted(computed=512, accounted=0)
+    beside, next_one = admitted(computed=256, accounted=256), admitted(computed=256, accounted=256)
+    schedule(trust, running, sync=False)
+    schedule(trust, theirs, beside, sync=True)
+    schedule(trust, next_one, sync=False)
+    assert [trust.trusts(x) for x in (running, theirs, beside, next_one)] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+    schedule(trust, sync=False)
+    assert all(trust.trusts(x) for x in (theirs, beside, next_one))
+
+
+def test_what_another_connector_brought_between_steps_is_trusted() -> None:
+    trust, theirs = BlockTrust(1), admitted(computed=512, accounted=0)
+    schedule(trust, theirs, sync=False)
+    assert trust.trusts(theirs)
+
+
+def test_after_a_step_that_was_not_understood_nothing_is_trusted_until_its_result() -> None:
+    trust, running = BlockTrust(1), admitted(computed=64, accounted=64)
+    schedule(trust, running, sync=False)
+    fresh, next_one, later = (admitted(computed=64, accounted=64) for _ in range(3))
+    trust.add(fresh)
+    trust.distrust()
+    schedule(trust, next_one, sync=False)
+    assert [trust.trusts(one) for one in (running, fresh, next_one)] == [True, False, False]
+    schedule(trust, later, sync=False)
+    assert all(trust.trusts(one) for one in (fresh, next_one, later))
+
+
+# Which chunks a step completes: as if every request were examined in every step.
+
+
+class Engine:
+    """Schedules requests as vLLM does, and knows what each step should save."""
+
+    def __init__(self, *, save_decode: bool) -> None:
+        roles = {"copies_are_synchronous": False, "steps_in_flight": 2}
+        self.side = scheduler_side(roles=roles, save_decode=save_decode)
+        self.save_decode = save_decode
+        self.running: dict[str, Any] = {}
+        self.preempted: dict[str, Any] = {}
+        self.planned: dict[str, int] = {}
+        self.again: dict[str, set[int]] = {}
+        self.number = 0
+
+    def arrive(self, tokens: int) -> None:
+        self.number += 1
+        # Each prompt is another one: nothing of it is stored.
+        one = request([self.number] * tokens, f"r{self.number}")
+        self.side.track(one)
+        wait_until(lambda: self.side.match(one, 0)[0] is not None)
+        self.planned[one.request_id], self.again[one.request_id] = 0, set()
+        self.admit(one)
+
+    def admit(self, one: Any, computed: int = 0) -> None:
+        self.side.plan_load(one, (), 0)
+        one.num_computed_tokens = computed
+        self.running[one.request_id] = one
+
+    def preempt(self, name: str) -> None:
+        one = self.preempted[name] = self.running.pop(name)
+        one.num_computed_tokens = 0
+
+    def resume(self, name: str, computed: int) -> None:
+        """With a part of it in vLLM's prefix cache, possibly more than it had computed."""
+        one = self.preempted.pop(name)
+        self.admit(one, min(computed, len(one.all_token_ids) - 1))
+
+    def reject(self, name: str, tokens: int) -> None:
+        """Speculated tokens that the model did not accept."""
+        one = self.running[name]
+        one.num_computed_tokens = max(0, one.num_computed_tokens - tokens)
+
+    def generate(self, name: str, tokens: int) -> None:
+        one = self.running[name]
+        one.all_token_ids.extend([1] * tokens)
+        one.num_tokens += tokens
+
+    def drop(self, name: str, chunk: int) -> None:
+        """A save that the worker could not take."""
+        if chunk < self.planned[name]:
+            self.again[name].add(chunk)
+            report = StepReport(dropped={(name, chunk)})
+            self.side.update(KVConnectorOutput(kv_connector_worker_meta=report))
+
+    def end(self, name: str) -> None:
+        self.side.finish(self.running.pop(name), ([1],))
+
+    def step(self, scheduled: dict[str, int]) -> None:
+        plan = self.side.plan_step(step(scheduled, range(1, 1000)))
+        saved = {save.request_id: [m.move.chunk for m in save.moves] for save in plan.saves}
+        due = {name: self._due(name, count) for name, count in scheduled.items()}
+        assert saved == {name: chunks for name, chunks in due.items() if chunks}
+        self.side.end_step()
+        for name, count in scheduled.items():
+            self.running[name].num_computed_tokens += count
+
+    def _due(self, name: str, count: int) -> list[int]:
+        one = self.running[name]
+        known = len(one.all_token_ids) if self.save_decode else one.num_prompt_tokens
+        whole = min(one.num_computed_tokens + count, known) // SIZE
+        again = {chunk for chunk in self.again[name] if chunk < whole}
+        self.again[name] -= again
+        chunks = again | set(range(self.planned[name], whole))
+        self.planned[name] = max(self.planned[name], whole)
+        return sorted(chunks)
+
+
+@settings(deadline=None)
+@given(st.data(), st.booleans())
+def test_every_chunk_is_saved_in_the_step_that_completes_it(
+    data: st.DataObject, save_decode: bool
+) -> None:
+    engine = Engine(save_decode=save_decode)
+    try:
+        for _ in range(data.draw(st.integers(1, 12), label="steps")):
+            for _ in range(data.draw(st.integers(0, 2), label="arrivals")):
+                engine.arrive(data.draw(st.integers(1, 3 * SIZE), label="prompt"))
+            for name in list(engine.preempted):
+                if data.draw(st.booleans(), label="resumed"):
+                    engine.resume(name, data.draw(st.integers(0, 3), label="hit") * SIZE)
+            for name in list(engine.running):
+                match data.draw(st.integers(0, 12), label="event"):
+                    case 0:
+                        engine.preempt(name)
+                    case 1:
+                        engine.reject(name, data.draw(st.integers(1, 8)))
+                    case 2:
+                        engine.drop(name, data.draw(st.integers(0, 3)))
+                    case 3:
+                        engine.end(name)
+                    case _:
+                        engine.generate(name, data.draw(st.integers(0, 4)))
+            counts = st.one_of(st.just(1), st.integers(1, 3), st.integers(1, 2 * SIZE))
+            names = data.draw(st.permutations(sorted(engine.running)), label="order")
+            keep = data.draw(st.integers(0, len(names)), label="scheduled")
+            engine.step({name: data.draw(counts) for name in names[:keep]})
+    finally:
+        engine.side.close()
+
+
+def test_a_request_that_generates_is_examined_when_it_completes_a_chunk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Hundreds generate at once, and to look at each in each step takes longer than the rest."""
+    engine = Engine(save_decode=True)
+    engine.arrive(SIZE)
+    engine.step({"r1": SIZE})
+    looked: list[int] = []
+    plan_due = engine.side._saves._plan_due
+    one = engine.running["r1"]
+
+    def counted(output: Any, tracked: TrackedRequest) -> Any:
+        looked.append(one.num_computed_tokens)
+        return plan_due(output, tracked)
+
+    monkeypatch.setattr(engine.side._saves, "_plan_due", counted)
+    for _ in range(2 * SIZE):
+        engine.generate("r1", 1)
+        engine.step({"r1": 1})
+    assert looked == [2 * SIZE - 1, 3 * SIZE - 1]
+    engine.side.close()
+
+
+def test_a_prompt_whose_chunks_are_all_planned_is_not_examined_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(save_decode=False)
+    engine.arrive(SIZE)
+    engine.step({"r1": SIZE})
+    monkeypatch.setattr(engine.side._saves, "_plan_due", lambda *_: pytest.fail("examined"))
+    for _ in range(2 * SIZE):
+        engine.generate("r1", 1)
+        engine.step({"r1": 1})
+    engine.side.close()
+
+
+def test_a_request_whose_save_cannot_be_planned_stops_no_other_save(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    side = scheduler_side()
+    names = ("a", "b", "c")
+    for name in names:
+        side.track(one := request([ord(name)] * SIZE, name))
+        wait_until(lambda one=one: side.match(one, 0)[0] is not None)
+        side.plan_load(one, (), 0)
+    plan = side._saves._plan
+
+    def failing(output: Any, tracked: TrackedRequest, *more: Any) -> Any:
+        return 1 / 0 if tracked.request.request_id == "b" else plan(output, tracked, *more)
+
+    monkeypatch.setattr(side._saves, "_plan", failing)
+    saves = side.plan_step(step(dict.fromkeys(names, SIZE), [1])).saves
+    assert {save.request_id for save in saves} == {"a", "c"}
+    side.close()
+
+
+# Whether the next step may give blocks of running requests to others.
+
+WINDOW = GroupIdentity("sliding_window", 64, ("w",), heads=1, content=8, block_size=SIZE)
+REQUESTS_MAX, TOKENS_MAX = 4, 10 * SIZE + 1
+
+
+def headroom(
+    free: int | None,
+    *,
+    geometry: Geometry = GEOMETRY,
+    zeroes: bool | None = False,
+    ahead: int | None = None,
+) -> BlockHeadroom:
+    """``free``: how many blocks are free, None if the connector is not bound to a manager."""
+    limits = SimpleNamespace(max_num_batched_tokens=TOKENS_MAX, max_num_seqs=REQUESTS_MAX)
+    speculative = ahead and SimpleNamespace(num_speculative_tokens=ahead)
+    of_vllm = SimpleNamespace(scheduler_config=limits, speculative_config=speculative)
+    caches = SimpleNamespace(**({} if zeroes is None else {"needs_kv_cache_zeroing": zeroes}))
+    pool = SimpleNamespace(get_num_free_blocks=lambda: free)
+    manager = None if free is None else SimpleNamespace(block_pool=pool)
+    return BlockHeadroom(cast("Any", of_vllm), cast("Any", caches), geometry, lambda: manager)
+
+
+NEEDED = 11 + REQUESTS_MAX
+"""Blocks of ten chunks and one token, and a new one of each request."""
+
+
+@pytest.mark.parametrize(
+    ("one", "short"),
+    [
+        (headroom(NEEDED), False),
+        (headroom(NEEDED - 1), True),
+        (headroom(NEEDED, ahead=1), True),
+        (headroom(NEEDED + REQUESTS_MAX, ahead=SIZE), False),
+        (headroom(None), True),
+        (headroom(10**6, zeroes=True), True),
+        (headroom(10**6, zeroes=None), True),
+        (headroom(10**6, geometry=Geometry((WINDOW,), SIZE, SIZE, tp_size=1)), True),
+    ],
+)
+def test_blocks_may_be_reused_unless_enough_are_free_for_any_step(
+    one: BlockHeadroom, short: bool
+) -> None:
+    assert one.is_short() is short
+
+
+def test_blocks_may_be_reused_if_it_cannot_be_told() -> None:
+    one = headroom(10**6)
+    one._manager = lambda: 1 / 0  # type: ignore[assignment, return-value]
+    assert one.is_short() is True
+
+
+def test_a_plan_tells_whether_blocks_may_be_reused_and_whose_are() -> None:
+    side = scheduler_side(roles={"copies_are_synchronous": False})
+    assert side.plan_step(step({}, ())).may_reuse is True
+    side.may_reuse = lambda: False
+    output = step({}, ())
+    output.preempted_req_ids = {"a"}
+    plan = side.plan_step(output)
+    assert (plan.may_reuse, plan.reused) == (False, {"a"})
+    side.close()
+
+
+def test_in_a_version_of_vllm_that_does_not_tell_any_request_may_be_preempted() -> None:
+    side = scheduler_side(roles={"copies_are_synchronous": False})
+    side.track(request(name="a"))
+    output = step({}, ())
+    del output.preempted_req_ids
+    assert side.plan_step(output).reused == {"a"}
+    side.close()

@@ -1,0 +1,269 @@
+"""The encoder cache on a device: the bytes are right whatever is late, and the forward thread waits
+for nothing."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import monotonic, sleep
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from objkv.connector.encoder import copies as encoder_copies
+from objkv.connector.encoder.copies import DeviceCopies
+from objkv.connector.encoder.items import EncoderOutput, EncoderPlan, ItemLoad
+from objkv.connector.encoder.worker import EncoderWorkerSide
+from objkv.telemetry import MemoryRecorder
+from tests.connector.encoder import world
+from tests.connector.encoder.world import (
+    ANSWERS_S,
+    IDENTITY,
+    Place,
+    Replica,
+    formed,
+    replica,
+    request,
+)
+from tests.device import simulated
+
+DEVICE = "sim:1"
+"""Not the first one, on which every thread starts."""
+ROWS, WIDTH = 64, 1024
+FORM = formed(width=lambda modality: WIDTH)
+NAMES = [f"image{number}" for number in range(6)]
+LATE = (3000, 8000)
+ON_TIME = (0, 0)
+
+
+@pytest.fixture(autouse=True)
+def api(sim: ModuleType) -> Iterator[Any]:
+    """``torch.sim``. This thread computes on ``DEVICE``, as a worker of vLLM does."""
+    module = torch.get_device_module("sim")
+    module.set_device(DEVICE)
+    yield module
+    module.set_device("sim:0")
+
+
+@pytest.fixture
+def place() -> Place:
+    return Place()
+
+
+@contextmanager
+def started(place: Place, device: str = DEVICE) -> Iterator[Replica]:
+    with replica(place, form=FORM, device=device) as one:
+        yield one
+
+
+@contextmanager
+def held(stream: torch.Stream) -> Iterator[None]:
+    simulated.hold(stream)
+    try:
+        yield
+    finally:
+        simulated.hold(stream, on=False)
+
+
+def output_of(name: str) -> torch.Tensor:
+    return world.output_of(name, ROWS, WIDTH)
+
+
+def loading(names: list[str]) -> EncoderPlan:
+    """A step that loads outputs."""
+    output = EncoderOutput(IDENTITY.namespace(), b"n" * 20, ROWS, WIDTH, "BF16")
+    pages = (output_of(name).view(torch.uint8).view(-1).numpy().copy() for name in names)
+    loads = (ItemLoad(name, output, one) for name, one in zip(names, pages, strict=True))
+    return EncoderPlan(IDENTITY.namespace(), tuple(loads))
+
+
+def worker(copies: DeviceCopies) -> EncoderWorkerSide:
+    """One that saves nothing."""
+    return EncoderWorkerSide(copies, "BF16", None, MemoryRecorder(), drain_s=1.0)
+
+
+def encode(one: Replica, *names: str) -> None:
+    """A step that encodes images, whose outputs are saved."""
+    seen = request("a", *names, embeds=ROWS)
+    one.wait(seen)
+    for index in range(len(names)):
+        one.side.allocate(seen, index)
+    plan = one.plan(1)
+    for name in names:
+        half = (output_of(name) / 2).pin_memory().to(DEVICE, non_blocking=True)
+        one.cache[name] = half + half
+        one.worker.save(plan, one.cache, name)
+
+
+def stored(place: Place, name: str) -> torch.Tensor:
+    """The output that a replica on the host loads."""
+    with started(place, "cpu") as other:
+        assert other.see(request("b", name, embeds=ROWS)) == [], "not saved"
+        return other.cache[name]
+
+
+def copies_of(one: Replica) -> DeviceCopies:
+    copies = one.saver._copies
+    assert isinstance(copies, DeviceCopies)
+    return copies
+
+
+def calls(counts: Counter[tuple[str, str]], thread: str) -> dict[str, int]:
+    """Calls of the driver by threads of that name."""
+    found: Counter[str] = Counter()
+    for (call, name), number in counts.items():
+        if name.startswith(thread):
+            found[call] += number
+    return dict(found)
+
+
+FORWARD, SAVES = "MainThread", "objkv-encoder-save"
+WAITS = {"synchronize", "h2d pageable", "h2d blocking", "d2h pageable", "d2h blocking"}
+
+
+@pytest.mark.parametrize("compute", [ON_TIME, LATE])
+@pytest.mark.parametrize("saves", [ON_TIME, LATE])
+def test_loaded_outputs_are_right_and_the_forward_thread_waits_for_nothing(
+    compute: tuple[int, int], saves: tuple[int, int], api: Any
+) -> None:
+    copies, cache = DeviceCopies(torch.device(DEVICE)), dict[str, torch.Tensor]()
+    side, plan = worker(copies), loading(NAMES)
+    simulated.slow(api.current_stream(), *compute)
+    simulated.slow(copies._stream, *saves)
+    simulated.counts()
+    side.load(plan, cache)
+    for load in plan.loads:
+        load.pages[:] = 0  # the message's memory is reused
+    read = [cache[name] + 0 for name in NAMES]
+    spent = calls(simulated.counts(), FORWARD)
+    assert spent["h2d"] == len(NAMES)
+    assert not WAITS & spent.keys()
+    for name, tensor in zip(NAMES, read, strict=True):
+        assert torch.equal(tensor.cpu(), output_of(name)), name
+
+
+def test_a_step_without_loads_and_saves_calls_no_driver() -> None:
+    side, nothing = worker(DeviceCopies(torch.device(DEVICE))), EncoderPlan(IDENTITY.namespace())
+    encoded = torch.zeros(ROWS, WIDTH, dtype=torch.bfloat16, device=DEVICE)
+    simulated.counts()
+    side.load(nothing, {"x": encoded})
+    side.save(nothing, {"x": encoded}, "x")
+    assert not simulated.counts()
+
+
+def test_without_page_locked_memory_loads_block_but_are_right(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM relies on an output that was promised."""
+    empty = torch.empty
+
+    def refuse(*args: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("out of memory")
+        return empty(*args, **more)
+
+    side, cache = worker(DeviceCopies(torch.device(DEVICE))), dict[str, torch.Tensor]()
+    monkeypatch.setattr(torch, "empty", refuse)
+    side.load(loading(NAMES), cache)
+    monkeypatch.undo()
+    for name in NAMES:
+        assert torch.equal(cache[name].cpu(), output_of(name)), name
+    assert caplog.text.count("page-locking failed") == 1
+
+
+@pytest.mark.parametrize("compute", [ON_TIME, LATE])
+@pytest.mark.parametrize("saves", [ON_TIME, LATE])
+def test_saved_outputs_are_right_and_the_forward_thread_waits_for_nothing(
+    place: Place, compute: tuple[int, int], saves: tuple[int, int], api: Any
+) -> None:
+    with started(place) as one:
+        simulated.slow(api.current_stream(), *compute)
+        simulated.slow(copies_of(one)._stream, *saves)
+        simulated.counts()
+        encode(one, *NAMES)
+        assert one.saver.drain(ANSWERS_S)
+        spent = simulated.counts()
+        assert (one.count("saves"), one.count("save_errors")) == (len(NAMES), 0)
+    assert not WAITS & calls(spent, FORWARD).keys()
+    assert calls(spent, SAVES)["d2h"] == len(NAMES)
+    assert not WAITS & calls(spent, SAVES).keys()
+    simulated.relax()
+    for name in NAMES:
+        assert torch.equal(stored(place, name), output_of(name)), name
+
+
+def test_rows_that_do_not_follow_each_other_are_saved_in_order(place: Place) -> None:
+    rows = output_of("x")
+    apart = torch.stack([rows, torch.zeros_like(rows)], dim=1).to(DEVICE)[:, 0]
+    with started(place) as one:
+        simulated.slow(copies_of(one)._stream, *LATE)
+        seen = request("a", "x", embeds=ROWS)
+        one.wait(seen)
+        one.side.allocate(seen, 0)
+        simulated.counts()
+        one.worker.save(one.plan(1), {"x": apart}, "x")
+        assert one.saver.drain(ANSWERS_S)
+        assert not WAITS & calls(simulated.counts(), SAVES).keys()
+    assert torch.equal(stored(place, "x"), rows)
+
+
+def test_the_model_does_not_wait_for_saves(place: Place, api: Any) -> None:
+    with started(place) as one:
+        with held(copies_of(one)._stream):
+            encode(one, "x")
+            computed = api.Event()
+            computed.record(api.current_stream())
+            end = monotonic() + 10
+            while not computed.query():
+                assert monotonic() < end, "the compute stream waits for a copy"
+                sleep(0.001)
+            assert one.count("saves") == 0
+        assert one.saver.drain(ANSWERS_S)
+        assert one.count("saves") == 1
+
+
+def test_save_threads_select_the_device_of_their_outputs(place: Place, api: Any) -> None:
+    """A thread that selects none may open a context on the first device, once per rank."""
+    found: set[int] = set()
+    with started(place) as one:
+        copies: Any = copies_of(one)
+        to_host = copies.to_host
+
+        def spied(*args: Any) -> memoryview:
+            found.add(api.current_device())
+            memory: memoryview = to_host(*args)
+            found.add(api.current_device())
+            return memory
+
+        copies.to_host = spied
+        encode(one, *NAMES)
+        assert one.saver.drain(ANSWERS_S)
+    assert found == {1}
+
+
+def test_saves_make_no_streams(place: Place, api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch hands out a few in turn, so a new one may be the one that loads are copied on."""
+    with started(place) as one:
+        monkeypatch.setattr(api, "Stream", None)
+        encode(one, *NAMES)
+        assert one.saver.drain(ANSWERS_S)
+        assert one.count("saves") == len(NAMES)
+
+
+def test_a_device_that_hangs_costs_the_save(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copy may end later, and its memory is not reused before."""
+    monkeypatch.setattr(encoder_copies, "_COPY_S_MAX", 0.01)
+    with started(place) as one:
+        with held(copies_of(one)._stream):
+            encode(one, "x")
+            assert one.saver.drain(10)
+            assert (one.count("saves"), one.count("save_errors")) == (0, 1)
+            del one.cache["x"]
+            others = [torch.zeros(ROWS * WIDTH * 2, pin_memory=True) for _ in range(4)]
+        monkeypatch.undo()
+        encode(one, "x")
+        assert one.saver.drain(ANSWERS_S)
+        assert one.count("saves") == 1
+        assert not any(other.any() for other in others)
+    assert torch.equal(stored(place, "x"), output_of("x"))

@@ -1,0 +1,140 @@
+"""The columns of a load's moves: the same moves as in objects, also on the other side of a pipe."""
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from objkv.index.base import ShardRecord
+from objkv.keys.topology import Part, Shard
+from objkv.transfer.plan import ChunkMove, Kind, LoadMove, LoadMoves, LoadPlan
+
+pytestmark = pytest.mark.host
+
+FIELDS = ("0.L0-1_H0-1", "0.L0-1_H1-2", "1.L0-2_H0-1")
+PARTS = tuple(Part(Shard(0, 1, h, h + 1), Shard(0, 1, h, h + 1)) for h in range(3))
+RECORDS = st.builds(
+    ShardRecord,
+    nbytes=st.integers(0, 2**40),
+    raw_bytes=st.integers(0, 2**40),
+    codec=st.sampled_from(("none", "lz4+bitshuffle", "zstd")),
+    hot=st.booleans(),
+    header_checksum=st.sampled_from(("", "0" * 32, "abcdef" * 20)),
+    created_s=st.integers(0, 2**33),
+)
+
+
+@st.composite
+def move_lists(draw: st.DrawFn) -> list[LoadMove]:
+    """Moves of a load, some of which read several payloads of one chunk."""
+    moves = []
+    chunks = sorted(draw(st.lists(st.integers(0, 40), max_size=12)))
+    for number, chunk in enumerate(chunks):
+        names = draw(st.binary(min_size=20, max_size=20)), draw(st.binary(min_size=20, max_size=20))
+        first = 1 + 8 * number
+        move = ChunkMove(
+            chunk=chunk,
+            group=draw(st.integers(0, 2)),
+            prefix_hash=names[0],
+            parent_hash=names[1],
+            token_start=chunk * 64,
+            token_end=chunk * 64 + 64,
+            first_block=draw(st.integers(0, 3)),
+            block_ids=tuple(range(first, first + draw(st.integers(1, 8)))),
+        )
+        fields = draw(st.lists(st.sampled_from(FIELDS), unique=True))
+        records = tuple((field, draw(RECORDS)) for field in fields)
+        parts = draw(st.lists(st.sampled_from(PARTS), unique=True)) or [None]
+        moves += [LoadMove(move, records, part) for part in parts]
+    return moves
+
+
+@given(move_lists())
+def test_moves_in_columns_are_the_moves(moves: list[LoadMove]) -> None:
+    packed = LoadMoves.pack(moves)
+    for one in (packed, pickle.loads(pickle.dumps(packed, protocol=5))):
+        assert list(one) == moves
+        assert list(one[1:]) == moves[1:]
+        assert one == packed
+        with pytest.raises(IndexError):
+            one[len(moves)]
+
+
+@given(move_lists(), st.integers(0, 41))
+def test_columns_tell_what_the_moves_tell(moves: list[LoadMove], chunk: int) -> None:
+    packed = LoadMoves.pack(moves)
+    assert packed.chunks == [load.move.chunk for load in moves]
+    assert packed.groups == [load.move.group for load in moves]
+    assert packed.hot == [all(record.hot for _, record in load.records) for load in moves]
+    spans = [(load.move.token_start, load.move.token_end) for load in moves]
+    assert packed.token_spans == spans
+    for i, load in enumerate(moves):
+        assert packed.block_ids(i).tolist() == list(load.move.block_ids)
+        assert packed.further[i] == (i > 0 and moves[i - 1].move is load.move)
+        assert (packed[i].move is packed[i - 1].move) == packed.further[i] or i == 0
+    later = [load.move.block_ids for load in moves if load.move.chunk >= chunk]
+    assert packed.blocks_from(chunk) == {block for ids in later for block in ids}
+    known = {(load.move.group, tuple(name for name, _ in load.records)) for load in moves}
+    assert {(kind.group, kind.fields) for kind in packed.kinds} == known
+    names = [load.move.prefix_hash for load in moves]
+    assert packed.prefix_hashes() == list(dict.fromkeys(names))
+
+
+@given(move_lists())
+def test_bytes_are_those_of_the_chosen_records(moves: list[LoadMove]) -> None:
+    counted = [r for load in moves for name, r in load.records if name != FIELDS[1]]
+    hot = sum(record.nbytes for record in counted if record.hot)
+    total = sum(record.nbytes for record in counted)
+
+    def choose(fields: tuple[str, ...]) -> list[str]:
+        return [field for field in fields if field != FIELDS[1]]
+
+    assert LoadMoves.pack(moves).nbytes(choose) == (hot, total - hot)
+
+
+@given(move_lists())
+def test_each_move_is_spread_to_the_parts_of_its_kind(moves: list[LoadMove]) -> None:
+    whole = [replace(load, part=None) for load in moves]
+
+    def parts_of(kind: Kind) -> Sequence[Part | None]:
+        return (PARTS[: len(kind.fields)] or (None,)) if kind.group else ()
+
+    wanted = [
+        replace(load, part=part)
+        for load in whole
+        for part in parts_of(Kind(load.move.group, tuple(n for n, _ in load.records), ()))
+    ]
+    spread = LoadMoves.pack(whole).spread(parts_of)
+    assert list(spread) == wanted
+    assert spread.has_parts is any(load.part is not None for load in wanted)
+
+
+def test_a_plan_of_many_records_is_sent_as_a_few_strings() -> None:
+    """Objects for all of them would take milliseconds of each worker's forward thread."""
+    record = ShardRecord(10, 10, "none", False, "0" * 32, 1)
+    fields = [f"0.L0-80_H{head}-{head + 1}" for head in range(8)]
+    moves = [
+        LoadMove(
+            ChunkMove(c, 0, bytes([c]) * 20, bytes([c + 1]) * 20, c, c + 1, 0, (c + 1,)),
+            tuple((field, record) for field in fields),
+        )
+        for c in range(128)
+    ]
+    few, many = (
+        pickle.dumps(LoadPlan("r", "n", some, sync=False), protocol=5)
+        for some in (moves[:2], moves)
+    )
+    marks = [data.count(b"\x94") for data in (few, many)]  # MEMOIZE: one per object or string
+    assert marks[1] <= marks[0] + 8  # bytes that look alike
+
+
+def test_a_plan_says_what_it_loads() -> None:
+    record = ShardRecord(10, 10, "none", False, "0" * 32, 1)
+    move = ChunkMove(3, 0, bytes(20), bytes(20), 3, 4, 0, (7,))
+    plan = LoadPlan("r", "n", [LoadMove(move, ((FIELDS[0], record),))], sync=True)
+    assert repr(plan.moves) == "<LoadMoves 1 of chunks 3 to 3>"
+    assert repr(LoadPlan("r", "n", (), sync=True).moves) == "<LoadMoves 0>"
+    assert replace(plan, sync=False).moves is plan.moves
