@@ -206,7 +206,7 @@ MUTANTS = (
         "the worker marks no step",
         "load during its forward pass",
         _WORKER + "before_forward",
-        "self._loader.mark_compute() if plan.loads else None",
+        "self._loader.mark_compute()",
         "None",
     ),
     mutant(
@@ -369,19 +369,19 @@ MUTANTS = (
         "preempted requests are not fenced",
         "save preempted",
         _WORKER + "before_reuse",
-        "self._saver.fence(plan.reused)",
+        "self._fence(plan.reused)",
     ),
     mutant(
         "blocks that leave a window are not fenced",
         "save, then window",
         _WORKER + "before_reuse",
-        "self._saver.fence()",
+        "self._fence()",
     ),
     mutant(
         "blocks that are zeroed early are not fenced",
         "save, then zero",
         _WORKER + "end_forward",
-        "self._saver.fence()",
+        "self._fence()",
     ),
     # Start, and encoder outputs
     mutant(
