@@ -94,7 +94,9 @@ def _loads(count: int) -> Iterator[BenchRow]:
         blocks = [list(range(first, first + _CHUNKS * CHUNK_TOKENS // _BLOCK_TOKENS))]
         side.track(request)
         _settle(side, request)
-        side._requests.get(request.request_id).usable = None  # decide again, as the first match
+        tracked = side._requests.get(request.request_id)
+        assert tracked is not None
+        tracked.usable = None  # decide again, as the first match
         matched, _ = timed("match", side.match, request, 0)
         assert matched == _CHUNKS * CHUNK_TOKENS, matched
         timed("plan_load", side.plan_load, request, blocks, matched)
