@@ -204,6 +204,7 @@ class LookupService:
             try:
                 wanted = hashes[len(known) : memo.count]
                 found = self._index.find(namespace, wanted, self._fields)
+                _decode(found)
                 return found
             finally:
                 self._recorder.observe("lookup_seconds", self._clock() - started)
@@ -247,6 +248,15 @@ class LookupService:
 
     def _answer(self, memo: _Memo, answer: Records) -> None:
         memo.answer, memo.answered_at, memo.future = answer, self._clock(), None
+
+
+def _decode(found: Sequence[Shards | None]) -> None:
+    """Have an index that decodes shards when they are read decode them now. The scheduler's thread
+    would take milliseconds for a long prompt."""
+    for shards in found:
+        if shards is None:
+            return  # a match ends here
+        shards.values()
 
 
 def _end(span: Span, namespace: str, chunks: int, found: list[Shards | None] | None) -> None:

@@ -1,7 +1,7 @@
 """Device lanes: streams that copy pages between slabs and a paged cache in device memory.
 
 One lane serves CUDA, ROCm, XPU and any other device that PyTorch has streams and events for.
-What PyTorch lacks, such as page-locking existing memory, is in the device's driver.
+The device's driver adds the rest, such as page-locking existing memory.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ each ``[n]`` int64 on the CPU, and whether sources may be read out of stream ord
 
 
 class DeviceDriver(Protocol):
-    """What objkv needs of a kind of device beyond ``torch.get_device_module``."""
+    """The functions of a kind of device that ``torch.get_device_module`` lacks."""
 
     kernels: PageKernels
     batch_copy: BatchCopy | None

@@ -99,6 +99,12 @@ class Decoder:
     ``UnwantedError`` if the job no longer allows writes, and ``TransferError`` if no slab is free.
     """
 
+    _placed: Any = None
+    _mark: Mark | None = None
+    """A mark after all copies of this span."""
+    seconds: float | None = None
+    """The store's time for a whole payload, without decoding. None for a part of one."""
+
     def __init__(
         self,
         task: Task,
@@ -115,11 +121,10 @@ class Decoder:
         self._job, self._index, self._load = job, index, job.plan.moves[index]
         self._lane, self._slabs, self._seal = lane, slabs, seal
         self._leased: list[Slab] = []
-        self._placed: Any = None
         self._decoded: list[memoryview] = []
-        self._mark: Mark | None = None
         self._scratch_at, self._busy_s = 0, 0.0
         self.trace = PayloadTrace(job, index)
+        self._started = monotonic()
         self.header = header = None if span is None else job.header(index)
         """The verified header. None until the first span has brought it."""
         self.claim = header.claim if header else claim_of(job.plan.namespace, self._load, source)
@@ -129,11 +134,8 @@ class Decoder:
         """Whether the index record lists a copy in the hot store."""
         self._count = 1 if header else self._spans(record, cuts)
         self._span = span or self._opening()
-        self._layer = self._span.first  # the first one that is not decoded yet
-        self._written = self._span.first  # the first one that is not in its blocks yet
-        self.seconds: float | None = None
-        """The store's time for a whole payload, without decoding. None for a part of one."""
-        self._started = monotonic()
+        # The first layers that are not decoded yet, and not in their blocks yet.
+        self._layer = self._written = self._span.first
 
     def __enter__(self) -> Self:
         self._payload = self._lease()
@@ -289,7 +291,7 @@ class Decoder:
                 if frames:
                     self._mark = mark = lane.mark()  # also after a fault: work may be submitted
             except Exception:
-                self._leased.clear()  # nobody knows when the device has read them
+                self._leased.clear()  # it is unknown when the device has read them
                 raise
             finally:  # closing the job waits for this call
                 job.leave(index, layers, lane, mark)

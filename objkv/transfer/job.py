@@ -23,6 +23,10 @@ _LOOK_S = 1e-3
 class LoadJob:
     """State of one plan on one worker. Thread-safe."""
 
+    _failed_chunk: int | None = None
+    _nbytes = 0
+    _first: float | None = None
+
     def __init__(
         self,
         plan: LoadPlan,
@@ -50,12 +54,8 @@ class LoadJob:
         self._written = [0] * len(plan.moves)  # one bit a layer
         self._marks: dict[tuple[int, int], dict[Lane, Mark]] = {}
         self._last_marks: dict[Lane, Mark] = {}
-        self._failed_chunk: int | None = None
         self._rejected: set[tuple[str, bytes]] = set()
-        self._writing = 0
-        self._closed = False
-        self._nbytes = 0
-        self._first: float | None = None
+        self._writing, self._closed = 0, False
         self._last = self.started
 
     def wanted(self, index: int) -> bool:

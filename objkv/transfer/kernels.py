@@ -175,7 +175,7 @@ class TritonKernels:
     def __init__(self) -> None:
         """Raises ``ConfigError`` without Triton."""
         if find_spec("triton") is None:
-            raise ConfigError("Triton is not installed: install the triton package of your PyTorch")
+            raise ConfigError("no module triton: install the triton package of your PyTorch")
         globals()["tl"] = import_module("triton.language")
         # Otherwise Triton would compile again, in the middle of a request, when the ids begin at
         # an address that is aligned differently.

@@ -129,7 +129,7 @@ class RecordColumns:
 
 
 class Kind(NamedTuple):
-    """What moves of one group have in common if the same shards of their chunks are stored."""
+    """The common properties of moves of one group with the same stored shards."""
 
     group: int
     fields: tuple[str, ...]
@@ -259,7 +259,7 @@ class LoadMoves(Sequence[LoadMove]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         columns = self._table.tobytes(), self._hashes, self._block_ids.tobytes()
-        return _unpack_moves, (*columns, self.kinds, self._records, self._parts)
+        return _unpack_moves, (columns, self.kinds, self._records, self._parts)
 
     @cached_property
     def chunks(self) -> list[int]:
@@ -382,13 +382,12 @@ def _unpack_records(numbers: bytes, codecs: tuple[str, ...], checksums: str) -> 
 
 
 def _unpack_moves(
-    table: bytes,
-    hashes: bytes,
-    block_ids: bytes,
+    columns: tuple[bytes, bytes, bytes],
     kinds: tuple[Kind, ...],
     records: RecordColumns,
     parts: tuple[Part, ...],
 ) -> LoadMoves:
+    table, hashes, block_ids = columns
     return LoadMoves(
         np.frombuffer(table, np.int32).reshape(len(Row), -1),
         hashes,

@@ -159,7 +159,7 @@ class PayloadLayouts:
         return replace(plan, moves=plan.moves.spread(self._parts))
 
     def _parts(self, kind: Kind) -> tuple[Part | None, ...]:
-        """Return the parts that the rank reads of each chunk of which these shards are stored."""
+        """Return the parts that the rank reads of each chunk with these stored shards."""
         group = kind.group
         if group not in self._own:
             return ()

@@ -68,6 +68,14 @@ def test_the_schedulers_steps_are_measured(tmp_path: Path) -> None:
     assert [row.target is not None for row in section.rows] == [True] * 3
 
 
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_what_a_load_and_many_requests_cost_the_scheduler_is_measured(tmp_path: Path) -> None:
+    from benchmarks.scheduler import bench_scheduler
+
+    section = bench_scheduler(quick(tmp_path))
+    assert [row.target is not None for row in section.rows] == [False] * 4 + [True] * 4
+
+
 def test_a_benchmark_is_a_command_with_the_options_of_objkv_bench() -> None:
     command = [sys.executable, "-m", "benchmarks.codec", "--quick", "--rounds", "1", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

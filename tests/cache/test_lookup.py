@@ -14,6 +14,7 @@ from objkv.cache.lookup import LookupLimits, LookupService
 from objkv.cache.match import usable_chunks
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry, ShardRecord, Shards
+from objkv.index.fields import WrittenShards, encode_shard
 from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity
 from objkv.telemetry import MemoryRecorder
@@ -105,6 +106,38 @@ def test_an_answer_is_awaited_without_waiting_and_then_kept(
     assert records == ({FIELD: SHARD}, None, None)
     assert service.ask("r", NS, HASHES) is records
     assert index.asked == [HASHES]
+
+
+def test_one_requests_lookup_is_awaited_while_others_hang(
+    service: LookupService, index: GatedIndex
+) -> None:
+    assert not service.wait_for("r", PATIENCE_S)  # returns at once: nothing was asked
+    assert service.ask("r", NS, HASHES) is None
+    assert not service.wait_for("r", 0.001)
+    assert not service.wait_for("other", PATIENCE_S)
+    Timer(0.05, index.gate.set).start()
+    assert service.wait_for("r", PATIENCE_S)
+    assert service.wait_for("r", PATIENCE_S)
+    assert service.ask("r", NS, HASHES) == ({FIELD: SHARD}, None, None)
+    assert not service.wait_for("r", PATIENCE_S)
+
+
+def test_what_is_found_is_decoded_before_it_is_asked_for(
+    service: LookupService, index: GatedIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler's thread would take milliseconds for a long prompt."""
+    written = WrittenShards((FIELD,), [encode_shard(SHARD)])
+    threads: list[int] = []
+
+    def decode(self: WrittenShards) -> dict[str, ShardRecord]:
+        threads.append(get_ident())
+        return {FIELD: SHARD}
+
+    monkeypatch.setattr(WrittenShards, "_shards", decode)
+    monkeypatch.setattr(index, "find", lambda *_: [written, None, written])
+    assert answer(lambda: service.ask("r", NS, HASHES))[0] is written
+    assert len(threads) == 1
+    assert get_ident() not in threads
 
 
 def test_of_a_prompt_that_grew_only_the_new_chunks_are_asked_for(

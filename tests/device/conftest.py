@@ -1,5 +1,5 @@
 """Fixtures of the simulated device."""
 
-from tests.device.fixtures import sim
+from tests.device.fixtures import loaded_sim, sim
 
-__all__ = ["sim"]
+__all__ = ["loaded_sim", "sim"]

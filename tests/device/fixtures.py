@@ -1,4 +1,4 @@
-"""The simulated device as a fixture. Import it by name in a conftest, so that pytest finds it."""
+"""The simulated device as fixtures. Import both by name in a conftest for pytest to find them."""
 
 import os
 from collections.abc import Iterator
@@ -9,18 +9,24 @@ import pytest
 from tests.device import simulated
 
 
-@pytest.fixture
-def sim() -> Iterator[ModuleType]:
-    """The controls of the simulated device, ``tests.device.simulated``. At the end no fault may be
-    left, and all settings are undone."""
+@pytest.fixture(scope="session")
+def loaded_sim() -> ModuleType:
+    """``tests.device.simulated``, built and loaded. Skips without a compiler, except in CI."""
     try:
         simulated.load()
     except simulated.NoCompilerError as missing:
         if os.environ.get("CI"):
             raise
         pytest.skip(str(missing))
-    simulated.reset()
-    yield simulated
-    error = simulated.take_error()
-    simulated.reset()
+    return simulated
+
+
+@pytest.fixture
+def sim(loaded_sim: ModuleType) -> Iterator[ModuleType]:
+    """The controls of the simulated device. At the end no fault may be left, and all settings are
+    undone."""
+    loaded_sim.reset()
+    yield loaded_sim
+    error = loaded_sim.take_error()
+    loaded_sim.reset()
     assert not error, error

@@ -10,7 +10,6 @@
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
-#include <ATen/native/Resize.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_cpu_dispatch.h>
 #include <ATen/ops/set_cpu_dispatch.h>
@@ -147,13 +146,14 @@ struct Delay {  // of each operation; a stream without one has its device's
   std::atomic<int64_t> low_us{-1}, high_us{-1};
 };
 Delay& device_delay(int device) { return forever<std::array<Delay, DEVICES>>()[device]; }
-std::atomic<int64_t> g_seed{0};
+std::atomic<int64_t> g_seed{0}, g_seeded{0};  // and how often it was set
 
 struct Task {
   std::function<void()> work;
   Nanos lasts{0};
   Engine* engine = nullptr;
   bool is_operation = true;  // otherwise bookkeeping, which takes no time
+  PointPtr point = nullptr;  // passes after the work
   Time given = Clock::now();
 };
 
@@ -174,7 +174,7 @@ struct Queue {
   }
   PointPtr point() {
     auto point = std::make_shared<Point>();
-    keep_books([this, point] { point->pass(clock); });
+    give({.work = [] {}, .is_operation = false, .point = point});
     return point;
   }
   void wait_for(PointPtr point) {
@@ -189,10 +189,18 @@ struct Queue {
     Lock held(lock);
     return done == given;
   }
+  void cut() {  // the delay of the present operation ends
+    {
+      Lock held(lock);
+      ++cuts;
+    }
+    more.notify_all();
+  }
   void hold(bool on) {
     {
       Lock held(lock);
       is_held = on;
+      if (!on) released = Clock::now();
     }
     more.notify_all();
   }
@@ -208,8 +216,8 @@ struct Queue {
         more.wait(held, [&] { return !is_held && !tasks.empty(); });
         task = std::move(tasks.front());
         tasks.pop_front();
+        clock = std::max({clock, task.given, released});
       }
-      clock = std::max(clock, task.given);
       try {
         task.is_operation ? operate(task) : task.work();
       } catch (const c10::Error& error) {
@@ -218,16 +226,21 @@ struct Queue {
         fault(error.what());
       }
       task.work = nullptr;
-      Lock held(lock);
-      ++done;
+      {
+        Lock held(lock);
+        ++done;
+      }
+      if (task.point) task.point->pass(clock);
     }
   }
   // The clock of a stream advances by what operations last, not by how late its thread wakes, so
   // many short operations take as long as the model says.
   void operate(Task& task) {
     if (const auto delay = draw_delay(); delay.count() > 0) {
-      std::this_thread::sleep_for(delay);
-      clock = std::max(clock, Clock::now());
+      std::unique_lock held(lock);
+      const auto begun = Clock::now();
+      const bool is_cut = more.wait_for(held, delay, [&, before = cuts] { return cuts != before; });
+      clock += is_cut ? Clock::now() - begun : delay;
     }
     if (task.engine) clock = task.engine->reserve(clock, task.lasts);
     const Time begun = Clock::now();
@@ -236,7 +249,8 @@ struct Queue {
     if (task.lasts.count() > 0) std::this_thread::sleep_until(clock);
   }
   Nanos draw_delay() {
-    if (seed != g_seed) dice.seed((seed = g_seed) * 7919 + device * 977 + id);
+    if (seeded != g_seeded) dice.seed(g_seed * 7919 + device * 977 + id);
+    seeded = g_seeded;
     Delay& mine = delay.high_us >= 0 ? delay : device_delay(device);
     if (mine.high_us <= 0) return Nanos(0);
     const int64_t low = std::min(mine.low_us, mine.high_us), high = mine.high_us;
@@ -253,7 +267,9 @@ struct Queue {
   std::deque<Task> tasks;
   uint64_t given = 0, done = 0;
   bool is_held = false;
-  int64_t seed = -1;
+  Time released{};
+  int64_t seeded = -1;
+  uint64_t cuts = 0;
   std::mt19937_64 dice;
 };
 
@@ -555,13 +571,14 @@ struct HostMemory final : at::HostAllocator {
     return true;
   }
   // An owner may unlock memory while its storage is being freed: the pages are still mapped then.
-  static void check_alive(const std::pair<uint8_t* const, Registered>& entry, bool is_last = false) {
+  static bool check_alive(const std::pair<uint8_t* const, Registered>& entry, bool is_last = false) {
     const auto& [at, memory] = entry;
     std::vector<unsigned char> pages(memory.size / 4096 + 2);
     auto* const page = (uint8_t*)((uintptr_t)at & ~uintptr_t(4095));
-    const bool is_gone = !is_last && memory.storage.expired();
-    if (is_gone || mincore(page, at + memory.size - page, pages.data()) != 0)
-      misuse(std::to_string(memory.size) + " bytes of host memory were freed while registered");
+    if ((is_last || !memory.storage.expired()) && mincore(page, at + memory.size - page, pages.data()) == 0)
+      return true;
+    misuse("host memory is freed while registered");
+    return false;
   }
   void check_all_alive() {
     Lock held(lock);
@@ -585,9 +602,9 @@ struct HostMemory final : at::HostAllocator {
     Lock held(lock);
     const auto found = registered.find((uint8_t*)address);
     if (found == registered.end()) refuse("not registered");
-    check_alive(*found, true);
-    const bool is_busy = *found->second.copies > 0;
+    const bool is_alive = check_alive(*found, true), is_busy = *found->second.copies > 0;
     registered.erase(found);
+    if (!is_alive) refuse("freed while registered");
     if (is_busy) refuse("unregistered while copies of it are under way");
   }
   [[noreturn]] static void refuse(const std::string& why) {
@@ -675,8 +692,11 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   const auto& costs = simdev::costs();
   if (is_here(from) && is_here(to)) {
     Launch call("d2d");
+    auto& source = current(from.device().index());
+    if (&source != &stream) stream.wait_for(source.point());
     stream.give({[a = kernel_view(from), b = kernel_view(to)]() mutable { b.copy_(a); },
                  lasting(costs.kernel_gbps, to.nbytes()), &engine(device.index(), KERNEL)});
+    if (&source != &stream) source.wait_for(stream.point());
     return to;
   }
   const bool is_up = is_here(to);
@@ -702,8 +722,16 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     stream.synchronize();
   return to;
 }
+const at::Tensor& resized(const at::Tensor& t, c10::IntArrayRef size) {
+  const auto offset = t.storage_offset();
+  const auto nbytes = at::detail::computeStorageNbytesContiguous(size, t.itemsize(), offset);
+  if (nbytes > t.storage().nbytes())
+    at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(t.storage(), nbytes);
+  t.unsafeGetTensorImpl()->set_sizes_contiguous(size);
+  return t;
+}
 at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
-  at::native::resize_(to, from.sizes());
+  resized(to, from.sizes());
   return copy_from(from, to, false);
 }
 at::Scalar local_scalar(const at::Tensor& t) {
@@ -753,6 +781,12 @@ void any_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   std::vector<size_t> written;  // arguments
   std::optional<c10::Device> device;
   double read_bytes = 0, written_bytes = 0;  // of the largest tensor
+  auto is_output = [&](const at::Tensor& t) {
+    for (size_t i = 0; i < n; ++i)
+      if (const auto* alias = schema.arguments()[i].alias_info(); alias && alias->isWrite())
+        if (args[i].isTensor() && args[i].toTensor().is_same(t)) return true;
+    return false;
+  };
   for (size_t i = 0; i < n; ++i) {
     const auto* alias = schema.arguments()[i].alias_info();
     const bool is_written = alias && alias->isWrite();
@@ -760,7 +794,7 @@ void any_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     if (is_written) written.push_back(i);
     auto& bytes = is_written ? written_bytes : read_bytes;
     mapped(args[i], [&](const at::Tensor& t) {
-      if (is_here(t)) bytes = std::max<double>(bytes, t.nbytes());
+      if (is_here(t) && (is_written || !is_output(t))) bytes = std::max<double>(bytes, t.nbytes());
       if (is_here(t) && !device) device = t.device();
       return t;
     });
@@ -789,7 +823,7 @@ void any_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         made.push_back(at::empty_strided(meta.sizes(), meta.strides(),
                                          meta.options().device(*device)));
       else if (const auto t = args[written.at(i)].toTensor(); t.sizes() != meta.sizes())
-        at::native::resize_(t, meta.sizes());
+        resized(t, meta.sizes());
       if (written.empty()) written_bytes = std::max<double>(written_bytes, made.back().nbytes());
     }
   }
@@ -832,8 +866,8 @@ at::Tensor reshape_alias(const at::Tensor& t, c10::SymIntArrayRef size,
                                     C10_AS_INTARRAYREF_SLOW(stride));
 }
 const at::Tensor& resize_(const at::Tensor& t, c10::SymIntArrayRef size,
-                          std::optional<at::MemoryFormat> format) {
-  return at::native::resize_(t, C10_AS_INTARRAYREF_SLOW(size), format);
+                          std::optional<at::MemoryFormat>) {
+  return resized(t, C10_AS_INTARRAYREF_SLOW(size));
 }
 at::Tensor& set_storage(at::Tensor& t, at::Storage storage, int64_t offset,
                         c10::IntArrayRef size, c10::IntArrayRef stride) {
@@ -1019,9 +1053,14 @@ void slow(int64_t device, int64_t stream, int64_t low_us, int64_t high_us) {  //
   auto& delay = stream < 0 ? device_delay(device) : queue(device, stream).delay;
   delay.low_us = low_us;
   delay.high_us = high_us;
+  for (Queue* each : queues(device))
+    if (stream < 0 || stream == each->id) each->cut();
 }
 void hold(int64_t device, int64_t stream, bool on) { queue(device, stream).hold(on); }
-void set_seed(int64_t seed) { g_seed = seed; }
+void set_seed(int64_t seed) {
+  g_seed = seed;
+  ++g_seeded;
+}
 void relax() {  // no stream is slow or held
   for (int device = 0; device < DEVICES; ++device) {
     slow(device, -1, -1, -1);

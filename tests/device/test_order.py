@@ -15,13 +15,18 @@ import torch
 from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.programs import gpu_order
 from objkv.connector.programs.gpu_order import SCENARIOS, busy_kernel, run_scenarios
-from objkv.connector.programs.ordering.rig import STRIDED, WHOLE, Layout, Rig, Scenario, Setup
+from objkv.connector.programs.ordering.rig import (
+    STRIDED,
+    WHOLE,
+    CacheLayout,
+    OrderRig,
+    Scenario,
+    Setup,
+)
 from tests.device.mutants import MUTANTS, Edit, Mutant, delay, finds, play
 
 HOST = torch.device("cpu")
 SEEDS = (1, 2)
-
-
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 WAITS = ("synchronize", "blocking", "pageable", "strided")
 
@@ -69,10 +74,10 @@ def test_a_mutant_of_code_that_has_changed_is_an_error(place: str, old: str) -> 
 
 
 @pytest.mark.parametrize("layout", [STRIDED, WHOLE], ids=["strided", "whole"])
-def test_nothing_waits_for_the_device(sim: ModuleType, layout: Layout) -> None:
+def test_nothing_waits_for_the_device(sim: ModuleType, layout: CacheLayout) -> None:
     """No copy is from pageable memory, and no thread synchronises."""
     sim.DRIVER.use_batch_copy(True)
-    with Rig(torch.device("sim:0"), delay, Setup(layout=layout)) as rig:
+    with OrderRig(torch.device("sim:0"), delay, Setup(layout=layout)) as rig:
         rig.write(8, 32, 5.0)
         loads = [rig.load_plan(range(4, 7), 50, request=name, sync=name == "s") for name in "rs"]
         plan = StepPlan(
@@ -97,7 +102,7 @@ def test_nothing_waits_for_the_device(sim: ModuleType, layout: Layout) -> None:
 
 
 def test_a_step_without_work_does_not_call_the_driver(sim: ModuleType) -> None:
-    with Rig(torch.device("sim:0"), delay, Setup()) as rig:
+    with OrderRig(torch.device("sim:0"), delay, Setup()) as rig:
         rig.write(8, 32, 5.0)
         rig.step(StepPlan(saves=(rig.save_plan(range(3), 8),)))
         rig.until_sent()
@@ -119,7 +124,7 @@ def test_a_stream_is_busy_without_help_of_the_driver(sim: ModuleType) -> None:
 
 
 def test_an_exception_is_a_failure_of_its_scenario_alone() -> None:
-    def fail(rig: Rig) -> bool:
+    def fail(rig: OrderRig) -> bool:
         """A scenario that fails"""
         raise ValueError("first line\nsecond line")
 

@@ -9,7 +9,7 @@ them in other hands is what must never be.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -39,10 +39,14 @@ class Hands:
         self._tickets[id(block_ids)] = (block_ids, self.ticket(block_ids))
 
     def ticket(self, block_ids: Sequence[int]) -> tuple[int, ...]:
-        """Of those who have these blocks; as it was planned, if this very sequence was."""
-        if kept := self._tickets.get(id(block_ids)):
-            return kept[1]
+        """Of those who have these blocks now."""
         return tuple(self.planned[b] for b in block_ids)
+
+    def ticket_planned(self, block_ids: Sequence[int]) -> tuple[int, ...]:
+        """Of those for whom this very sequence was planned."""
+        if (kept := self._tickets.get(id(block_ids))) is None:
+            self.say(f"written: blocks {block_ids}, for which there is no plan")
+        return kept[1]
 
     def touch(self, what: str, block_ids: Sequence[int], ticket: tuple[int, ...]) -> None:
         """A copy reads or writes these blocks."""
@@ -51,7 +55,7 @@ class Hands:
             if self.now[block] != planned:
                 self.say(f"{what} block {block} of {planned}, which {self.now[block]} has")
 
-    def say(self, what: str) -> None:
+    def say(self, what: str) -> NoReturn:
         """Something must not be."""
         self.broken.append(what)
         raise Broken(what)
@@ -132,9 +136,12 @@ class Placed(BlockRuns):
 class WatchedLane:
     """A lane whose copies are made late, and looked at."""
 
-    def __init__(self, name: str, hands: Hands, compute: Stream, *, late: bool) -> None:
+    def __init__(
+        self, name: str, hands: Hands, compute: Stream, *, late: bool, loads: bool = False
+    ) -> None:
         self.stream = Stream(name, late=late)
         self.per_span = late  # as device lanes are
+        self._loads = loads
         self._hands, self._compute = hands, compute
         self._lane = HostLane()
 
@@ -151,7 +158,9 @@ class WatchedLane:
         self.stream.follow(mark.stream, mark.number)
 
     def place(self, block_ids: Sequence[int]) -> Placed:
-        return Placed(block_ids, self._hands.ticket(block_ids))
+        hands = self._hands
+        ticket = hands.ticket_planned if self._loads else hands.ticket
+        return Placed(block_ids, ticket(block_ids))
 
     def scatter(
         self,

@@ -40,8 +40,9 @@ class Task:
         self.over = False
         self.gives_way = False
         """Whether others come first this time."""
-        self.lags = False
-        """Whether it was kept from going on: by default it does when nobody else can."""
+        self.lags = 0
+        """1: it gave way, 2: it was kept from going on. By default it goes on when nobody who lags
+        less can."""
         self.where = ""
         self.glet: Any = None
 
@@ -118,7 +119,7 @@ class Stage:
     def give_way(self) -> None:
         """Others go on here, by default as far as they can."""
         if (task := self._current) is not None:
-            task.lags = task.gives_way = True
+            task.lags, task.gives_way = 1, True
         self.pause("gives way")
 
     def wait(self, where: str, ready: Callable[[], bool], seconds: float | None = None) -> bool:
@@ -160,10 +161,10 @@ class Stage:
         if len(options) > 1 and not self.calm:
             chosen = options[self._schedule.choose(options, current)]
         if current is not None and current is options[0] is not chosen:
-            current.lags = True
+            current.lags = 2
         if chosen is None:
             chosen = self._pass_time(timed)
-        chosen.lags = chosen.gives_way = False
+        chosen.lags, chosen.gives_way = 0, False
         self._current = chosen
         chosen.ready = chosen.until = None
         chosen.glet.switch()

@@ -471,7 +471,10 @@ class Engine:
         for chunk, record in enumerate(found):
             shards = () if record is None else tuple(record.shards.items())
             moves.append(LoadMove(self._move(request, chunk), shards))
-        return LoadPlan(request.name, namespace(request.epoch), tuple(moves), request.sync)
+        plan = LoadPlan(request.name, namespace(request.epoch), tuple(moves), request.sync)
+        for load in plan.moves:
+            self.hands.plan(load.move.block_ids)
+        return plan
 
     def _save_plan(self, request: Request, chunks: range) -> SavePlan:
         moves = []
@@ -483,7 +486,6 @@ class Engine:
     def _move(self, request: Request, chunk: int) -> ChunkMove:
         known = hashes(request.epoch)
         block_ids = tuple(request.of(chunk))
-        self.hands.plan(block_ids)
         return ChunkMove(
             chunk=chunk,
             group=0,
@@ -530,7 +532,8 @@ class Engine:
 
     def _open_lane(self, device: torch.device, *, urgent: bool = False) -> WatchedLane:
         name = "load lane" if urgent else "save lane"
-        lane = WatchedLane(name, self.hands, self.compute, late=self.knobs.late)
+        late = self.knobs.late
+        lane = WatchedLane(name, self.hands, self.compute, late=late, loads=urgent)
         self.lanes.append(lane)
         return lane
 

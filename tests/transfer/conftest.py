@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.device.fixtures import sim
+from tests.device.fixtures import loaded_sim, sim
 from tests.support.device import HOST, caches_on
 from tests.support.paged_cache import Worker
 
-__all__ = ["sim"]
+__all__ = ["loaded_sim", "sim"]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -5,9 +5,11 @@ order: vLLM 0.31-0.33, ``v1/worker/kv_connector_model_runner_mixin.py``.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from os import getpid
+
+import torch
 
 from objkv.cache.admission import LoadTime
 from objkv.cache.chunks import ChunkCache
@@ -41,6 +43,10 @@ class Rank:
     ``handle_preemptions``. Source: vLLM 0.32, ``update_requests`` in
     ``v1/worker/gpu/model_runner.py``."""
     pp_rank: int = 0
+    workers: int = 1
+    """Number of workers of this engine, all of which may be on one host."""
+    step_tokens: int = 0
+    """Most tokens that a step computes."""
     # Before Python 3.12 a mapping proxy cannot be a dataclass default.
     quantised: Mapping[str, Quantised] = field(default_factory=lambda: NOT_QUANTISED)
     """Element types and scales of quantised layers, by layer."""
@@ -82,8 +88,9 @@ class WorkerSide:
         """Loads between steps that were not started. They are reported with those that ended."""
         self._received, self._failed = set[str](), set[str]()
         self._tainted_steps = 0
-        self._in_layers = self._layers_failed = self._closed = False
+        self._in_layers = self._layers_failed = self._is_unmarked = self._closed = False
         self._before_forward: Mark | None = None
+        self._device = next((group.device for group in groups.values()), None)
         self._drops_tokens = geometry.windowed
         self._fails_whole = geometry.windowed or len(geometry.groups) > 1
         self._pid = getpid()
@@ -97,12 +104,21 @@ class WorkerSide:
         has made computing wait for saves. Source: vLLM 0.31-0.33, ``defer_block_free`` in
         ``v1/core/sched/scheduler.py``.
         """
-        self._before_forward = self._loader.mark_compute() if plan.loads else None
+        self._before_forward, self._is_unmarked = None, False
+        if plan.loads:
+            try:
+                self._before_forward = self._loader.mark_compute()
+            except Exception:  # loads that follow nothing could write to blocks in use
+                logger.exception("forward pass not marked, recomputing the step's loads")
+                self._is_unmarked = True
 
     def start_loads(self, plan: StepPlan) -> None:
         """Start this step's loads. Does not wait."""
         mark, self._before_forward = self._before_forward, None
         for load in plan.loads:
+            if self._is_unmarked:
+                self._lose(_all_of(load))
+                continue
             self._in_layers |= load.sync
             try:
                 self._loader.submit(load, mark)
@@ -137,18 +153,30 @@ class WorkerSide:
             self._tainted_steps -= 1
             dropped = {(s.request_id, m.move.chunk) for s in plan.saves for m in s.moves}
         else:
-            dropped = guarded(set[tuple[str, int]]())(self._saver.gather)(plan.saves)
+            dropped = self._gather(plan)
             if self._rank.writes_early and plan.may_reuse:
-                self._saver.fence()  # this model runner writes to blocks before ``before_reuse``
+                self._fence()  # this model runner writes to blocks before ``before_reuse``
         self._report.dropped |= dropped
+
+    @guarded(set[tuple[str, int]]())
+    def _gather(self, plan: StepPlan) -> set[tuple[str, int]]:
+        return self._saver.gather(plan.saves)
 
     def before_reuse(self, plan: StepPlan) -> None:
         """Make computing wait until saves have read those blocks that this step may write. Others
         stay with their requests until ``results`` has reported their saves."""
         if self._drops_tokens:
-            self._saver.fence()  # any block may have left a window, any state may be overwritten
+            self._fence()  # any block may have left a window, any state may be overwritten
         elif plan.reused:
-            self._saver.fence(plan.reused)
+            self._fence(plan.reused)
+
+    def _fence(self, request_ids: Collection[str] | None = None) -> None:
+        try:
+            self._saver.fence(request_ids)
+        except Exception:  # otherwise saves could read blocks that are overwritten
+            logger.exception("saves not fenced, waiting for the device")
+            if self._device is not None:
+                torch.get_device_module(self._device).synchronize(self._device)
 
     def results(self, plan: StepPlan, finished: set[str]) -> StepResults:
         """Return the transfers that ended, each once.
@@ -158,14 +186,9 @@ class WorkerSide:
         """
         self._settle_step(plan)
         self._end_requests(plan, finished)
-        if plan.idle and not self._lost:
-            # vLLM spins on empty steps, which would take CPU time and the GIL from the load.
-            guarded(None)(self._loader.wait_over)(_IDLE_WAIT_S)
-        self._take_loads()
+        self._take_loads(plan)
         self._sent &= plan.held
-        # A save that cannot be polled keeps its blocks, until it can.
-        left = guarded(False)(self._saver.left_device)
-        sent = {r for r in plan.held - self._sent if left(r)}
+        sent = {r for r in plan.held - self._sent if self._left_device(r)}
         self._sent |= sent
         received, failed = self._received, self._failed
         self._received, self._failed = set(), set()
@@ -178,8 +201,15 @@ class WorkerSide:
             if request_id not in plan.held:
                 self._saver.forget(request_id)
 
+    @guarded(False)  # the request keeps its blocks, until it can be polled
+    def _left_device(self, request_id: str) -> bool:
+        return self._saver.left_device(request_id)
+
     @guarded(None)
-    def _take_loads(self) -> None:
+    def _take_loads(self, plan: StepPlan) -> None:
+        if plan.idle and not self._lost:
+            # vLLM spins on empty steps, which would take CPU time and the GIL from the load.
+            self._loader.wait_over(_IDLE_WAIT_S)
         lost, self._lost = self._lost, []
         for load in lost:
             outcome = LoadOutcome(load.request_id, load.blocks, frozenset())

@@ -14,12 +14,11 @@ from typing import Any, Final
 import torch
 
 from objkv.connector.programs.ordering import loads, saves, steps
-from objkv.connector.programs.ordering.rig import Delay, Rig, Scenario
+from objkv.connector.programs.ordering.rig import Delay, OrderRig, Scenario
 
 SCENARIOS: Final = (*loads.SCENARIOS, *saves.SCENARIOS, *steps.SCENARIOS)
-_MATRIX: Final = 512
-_CYCLES: Final = 10_000_000
-_PRODUCTS: Final = 16
+_MATRIX: Final = 4096
+_PRODUCTS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ def run_scenarios(
         started = time.monotonic()
         is_right, fault = False, ""
         try:
-            with Rig(device, delay, setup, seed) as rig:
+            with OrderRig(device, delay, setup, seed) as rig:
                 is_right = scenario.run(rig)
         except Exception as exc:
             fault = f"{type(exc).__name__}: {exc}".splitlines()[0]
@@ -72,20 +71,16 @@ def busy_kernel(device: torch.device) -> Delay:
     if device.type == "cpu":
         return lambda stream, seconds: None
     api = torch.get_device_module(device)
-    spin = getattr(api, "_sleep", None)  # CUDA and ROCm
+    # Few large products, because a device accepts only about a thousand launches in advance.
     operand = torch.randn(2 * (_MATRIX,), device=device)
 
-    def work(amount: int) -> None:
-        if spin is not None:
-            spin(amount)
-            return
-        for _ in range(amount):
+    def work(products: int) -> None:
+        for _ in range(products):
             torch.mm(operand, operand)
 
-    sample = _PRODUCTS if spin is None else _CYCLES
     with torch.accelerator.device_index(device.index or 0):
-        work(sample)  # without the time to load the kernel
-        rate = sample / _seconds(api, device, lambda: work(sample))
+        work(_PRODUCTS)  # without the time to load the kernel
+        rate = _PRODUCTS / _seconds(api, device, lambda: work(_PRODUCTS))
 
     def delay(stream: Any, seconds: float) -> None:
         with api.stream(stream):

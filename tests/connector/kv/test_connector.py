@@ -1,17 +1,20 @@
 """The connector as vLLM calls it: asleep, nothing touches its paged cache."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.outputs import KVConnectorOutput
 
 from objkv.config import Config
 from objkv.connector.kv import connector as kv
 from objkv.connector.kv.connector import ObjKVConnector
-from objkv.connector.kv.metadata import StepPlan
+from objkv.connector.kv.metadata import LostLoad, StepPlan, StepReport
+from objkv.connector.kv.scheduler import SchedulerSide
 from objkv.connector.kv.worker import WorkerSide
 from tests.support.paged_cache import BLOCKS, CHUNK, GROUP, Replica, paged_group, stores, wait_until
-from tests.support.sides import worker_side
+from tests.support.sides import request, scheduler_side, step, worker_side
 
 
 class World:
@@ -119,3 +122,67 @@ def test_if_it_cannot_take_the_cache_again_it_goes_on_without_objkv(
 
 def test_sleep_mode_is_supported_in_every_role() -> None:
     assert ObjKVConnector.supports_sleep_mode(None)  # type: ignore[arg-type]
+
+
+# A bug in objkv costs a miss.
+
+
+def scheduling(side: SchedulerSide) -> Any:
+    """The scheduler's half of a connector."""
+    connector: Any = object.__new__(ObjKVConnector)
+    connector._scheduler, connector._kv_cache_manager = side, None
+    return connector
+
+
+def test_vllm_waits_for_held_blocks_instead_of_preempting() -> None:
+    connector = scheduling(side := scheduler_side())
+    assert connector.has_pending_block_frees() is False
+    side._held.add("r")
+    assert connector.has_pending_block_frees() is True
+    side.close()
+
+
+def test_blocks_that_failed_are_evicted_whatever_else_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise another request could find them in vLLM's prefix cache."""
+    connector = scheduling(side := scheduler_side())
+    evicted: list[set[int]] = []
+    connector._kv_cache_manager = SimpleNamespace(evict_blocks=evicted.append)
+    monkeypatch.setattr(side, "_read_report", lambda _: 1 / 0)
+    monkeypatch.setattr(kv, "free_failed", lambda *_: 1 / 0)
+    report = StepReport(failed={"r"})
+    output = KVConnectorOutput(kv_connector_worker_meta=report, invalid_block_ids={4})
+    connector.update_connector_output(output)
+    assert evicted == [{4}]
+    side.close()
+
+
+def test_a_report_is_sent_without_new_records_if_these_cannot_be_taken(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [worker] = world.opened
+    worker._report.failed.add("r")
+    monkeypatch.setattr(kv, "with_stored", lambda *_: 1 / 0)
+    world.connector._published = None
+    assert world.connector.build_connector_worker_meta() == StepReport(failed={"r"})
+
+
+def test_numbers_that_cannot_be_taken_are_left_out(world: World) -> None:
+    world.connector._recorder = None
+    assert world.connector.get_kv_connector_stats() is None
+
+
+def test_a_plan_and_a_load_are_made_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    connector = scheduling(side := scheduler_side())
+    monkeypatch.setattr(side, "_plan_load", lambda *_: 1 / 0)
+    monkeypatch.setattr(side, "_complete", lambda *_: 1 / 0)
+    monkeypatch.setattr(side, "_finish", lambda *_: 1 / 0)
+    one = request(70)
+    blocks = SimpleNamespace(get_block_ids=lambda: ([3, 4],))
+    connector.update_state_after_alloc(one, blocks, 64)
+    plan = connector.build_connector_meta(step({}, ()))
+    assert plan.lost == (LostLoad("r", sync=False, blocks=frozenset({3, 4})),)
+    assert connector.request_finished(one, [3, 4]) == (False, None)
+    assert connector.request_finished_all_groups(one, ([3, 4],)) == (False, None)
+    side.close()

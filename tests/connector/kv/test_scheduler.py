@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from vllm.v1.outputs import KVConnectorOutput
 
-from objkv.connector.kv.metadata import StepReport
+from objkv.connector.kv import scheduler as module
+from objkv.connector.kv.metadata import LostLoad, StepReport
 from objkv.connector.kv.scheduler import HitCounters, SchedulerSide, SyncGate
 from objkv.index.base import ChunkEntry, ShardRecord, Shards
 from objkv.index.memory import MemoryIndex
@@ -341,3 +342,267 @@ def test_a_replica_that_only_saves_waits_for_hashes_and_for_no_index() -> None:
     assert [save.move.chunk for save in side.plan_step(whole([3, 4])).saves[0].moves] == [0, 1]
     index.gate.set()
     side.close()
+
+
+def test_vllm_is_told_to_wait_for_held_blocks_until_their_saves_have_left(
+    side: SchedulerSide,
+) -> None:
+    """Otherwise it preempts a request for lack of blocks, and computes it again."""
+    admit(side, one := request())
+    side.plan_step(whole([3, 4]))
+    assert not side.holds_blocks
+    side.finish(one, ([3, 4],))
+    assert side.holds_blocks
+    side.update(KVConnectorOutput(finished_sending={"r"}))
+    assert not side.holds_blocks
+
+
+# A new request whose lookup is not back is awaited for a moment, while nobody else is delayed.
+
+
+class Waits:
+    """Notes how long each wait for a lookup may take, and lets the clock pass."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, side: SchedulerSide) -> None:
+        self.allowed_s: list[float] = []
+        self.taken_s = 0.0
+        self.then: Any = lambda: None
+        self._clock = ManualClock()
+        self._side = side
+        monkeypatch.setattr(module, "monotonic", self._clock)
+        monkeypatch.setattr(side._lookups, "wait_for", self._wait_for)
+
+    def _wait_for(self, _name: str, seconds: float) -> bool:
+        self.allowed_s.append(seconds)
+        self._clock.advance(self.taken_s)
+        self.then()
+        return True
+
+
+@pytest.fixture
+def hanging() -> Iterator[tuple[SchedulerSide, HangingIndex]]:
+    publish_prompt(index := HangingIndex(), [7] * 70)
+    side = open_side(index)
+    yield side, index
+    index.gate.set()
+    side.close()
+
+
+def run_another(side: SchedulerSide, *, in_flight: bool) -> None:
+    """A request that generates. Its step may be over."""
+    other = request(name="running", num_computed_tokens=64)
+    side.track(other)
+    side.plan_step(step({"running": 1}, [1]))
+    if not in_flight:
+        side.end_step()
+
+
+def test_a_lookup_that_comes_in_time_is_used_in_the_same_pass(
+    hanging: tuple[SchedulerSide, HangingIndex], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the next one the request would have lost a whole step."""
+    side, index = hanging
+    run_another(side, in_flight=True)
+    waits = Waits(monkeypatch, side)
+    side.track(one := request(70))
+
+    def answer() -> None:
+        index.gate.set()
+        wait_until(lambda: side._match(one, 0)[0] is not None)
+
+    waits.then = answer
+    assert side.match(one, 0) == (64, True)
+    assert waits.allowed_s == [module._MATCH_WAIT_S]
+
+
+@pytest.mark.parametrize(
+    ("running", "in_flight", "awaited"),
+    [(True, True, True), (True, False, False), (False, False, True)],
+)
+def test_a_lookup_is_awaited_only_while_nobody_else_waits(
+    hanging: tuple[SchedulerSide, HangingIndex],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    running: bool,
+    in_flight: bool,
+    awaited: bool,
+) -> None:
+    """While the device computes, or if no request runs at all."""
+    side, _ = hanging
+    if running:
+        run_another(side, in_flight=in_flight)
+    waits = Waits(monkeypatch, side)
+    side.track(one := request(70))
+    assert side.match(one, 0) == (None, False)
+    assert bool(waits.allowed_s) is awaited
+
+
+def test_a_request_is_awaited_once_and_all_of_a_pass_together_for_a_bounded_time(
+    hanging: tuple[SchedulerSide, HangingIndex], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side, _ = hanging
+    waits = Waits(monkeypatch, side)
+    waits.taken_s = 0.75 * module._MATCH_WAIT_S
+    burst = [request(70, name) for name in "abcd"]
+    for one in burst:
+        side.track(one)
+    for one in burst[:3] * 2:
+        side.match(one, 0)
+    assert waits.allowed_s == [pytest.approx(share * 1e-3, rel=0.01) for share in (1, 0.25)]
+    side.plan_step(step({}, ()))
+    for one in burst:
+        side.match(one, 0)
+    assert waits.allowed_s[2:] == [module._MATCH_WAIT_S]
+
+
+# A bug in objkv costs a miss, and neither the engine nor a token.
+
+
+def loaded(side: SchedulerSide, name: str = "r") -> Any:
+    """A request whose 64 tokens vLLM has been promised."""
+    side.track(one := request(70, name))
+    wait_until(lambda: side.match(one, 0)[0] is not None)
+    assert side.match(one, 0)[0] == 64
+    return one
+
+
+@pytest.fixture(params=["async", "layerwise"])
+def stored(request: pytest.FixtureRequest) -> Iterator[SchedulerSide]:
+    publish_prompt(index := MemoryIndex(), [7] * 70)
+    roles = {"copies_are_synchronous": False}
+    side = scheduler_side(index, roles=roles, load_mode=request.param, admission="always")
+    yield side
+    side.close()
+
+
+@pytest.mark.parametrize("broken", ["_plan_load", "_hits.planned", "_trust.add", "_saves.add"])
+def test_a_load_that_cannot_be_planned_is_reported_as_lost(
+    stored: SchedulerSide, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """vLLM has allocated its blocks and relies on them, or waits for their load for ever."""
+    one = loaded(stored)
+    between = stored.match(one, 0)[1]
+    monkeypatch.setattr(f"{module.__name__}.load_moves", lambda *_: 1 / 0)
+    owner, _, name = broken.rpartition(".")
+    monkeypatch.setattr(getattr(stored, owner) if owner else stored, name, lambda *_: 1 / 0)
+    stored.plan_load(one, [[5, 6, 9]], 64)
+    plan = stored.plan_step(step({}, (), sync_loads=not between))
+    assert plan.loads == ()
+    assert plan.lost == (LostLoad("r", sync=not between, blocks=frozenset({5, 6, 9})),)
+    assert stored.plan_step(step({}, ())).lost == ()
+    assert stored.finish(one, ([5, 6, 9],)) is False
+
+
+def test_only_blocks_that_nobody_computed_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are in vLLM's prefix cache, and other requests use them."""
+    publish_prompt(index := MemoryIndex(), [7] * 70)
+    side = scheduler_side(index, admission="always")
+    side.track(one := request(70))
+    wait_until(lambda: side.match(one, 32)[0] is not None)
+    assert side.match(one, 32)[0] == 32
+    monkeypatch.setattr(side, "_plan_load", lambda *_: 1 / 0)
+    side.plan_load(one, [[5, 6, 0]], 32)
+    assert [load.blocks for load in side.plan_step(step({}, ())).lost] == [{6}]
+    side.close()
+
+
+def test_blocks_of_a_request_with_no_load_are_not_lost_but_not_saved_either(
+    side: SchedulerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether they can be trusted is not known."""
+    side.track(one := request())
+    wait_until(lambda: side.match(one, 0)[0] is not None)
+    with monkeypatch.context() as broken:
+        broken.setattr(side._trust, "add", lambda _: 1 / 0)
+        side.plan_load(one, (), 0)
+    plan = side.plan_step(whole([3, 4]))
+    assert (plan.lost, plan.saves) == ((), ())
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "_trust.next_step",
+        "_sync_gate.planned",
+        "_timing.step_planned",
+        "_touch",
+        "_preempted",
+        "_planned_saves",
+        "_lookups.wait",
+        "may_reuse",
+        "events.planned",
+    ],
+)
+def test_whatever_fails_a_plan_contains_the_loads_on_which_vllm_relies(
+    stored: SchedulerSide, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    one = loaded(stored)
+    stored.plan_load(one, [[5, 6]], 64)
+    owner, _, name = broken.rpartition(".")
+    target = stored
+    for part in owner.split(".") if owner else ():
+        target = getattr(target, part)
+    with monkeypatch.context() as fault:
+        fault.setattr(target, name, lambda *_: 1 / 0)
+        plan = stored.plan_step(step({}, (), sync_loads=True))
+    (load,) = plan.loads
+    assert load.moves.blocks_from(0) == {5, 6}
+    assert plan.may_reuse  # unknown
+    assert stored.plan_step(step({}, ())).loads == ()
+
+
+def test_after_a_step_that_was_not_planned_nothing_in_progress_is_saved(
+    side: SchedulerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was not recorded whose blocks a failing load may have spoiled."""
+    admit(side, request())
+    with monkeypatch.context() as fault:
+        fault.setattr(side._trust, "next_step", lambda _: 1 / 0)
+        assert side.plan_step(whole([3, 4])).saves == ()
+    assert side.plan_step(whole([3, 4])).saves == ()
+    for name in ("later", "much later"):
+        admit(side, request([8] * 64, name))
+        saves = side.plan_step(step({name: 64}, [5, 6])).saves
+        assert bool(saves) is (name == "much later")
+
+
+@pytest.mark.parametrize("broken", ["_timing.request_ended", "_requests.end", "_hits.ended"])
+def test_if_it_fails_the_blocks_of_an_ended_request_are_kept_for_its_saves(
+    side: SchedulerSide, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    admit(side, one := request())
+    assert side.plan_step(whole([3, 4])).saves
+    owner, _, name = broken.partition(".")
+    monkeypatch.setattr(getattr(side, owner), name, lambda *_: 1 / 0)
+    assert side.finish(one, ([3, 4],)) is True
+    assert side.plan_step(step({}, ())).held == {"r"}
+
+
+def test_if_it_fails_the_blocks_of_a_load_are_kept_by_the_load_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM stops if it is told twice that blocks are free."""
+    publish_prompt(index := MemoryIndex(), [7] * 70)
+    side = scheduler_side(index, roles={"copies_are_synchronous": False}, admission="always")
+    monkeypatch.setattr(side._timing, "request_ended", lambda _: 1 / 0)
+    for name, planned in (("planned", False), ("sent", True)):
+        side.plan_load(one := loaded(side, name), [[5, 6]], 64)
+        if planned:
+            side.plan_step(step({}, ()))
+        assert side.finish(one, ([5, 6],)) is False
+    side.close()
+
+
+def test_a_load_that_failed_is_not_tried_again_even_if_its_report_cannot_be_read(
+    stored: SchedulerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM asks again after a failure, and so for ever."""
+    stored.plan_load(one := loaded(stored), [[5, 6]], 64)
+    stored.plan_step(step({}, (), sync_loads=True))
+    monkeypatch.setattr(stored, "_read_report", lambda _: 1 / 0)
+    report = StepReport(failed={"r"})
+    output = KVConnectorOutput(
+        kv_connector_worker_meta=report, failed_recving={"r"}, finished_recving={"r"}
+    )
+    assert stored.update(output) == [one]
+    assert stored.match(one, 0)[0] == 0

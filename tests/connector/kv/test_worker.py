@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -9,11 +10,11 @@ import torch
 
 from objkv.connector.kv import wiring
 from objkv.connector.kv import worker as worker_module
-from objkv.connector.kv.metadata import StepPlan
+from objkv.connector.kv.metadata import LostLoad, StepPlan
 from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import token_digest
-from objkv.transfer.lanes import HostLane
+from objkv.transfer.lanes import HostLane, HostMark
 from objkv.transfer.plan import LoadPlan, SaveMove, SavePlan
 from tests.support.paged_cache import (
     BLOCKS,
@@ -152,49 +153,251 @@ def _fail(group: GroupIdentity) -> tuple[set[str], set[str], set[int]]:
         worker.close()
 
 
-class LateMark:
-    """Of a copy that is not over when the step is, as on a GPU."""
+class Broken:
+    """Raises at every call of some methods."""
 
-    def __init__(self, held: list[str]) -> None:
-        self._held = held
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: object, *names: str) -> None:
+        for name in names:
+            monkeypatch.setattr(owner, name, self._fail)
+
+    def _fail(self, *_args: object, **_more: object) -> None:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("group", [GROUP, WINDOW])
+@pytest.mark.parametrize("blocks", [frozenset({9, 10}), frozenset()])
+def test_a_load_that_could_not_be_planned_has_failed(
+    group: GroupIdentity, blocks: frozenset[int]
+) -> None:
+    """vLLM waits for it; without its blocks, or with a window, it fails as a whole."""
+    store, index = stores()
+    worker = worker_side(store, index, group=group)
+    plan = StepPlan(lost=(LostLoad("r", sync=False, blocks=blocks),))
+    worker.start_loads(plan)
+    worker.end_forward(plan)
+    results = worker.results(plan, set())
+    assert results.received == {"r"}
+    if group is GROUP and blocks:
+        assert (results.failed, worker.take_failed_blocks()) == (set(), blocks)
+    else:
+        assert (results.failed, worker.take_failed_blocks()) == ({"r"}, set())
+    report = worker.take_report()
+    assert report is not None
+    assert report.failed == {"r"}
+    assert worker.results(StepPlan(), set()).received == set()
+    worker.close()
+
+
+def test_a_load_within_the_step_that_could_not_be_planned_has_failed_in_it() -> None:
+    """And nothing is saved that was computed from its blocks."""
+    worker = worker_side(*stores())
+    planner = Replica(*stores(), seed=1)
+    save = SaveMove(planner.move(0, 1), token_digest(TOKENS[:CHUNK]), None)
+    planner.close()
+    saves = (SavePlan("s", NAMESPACE, (save,)),)
+    plan = StepPlan(saves=saves, lost=(LostLoad("r", sync=True, blocks=frozenset({9})),))
+    worker.start_loads(plan)
+    worker.end_forward(plan)
+    assert worker.results(plan, set()).received == set()
+    assert worker.take_failed_blocks() == {9}
+    report = worker.take_report()
+    assert report is not None
+    assert (report.failed, report.dropped) == ({"r"}, {("s", 0)})
+    worker.close()
+
+
+def whole() -> tuple[WorkerSide, LoadPlan]:
+    """A worker, and a load within the step that succeeds."""
+    store, index = stores()
+    writer = Replica(store, index, seed=1)
+    writer.save(range(1))
+    plan = writer.load_plan(range(1), 9, sync=True)
+    writer.close()
+    return worker_side(store, index), plan
+
+
+@pytest.mark.parametrize("broken", ["wait_layer", "take_finished"])
+def test_if_waiting_for_a_layer_fails_the_loads_of_the_step_have_failed(
+    monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """Otherwise the model would compute from blocks that may not be loaded."""
+    worker, load = whole()
+    plan = StepPlan(loads=(load,))
+    with monkeypatch.context() as fault:
+        Broken(fault, worker._loader, broken)
+        worker.start_loads(plan)
+        for layer in GROUP.layers:
+            worker.wait_layer(layer)
+        if broken == "take_finished":
+            worker.end_forward(plan)
+    worker.end_forward(plan)
+    worker.results(plan, set())
+    assert worker.take_failed_blocks() == set(range(9, 9 + BLOCKS))
+    report = worker.take_report()
+    assert report is not None
+    assert report.failed == {load.request_id}
+    worker.results(StepPlan(), set())
+    assert worker.take_failed_blocks() == set()
+    worker.close()
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_loads_that_cannot_be_ordered_after_earlier_work_are_not_started(
+    monkeypatch: pytest.MonkeyPatch, *, sync: bool
+) -> None:
+    """They could write to blocks that it still uses."""
+    worker, load = whole()
+    plan = StepPlan(loads=(replace(load, sync=sync),))
+    Broken(monkeypatch, worker._loader, "mark_compute", "submit")
+    worker.before_forward(plan)
+    worker.start_loads(plan)
+    worker.end_forward(plan)
+    assert worker.results(plan, set()).received == (set() if sync else {load.request_id})
+    assert worker.take_failed_blocks() == set(range(9, 9 + BLOCKS))
+    worker.close()
+
+
+@pytest.mark.parametrize("broken", ["_loader.cancel", "_saver.forget", "_saver.left_device"])
+def test_the_end_of_a_load_is_reported_whatever_else_fails(
+    spoilt: tuple[WorkerSide, LoadPlan], monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """vLLM waits for it for ever."""
+    worker, load = spoilt
+    owner, name = broken.split(".")
+    Broken(monkeypatch, getattr(worker, owner), name)
+    worker.start_loads(StepPlan(loads=(replace(load, sync=False),)))
+    worker._loader.wait_over(300)
+    results = worker.results(StepPlan(held=frozenset({"h"})), {"f", "h"})
+    assert results.received == {load.request_id}
+    assert results.sent == (set() if name == "left_device" else {"h"})
+
+
+def test_a_load_whose_end_cannot_be_taken_is_reported_later(
+    spoilt: tuple[WorkerSide, LoadPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, load = spoilt
+    worker.start_loads(StepPlan(loads=(replace(load, sync=False),)))
+    worker._loader.wait_over(300)
+    with monkeypatch.context() as fault:
+        Broken(fault, worker._loader, "take_finished")
+        assert worker.results(StepPlan(), set()).received == set()
+    assert worker.results(StepPlan(), set()).received == {load.request_id}
+
+
+def test_if_computing_cannot_be_held_for_saves_the_device_is_awaited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise they could read, and store, what is written to their blocks next."""
+    worker = worker_side(*stores())
+    awaited: list[str] = []
+    monkeypatch.setattr(torch.cpu, "synchronize", lambda _: awaited.append("device"))
+    Broken(monkeypatch, worker._saver, "fence", "gather")
+    worker.before_reuse(StepPlan())
+    assert awaited == []
+    worker.before_reuse(StepPlan(reused=frozenset({"r"})))
+    assert awaited == ["device"]
+    worker.end_forward(StepPlan())
+    worker.close()
+
+
+class LateMark:
+    """The mark of copies that are not over when the step is, as on a GPU."""
+
+    number = 1
+
+    def __init__(self, lane: "LateLane") -> None:
+        self._lane = lane
 
     def done(self) -> bool:
-        return False
+        return self._lane.is_done
 
     def wait(self) -> None:
         return
 
     def hold_compute(self) -> None:
-        self._held.append("held")
+        self._lane.held += 1
 
 
 class LateLane(HostLane):
-    def __init__(self, held: list[str]) -> None:
-        self._held = held
+    def __init__(self) -> None:
+        self.is_done = False
+        self.held = 0
+        """How often computing was made to wait."""
 
     def mark(self) -> LateMark:
-        return LateMark(self._held)
+        return LateMark(self)
 
 
-@pytest.mark.parametrize("writes_early", [False, True])
-def test_the_model_waits_for_saves_before_the_runner_first_writes_for_the_next_step(
-    monkeypatch: pytest.MonkeyPatch, *, writes_early: bool
-) -> None:
-    """vLLM's second model runner zeroes and copies blocks before it says that a step begins."""
-    held: list[str] = []
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateLane]:
+    """The lane of all workers that are made. Its copies are over when the test is."""
+    lane = LateLane()
+    monkeypatch.setattr(wiring, "open_lane", lambda _device, *, urgent=False: lane)
+    yield lane
+    lane.is_done = True
 
-    def open_lane(_device: torch.device, *, urgent: bool = False) -> LateLane:
-        return LateLane(held)
 
-    monkeypatch.setattr(wiring, "open_lane", open_lane)
+@contextmanager
+def saving(
+    *, group: GroupIdentity = GROUP, writes_early: bool = False, may_reuse: bool = True
+) -> Iterator[WorkerSide]:
+    """A worker after a step that saved a chunk of the request "r"."""
     store, index = stores()
     rank = Rank(0, "w", batches_in_flight=2, writes_early=writes_early)
-    worker = worker_side(store, index, rank=rank)
+    worker = worker_side(store, index, rank=rank, group=group)
     planner = Replica(store, index, seed=1)
     save = SaveMove(planner.move(0, 1), token_digest(TOKENS[:CHUNK]), None)
-    worker.end_forward(StepPlan(saves=(SavePlan("r", NAMESPACE, (save,)),)))
-    assert bool(held) is writes_early
-    worker.before_reuse(StepPlan(reused=frozenset({"r"})))
-    assert held
+    plan = StepPlan(saves=(SavePlan("r", NAMESPACE, (save,)),), may_reuse=may_reuse)
+    worker.end_forward(plan)
+    yield worker
     worker.close()
     planner.close()
+
+
+def test_the_model_waits_for_saves_of_preempted_requests_alone(late: LateLane) -> None:
+    with saving() as worker:
+        worker.before_reuse(StepPlan())
+        worker.before_reuse(StepPlan(reused=frozenset({"of another", "that saved nothing"})))
+        assert late.held == 0
+        worker.before_reuse(StepPlan(reused=frozenset({"r", "of another"})))
+        assert late.held == 1
+        late.is_done = True
+        worker.before_reuse(StepPlan(reused=frozenset({"r"})))
+        assert late.held == 1
+
+
+def test_the_model_waits_for_all_saves_if_blocks_leave_windows(late: LateLane) -> None:
+    with saving(group=WINDOW) as worker:
+        assert late.held == 0
+        worker.before_reuse(StepPlan())
+        assert late.held == 1
+        late.is_done = True
+
+
+@pytest.mark.parametrize("may_reuse", [False, True])
+@pytest.mark.parametrize("writes_early", [False, True])
+def test_the_model_waits_at_the_end_of_a_step_if_the_runner_may_write_before_the_next(
+    late: LateLane, *, writes_early: bool, may_reuse: bool
+) -> None:
+    """vLLM's second model runner zeroes and copies blocks before it reports that a step begins."""
+    with saving(writes_early=writes_early, may_reuse=may_reuse):
+        assert late.held == int(writes_early and may_reuse)
+        late.is_done = True
+
+
+def test_loads_follow_the_work_from_before_the_forward_pass(
+    spoilt: tuple[WorkerSide, LoadPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, load = spoilt
+    plan = StepPlan(loads=(replace(load, sync=False),))
+    marks, after = [HostMark(), HostMark()], []
+    given = iter(marks)
+    monkeypatch.setattr(worker._loader, "mark_compute", lambda: next(given))
+    monkeypatch.setattr(worker._loader, "submit", lambda _plan, mark: after.append(mark))
+    worker.before_forward(StepPlan())  # without a load no mark is taken
+    for _ in marks:
+        worker.before_forward(plan)
+        worker.start_loads(plan)
+    assert after == marks
+    worker.start_loads(plan)  # not bound: an earlier step's mark is not enough
+    assert after == [*marks, None]

@@ -9,8 +9,8 @@ from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.programs.ordering.rig import (
     LAYERS,
     WHOLE,
+    OrderRig,
     Pages,
-    Rig,
     Scenario,
     Setup,
     equal,
@@ -22,10 +22,10 @@ _FIRST = 8
 """First block of the loads."""
 _CHUNKS = range(4)
 _OWNER = 7.0
-"""What another owner writes into the blocks."""
+"""The value that another owner writes into the blocks."""
 
 
-def follows_compute(rig: Rig) -> bool:
+def follows_compute(rig: OrderRig) -> bool:
     """A load into blocks that an earlier kernel still writes"""
     rig.delay_compute(_SLOW_S)
     _write(rig)
@@ -34,7 +34,7 @@ def follows_compute(rig: Rig) -> bool:
     return _is_loaded(rig)
 
 
-def does_not_follow_forward(rig: Rig) -> bool:
+def does_not_follow_forward(rig: OrderRig) -> bool:
     """A load that completes while the forward pass of its own step still computes"""
     if not rig.is_asynchronous:
         return True
@@ -55,7 +55,7 @@ def does_not_follow_forward(rig: Rig) -> bool:
     return False
 
 
-def is_complete_when_reported(rig: Rig) -> bool:
+def is_complete_when_reported(rig: OrderRig) -> bool:
     """A load whose blocks are read as soon as it is reported"""
     rig.delay_loads(_SLOW_S)
     rig.step(_plan(rig))
@@ -63,7 +63,7 @@ def is_complete_when_reported(rig: Rig) -> bool:
     return equal(_read(rig), rig.expected(_CHUNKS))
 
 
-def holds_each_layer(rig: Rig) -> bool:
+def holds_each_layer(rig: OrderRig) -> bool:
     """Layers that are computed as soon as each of them is loaded"""
     plan = _plan(rig, sync=True)
     rig.begin(plan)
@@ -77,7 +77,7 @@ def holds_each_layer(rig: Rig) -> bool:
     return _has_no_failure(rig) and equal(found, rig.expected(_CHUNKS))
 
 
-def holds_the_next_step(rig: Rig) -> bool:
+def holds_the_next_step(rig: OrderRig) -> bool:
     """A step that loads layer by layer, and a next one that reads the blocks"""
     plan = _plan(rig, sync=True)
     rig.begin(plan)
@@ -87,7 +87,7 @@ def holds_the_next_step(rig: Rig) -> bool:
     return _has_no_failure(rig) and equal(_read(rig), rig.expected(_CHUNKS))
 
 
-def holds_speculation(rig: Rig) -> bool:
+def holds_speculation(rig: OrderRig) -> bool:
     """A step that loads layer by layer, and whose results are read before it ends"""
     plan = _plan(rig, sync=True)
     rig.begin(plan)
@@ -99,7 +99,7 @@ def holds_speculation(rig: Rig) -> bool:
     return _has_no_failure(rig) and equal(found, rig.expected(_CHUNKS))
 
 
-def aborted(rig: Rig) -> bool:
+def aborted(rig: OrderRig) -> bool:
     """Blocks that have a new owner after an aborted load was reported"""
     rig.delay_loads(_SLOW_S)
     rig.step(_plan(rig))
@@ -109,7 +109,7 @@ def aborted(rig: Rig) -> bool:
     return _stays_written(rig)
 
 
-def aborted_meanwhile(rig: Rig) -> bool:
+def aborted_meanwhile(rig: OrderRig) -> bool:
     """Blocks that have a new owner after a load was aborted while a thread queued its copies"""
 
     def abort() -> None:
@@ -119,12 +119,12 @@ def aborted_meanwhile(rig: Rig) -> bool:
     return _stays_written_after(rig, abort)
 
 
-def closed_meanwhile(rig: Rig) -> bool:
+def closed_meanwhile(rig: OrderRig) -> bool:
     """Blocks that have a new owner after the worker was closed while a thread queued copies"""
     return _stays_written_after(rig, rig.worker.close)
 
 
-def late(rig: Rig) -> bool:
+def late(rig: OrderRig) -> bool:
     """Blocks that are computed instead after a load's deadline, with its copies still queued"""
     rig.delay_loads(_SLOW_S)
     rig.step(_plan(rig))
@@ -132,7 +132,7 @@ def late(rig: Rig) -> bool:
     return _stays_written(rig)
 
 
-def refused(rig: Rig) -> bool:
+def refused(rig: OrderRig) -> bool:
     """Blocks that are computed instead after a payload was refused, with copies still queued"""
     plan = _plan(rig)
     rig.damage(_CHUNKS[-1])
@@ -142,7 +142,7 @@ def refused(rig: Rig) -> bool:
     return bool(rig.worker.take_failed_blocks()) and _stays_written(rig)
 
 
-def keeps_its_slabs(rig: Rig) -> bool:
+def keeps_its_slabs(rig: OrderRig) -> bool:
     """Slabs that are overwritten as soon as they are free, while copies and kernels are queued"""
     rig.delay_loads(_SLOW_S)
     rig.step(_plan(rig), lambda: rig.delay_compute(2 * _SLOW_S))
@@ -152,8 +152,8 @@ def keeps_its_slabs(rig: Rig) -> bool:
     return _is_loaded(rig) and rig.give_back(taken)
 
 
-def waits_for_the_later_mark(rig: Rig) -> bool:
-    """Two threads on one lane, of which the first to queue its copies is the last to report them"""
+def waits_for_the_later_mark(rig: OrderRig) -> bool:
+    """Two threads share a lane: the first to queue its copies is the last to report them"""
     marks = count()
 
     def linger(call: str) -> None:
@@ -167,7 +167,7 @@ def waits_for_the_later_mark(rig: Rig) -> bool:
     return equal(_read(rig), rig.expected(_CHUNKS))
 
 
-def shares_lanes(rig: Rig) -> bool:
+def shares_lanes(rig: OrderRig) -> bool:
     """Loads of several requests at once, by threads that share lanes and staging memory"""
     size = len(_CHUNKS) * rig.setup.layout.chunk_blocks
     names = [f"r{number}" for number in range(5)]
@@ -186,7 +186,7 @@ def shares_lanes(rig: Rig) -> bool:
     )
 
 
-def follows_its_own_step(rig: Rig) -> bool:
+def follows_its_own_step(rig: OrderRig) -> bool:
     """Loads of two steps, the second one into blocks that a kernel wrote after the first one"""
     size = len(_CHUNKS) * rig.setup.layout.chunk_blocks
     earlier = StepPlan(loads=(rig.load_plan(_CHUNKS, _FIRST + size, request="earlier"),))
@@ -200,7 +200,7 @@ def follows_its_own_step(rig: Rig) -> bool:
     return _is_loaded(rig) and equal(first, rig.expected(_CHUNKS))
 
 
-def closed(rig: Rig) -> bool:
+def closed(rig: OrderRig) -> bool:
     """Blocks that have a new owner after the worker was closed during a load"""
     rig.delay_loads(_SLOW_S)
     rig.step(_plan(rig))
@@ -208,7 +208,7 @@ def closed(rig: Rig) -> bool:
     return rig.is_idle_when_closed() and _stays_written(rig)
 
 
-def goes_on_fetching(rig: Rig) -> bool:
+def goes_on_fetching(rig: OrderRig) -> bool:
     """Payloads that are fetched by one thread while the device is busy"""
     if not rig.is_asynchronous:
         return True
@@ -228,44 +228,44 @@ def goes_on_fetching(rig: Rig) -> bool:
     return False
 
 
-def on_another_device(rig: Rig) -> bool:
+def on_another_device(rig: OrderRig) -> bool:
     """A step whose thread has selected another device"""
     with rig.other_device() as has_another:
         return not has_another or (holds_each_layer(rig) and _stays_written(rig))
 
 
-def _plan(rig: Rig, *, sync: bool = False) -> StepPlan:
+def _plan(rig: OrderRig, *, sync: bool = False) -> StepPlan:
     return StepPlan(loads=(rig.load_plan(_CHUNKS, _FIRST, sync=sync),))
 
 
-def _blocks(rig: Rig) -> tuple[int, int]:
+def _blocks(rig: OrderRig) -> tuple[int, int]:
     """Return the first block of the load and their number."""
     return _FIRST, len(_CHUNKS) * rig.setup.layout.chunk_blocks
 
 
-def _read(rig: Rig) -> Pages:
+def _read(rig: OrderRig) -> Pages:
     return rig.read(*_blocks(rig))
 
 
-def _write(rig: Rig) -> None:
+def _write(rig: OrderRig) -> None:
     """Let the blocks' next owner write them."""
     rig.write(*_blocks(rig), _OWNER)
 
 
-def _is_loaded(rig: Rig) -> bool:
+def _is_loaded(rig: OrderRig) -> bool:
     """Whether the blocks contain the load when nothing is left to do."""
     rig.synchronize()
     return equal(_read(rig), rig.expected(_CHUNKS))
 
 
-def _stays_written(rig: Rig) -> bool:
+def _stays_written(rig: OrderRig) -> bool:
     """Whether the blocks keep what their next owner writes now."""
     _write(rig)
     rig.synchronize()
     return rig.holds(_read(rig), _OWNER)
 
 
-def _stays_written_after(rig: Rig, stop: Callable[[], object]) -> bool:
+def _stays_written_after(rig: OrderRig, stop: Callable[[], object]) -> bool:
     """Whether the blocks keep what their next owner writes after ``stop`` was called, while a
     thread of the load stood still just before it queued copies."""
     has_entered, has_left = Event(), Event()
@@ -288,13 +288,13 @@ def _stays_written_after(rig: Rig, stop: Callable[[], object]) -> bool:
     return rig.holds(_read(rig), _OWNER)
 
 
-def _until_fetched(rig: Rig, before: float = 0.0) -> None:
+def _until_fetched(rig: OrderRig, before: float = 0.0) -> None:
     """Wait until all payloads were fetched, whether or not their copies have finished."""
     nbytes = len(_CHUNKS) * rig.pages.raw_bytes
     rig.wait_until(lambda: rig.recorder.value("load_bytes") - before >= nbytes)
 
 
-def _has_no_failure(rig: Rig) -> bool:
+def _has_no_failure(rig: OrderRig) -> bool:
     return not rig.worker.take_failed_blocks()
 
 

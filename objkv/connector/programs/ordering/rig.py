@@ -62,7 +62,7 @@ _LOOK_S: Final = 5e-4
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class CacheLayout:
     """The form of the paged cache."""
 
     heads: int = 2
@@ -86,9 +86,9 @@ class Layout:
         return [cache.transpose(1, 2) for cache in plain]
 
 
-STRIDED: Final = Layout()
+STRIDED: Final = CacheLayout()
 """Heads of a block are apart, and blocks are small: kernels distribute them."""
-WHOLE: Final = Layout(heads=8, block_size=32, contiguous=True)
+WHOLE: Final = CacheLayout(heads=8, block_size=32, contiguous=True)
 """Blocks are contiguous and of 32 KiB: each is copied directly where the device can."""
 
 
@@ -96,7 +96,7 @@ WHOLE: Final = Layout(heads=8, block_size=32, contiguous=True)
 class Setup:
     """The worker's pools and bounds."""
 
-    layout: Layout = STRIDED
+    layout: CacheLayout = STRIDED
     blocks: int = 96
     load_threads: int = 2
     load_lanes: int = 2
@@ -104,13 +104,15 @@ class Setup:
     save_slabs: int = 16
     save_threads: int = 2
     deadline_s: float = 60.0
+    """Of loads."""
+    save_deadline_s: float = 600.0
     drain_deadline_ms: int = 60_000
     windowed: bool = False
     """Whether layers attend to a window, so that blocks leave running requests."""
     writes_early: bool = False
     """See ``Rank.writes_early``."""
     watched: bool = False
-    """Whether ``Rig.on_call`` is called."""
+    """Whether ``OrderRig.on_call`` is called."""
     attempts_s: tuple[float, ...] = (0.2, 0.8, 3.2)
     """How long the device is busy in each attempt to show that something does not wait for it. The
     machine may be too busy for the first ones."""
@@ -141,7 +143,7 @@ class NotInTimeError(TransferError):
     """An expected event did not happen within the rig's patience."""
 
 
-class Rig:
+class OrderRig:
     """A worker, its paged cache, and the stores. Closed once, by the end of ``with``."""
 
     def __init__(self, device: torch.device, delay: Delay, setup: Setup, seed: int = 0) -> None:
@@ -227,12 +229,13 @@ class Rig:
         return cast("Lane", WatchedLane(lane, lambda name: self.on_call(name)))
 
     def _open_saver(self, lane: Lane) -> Saver:
+        setup = self.setup
         return Saver(
             self.cache,
             {0: self.pages},
             self.save_slabs,
             lane=lane,
-            limits=SaveLimits(self.setup.save_threads, 1024, 600.0, "none", "rig"),
+            limits=SaveLimits(setup.save_threads, 1024, setup.save_deadline_s, "none", "rig"),
             recorder=self.recorder,
         )
 
@@ -517,7 +520,7 @@ class Scenario:
     """One edge between streams, with one of its sides slow."""
 
     name: str
-    run: Callable[[Rig], bool]
+    run: Callable[[OrderRig], bool]
     """Returns whether all bytes are right. Its docstring describes the scenario."""
     setup: Setup = field(default_factory=Setup)
 

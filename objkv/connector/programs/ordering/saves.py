@@ -5,8 +5,8 @@ from objkv.connector.programs.ordering.rig import (
     NAMESPACE,
     OTHER_NAMESPACE,
     WHOLE,
+    OrderRig,
     Pages,
-    Rig,
     Scenario,
     Setup,
     equal,
@@ -23,7 +23,7 @@ _THEN, _LATER = 5.0, 9.0
 """Contents of the blocks: when they are saved, and of their next owner."""
 
 
-def follows_forward(rig: Rig) -> bool:
+def follows_forward(rig: OrderRig) -> bool:
     """A save of blocks that the forward pass still writes"""
     _write(rig, 1.0)
     rig.synchronize()
@@ -33,20 +33,20 @@ def follows_forward(rig: Rig) -> bool:
     return _are_stored(rig)
 
 
-def is_complete_when_stored(rig: Rig) -> bool:
+def is_complete_when_stored(rig: OrderRig) -> bool:
     """A save that is stored as soon as its pages are in host memory"""
     _save_late(rig)
     return _are_stored(rig)
 
 
-def is_read_before_preempted(rig: Rig) -> bool:
+def is_read_before_preempted(rig: OrderRig) -> bool:
     """Blocks that have a new owner after their request was preempted"""
     _save_late(rig)
     rig.step(StepPlan(reused=frozenset({"r"})), lambda: _write(rig, _LATER))
     return _are_stored(rig)
 
 
-def is_read_in_each_step(rig: Rig) -> bool:
+def is_read_in_each_step(rig: OrderRig) -> bool:
     """Blocks of two preempted requests whose chunks were saved in several steps"""
     _write(rig, _THEN)
     rig.synchronize()
@@ -58,14 +58,14 @@ def is_read_in_each_step(rig: Rig) -> bool:
     return _are_stored(rig)
 
 
-def is_read_before_window(rig: Rig) -> bool:
+def is_read_before_window(rig: OrderRig) -> bool:
     """Blocks that have left the window of their request and have a new owner in the next step"""
     _save_late(rig)
     rig.step(StepPlan(), lambda: _write(rig, _LATER))
     return _are_stored(rig)
 
 
-def is_read_before_zeroed(rig: Rig) -> bool:
+def is_read_before_zeroed(rig: OrderRig) -> bool:
     """Blocks that a model runner zeroes for the next step before it reports preemptions"""
     _write(rig, _THEN)
     rig.synchronize()
@@ -75,7 +75,7 @@ def is_read_before_zeroed(rig: Rig) -> bool:
     return _are_stored(rig)
 
 
-def is_read_before_freed(rig: Rig) -> bool:
+def is_read_before_freed(rig: OrderRig) -> bool:
     """Blocks that have a new owner after their finished request was reported as sent"""
     _save_late(rig)
     rig.until_sent()
@@ -83,7 +83,7 @@ def is_read_before_freed(rig: Rig) -> bool:
     return _are_stored(rig)
 
 
-def is_read_before_loaded(rig: Rig) -> bool:
+def is_read_before_loaded(rig: OrderRig) -> bool:
     """A load into blocks of a preempted request, which a save still reads"""
     _save_late(rig)
     chunks = range(4, 4 + len(_CHUNKS))
@@ -94,7 +94,7 @@ def is_read_before_loaded(rig: Rig) -> bool:
     return _are_stored(rig) and equal(_read(rig), rig.expected(chunks))
 
 
-def keeps_new_weights_apart(rig: Rig) -> bool:
+def keeps_new_weights_apart(rig: OrderRig) -> bool:
     """A prompt that is computed again with new weights while its old chunks are being saved"""
     _save_late(rig)
 
@@ -107,14 +107,20 @@ def keeps_new_weights_apart(rig: Rig) -> bool:
     return _are_stored(rig) and _are_stored(rig, _LATER, OTHER_NAMESPACE)
 
 
-def keeps_its_slabs(rig: Rig) -> bool:
+def keeps_its_slabs(rig: OrderRig) -> bool:
     """Slabs of chunks that another replica is saving, while their copies are queued"""
     _let_others_save(rig)
     _save_late(rig)
     return _slabs_are_unused(rig)
 
 
-def keeps_slabs_of_failures(rig: Rig) -> bool:
+def late(rig: OrderRig) -> bool:
+    """Slabs of chunks that are dropped at their deadline, while their copies are queued"""
+    _save_late(rig)
+    return _slabs_are_unused(rig)
+
+
+def keeps_slabs_of_failures(rig: OrderRig) -> bool:
     """Slabs of a gather that failed after its copies were queued"""
 
     def fail(call: str) -> None:
@@ -126,7 +132,7 @@ def keeps_slabs_of_failures(rig: Rig) -> bool:
     return _slabs_are_unused(rig)
 
 
-def keeps_slabs_of_closed(rig: Rig) -> bool:
+def keeps_slabs_of_closed(rig: OrderRig) -> bool:
     """Slabs of a gather whose threads were stopped meanwhile"""
 
     def close(call: str) -> None:
@@ -138,28 +144,27 @@ def keeps_slabs_of_closed(rig: Rig) -> bool:
     return _slabs_are_unused(rig)
 
 
-def closed(rig: Rig) -> bool:
+def closed(rig: OrderRig) -> bool:
     """Slabs and blocks that have a new owner after the worker was closed during a save"""
-    _let_others_save(rig)  # otherwise the worker's threads would wait for the copies
     _save_late(rig)
     return rig.is_idle_when_closed() and _slabs_are_unused(rig)
 
 
-def on_another_device(rig: Rig) -> bool:
+def on_another_device(rig: OrderRig) -> bool:
     """A step whose thread has selected another device"""
     with rig.other_device() as has_another:
         return not has_another or is_read_before_preempted(rig)
 
 
-def _save_plan(rig: Rig) -> SavePlan:
+def _save_plan(rig: OrderRig) -> SavePlan:
     return rig.save_plan(_CHUNKS, _FIRST)
 
 
-def _plan(rig: Rig) -> StepPlan:
+def _plan(rig: OrderRig) -> StepPlan:
     return StepPlan(saves=(_save_plan(rig),))
 
 
-def _save_late(rig: Rig) -> None:
+def _save_late(rig: OrderRig) -> None:
     """Run a step that saves, with its copies queued behind a delay."""
     _write(rig, _THEN)
     rig.synchronize()
@@ -167,30 +172,30 @@ def _save_late(rig: Rig) -> None:
     rig.step(_plan(rig))
 
 
-def _let_others_save(rig: Rig) -> None:
+def _let_others_save(rig: OrderRig) -> None:
     """Let another replica take the leases of the chunks."""
     other = rig.open_cache("other")
     assert all(other.take_lease(rig.key(chunk)) for chunk in _CHUNKS)
 
 
-def _write(rig: Rig, value: float) -> None:
+def _write(rig: OrderRig, value: float) -> None:
     rig.write(_FIRST, len(_CHUNKS) * rig.setup.layout.chunk_blocks, value)
 
 
-def _read(rig: Rig) -> Pages:
+def _read(rig: OrderRig) -> Pages:
     return rig.read(_FIRST, len(_CHUNKS) * rig.setup.layout.chunk_blocks)
 
 
-def _stored(rig: Rig, namespace: str) -> list[Pages | None]:
+def _stored(rig: OrderRig, namespace: str) -> list[Pages | None]:
     return [rig.stored(chunk, namespace) for chunk in _CHUNKS]
 
 
-def _are_stored(rig: Rig, value: float = _THEN, namespace: str = NAMESPACE) -> bool:
+def _are_stored(rig: OrderRig, value: float = _THEN, namespace: str = NAMESPACE) -> bool:
     """Whether all chunks are stored with this content."""
     return all(rig.holds(pages, value) for pages in _stored(rig, namespace))
 
 
-def _slabs_are_unused(rig: Rig) -> bool:
+def _slabs_are_unused(rig: OrderRig) -> bool:
     """Whether no copy writes to a slab that can be leased. Takes each slab as soon as it is free
     and overwrites it."""
     taken = rig.take_all_slabs(rig.save_slabs)
@@ -211,6 +216,7 @@ SCENARIOS = (
     Scenario("load into saved blocks", is_read_before_loaded),
     Scenario("weights updated", keeps_new_weights_apart),
     Scenario("slabs of saves", keeps_its_slabs),
+    Scenario("save past its deadline", late, Setup(save_deadline_s=0.02)),
     Scenario("slabs of failed saves", keeps_slabs_of_failures, Setup(watched=True)),
     Scenario("slabs of closed saves", keeps_slabs_of_closed, Setup(watched=True)),
     Scenario("closed during a save", closed, Setup(drain_deadline_ms=0)),

@@ -16,8 +16,8 @@ from objkv.connector.programs.ordering.rig import (
     CHUNKS,
     NAMESPACE,
     WHOLE,
+    OrderRig,
     Pages,
-    Rig,
     Scenario,
     Setup,
     equal,
@@ -46,7 +46,7 @@ _SHORT_S = 0.008
 """Longest delay in a step of random order."""
 
 
-def asleep(rig: Rig) -> bool:
+def asleep(rig: OrderRig) -> bool:
     """A cache that is unmapped while blocks are loaded and saved, and then mapped again"""
     _start_both(rig, _SLOW_S)
     if not rig.is_idle_when_closed():
@@ -60,7 +60,7 @@ def asleep(rig: Rig) -> bool:
     return is_untouched and equal(rig.read(*_blocks(rig)), rig.expected(_STORED))
 
 
-def does_not_wait(rig: Rig) -> bool:
+def does_not_wait(rig: OrderRig) -> bool:
     """A thread that saves, loads and fences while compute and lanes are busy"""
     if not rig.is_asynchronous:
         return True
@@ -79,7 +79,7 @@ def does_not_wait(rig: Rig) -> bool:
     return False
 
 
-def needs_no_call(rig: Rig) -> bool:
+def needs_no_call(rig: OrderRig) -> bool:
     """Steps without work, which must not call a lane"""
     _start_both(rig, 0.0)
     rig.until_received()
@@ -92,7 +92,7 @@ def needs_no_call(rig: Rig) -> bool:
     return not calls
 
 
-def tests_itself(rig: Rig) -> bool:
+def tests_itself(rig: OrderRig) -> bool:
     """The self-test at start, next to a kernel that writes the cache"""
     rig.delay_compute(_SLOW_S)
     rig.write(0, rig.setup.blocks, _THEN)
@@ -106,7 +106,7 @@ def tests_itself(rig: Rig) -> bool:
     return rig.holds(own, _LATER) and rig.holds(rest, _THEN)
 
 
-def adds_outputs(rig: Rig) -> bool:
+def adds_outputs(rig: OrderRig) -> bool:
     """Encoder outputs that are read by a busy model, while the plan's memory changes"""
     worker = _encoder_worker(rig)
     outputs: dict[str, torch.Tensor] = {}
@@ -122,7 +122,7 @@ def adds_outputs(rig: Rig) -> bool:
     return all(bool((page.cpu() == number).all()) for number, page in enumerate(found))
 
 
-def saves_outputs(rig: Rig) -> bool:
+def saves_outputs(rig: OrderRig) -> bool:
     """Encoder outputs that are saved while the encoder still computes them"""
     worker = _encoder_worker(rig)
     outputs = {
@@ -139,7 +139,7 @@ def saves_outputs(rig: Rig) -> bool:
     return all(_stored_value(rig, name) == at + 1 for at, name in enumerate(outputs))
 
 
-def runs_a_while(rig: Rig) -> bool:
+def runs_a_while(rig: OrderRig) -> bool:
     """Many steps with loads, saves, preempted and finished requests, in random order"""
     storm = _Storm(rig)
     for number in range(_STEPS):
@@ -154,7 +154,7 @@ class _Storm:
     the save has left the device, or earlier, by preemption.
     """
 
-    def __init__(self, rig: Rig) -> None:
+    def __init__(self, rig: OrderRig) -> None:
         self._rig = rig
         self._size = _blocks(rig)[1]
         self._loading: dict[int, tuple[str, range]] = {}
@@ -234,7 +234,7 @@ class _Storm:
                 del self._finished[area]
 
 
-def _encoder_worker(rig: Rig) -> EncoderWorkerSide:
+def _encoder_worker(rig: OrderRig) -> EncoderWorkerSide:
     copies = open_copies(rig.device)
     limits = EncoderSaveLimits(64, 1 << 30, 1 << 30, rig.setup.patience_s, "none", "rig")
     saver = EncoderSaver(rig.open_cache("encoder"), limits, rig.recorder, copies=copies)
@@ -245,7 +245,7 @@ def _output(name: str) -> EncoderOutput:
     return EncoderOutput(NAMESPACE, encoder_hash(NAMESPACE, name), _ROWS, _WIDTH, "BF16")
 
 
-def _stored_value(rig: Rig, name: str) -> float | None:
+def _stored_value(rig: OrderRig, name: str) -> float | None:
     """Return the element that all of a stored output's are, or None if they differ."""
     output = _output(name)
     payload = rig.bulk.get(output.claim.key.path())
@@ -257,16 +257,16 @@ def _stored_value(rig: Rig, name: str) -> float | None:
     return float(values) if len(values) == 1 else None
 
 
-def _loads(rig: Rig, request: str = "r") -> StepPlan:
+def _loads(rig: OrderRig, request: str = "r") -> StepPlan:
     return StepPlan(loads=(rig.load_plan(_STORED, _LOADED, request=request),))
 
 
-def _blocks(rig: Rig) -> tuple[int, int]:
+def _blocks(rig: OrderRig) -> tuple[int, int]:
     """Return the first loaded block and their number."""
     return _LOADED, len(_STORED) * rig.setup.layout.chunk_blocks
 
 
-def _start_both(rig: Rig, seconds: float) -> None:
+def _start_both(rig: OrderRig, seconds: float) -> None:
     """Run a step that loads and saves, with both behind a delay."""
     rig.write(_SAVED, 3 * rig.setup.layout.chunk_blocks, _THEN)
     rig.delay_loads(seconds)
