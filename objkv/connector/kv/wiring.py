@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from inspect import signature
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -177,6 +178,7 @@ def open_worker_side(
 
     ``kv_caches``: vLLM's paged cache by layer, never freed or resized here.
     """
+    use_batched_copies(next(iter(kv_caches.values())).device)
     rank = Rank(
         tensor_rank(vllm_config),
         writer,
@@ -196,6 +198,18 @@ def open_worker_side(
         kv_caches=kv_caches,
         tracing=open_tracing(),
     )
+
+
+def use_batched_copies(device: torch.device) -> None:
+    """Let lanes of CUDA and ROCm use vLLM's batched copy if this version has it. Source: vLLM 0.32,
+    ``swap_blocks_batch`` in ``_custom_ops.py``."""
+    if device.type != "cuda" or driver_of(device).batch_copy is not None:
+        return
+    from vllm import _custom_ops
+
+    copy = getattr(_custom_ops, "swap_blocks_batch", None)
+    if copy is not None and "is_src_access_order_any" in signature(copy).parameters:
+        driver_of(device).batch_copy = copy
 
 
 def make_worker_side(
