@@ -273,7 +273,7 @@ def _stays_written_after(rig: OrderRig, stop: Callable[[], object]) -> bool:
 
     def linger(call: str) -> None:
         if call == "place" and not has_entered.is_set():
-            rig.delay_loads(_SLOW_S)
+            rig.delay_loads(3 * _SLOW_S)
             has_entered.set()
             sleep(_SLOW_S / 2)
         if call == "mark":

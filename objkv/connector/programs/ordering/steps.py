@@ -96,7 +96,7 @@ def tests_itself(rig: OrderRig) -> bool:
     """The self-test at start, next to a kernel that writes the cache"""
 
     def wait(call: str) -> None:
-        if call == "prepare":
+        if call == "follow":
             rig.delay_saves(_SLOW_S)
 
     rig.on_call = wait
