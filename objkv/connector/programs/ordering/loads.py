@@ -205,7 +205,8 @@ def closed(rig: OrderRig) -> bool:
     rig.delay_loads(_SLOW_S)
     rig.step(_plan(rig))
     _until_fetched(rig)
-    return rig.is_idle_when_closed() and _stays_written(rig)
+    rig.worker.close()
+    return _stays_written(rig)
 
 
 def goes_on_fetching(rig: OrderRig) -> bool:
