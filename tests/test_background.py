@@ -88,11 +88,15 @@ def test_as_many_threads_are_woken_as_there_are_new_jobs_and_who_drains_only_at_
     """A wake-up takes the GIL from the forward thread, which puts the jobs."""
     gate, woken, drained = Gate(), list[int](), list[int]()
     pool: Pool[Callable[[], object]] = Pool("t", 1, run)
-    monkeypatch.setattr(pool._came, "notify", woken.append)
+    notify = pool._came.notify
+
+    def counted(count: int) -> None:
+        woken.append(count)
+        notify(count)
+
+    monkeypatch.setattr(pool._came, "notify", counted)
     monkeypatch.setattr(pool._ended, "notify_all", lambda: drained.append(pool.waiting))
-    pool._jobs.append(gate)
-    with pool._lock:
-        pool._came.notify_all()
+    pool.put([gate])
     assert gate.begun.wait(PATIENCE_S)
     pool.put([list, dict])
     pool.put([set])
