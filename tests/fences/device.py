@@ -64,15 +64,15 @@ class Hands:
 class Stream:
     """Does one thing after the other, each when the schedule says so."""
 
-    def __init__(self, name: str, *, late: bool) -> None:
-        """Not ``late``: at once, as on a CPU."""
-        self._late = late
+    def __init__(self, name: str, *, late: bool, slow: bool = False) -> None:
+        """Not ``late``: at once, as on a CPU. ``slow``: by default when nobody else can go on."""
+        self.late = late
         self._given: list[Callable[[], bool] | Callable[[], None]] = []
         self.done = 0
         self._closed = False
         self.name = name
         if late:
-            the_stage().spawn(name, self._run)
+            the_stage().spawn(name, self._run, slow=slow)
 
     @property
     def given(self) -> int:
@@ -82,14 +82,14 @@ class Stream:
     def do(self, work: Callable[[], None]) -> None:
         """After all that was given before."""
         assert not self._closed
-        if not self._late:
+        if not self.late:
             work()
         else:
             self._given.append(work)
 
     def follow(self, other: "Stream", number: int) -> None:
         """What is given from now on comes after the other's first ``number`` things."""
-        if self._late and other.done < number:
+        if self.late and other.done < number:
             self._given.append(lambda: other.done >= number)
 
     def end(self) -> None:
@@ -137,10 +137,11 @@ class WatchedLane:
     """A lane whose copies are made late, and looked at."""
 
     def __init__(
-        self, name: str, hands: Hands, compute: Stream, *, late: bool, loads: bool = False
+        self, stream: Stream, hands: Hands, compute: Stream, *, loads: bool = False
     ) -> None:
-        self.stream = Stream(name, late=late)
-        self.per_span = late  # as device lanes are
+        """``loads``: it writes only to blocks that were planned."""
+        self.stream = stream
+        self.per_span = stream.late  # as device lanes are
         self._loads = loads
         self._hands, self._compute = hands, compute
         self._lane = HostLane()

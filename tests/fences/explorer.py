@@ -15,15 +15,20 @@ from tests.fences.world import Engine, Knobs, listening, play
 __all__ = ["Found", "Tally", "listening", "play_seed", "play_situations"]
 
 
-WORLDS = tuple(
-    Knobs(
-        late=late,
-        drain_ms=0 if hurried else 5_000,
-        leased_of_100=leased_of_100,
-    )
-    for late in (True, False)
-    for hurried, leased_of_100 in ((True, 0), (False, 0), (False, 100))
-)
+WORLDS = {
+    "hurried": Knobs(drain_ms=0),
+    "patient": Knobs(),
+    "leased": Knobs(leased_of_100=100),
+    "hurried host": Knobs(late=False, drain_ms=0),
+    "patient host": Knobs(late=False),
+    "leased host": Knobs(late=False, leased_of_100=100),
+    "slow": Knobs(slow=True),
+    "one lane": Knobs(load_threads=2, load_lanes=1),
+    "slow lane": Knobs(slow=True, load_threads=2, load_lanes=1),
+    "early": Knobs(slow=True, writes_early=True),
+    "roomy": Knobs(slow=True, writes_early=True, roomy=True),
+    "short of time": Knobs(slow=True, save_ms=1),
+}
 
 
 class Found(Broken):
@@ -60,7 +65,7 @@ def play_situations(
     stride: int = 1,
     first: int = 0,
     only: str = "",
-    worlds: Sequence[Knobs] = WORLDS,
+    worlds: Sequence[Knobs] = tuple(WORLDS.values()),
 ) -> Iterator[str]:
     """Every event at every time of a load and of a save, with every switch of threads, as far as
     the bounds go. Yields after each. Raises ``Found``."""

@@ -118,10 +118,14 @@ def knobs_of(seed: int) -> Knobs:
     dice = random.Random(seed)
     return Knobs(
         late=dice.random() < 0.75,
+        slow=dice.random() < 0.25,
         writes_early=dice.random() < 0.25,
+        roomy=dice.random() < 0.5,
         load_threads=dice.choice((1, 2)),
+        load_lanes=dice.choice((1, 2)),
         save_threads=dice.choice((1, 2)),
         drain_ms=dice.choice((0, 0, 30, 5_000)),
+        save_ms=dice.choice((1, 60_000, 60_000, 60_000)),
         codec=dice.choice(("none", "none", "lz4")),
         spans=dice.choice((1, 2)),
         faults_of_100=dice.choice((0, 10, 30)),

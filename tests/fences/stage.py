@@ -41,8 +41,9 @@ class Task:
         self.gives_way = False
         """Whether others come first this time."""
         self.lags = 0
-        """1: it gave way, 2: it was kept from going on. By default it goes on when nobody who lags
-        less can."""
+        """1: it gave way, 2: it was kept from going on, 3: it is slow. By default it goes on when
+        nobody who lags less can."""
+        self.slow = False
         self.where = ""
         self.glet: Any = None
 
@@ -90,9 +91,11 @@ class Stage:
             assert first.number == 0
             self._kill()
 
-    def spawn(self, name: str, run: Callable[[], None]) -> Task:
-        """A new thread; it has not run yet."""
+    def spawn(self, name: str, run: Callable[[], None], *, slow: bool = False) -> Task:
+        """A new thread; it has not run yet. ``slow``: by default it goes on when nobody else
+        can."""
         task = Task(len(self.tasks), name)
+        task.slow = slow
 
         def guarded() -> None:
             try:
@@ -153,7 +156,7 @@ class Stage:
             options.append(current)
         # Else whoever comes after it: the default is a round, so that nobody starves.
         after = -1 if current is None else current.number
-        able.sort(key=lambda t: (t.lags, t.number <= after, t.number))
+        able.sort(key=lambda t: (3 if t.slow else t.lags, t.number <= after, t.number))
         options += [task for task in able if task not in options]
         if timed:
             options.append(None)

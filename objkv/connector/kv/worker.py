@@ -43,6 +43,10 @@ class Rank:
     ``handle_preemptions``. Source: vLLM 0.32, ``update_requests`` in
     ``v1/worker/gpu/model_runner.py``."""
     pp_rank: int = 0
+    workers: int = 1
+    """Number of workers of this engine, all of which may be on one host."""
+    step_tokens: int = 0
+    """Most tokens that a step computes."""
     # Before Python 3.12 a mapping proxy cannot be a dataclass default.
     quantised: Mapping[str, Quantised] = field(default_factory=lambda: NOT_QUANTISED)
     """Element types and scales of quantised layers, by layer."""

@@ -84,7 +84,7 @@ class TimedDriver:
     def seconds(self) -> float:
         """Return the time from the first event to the last. All must have passed."""
         first, *others = self.events
-        return max(first.elapsed_time(event) for event in others) / 1e3
+        return float(max(first.elapsed_time(event) for event in others)) / 1e3
 
 
 class OnePrompt:
@@ -94,11 +94,13 @@ class OnePrompt:
         """``in_place``: serve headers only, as if the pages were in every slab already."""
         self.layers, self.in_place = group.layers, in_place
         room = header_room(group.layers)
-        self._slab = memoryview(np.empty(room + group.raw_bytes, np.uint8))
+        self._slab = np.empty(room + group.raw_bytes, np.uint8).data
         self._pages = self._slab[room:]
         if not in_place:
             self._pages[:] = kv_like(group.raw_bytes)
         self._headers: dict[str, bytes] = {}
+        self.saved: list[str] = []
+        """Keys of all payloads that were put."""
 
     def add(self, claim: Claim) -> ShardRecord:
         """Add a payload. Returns its record."""
@@ -131,6 +133,7 @@ class OnePrompt:
 
     def put_if_absent(self, key: str, value: Buffer) -> bool:
         """Discard the value."""
+        self.saved.append(key)
         return True
 
     def is_in(self, cache: torch.Tensor, layer: int, block_ids: Sequence[int]) -> bool:
@@ -222,13 +225,15 @@ class Rig:
         saves = tuple(SaveMove(load.move, token_digest(()), None) for load in loads)
         # A namespace of its own: the chunks of another round would not be saved again.
         plan = StepPlan(saves=(SavePlan(name, f"{self._requests:032x}", saves),))
-        self._timed.events = []
+        self._timed.events, self._store.saved = [], []
         self._note("forward save", self._processor_s(lambda: self._worker.end_forward(plan)))
         held = StepPlan(held=frozenset({name}))
         self._wait(lambda: name in self._worker.results(held, set()).sent)
         report = self._worker.take_report()
         assert report is None or not report.dropped, "saves were dropped"
-        return self._timed.seconds()
+        seconds = self._timed.seconds()
+        self._wait(lambda: len(self._store.saved) == len(saves))  # otherwise slabs run out
+        return seconds
 
     def idle(self) -> float:
         """Run a step without transfers. Returns processor seconds of the forward thread."""

@@ -205,7 +205,8 @@ def closed(rig: OrderRig) -> bool:
     rig.delay_loads(_SLOW_S)
     rig.step(_plan(rig))
     _until_fetched(rig)
-    return rig.is_idle_when_closed() and _stays_written(rig)
+    rig.worker.close()
+    return _stays_written(rig)
 
 
 def goes_on_fetching(rig: OrderRig) -> bool:
@@ -272,7 +273,7 @@ def _stays_written_after(rig: OrderRig, stop: Callable[[], object]) -> bool:
 
     def linger(call: str) -> None:
         if call == "place" and not has_entered.is_set():
-            rig.delay_loads(_SLOW_S)
+            rig.delay_loads(3 * _SLOW_S)
             has_entered.set()
             sleep(_SLOW_S / 2)
         if call == "mark":
