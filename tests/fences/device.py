@@ -64,15 +64,16 @@ class Hands:
 class Stream:
     """Does one thing after the other, each when the schedule says so."""
 
-    def __init__(self, name: str, *, late: bool, slow: bool = False) -> None:
-        """Not ``late``: at once, as on a CPU. ``slow``: by default when nobody else can go on."""
+    def __init__(self, name: str, *, late: bool, seconds: float = 0.0) -> None:
+        """Not ``late``: at once, as on a CPU. ``seconds``: how long each thing takes."""
         self.late = late
+        self._seconds = seconds
         self._given: list[Callable[[], bool] | Callable[[], None]] = []
         self.done = 0
         self._closed = False
         self.name = name
         if late:
-            the_stage().spawn(name, self._run, slow=slow)
+            the_stage().spawn(name, self._run)
 
     @property
     def given(self) -> int:
@@ -84,8 +85,10 @@ class Stream:
         assert not self._closed
         if not self.late:
             work()
-        else:
-            self._given.append(work)
+            return
+        if self._seconds:
+            self._given.append(self._take_time)
+        self._given.append(work)
 
     def follow(self, other: "Stream", number: int) -> None:
         """What is given from now on comes after the other's first ``number`` things."""
@@ -95,6 +98,9 @@ class Stream:
     def end(self) -> None:
         """It is given nothing any more."""
         self._closed = True
+
+    def _take_time(self) -> None:
+        the_stage().wait(self.name, lambda: False, self._seconds)
 
     def _run(self) -> None:
         stage = the_stage()

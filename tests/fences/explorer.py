@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tests.fences.lives import Life, at_random, knobs_of, situations
+from tests.fences.lives import COPY_S, Life, at_random, knobs_of, situations
 from tests.fences.schedules import Random, Recorded, explore
 from tests.fences.stage import Broken, on_stage
 from tests.fences.world import Engine, Knobs, listening, play
@@ -22,12 +22,12 @@ WORLDS = {
     "hurried host": Knobs(late=False, drain_ms=0),
     "patient host": Knobs(late=False),
     "leased host": Knobs(late=False, leased_of_100=100),
-    "slow": Knobs(slow=True),
-    "one lane": Knobs(load_threads=2, load_lanes=1),
-    "slow lane": Knobs(slow=True, load_threads=2, load_lanes=1),
-    "early": Knobs(slow=True, writes_early=True),
-    "roomy": Knobs(slow=True, writes_early=True, roomy=True),
-    "short of time": Knobs(slow=True, save_ms=1),
+    "slow": Knobs(copy_s=COPY_S),
+    "one lane": Knobs(load_threads=2, load_lanes=1, cores=4),
+    "slow lane": Knobs(copy_s=COPY_S, load_threads=2, load_lanes=1, cores=4),
+    "early": Knobs(copy_s=COPY_S, writes_early=True),
+    "roomy": Knobs(copy_s=COPY_S, writes_early=True, roomy=True),
+    "short of time": Knobs(copy_s=COPY_S, save_ms=1),
 }
 
 

@@ -41,9 +41,8 @@ class Task:
         self.gives_way = False
         """Whether others come first this time."""
         self.lags = 0
-        """1: it gave way, 2: it was kept from going on, 3: it is slow. By default it goes on when
-        nobody who lags less can."""
-        self.slow = False
+        """1: it gave way, 2: it was kept from going on. By default it goes on when nobody who lags
+        less can."""
         self.where = ""
         self.glet: Any = None
 
@@ -91,11 +90,9 @@ class Stage:
             assert first.number == 0
             self._kill()
 
-    def spawn(self, name: str, run: Callable[[], None], *, slow: bool = False) -> Task:
-        """A new thread; it has not run yet. ``slow``: by default it goes on when nobody else
-        can."""
+    def spawn(self, name: str, run: Callable[[], None]) -> Task:
+        """A new thread; it has not run yet."""
         task = Task(len(self.tasks), name)
-        task.slow = slow
 
         def guarded() -> None:
             try:
@@ -156,7 +153,7 @@ class Stage:
             options.append(current)
         # Else whoever comes after it: the default is a round, so that nobody starves.
         after = -1 if current is None else current.number
-        able.sort(key=lambda t: (3 if t.slow else t.lags, t.number <= after, t.number))
+        able.sort(key=lambda t: (t.lags, t.number <= after, t.number))
         options += [task for task in able if task not in options]
         if timed:
             options.append(None)

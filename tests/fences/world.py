@@ -32,6 +32,7 @@ from objkv.stores.base import PruneStore
 from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
+from objkv.transfer import queue as queue_module
 from objkv.transfer import slabs as slabs_module
 from objkv.transfer.fetch import Cuts
 from objkv.transfer.loader import LoadLimits
@@ -74,13 +75,15 @@ class Knobs:
 
     late: bool = True
     """Whether copies are late, as on a GPU, or made at once, as on a CPU."""
-    slow: bool = False
-    """Whether late copies are made when nobody else can go on."""
+    copy_s: float = 0.0
+    """How long each late copy takes. While it does, all others go on as far as they can."""
     writes_early: bool = False
     roomy: bool = False
     """Whether there are blocks for everybody in most steps, and the worker is told so."""
     load_threads: int = 1
     load_lanes: int = 2
+    cores: int = 2
+    """Of the host: half as many threads load at once while each is quick."""
     save_threads: int = 1
     drain_ms: int = 5_000
     save_ms: int = 60_000
@@ -464,6 +467,7 @@ class Engine:
             for module, name, value in (
                 (wiring, "open_lane", self._open_lane),
                 (wiring, "_LOAD_LANES", knobs.load_lanes),
+                (queue_module, "_processors", lambda: knobs.cores),
                 (wiring, "SlabPool", WatchedPool),
                 (slabs_module, "SlabPool", WatchedPool),
                 (wiring, "LoadLimits", partial(LoadLimits, cuts=cuts)),
@@ -490,7 +494,7 @@ class Engine:
     def _open_lane(self, device: torch.device, *, urgent: bool = False) -> WatchedLane:
         name = "load lane" if urgent else "save lane"
         knobs = self.knobs
-        stream = Stream(name, late=knobs.late, slow=knobs.slow)
+        stream = Stream(name, late=knobs.late, seconds=knobs.copy_s)
         lane = WatchedLane(stream, self.hands, self.compute, loads=urgent)
         self.lanes.append(lane)
         return lane

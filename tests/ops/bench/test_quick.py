@@ -133,7 +133,7 @@ def test_each_row_has_the_limit_of_as_many_bytes() -> None:
         loaded=8,
         saved=2,
         loaded_by_step=1,
-        seconds=dict.fromkeys(sides, [0.5]),
+        seconds={side: [0.5] for side in sides},
     )
     rows = {row.name: row for row in rows_of(answer)}
     load, save = rows["load, NHD, scattered blocks"], rows["save, NHD, scattered blocks"]
