@@ -65,8 +65,7 @@ class _EncodedIndex(MemoryIndex):
 
 
 def bench_scheduler(setting: BenchSetting) -> Section:
-    """What a load costs the scheduler's thread and each worker, and what a step of generation
-    costs."""
+    """Measure a load on the scheduler's thread and in a worker, and steps of generation."""
     setting.tell("scheduler's thread", "a load, and steps of generation")
     rows = [*_loads(_QUICK_LOADS if setting.quick else _LOADS)]
     rows += _generation(_QUICK_STEPS if setting.quick else _STEPS)
@@ -189,7 +188,7 @@ def _request(name: str, tokens: list[int]) -> Request:
 
 
 def _output(scheduled: dict[str, int], table: Any = None) -> Any:
-    """What is read of vLLM's output."""
+    """Return the parts of vLLM's output that objkv reads."""
     return SimpleNamespace(
         num_scheduled_tokens=scheduled,
         total_num_scheduled_tokens=sum(scheduled.values()),

@@ -88,7 +88,7 @@ class ObjkvWorker(Worker):
         self._pages = [torch.zeros(shape, dtype=torch.bfloat16) for _ in names]
         paged = PagedGroup(GroupShape(names, BLOCKS, BLOCK, self._rank), self._pages)
         config, size = self._config, payload_bytes_max(paged.layers, tokens=TOKENS)
-        count = max(2, min(2 * self._threads, config.pinned_bytes_max // 2 // size))
+        count = max(2, min(2 * self._threads, (config.pinned_bytes_max or 1 << 30) // 2 // size))
         slabs = SlabPool("bench", count=count, slab_bytes=size)
         self._at_once, self._fields = count, [f"0.{self._rank.shard}"]
         self._near = NearIndex(

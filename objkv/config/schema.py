@@ -164,10 +164,11 @@ class Config(BaseModel):
     sweep_grace_s: int = Field(default=21_600, ge=0)
     """Objects younger than this are never swept. Must exceed the longest save, because writers
     publish last."""
-    pinned_bytes_max: int = Field(default=1 << 30, ge=1 << 20)
-    """Pinned (page-locked) memory per worker for loads and saves. If a worker loads payloads of
-    larger shards than its own, it adds a quarter, or twice the largest such payload if that is
-    more."""
+    pinned_bytes_max: int = Field(default=0, ge=0)
+    """Pinned (page-locked) memory per worker for loads and saves. 0: enough for all load threads
+    and for the saves of two full steps, and at most an eighth of the host's memory for all workers.
+    If a worker loads payloads of larger shards than its own, it adds a quarter, or twice the
+    largest such payload if that is more."""
 
     lookup_deadline_ms: int = Field(default=500, ge=1)
     """A lookup that takes longer is a miss."""
@@ -189,7 +190,8 @@ class Config(BaseModel):
     load_queue_max: int = Field(default=4096, ge=1)
     """Chunks per worker that may wait to be loaded. Further ones are misses."""
     save_queue_max: int = Field(default=64, ge=1)
-    """Chunks per worker that may wait to be saved. Further ones are dropped."""
+    """Chunks per worker that may wait to be saved, or those of two full steps if these are more.
+    Further ones are dropped."""
     lookup_queue_max: int = Field(default=1024, ge=1)
     """Requests that may wait for a lookup. Further ones are misses."""
     near_records_max: int = Field(default=65_536, ge=0)

@@ -102,6 +102,8 @@ class Decoder:
     _placed: Any = None
     _mark: Mark | None = None
     """A mark after all copies of this span."""
+    seconds: float | None = None
+    """The store's time for a whole payload, without decoding. None for a part of one."""
 
     def __init__(
         self,
@@ -122,6 +124,7 @@ class Decoder:
         self._decoded: list[memoryview] = []
         self._scratch_at, self._busy_s = 0, 0.0
         self.trace = PayloadTrace(job, index)
+        self._started = monotonic()
         self.header = header = None if span is None else job.header(index)
         """The verified header. None until the first span has brought it."""
         self.claim = header.claim if header else claim_of(job.plan.namespace, self._load, source)
@@ -133,9 +136,6 @@ class Decoder:
         self._span = span or self._opening()
         # The first layers that are not decoded yet, and not in their blocks yet.
         self._layer = self._written = self._span.first
-        self.seconds: float | None = None
-        """The store's time for a whole payload, without decoding. None for a part of one."""
-        self._started = monotonic()
 
     def __enter__(self) -> Self:
         self._payload = self._lease()

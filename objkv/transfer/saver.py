@@ -133,6 +133,10 @@ class Saver:
     """Executes save plans. Only the forward thread calls ``gather``, ``fence``, ``left_device`` and
     ``forget``."""
 
+    _copying = 0
+    """Chunks that wait for the device."""
+    _gives_up = False
+
     def __init__(
         self,
         cache: ChunkCache,
@@ -151,19 +155,9 @@ class Saver:
         """Mark of the last gather of each request. Only the forward thread uses it."""
         self._open: deque[Mark] = deque()
         """Marks of gathers that are not known to be done, in their order."""
-        self._copying = 0
-        """Chunks that wait for the device."""
         self._lock = Lock()
         """Guards ``_copying``."""
-        self._gives_up = False
-        self._gathered: Pool[_Gathered] = Pool(
-            "objkv-gathered",
-            1,
-            self._hand_over,
-            failed=self._not_copied,
-            begin=lane.adopt_thread,
-            lazy=True,
-        )
+        self._gathered = self._open_gathered()
         self._pool: SavePool[SavedChunk] = SavePool(
             "saves",
             limits.threads,
@@ -255,6 +249,16 @@ class Saver:
 
     def __repr__(self) -> str:
         return f"<Saver {self._pool}>"
+
+    def _open_gathered(self) -> "Pool[_Gathered]":
+        return Pool(
+            "objkv-gathered",
+            1,
+            self._hand_over,
+            failed=self._not_copied,
+            begin=self._lane.adopt_thread,
+            lazy=True,
+        )
 
     def _copies_end(self, until: float) -> bool:
         """Poll until all copies are done. Returns False if the time ``until`` comes first.

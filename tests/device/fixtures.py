@@ -1,4 +1,4 @@
-"""The simulated device as a fixture. Import both by name in a conftest, so that pytest finds them."""
+"""The simulated device as fixtures. Import both by name in a conftest for pytest to find them."""
 
 import os
 from collections.abc import Iterator

@@ -148,7 +148,7 @@ MUTANTS = (
     ),
     mutant(
         "saves gather on the thread's stream",
-        "forward, then save",
+        "save among kernels",
         _LANE + "gather",
         _ON_STREAM,
         "with self._lock:",

@@ -103,6 +103,18 @@ struct Launch {
   }
 };
 
+// Poisons only pages that are in use, because writing to others would take memory for them.
+void poison(uint8_t* at, size_t size, int value, bool dry) {
+  if (dry) return;
+  constexpr uintptr_t PAGE = 4096;
+  auto *const end = at + size, *page = (uint8_t*)((uintptr_t)at & ~(PAGE - 1));
+  std::vector<unsigned char> in_use((end - page + PAGE - 1) / PAGE);
+  if (mincore(page, end - page, in_use.data()) != 0) return;
+  for (size_t i = 0; i < in_use.size(); ++i, page += PAGE)
+    if (in_use[i] & 1)
+      memset(std::max(page, at), value, std::min(page + PAGE, end) - std::max(page, at));
+}
+
 // ---- Streams and events ------------------------------------------------------------------------
 struct Point {  // one recording of an event
   std::mutex lock;
@@ -444,8 +456,8 @@ struct DeviceMemory final : c10::DeviceAllocator {
     live_bytes[block.device] -= block.size;
     auto& stream = queue(block.device, block.stream);
     for (auto id : block.others) stream.wait_for(queue(block.device, id).point());
-    stream.keep_books([memory = behind(at), size = block.size, dry = costs().dry.load()] {
-      dry ? (void)madvise(memory, size, MADV_DONTNEED) : (void)memset(memory, DEVICE_POISON, size);
+    stream.keep_books([memory = (uint8_t*)behind(at), size = block.size, dry = costs().dry.load()] {
+      poison(memory, size, DEVICE_POISON, dry);
     });
     unused[{block.device, block.stream, block.size}].push_back((uint8_t*)at);
   }
@@ -530,8 +542,7 @@ struct HostMemory final : at::HostAllocator {
       auto& [at, piece] = entry;
       for (auto& use : piece.uses)
         if (!use->done()) return false;
-      costs().dry ? (void)madvise(at, piece.size, MADV_DONTNEED)
-                  : (void)memset(at, HOST_POISON, piece.size);
+      poison(at, piece.size, HOST_POISON, costs().dry);
       unused[piece.size].push_back(at);
       return true;
     });
@@ -562,7 +573,7 @@ struct HostMemory final : at::HostAllocator {
     auto entry = registered.upper_bound(from);
     if (entry == registered.begin() || from + size > (--entry)->first + entry->second.size)
       return false;
-    check_alive(*entry);
+    if (!costs().dry) check_alive(*entry);  // which takes longer the more memory there is
     if (use) {
       auto copies = entry->second.copies;
       ++*copies;
@@ -781,24 +792,27 @@ void any_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   std::vector<size_t> written;  // arguments
   std::optional<c10::Device> device;
   double read_bytes = 0, written_bytes = 0;  // of the largest tensor
-  auto is_output = [&](const at::Tensor& t) {
-    for (size_t i = 0; i < n; ++i)
-      if (const auto* alias = schema.arguments()[i].alias_info(); alias && alias->isWrite())
-        if (args[i].isTensor() && args[i].toTensor().is_same(t)) return true;
-    return false;
+  auto is_written = [&](size_t i) {
+    const auto* alias = schema.arguments()[i].alias_info();
+    return alias && alias->isWrite();
   };
   for (size_t i = 0; i < n; ++i) {
-    const auto* alias = schema.arguments()[i].alias_info();
-    const bool is_written = alias && alias->isWrite();
-    if (is_written && !args[i].isTensor()) return do_at_once(op, stack, "writes a list");
-    if (is_written) written.push_back(i);
-    auto& bytes = is_written ? written_bytes : read_bytes;
+    if (!is_written(i)) continue;
+    if (!args[i].isTensor()) return do_at_once(op, stack, "writes a list");
+    written.push_back(i);
+  }
+  bool is_in_place = written == std::vector<size_t>{0} && schema.name().back() == '_';
+  for (size_t i = 0; i < n; ++i)
     mapped(args[i], [&](const at::Tensor& t) {
-      if (is_here(t) && (is_written || !is_output(t))) bytes = std::max<double>(bytes, t.nbytes());
-      if (is_here(t) && !device) device = t.device();
+      if (!is_here(t)) return t;
+      if (!device) device = t.device();
+      auto is_same = [&](size_t k) { return args[k].toTensor().is_same(t); };
+      const bool is_output = std::any_of(written.begin(), written.end(), is_same);
+      is_in_place |= is_output && !is_written(i);  // x.add_(y) comes as add(x, y, out=x)
+      auto& bytes = is_output ? written_bytes : read_bytes;
+      bytes = std::max<double>(bytes, t.nbytes());
       return t;
     });
-  }
   if (!device) return do_at_once(op, stack, "no tensor of the device");
   for (const auto& result : schema.returns()) {
     if (result.type()->kind() != c10::TypeKind::TensorType)
@@ -807,7 +821,7 @@ void any_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   c10::DeviceGuard guard(*device);
   std::vector<at::Tensor> made;
-  if (written != std::vector<size_t>{0} || schema.name().back() != '_') {  // not in place
+  if (!is_in_place) {
     auto metas = all_mapped(schema, args, at::kMeta, [](const at::Tensor& t) {
       if (!is_here(t)) return t.defined() && t.dim() ? t.to(at::kMeta) : t;
       return at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kMeta));

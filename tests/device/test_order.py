@@ -113,7 +113,10 @@ def test_a_step_without_work_does_not_call_the_driver(sim: ModuleType) -> None:
         assert not sim.counts()
 
 
-def test_a_stream_is_busy_without_help_of_the_driver(sim: ModuleType) -> None:
+def test_a_stream_is_busy_without_help_of_the_driver(
+    sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_order, "_MATRIX", 64)
     device = torch.device("sim:0")
     keep_busy = busy_kernel(device)
     stream = torch.get_device_module(device).Stream(device)

@@ -44,6 +44,8 @@ from objkv.keys.topology import RankShard, rank_shard
 from objkv.telemetry import NullRecorder, Recorder, Trouble
 
 logger = logging.getLogger(__name__)
+_PROMPT_BYTES_MAX = 1 << 30
+"""Largest prompt unless ``pinned_bytes_max`` is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,7 +383,7 @@ class HandoffConnector:
         stage.caches.check_slots(prompt.slots)
         layers = stage.layers(len(prompt.tokens))
         nbytes = sum(layer.nbytes for layer in layers)
-        if nbytes > self._config.pinned_bytes_max:
+        if nbytes > (self._config.pinned_bytes_max or _PROMPT_BYTES_MAX):
             raise SkippedError(
                 f"{len(prompt.tokens)} tokens are {nbytes} bytes, more than pinned_bytes_max"
             )

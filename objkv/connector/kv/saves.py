@@ -252,7 +252,7 @@ class SavePlanner:
 
 
 class BlockHeadroom:
-    """Tells whether the next step may write blocks that saves of running requests still read.
+    """Predicts whether the next step may write blocks that saves of running requests still read.
 
     Model runners that zero and copy blocks before they pass on which requests a step preempts must
     wait for saves one step earlier. vLLM preempts a request only if a running one needs more blocks

@@ -16,7 +16,8 @@ from objkv.cache.match import usable_chunks
 from objkv.config import Config
 from objkv.connector.guard import guarded
 from objkv.connector.kv.events import NoEvents
-from objkv.connector.kv.metadata import LostLoad, StepPlan, StepReport
+from objkv.connector.kv.loads import ReliedLoads
+from objkv.connector.kv.metadata import StepPlan, StepReport
 from objkv.connector.kv.namespace import ReplicaNamespace
 from objkv.connector.kv.planning import BlockTable, load_moves
 from objkv.connector.kv.requests import RequestTracker, TrackedRequest, Usable
@@ -46,15 +47,6 @@ _MATCH_WAIT_S = 1e-3
 whose lookup is late waits for the next pass, which is a whole step. The wait costs nothing while
 the device computes the step before it, which takes many times longer. All requests share one limit,
 because a burst of them would otherwise use up that time. Their lookups run in parallel anyway."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Promise:
-    """What vLLM was told about a request that has a load."""
-
-    computed: int
-    """Tokens that need no load."""
-    sync: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,19 +170,12 @@ class SchedulerSide:
         self._saves = SavePlanner(config, geometry, requests, self._trust, loads=roles.loads)
         self._sync_gate = SyncGate(config.step_load_deadline_ms / 1000)
         self._hits = HitCounters(recorder)
-        self._promises = dict[str, _Promise]()
-        self._loads, self._loading = dict[str, LoadPlan](), dict[str, LoadPlan]()
-        self._lost = dict[str, LostLoad]()
-        self._awaited = set[str]()
-        """Requests that vLLM holds back until it is told that their load has ended."""
-        self._held: set[str] = set()
-        self._sync_loads = False
+        self._loads = ReliedLoads(geometry.block_tokens)
+        self._held, self._sync_loads, self._wait_left_s = set[str](), False, _MATCH_WAIT_S
         self._waiting: int | None = None
-        self._wait_left_s = _MATCH_WAIT_S
         self.may_reuse: Callable[[], bool] = lambda: True
         """Returns whether the next step may give blocks of running requests to others."""
-        self.adapters = requests.adapters
-        self.events = NoEvents()
+        self.adapters, self.events = requests.adapters, NoEvents()
         self.tables_ended: list[Sequence[int]] = []
         """Blocks of requests that ended in a step with loads within it; only with one group."""
 
@@ -216,7 +201,7 @@ class SchedulerSide:
         if found[0] is None and self._await_lookup(request.request_id):
             found = self._match(request, computed)
         if found[0]:
-            self._promises[request.request_id] = _Promise(computed, sync=not found[1])
+            self._loads.promise(request.request_id, computed, sync=not found[1])
         return found
 
     def _await_lookup(self, request_id: str) -> bool:
@@ -271,25 +256,15 @@ class SchedulerSide:
         Never raises. vLLM already relies on the load, so one that cannot be planned is sent to the
         workers as lost, which report that it failed.
         """
-        promise = self._promises.pop(request.request_id, _Promise(0, sync=False))
+        name = request.request_id
         try:
             self._plan_load(request, blocks, tokens)
         except Exception:
-            name = request.request_id
             logger.exception("load not planned, recomputing request=%s", name)
-            self._loads.pop(name, None)
             if tracked := self._requests.get(name):
                 tracked.may_load = tracked.may_save = False
             if tokens:
-                self._lost[name] = self._lose(name, promise, blocks)
-
-    def _lose(self, request_id: str, promise: _Promise, blocks: BlockTable) -> LostLoad:
-        # Blocks before these were computed here, and those behind the loaded ones fail for nothing.
-        # With several groups, block ids say nothing, and all loads are between steps.
-        if len(blocks) != 1:
-            return LostLoad(request_id, promise.sync)
-        first = promise.computed // self._geometry.block_tokens
-        return LostLoad(request_id, promise.sync, frozenset(blocks[0][first:]) - {0})
+                self._loads.lose(name, blocks)
 
     def _plan_load(self, request: "Request", blocks: BlockTable, tokens: int) -> None:
         self._hits.allocated(request)
@@ -297,6 +272,7 @@ class SchedulerSide:
             self._trust.add(tracked)
             self._saves.add(tracked)
         if tokens == 0:
+            self._loads.forget(request.request_id)
             return
         assert tracked is not None
         usable = tracked.usable
@@ -309,7 +285,7 @@ class SchedulerSide:
             request.request_id, tracked.namespace, moves, usable.sync, tracked.traceparent
         )
         self._hits.planned(plan, *span)
-        self._loads[request.request_id] = plan
+        self._loads.plan(plan)
 
     def plan_step(self, output: "SchedulerOutput") -> StepPlan:
         """Return the plan of everything that the workers do in this step.
@@ -318,10 +294,7 @@ class SchedulerSide:
         else fails, the plan contains them. It saves nothing then, because it is not known which
         blocks can be trusted.
         """
-        loads, lost = tuple(self._loads.values()), tuple(self._lost.values())
-        self._loads, self._lost = {}, {}
-        self._awaited.update(load.request_id for load in loads if not load.sync)
-        self._awaited.update(load.request_id for load in lost if not load.sync)
+        loads, lost = self._loads.send()
         plan = StepPlan(loads, held=frozenset(self._held), lost=lost)
         try:
             plan.reused = self._preempted(output)
@@ -348,16 +321,14 @@ class SchedulerSide:
         for load in plan.loads:
             if load.sync:
                 self._touch(load)
-            else:
-                self._loading[load.request_id] = load
         if self._roles.saves:
             plan.saves = self._planned_saves(output)
         plan.may_reuse = self.may_reuse()
         empty = not output.total_num_scheduled_tokens
-        if empty and not self._loading:
+        if empty and not self._loads.in_progress:
             # vLLM spins on empty steps while it waits. Release the GIL for the lookup threads.
             self._lookups.wait(_BESIDE_STEPS_S if self._timing.steps > 1 else _EMPTY_STEP_S)
-        plan.idle = empty and bool(self._loading)
+        plan.idle = empty and self._loads.in_progress
         self.events.planned(plan, self._requests.get)
 
     def end_step(self) -> "tuple[KVCacheEvent, ...]":
@@ -372,20 +343,20 @@ class SchedulerSide:
         report = output.kv_connector_worker_meta
         failed = report.failed if isinstance(report, StepReport) else set[str]()
         for request_id in failed:  # first: otherwise vLLM would ask for the same load again
-            self._loading.pop(request_id, None)
+            self._loads.failed(request_id)
             if tracked := self._requests.get(request_id):
                 tracked.may_load = False
-        self._awaited -= output.finished_recving or set()
-        received = [(name, self._loading.pop(name, None)) for name in output.finished_recving or ()]
+        received = output.finished_recving or set()
+        succeeded = self._loads.received(received)
         try:
             if isinstance(report, StepReport):
                 self._read_report(report)
             self.events.update(output)
-            for request_id, plan in received:
+            for request_id in received:
                 self._sync_gate.received(request_id)
                 self._timing.received(request_id)
-                if plan is not None:
-                    self._touch(plan)
+            for plan in succeeded:
+                self._touch(plan)
         except Exception:
             logger.exception("report of the workers not read")
         whole = map(self._requests.get, output.failed_recving or ())
@@ -397,7 +368,7 @@ class SchedulerSide:
         request_id = request.request_id
         # Blocks of a load in progress are kept for the load alone: vLLM does not expect the end of
         # a save too.
-        loads = any(request_id in some for some in (self._loads, self._lost, self._awaited))
+        loads = request_id in self._loads
         try:
             held = self._finish(request, blocks)
         except Exception:
@@ -411,7 +382,7 @@ class SchedulerSide:
     def _finish(self, request: "Request", blocks: BlockTable) -> bool:
         if self._sync_loads and len(blocks) == 1:
             self.tables_ended.append(blocks[0])
-        self._promises.pop(request.request_id, None)
+        self._loads.forget(request.request_id)
         self._timing.request_ended(request.request_id)
         self._hits.ended(request.request_id)
         tracked = self._requests.end(request.request_id)

@@ -43,6 +43,10 @@ class Rank:
     ``handle_preemptions``. Source: vLLM 0.32, ``update_requests`` in
     ``v1/worker/gpu/model_runner.py``."""
     pp_rank: int = 0
+    workers: int = 1
+    """Number of workers of this engine, all of which may be on one host."""
+    step_tokens: int = 0
+    """Most tokens that a step computes."""
     # Before Python 3.12 a mapping proxy cannot be a dataclass default.
     quantised: Mapping[str, Quantised] = field(default_factory=lambda: NOT_QUANTISED)
     """Element types and scales of quantised layers, by layer."""
@@ -84,9 +88,8 @@ class WorkerSide:
         """Loads between steps that were not started. They are reported with those that ended."""
         self._received, self._failed = set[str](), set[str]()
         self._tainted_steps = 0
-        self._in_layers = self._layers_failed = self._closed = False
+        self._in_layers = self._layers_failed = self._is_unmarked = self._closed = False
         self._before_forward: Mark | None = None
-        self._is_unmarked = False
         self._device = next((group.device for group in groups.values()), None)
         self._drops_tokens = geometry.windowed
         self._fails_whole = geometry.windowed or len(geometry.groups) > 1
@@ -170,7 +173,7 @@ class WorkerSide:
     def _fence(self, request_ids: Collection[str] | None = None) -> None:
         try:
             self._saver.fence(request_ids)
-        except Exception:  # otherwise saves could read what is written to their blocks next
+        except Exception:  # otherwise saves could read blocks that are overwritten
             logger.exception("saves not fenced, waiting for the device")
             if self._device is not None:
                 torch.get_device_module(self._device).synchronize(self._device)

@@ -1,83 +1,155 @@
-"""``bench gpu``: chunks between host memory and a paged cache on a GPU, against pinned copies."""
+"""``bench gpu``: loads and saves of a paged cache on a GPU, beside a model's steps, against copies
+from page-locked memory.
 
-from collections.abc import Mapping, Sequence
+``objkv.connector.programs.bench_gpu`` measures in a process of its own, and its output is defined
+here. It can also measure the simulated device of the source tree, which models a GPU's time.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
 
 from pydantic import BaseModel, ConfigDict
 
+import objkv
+from objkv.errors import ConfigError
 from objkv.ops.bench.harness import BenchRow, BenchSetting, Compared, Section, Target, Timings
 from objkv.ops.programs import Program
 
-LOAD = Target(0.85)
-OVERLAP = Target(0.80, of="ours")
+SIMULATED: Final = "sim"
+"""The simulated device, as PyTorch knows it."""
+FORMS: Final = ("NHD", "HND")
+"""Orders of heads and tokens in a block. FlashAttention's is NHD, where a head's tokens are not
+contiguous."""
+ORDERS: Final = ("consecutive", "scattered")
+"""Places of a prompt's blocks in the paged cache. On a busy server they are scattered."""
+STEP_MS, BUSY_STEP_MS = 10, 30
+"""Length of the steps that run beside one long load, and of those that each start a short one."""
+LOAD = Target(0.9)
+FORWARD_US = Target(200, at_most=True, of="ours")
+STEP = Target(1.02, at_most=True)
 _BOUND_S = 600.0
-_CHUNKS = 32
-_QUICK_CHUNKS = 2
+_CHUNKS = 128
+_QUICK_CHUNKS = 8
+_SOURCE = "tests/device/simulated.py"
 
 
 class GpuAnswer(BaseModel):
-    """The output of ``objkv.connector.programs.bench_gpu``: seconds by side, one per round."""
+    """The output of the program: what it moved, and seconds by side, one per round."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     device: str
-    nbytes: int
-    """Bytes that each side moved per round."""
+    chunk_bytes: int
+    loaded: int
+    """Chunks of the long load."""
+    saved: int
+    """Chunks that one step saves."""
+    loaded_by_step: int
+    """Chunks that each of the busy steps loads."""
     seconds: Mapping[str, Sequence[float]]
-    """``to_device`` and ``to_host`` are the limits; ``both`` is load and compute at once. The
-    others are ``load``, ``gather`` and ``compute``."""
+    """On the device, for each form: plain copies of the long load's bytes (``NHD to_device``,
+    ``NHD to_host``), loads and gathers for each order (``NHD load scattered``). On the device: a
+    ``step`` alone, a ``step beside`` the long load, and that ``load beside`` steps. Until it is
+    reported: the ``busy load`` of one of the busy steps. Processor time of the forward thread:
+    ``forward load``, ``forward save``, and ``forward idle``, a step without transfers."""
+
+
+def simulated_source() -> Path:
+    """Return the root of the source tree. Raises ``ConfigError`` outside of it."""
+    root = Path(objkv.__file__).parents[1]
+    if not (root / _SOURCE).is_file():
+        raise ConfigError("the simulated device is in a clone of the project only: run this there")
+    return root
 
 
 def bench_gpu(setting: BenchSetting) -> Section:
-    """Measure loads, saves, and the overlap of loading and computing. Skipped without a GPU.
+    """Measure this machine's GPU. Skipped without one. Raises ``ProgramFailed``."""
+    return _bench(setting, "gpu")
 
-    Raises ``ProgramFailed`` if the GPU process fails.
-    """
+
+def bench_simulated(setting: BenchSetting) -> Section:
+    """Measure the simulated device. Raises ``ProgramFailed``, and ``ConfigError`` without it."""
+    simulated_source()
+    return _bench(setting, SIMULATED)
+
+
+def _bench(setting: BenchSetting, kind: str) -> Section:
     if find_spec("torch") is None:
         return _skipped("no GPU here: torch is not installed")
-    setting.tell("GPU", "measuring")
-    answer = measure_device(setting, "cuda")
+    setting.tell("GPU" if kind != SIMULATED else "simulated GPU", "measuring")
+    answer = measure_device(setting, kind)
     if answer is None:
         return _skipped("no GPU here")
-    return Section("gpu", rows_of(answer), {"GPU": answer.device})
+    prefix = "simulated: " if kind == SIMULATED else ""
+    return Section("gpu", tuple(rows_of(answer, prefix)), {"GPU": answer.device})
 
 
-def measure_device(setting: BenchSetting, device: str) -> GpuAnswer | None:
-    """Measure ``device`` in a child process; None if the device does not exist."""
+def measure_device(setting: BenchSetting, kind: str) -> GpuAnswer | None:
+    """Measure a device in a child process; None if there is none of this kind. Raises
+    ``ProgramFailed``."""
     chunks = _QUICK_CHUNKS if setting.quick else _CHUNKS
-    words = (device, str(chunks), str(setting.rounds))
+    words = (kind, str(chunks), str(setting.rounds))
     arguments = ("-m", "objkv.connector.programs.bench_gpu", *words)
     with Program("the GPU process", arguments, setting.folder / "gpu.log", {}) as program:
         lines = list(program.lines(bound_s=_BOUND_S))
     return GpuAnswer.model_validate_json(lines[-1]) if lines else None
 
 
-def rows_of(answer: GpuAnswer) -> tuple[BenchRow, ...]:
-    """Return one row per measurement."""
-    timings = Timings(answer.seconds)
-    load = Compared(timings, "load", "to_device", "pinned copy, host to device")
-    gather = Compared(timings, "gather", "to_host", "pinned copy, device to host")
-    hidden = [
-        hidden_share(load_s, compute_s, both_s)
-        for load_s, compute_s, both_s in zip(
-            *(answer.seconds[name] for name in ("load", "compute", "both")), strict=True
-        )
-    ]
-    return (
-        load.throughput("host to paged cache, verified", answer.nbytes, LOAD),
-        gather.throughput("paged cache to host", answer.nbytes),
-        BenchRow(
-            "share of the smaller of load and compute that overlaps",
-            "of 1",
-            sorted(hidden)[len(hidden) // 2],
-            target=OVERLAP,
-        ),
+def rows_of(answer: GpuAnswer, prefix: str = "") -> Iterator[BenchRow]:
+    """Yield one row per measurement. ``prefix``: of all names."""
+    loaded, saved = answer.loaded * answer.chunk_bytes, answer.saved * answer.chunk_bytes
+    timings = _with_limits(answer)
+    up, down = "plain copy, host to device", "plain copy, device to host"
+    for form in FORMS:
+        for order in ORDERS:
+            load = Compared(timings, f"{form} load {order}", f"{form} to_device", up)
+            yield load.throughput(f"{prefix}load, {form}, {order} blocks", loaded, LOAD)
+        for order in ORDERS:
+            gather = Compared(timings, f"{form} gather {order}", f"{form} save limit", down)
+            yield gather.throughput(f"{prefix}save, {form}, {order} blocks", saved)
+    beside = Compared(timings, "load beside", f"{FORMS[0]} to_device", up)
+    yield beside.throughput(f"{prefix}load while steps compute", loaded, LOAD)
+    step = Compared(timings, "step beside", "step", "the same steps alone")
+    yield step.duration(f"{prefix}step beside a load of {answer.loaded} chunks", "ms", STEP)
+    busy = Compared(timings, "busy load", "busy limit", "the step before it, and a plain copy")
+    yield busy.duration(
+        f"{prefix}load of {answer.loaded_by_step} chunks in each step of {BUSY_STEP_MS} ms",
+        "ms",
+        detail="from its step's start until it is reported",
     )
+    yield from _forward_rows(timings, answer, prefix)
 
 
-def hidden_share(load_s: float, compute_s: float, both_s: float) -> float:
-    """Return the hidden share of the shorter duration when both run at once: 1 is all of it."""
-    return max(0.0, min(1.0, (load_s + compute_s - both_s) / min(load_s, compute_s)))
+def _with_limits(answer: GpuAnswer) -> Timings:
+    """Add the time of plain copies of the bytes that one step saves, and that one of the busy steps
+    loads. Those begin when the step before has ended, because it may still write their blocks."""
+    seconds = dict(answer.seconds)
+    for form in FORMS:
+        share = answer.saved / answer.loaded
+        seconds[f"{form} save limit"] = [s * share for s in seconds[f"{form} to_host"]]
+    share = answer.loaded_by_step / answer.loaded
+    seconds["busy limit"] = [
+        BUSY_STEP_MS / 1e3 + s * share for s in seconds[f"{FORMS[0]} to_device"]
+    ]
+    return Timings(seconds)
+
+
+def _forward_rows(timings: Timings, answer: GpuAnswer, prefix: str) -> Iterator[BenchRow]:
+    sides = {
+        "load": f"load of {answer.loaded} chunks: start and outcome",
+        "save": f"save of {answer.saved} chunks",
+        "idle": "step without transfers",
+    }
+    for side, what in sides.items():
+        yield BenchRow(
+            f"{prefix}forward thread, {what}",
+            "µs",
+            timings.median(f"forward {side}") * 1e6,
+            target=FORWARD_US if side == "load" else None,
+            detail="processor time",
+        )
 
 
 def _skipped(note: str) -> Section:

@@ -106,6 +106,7 @@ class Served:
 
         def forward() -> None:
             self.worker.before_reuse(plan)
+            self.worker.before_forward(plan)
             self.worker.start_loads(plan)
             for layer in GROUP.layers:
                 self.worker.wait_layer(layer)

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from objkv.connector.kv.metadata import LostLoad, StepPlan
 from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import token_digest
-from objkv.transfer.lanes import HostLane
+from objkv.transfer.lanes import HostLane, HostMark
 from objkv.transfer.plan import LoadPlan, SaveMove, SavePlan
 from tests.support.paged_cache import (
     BLOCKS,
@@ -300,50 +301,103 @@ def test_if_computing_cannot_be_held_for_saves_the_device_is_awaited(
 
 
 class LateMark:
-    """Of a copy that is not over when the step is, as on a GPU."""
+    """The mark of copies that are not over when the step is, as on a GPU."""
 
     number = 1
 
-    def __init__(self, held: list[str]) -> None:
-        self._held = held
+    def __init__(self, lane: "LateLane") -> None:
+        self._lane = lane
 
     def done(self) -> bool:
-        return False
+        return self._lane.is_done
 
     def wait(self) -> None:
         return
 
     def hold_compute(self) -> None:
-        self._held.append("held")
+        self._lane.held += 1
 
 
 class LateLane(HostLane):
-    def __init__(self, held: list[str]) -> None:
-        self._held = held
+    def __init__(self) -> None:
+        self.is_done = False
+        self.held = 0
+        """How often computing was made to wait."""
 
     def mark(self) -> LateMark:
-        return LateMark(self._held)
+        return LateMark(self)
 
 
-@pytest.mark.parametrize("writes_early", [False, True])
-def test_the_model_waits_for_saves_before_the_runner_first_writes_for_the_next_step(
-    monkeypatch: pytest.MonkeyPatch, *, writes_early: bool
-) -> None:
-    """vLLM's second model runner zeroes and copies blocks before it says that a step begins."""
-    held: list[str] = []
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateLane]:
+    """The lane of all workers that are made. Its copies are over when the test is."""
+    lane = LateLane()
+    monkeypatch.setattr(wiring, "open_lane", lambda _device, *, urgent=False: lane)
+    yield lane
+    lane.is_done = True
 
-    def open_lane(_device: torch.device, *, urgent: bool = False) -> LateLane:
-        return LateLane(held)
 
-    monkeypatch.setattr(wiring, "open_lane", open_lane)
+@contextmanager
+def saving(
+    *, group: GroupIdentity = GROUP, writes_early: bool = False, may_reuse: bool = True
+) -> Iterator[WorkerSide]:
+    """A worker after a step that saved a chunk of the request "r"."""
     store, index = stores()
     rank = Rank(0, "w", batches_in_flight=2, writes_early=writes_early)
-    worker = worker_side(store, index, rank=rank)
+    worker = worker_side(store, index, rank=rank, group=group)
     planner = Replica(store, index, seed=1)
     save = SaveMove(planner.move(0, 1), token_digest(TOKENS[:CHUNK]), None)
-    worker.end_forward(StepPlan(saves=(SavePlan("r", NAMESPACE, (save,)),)))
-    assert bool(held) is writes_early
-    worker.before_reuse(StepPlan(reused=frozenset({"r"})))
-    assert held
+    plan = StepPlan(saves=(SavePlan("r", NAMESPACE, (save,)),), may_reuse=may_reuse)
+    worker.end_forward(plan)
+    yield worker
     worker.close()
     planner.close()
+
+
+def test_the_model_waits_for_saves_of_preempted_requests_alone(late: LateLane) -> None:
+    with saving() as worker:
+        worker.before_reuse(StepPlan())
+        worker.before_reuse(StepPlan(reused=frozenset({"of another", "that saved nothing"})))
+        assert late.held == 0
+        worker.before_reuse(StepPlan(reused=frozenset({"r", "of another"})))
+        assert late.held == 1
+        late.is_done = True
+        worker.before_reuse(StepPlan(reused=frozenset({"r"})))
+        assert late.held == 1
+
+
+def test_the_model_waits_for_all_saves_if_blocks_leave_windows(late: LateLane) -> None:
+    with saving(group=WINDOW) as worker:
+        assert late.held == 0
+        worker.before_reuse(StepPlan())
+        assert late.held == 1
+        late.is_done = True
+
+
+@pytest.mark.parametrize("may_reuse", [False, True])
+@pytest.mark.parametrize("writes_early", [False, True])
+def test_the_model_waits_at_the_end_of_a_step_if_the_runner_may_write_before_the_next(
+    late: LateLane, *, writes_early: bool, may_reuse: bool
+) -> None:
+    """vLLM's second model runner zeroes and copies blocks before it reports that a step begins."""
+    with saving(writes_early=writes_early, may_reuse=may_reuse):
+        assert late.held == int(writes_early and may_reuse)
+        late.is_done = True
+
+
+def test_loads_follow_the_work_from_before_the_forward_pass(
+    spoilt: tuple[WorkerSide, LoadPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, load = spoilt
+    plan = StepPlan(loads=(replace(load, sync=False),))
+    marks, after = [HostMark(), HostMark()], []
+    given = iter(marks)
+    monkeypatch.setattr(worker._loader, "mark_compute", lambda: next(given))
+    monkeypatch.setattr(worker._loader, "submit", lambda _plan, mark: after.append(mark))
+    worker.before_forward(StepPlan())  # without a load no mark is taken
+    for _ in marks:
+        worker.before_forward(plan)
+        worker.start_loads(plan)
+    assert after == marks
+    worker.start_loads(plan)  # not bound: an earlier step's mark is not enough
+    assert after == [*marks, None]

@@ -22,7 +22,7 @@ _FIRST = 8
 """First block of the loads."""
 _CHUNKS = range(4)
 _OWNER = 7.0
-"""What another owner writes into the blocks."""
+"""The value that another owner writes into the blocks."""
 
 
 def follows_compute(rig: OrderRig) -> bool:
@@ -153,7 +153,7 @@ def keeps_its_slabs(rig: OrderRig) -> bool:
 
 
 def waits_for_the_later_mark(rig: OrderRig) -> bool:
-    """Two threads on one lane, of which the first to queue its copies is the last to report them"""
+    """Two threads share a lane: the first to queue its copies is the last to report them"""
     marks = count()
 
     def linger(call: str) -> None:
@@ -205,7 +205,8 @@ def closed(rig: OrderRig) -> bool:
     rig.delay_loads(_SLOW_S)
     rig.step(_plan(rig))
     _until_fetched(rig)
-    return rig.is_idle_when_closed() and _stays_written(rig)
+    rig.worker.close()
+    return _stays_written(rig)
 
 
 def goes_on_fetching(rig: OrderRig) -> bool:
@@ -272,7 +273,7 @@ def _stays_written_after(rig: OrderRig, stop: Callable[[], object]) -> bool:
 
     def linger(call: str) -> None:
         if call == "place" and not has_entered.is_set():
-            rig.delay_loads(_SLOW_S)
+            rig.delay_loads(3 * _SLOW_S)
             has_entered.set()
             sleep(_SLOW_S / 2)
         if call == "mark":

@@ -196,6 +196,9 @@ class OrderRig:
             SlabPool(name, count=count, slab_bytes=payload_bytes_max(self.pages.layers), pin=pin)
             for name, count in (("load", setup.load_slabs), ("save", setup.save_slabs))
         )
+        slabs = self.take_all_slabs(self.save_slabs)
+        self._slab_memory = [slab.tensor for slab in slabs]
+        self.give_back(slabs)
         self.cache = self.open_cache("rig")
         lanes = cycle(self.load_lanes)
         bounds = LoadLimits(setup.load_threads, 1024, setup.deadline_s, setup.deadline_s, Cuts())
@@ -473,12 +476,14 @@ class OrderRig:
             slab.release()
         return unchanged
 
-    def is_idle_when_closed(self) -> bool:
-        """Close the worker, as the connector does before memory is unmapped. Returns whether all
-        copies that were queued before had ended then."""
-        marks = [lane.mark() for lane in (*self.load_lanes, self.save_lane)]
+    def close_safely(self) -> bool:
+        """Close the worker, as the connector does before memory is unmapped. Returns whether no
+        copy of a save ends afterwards."""
+        memory = self._slab_memory
         self.worker.close()
-        return all(mark.done() for mark in marks)
+        before = [slab.clone() for slab in memory]
+        self.synchronize()
+        return all(map(torch.equal, before, memory))
 
     def close(self) -> None:
         """Stop the worker and wait for the device."""

@@ -33,6 +33,19 @@ def follows_forward(rig: OrderRig) -> bool:
     return _are_stored(rig)
 
 
+def does_not_run_between_kernels(rig: OrderRig) -> bool:
+    """A save that is stored while kernels launched in the same moment still compute"""
+
+    def launch(call: str) -> None:
+        if call == "follow":
+            rig.delay_compute(_SLOW_S)
+
+    _write(rig, _THEN)
+    rig.on_call = launch
+    rig.end(_plan(rig))
+    return _are_stored(rig)
+
+
 def is_complete_when_stored(rig: OrderRig) -> bool:
     """A save that is stored as soon as its pages are in host memory"""
     _save_late(rig)
@@ -147,7 +160,7 @@ def keeps_slabs_of_closed(rig: OrderRig) -> bool:
 def closed(rig: OrderRig) -> bool:
     """Slabs and blocks that have a new owner after the worker was closed during a save"""
     _save_late(rig)
-    return rig.is_idle_when_closed() and _slabs_are_unused(rig)
+    return rig.close_safely() and _slabs_are_unused(rig)
 
 
 def on_another_device(rig: OrderRig) -> bool:
@@ -206,6 +219,7 @@ def _slabs_are_unused(rig: OrderRig) -> bool:
 SCENARIOS = (
     Scenario("forward, then save", follows_forward),
     Scenario("forward, then save, whole blocks", follows_forward, Setup(layout=WHOLE)),
+    Scenario("save among kernels", does_not_run_between_kernels, Setup(watched=True)),
     Scenario("save, then store", is_complete_when_stored),
     Scenario("save, then store, whole blocks", is_complete_when_stored, Setup(layout=WHOLE)),
     Scenario("save preempted", is_read_before_preempted),

@@ -49,7 +49,7 @@ _SHORT_S = 0.008
 def asleep(rig: OrderRig) -> bool:
     """A cache that is unmapped while blocks are loaded and saved, and then mapped again"""
     _start_both(rig, _SLOW_S)
-    if not rig.is_idle_when_closed():
+    if not rig.close_safely():
         return False
     rig.write(0, rig.setup.blocks, _LATER)
     rig.synchronize()
@@ -94,6 +94,12 @@ def needs_no_call(rig: OrderRig) -> bool:
 
 def tests_itself(rig: OrderRig) -> bool:
     """The self-test at start, next to a kernel that writes the cache"""
+
+    def wait(call: str) -> None:
+        if call == "follow":
+            rig.delay_saves(_SLOW_S)
+
+    rig.on_call = wait
     rig.delay_compute(_SLOW_S)
     rig.write(0, rig.setup.blocks, _THEN)
     check_pages(rig.pages, rig.save_lane)
@@ -280,7 +286,7 @@ SCENARIOS = (
     Scenario("asleep during transfers", asleep, Setup(drain_deadline_ms=0)),
     Scenario("busy everywhere", does_not_wait),
     Scenario("steps without work", needs_no_call, Setup(watched=True)),
-    Scenario("self-test at start", tests_itself),
+    Scenario("self-test at start", tests_itself, Setup(watched=True)),
     Scenario("encoder outputs added", adds_outputs),
     Scenario("encoder outputs saved", saves_outputs),
     Scenario("steps in random order", runs_a_while, _MANY),
