@@ -12,7 +12,6 @@ from typing import Final
 
 from pydantic import BaseModel, ConfigDict
 
-import objkv
 from objkv.errors import ConfigError
 from objkv.ops.bench.harness import BenchRow, BenchSetting, Compared, Section, Target, Timings
 from objkv.ops.programs import Program
@@ -58,7 +57,7 @@ class GpuAnswer(BaseModel):
 
 def simulated_source() -> Path:
     """Return the root of the source tree. Raises ``ConfigError`` outside of it."""
-    root = Path(objkv.__file__).parents[1]
+    root = Path(__file__).parents[3]
     if not (root / _SOURCE).is_file():
         raise ConfigError("the simulated device is in a clone of the project only: run this there")
     return root
