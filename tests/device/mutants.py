@@ -18,7 +18,8 @@ from unittest.mock import patch
 import torch
 
 from objkv.connector.programs.gpu_order import SCENARIOS, run_scenarios
-from objkv.connector.programs.ordering.rig import Scenario, Setup
+from objkv.connector.programs.ordering.rig import Scenario
+from objkv.connector.programs.ordering.setup import Setup
 from tests.device import simulated
 
 PATIENCE_S = 4.0

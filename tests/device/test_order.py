@@ -15,14 +15,8 @@ import torch
 from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.programs import gpu_order
 from objkv.connector.programs.gpu_order import SCENARIOS, busy_kernel, run_scenarios
-from objkv.connector.programs.ordering.rig import (
-    STRIDED,
-    WHOLE,
-    CacheLayout,
-    OrderRig,
-    Scenario,
-    Setup,
-)
+from objkv.connector.programs.ordering.rig import OrderRig, Scenario
+from objkv.connector.programs.ordering.setup import STRIDED, WHOLE, CacheLayout, Setup
 from tests.device.mutants import MUTANTS, Edit, Mutant, delay, finds, play
 
 HOST = torch.device("cpu")
