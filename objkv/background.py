@@ -99,7 +99,7 @@ class Pool(Generic[Job]):
                 (removed if unwanted(job) else kept).append(job)
             if removed:
                 self._jobs = kept
-                self._ended.notify_all()
+                self._wake_drained()
         return removed
 
     def hanging(self, seconds: float) -> int:
@@ -144,6 +144,11 @@ class Pool(Generic[Job]):
     def __repr__(self) -> str:
         return f"<Pool {self._name}: {self}>"
 
+    def _wake_drained(self) -> None:
+        """Wake the callers of ``drain`` if nothing is left. The lock must be held."""
+        if not self._jobs and not self._begun:
+            self._ended.notify_all()
+
     def _has_threads_for(self, more: int) -> bool:
         needed = min(self._threads_max, len(self._jobs) + len(self._begun) + more)
         while len(self._threads) < needed:
@@ -178,7 +183,7 @@ class Pool(Generic[Job]):
                 del job  # release its memory now rather than when the next job arrives
                 with self._lock:
                     del self._begun[get_ident()]
-                    self._ended.notify_all()
+                    self._wake_drained()
 
     def _take_error(self, job: Job, error: Exception) -> None:
         try:

@@ -82,6 +82,34 @@ def test_what_a_job_raises_is_its_owners_or_logged_and_the_next_job_runs(
     assert caplog.text.count("job failed unexpectedly pool=plain") == 2
 
 
+def test_as_many_threads_are_woken_as_there_are_new_jobs_and_who_drains_only_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A wake-up takes the GIL from the forward thread, which puts the jobs."""
+    gate, woken, drained = Gate(), list[int](), list[int]()
+    pool: Pool[Callable[[], object]] = Pool("t", 1, run)
+    notify = pool._came.notify
+
+    def counted(count: int) -> None:
+        woken.append(count)
+        notify(count)
+
+    monkeypatch.setattr(pool._came, "notify", counted)
+    monkeypatch.setattr(pool._ended, "notify_all", lambda: drained.append(pool.waiting))
+    pool.put([gate])
+    assert gate.begun.wait(PATIENCE_S)
+    pool.put([list, dict])
+    pool.put([set])
+    assert woken == [1, 2, 1]
+    assert pool.take_back(lambda job: job is dict) == [dict]
+    assert drained == []
+    gate.open.set()
+    wait_until(lambda: not pool.waiting and not pool.busy)
+    assert drained == [0]
+    monkeypatch.undo()
+    pool.close()
+
+
 def test_closing_hands_back_what_no_thread_began_and_names_what_hangs() -> None:
     gate, left = Gate(), list[Callable[[], object]]()
     pool: Pool[Callable[[], object]] = Pool("t", 1, run)

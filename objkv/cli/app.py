@@ -44,6 +44,10 @@ COMMANDS: Final = {
     "verify": ("verify:verify", "Verify stored payloads and their index records."),
     "sweep": ("sweep:sweep", "Find unreachable and evictable data; delete it with --apply."),
     "rebuild": ("rebuild:rebuild", "Rebuild the index from the bulk store."),
+    "gpu-check": (
+        "gpu_check:gpu_check",
+        "Check that objkv is right and fast on this machine's GPU.",
+    ),
     "bench": ("bench:bench", "Benchmark objkv against the limits of this machine."),
 }
 """Each subcommand's module and function, and the first sentence of its help."""

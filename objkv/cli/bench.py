@@ -20,7 +20,7 @@ from objkv.cli.demo import Steps, print_failure
 from objkv.cli.output import Printer, plain, size
 from objkv.config import cache_folder
 from objkv.errors import ConfigError
-from objkv.ops.bench.gpu import bench_gpu
+from objkv.ops.bench.gpu import bench_gpu, bench_simulated
 from objkv.ops.bench.harness import (
     BenchReport,
     BenchRow,
@@ -224,9 +224,17 @@ def gpu(
     quick: Quick = False,
     check: Check = False,
     plot: Plot = None,
+    simulated: Annotated[
+        bool,
+        typer.Option(
+            "--simulated",
+            help="Measure a model of a GPU instead, with objkv's real code. Only in a clone.",
+        ),
+    ] = False,
 ) -> int:
     """Benchmark GPU loads and saves against pinned copies."""
-    return run_works(session, (bench_gpu,), BenchOptions(rounds, quick, check, plot))
+    work = bench_simulated if simulated else bench_gpu
+    return run_works(session, (work,), BenchOptions(rounds, quick, check, plot))
 
 
 @command

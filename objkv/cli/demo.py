@@ -186,7 +186,7 @@ def demo(
 
 def _show(out: Printer, length: Size, place: DemoFolder) -> DemoReport:
     with Steps(color=out.color).shown() as steps:
-        report = show_replicas(length, place, steps.tell, lambda: _count(place))
+        report = show_replicas(length, place, steps.tell, lambda: count_stored(place))
     if out.machine:
         out.document(report_document(report))
     else:
@@ -222,7 +222,8 @@ def _serve() -> str:
     return f"{shlex.quote(sys.executable)} -m vllm.entrypoints.launchers.api_server.entry --model"
 
 
-def _count(place: DemoFolder) -> DemoStore:
+def count_stored(place: DemoFolder) -> DemoStore:
+    """Return the totals of the replicas' store."""
     with open_backends(load_config(environ=place.settings), NullRecorder()) as backends:
         namespaces = list_namespaces(backends.bulk, backends.index)
     return DemoStore(

@@ -20,6 +20,7 @@ from objkv.ops.doctor.doctor import DoctorReport
 from objkv.ops.explain.causes import Explanation
 from objkv.ops.explain.explain import ReplicaCounters
 from objkv.ops.export.manifest import Head
+from objkv.ops.gpu_check import GpuReport
 from objkv.ops.listing import Branch, NamespaceSummary, PrefixSummary, TenantTotals
 from objkv.ops.match import MatchReport
 from objkv.ops.pin import PinList, Pinned
@@ -78,6 +79,13 @@ class BenchKeys(TypedDict):
     sections: list[Annotated[Section, JudgedSection]]
     missed: int
     """Rows that missed their target."""
+
+
+class GpuCheckKeys(TypedDict):
+    """The key that ``gpu-check`` adds to its report."""
+
+    passed: bool
+    """Whether every stage passed."""
 
 
 class FasterRow(TypedDict):
@@ -406,6 +414,7 @@ DOCUMENTS: Final[Mapping[str, tuple[JsonDocument, ...]]] = {
     "access": (JsonDocument((Access,)),),
     "audit": (JsonDocument((AuditKeys, AuditReport)),),
     "bench": (JsonDocument((BenchReport, BenchKeys)),),
+    "gpu-check": (JsonDocument((GpuReport, GpuCheckKeys)),),
     "demo": (JsonDocument((DemoReport, DemoKeys)),),
     "diff": (JsonDocument((DiffKeys,)),),
     "doctor": (JsonDocument((DoctorReport,)),),

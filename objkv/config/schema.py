@@ -190,7 +190,8 @@ class Config(BaseModel):
     load_queue_max: int = Field(default=4096, ge=1)
     """Chunks per worker that may wait to be loaded. Further ones are misses."""
     save_queue_max: int = Field(default=64, ge=1)
-    """Chunks per worker that may wait to be saved. Further ones are dropped."""
+    """Chunks per worker that may wait to be saved, or those of two full steps if these are more.
+    Further ones are dropped."""
     lookup_queue_max: int = Field(default=1024, ge=1)
     """Requests that may wait for a lookup. Further ones are misses."""
     near_records_max: int = Field(default=65_536, ge=0)

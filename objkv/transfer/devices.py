@@ -188,13 +188,20 @@ class DeviceLane:
 
     def prepare(self, layers: PagedLayers) -> None:
         """See ``Lane.prepare``. Uses PyTorch's kernels if the driver's do not compile, for example
-        because Triton finds no C compiler."""
+        because Triton finds no C compiler, and kernels if batched copies fail."""
         with self._lock, self._api.stream(self.stream):
             try:
                 self._driver.kernels.prepare(layers)
             except Exception:
                 logger.warning("kernels do not compile, using slower ones", exc_info=True)
                 self._driver.kernels = TorchKernels()
+        if self._copies_blocks(layers):
+            page = torch.empty(sum(layers.nbytes), dtype=torch.uint8, pin_memory=True)
+            try:
+                self.gather(layers, self.place([0]), [page])
+            except Exception:
+                logger.warning("batched copies fail, using kernels", exc_info=True)
+                self._driver.batch_copy = None
         self.mark().wait()
 
     def mark_compute(self) -> Mark:

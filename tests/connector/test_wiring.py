@@ -1,11 +1,14 @@
 """What connectors are opened with: who saves, how far a store is, how memory is divided."""
 
+from collections.abc import Callable
+
 import pytest
+import torch
 
 from objkv.codec.payload import payload_bytes_max
 from objkv.config import Config
 from objkv.connector.kv import wiring
-from objkv.connector.kv.wiring import plan_pools
+from objkv.connector.kv.wiring import open_slabs, plan_pools
 from objkv.connector.kv.worker import Rank
 from objkv.connector.wiring import is_far, may_save
 from objkv.errors import ConfigError
@@ -33,7 +36,8 @@ def test_saves_have_slabs_for_two_full_steps_unless_a_setting_or_the_host_forbid
     pools = plan_pools(Config(), {0: paged}, CHUNK, busy)
     assert pools.save_slabs >= 2 * 99
     assert pools.load_slabs == 2 * Config().load_threads
-    assert pools.nbytes >= (pools.save_slabs + pools.load_slabs) * pools.slab_bytes
+    assert pools.nbytes_max >= (pools.save_slabs + pools.load_slabs) * pools.slab_bytes
+    assert pools.save_queue_max >= 2 * 99, "else slabs are left over and chunks are dropped"
     assert not caplog.text
     limited = plan_pools(Config(pinned_bytes_max=50 * pools.slab_bytes), {0: paged}, CHUNK, busy)
     assert limited.load_slabs + limited.save_slabs == 50
@@ -41,6 +45,18 @@ def test_saves_have_slabs_for_two_full_steps_unless_a_setting_or_the_host_forbid
     monkeypatch.setattr(wiring, "_host_bytes", lambda: 4 * 8 * 20 * pools.slab_bytes)
     small = plan_pools(Config(), {0: paged}, CHUNK, busy)
     assert small.load_slabs + small.save_slabs == 20, "an eighth of the host, for four workers"
+
+
+def test_memory_that_may_not_be_page_locked_is_refused_at_the_start() -> None:
+    paged, _ = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=1)
+    pools = plan_pools(Config(), {0: paged}, CHUNK, Rank(0, "w", 1))
+
+    def refuse(_: torch.Tensor) -> Callable[[], None]:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(ConfigError, match=r"out of memory.*: lower pinned_bytes_max"):
+        open_slabs(pools, refuse)
+    assert [pool.total for pool in open_slabs(pools, None)] == [pools.load_slabs, pools.save_slabs]
 
 
 @pytest.mark.parametrize(

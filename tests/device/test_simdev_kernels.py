@@ -1,5 +1,4 @@
-"""Page kernels, batches of copies and operators give the same bytes on the simulated device as on the
-CPU, also from many streams at once."""
+"""The simulated device computes the same as the CPU: page kernels, batches of copies, operators."""
 
 import threading
 from collections.abc import Callable

@@ -64,9 +64,10 @@ class Hands:
 class Stream:
     """Does one thing after the other, each when the schedule says so."""
 
-    def __init__(self, name: str, *, late: bool) -> None:
-        """Not ``late``: at once, as on a CPU."""
-        self._late = late
+    def __init__(self, name: str, *, late: bool, seconds: float = 0.0) -> None:
+        """Not ``late``: at once, as on a CPU. ``seconds``: how long each thing takes."""
+        self.late = late
+        self._seconds = seconds
         self._given: list[Callable[[], bool] | Callable[[], None]] = []
         self.done = 0
         self._closed = False
@@ -82,19 +83,24 @@ class Stream:
     def do(self, work: Callable[[], None]) -> None:
         """After all that was given before."""
         assert not self._closed
-        if not self._late:
+        if not self.late:
             work()
-        else:
-            self._given.append(work)
+            return
+        if self._seconds:
+            self._given.append(self._take_time)
+        self._given.append(work)
 
     def follow(self, other: "Stream", number: int) -> None:
         """What is given from now on comes after the other's first ``number`` things."""
-        if self._late and other.done < number:
+        if self.late and other.done < number:
             self._given.append(lambda: other.done >= number)
 
     def end(self) -> None:
         """It is given nothing any more."""
         self._closed = True
+
+    def _take_time(self) -> None:
+        the_stage().wait(self.name, lambda: False, self._seconds)
 
     def _run(self) -> None:
         stage = the_stage()
@@ -137,10 +143,11 @@ class WatchedLane:
     """A lane whose copies are made late, and looked at."""
 
     def __init__(
-        self, name: str, hands: Hands, compute: Stream, *, late: bool, loads: bool = False
+        self, stream: Stream, hands: Hands, compute: Stream, *, loads: bool = False
     ) -> None:
-        self.stream = Stream(name, late=late)
-        self.per_span = late  # as device lanes are
+        """``loads``: it writes only to blocks that were planned."""
+        self.stream = stream
+        self.per_span = stream.late  # as device lanes are
         self._loads = loads
         self._hands, self._compute = hands, compute
         self._lane = HostLane()

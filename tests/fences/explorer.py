@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tests.fences.lives import Life, at_random, knobs_of, situations
+from tests.fences.lives import COPY_S, Life, at_random, knobs_of, situations
 from tests.fences.schedules import Random, Recorded, explore
 from tests.fences.stage import Broken, on_stage
 from tests.fences.world import Engine, Knobs, listening, play
@@ -15,15 +15,20 @@ from tests.fences.world import Engine, Knobs, listening, play
 __all__ = ["Found", "Tally", "listening", "play_seed", "play_situations"]
 
 
-WORLDS = tuple(
-    Knobs(
-        late=late,
-        drain_ms=0 if hurried else 5_000,
-        leased_of_100=leased_of_100,
-    )
-    for late in (True, False)
-    for hurried, leased_of_100 in ((True, 0), (False, 0), (False, 100))
-)
+WORLDS = {
+    "hurried": Knobs(drain_ms=0),
+    "patient": Knobs(),
+    "leased": Knobs(leased_of_100=100),
+    "hurried host": Knobs(late=False, drain_ms=0),
+    "patient host": Knobs(late=False),
+    "leased host": Knobs(late=False, leased_of_100=100),
+    "slow": Knobs(copy_s=COPY_S),
+    "one lane": Knobs(load_threads=2, load_lanes=1, cores=4),
+    "slow lane": Knobs(copy_s=COPY_S, load_threads=2, load_lanes=1, cores=4),
+    "early": Knobs(copy_s=COPY_S, writes_early=True),
+    "roomy": Knobs(copy_s=COPY_S, writes_early=True, roomy=True),
+    "short of time": Knobs(copy_s=COPY_S, save_ms=1),
+}
 
 
 class Found(Broken):
@@ -60,7 +65,7 @@ def play_situations(
     stride: int = 1,
     first: int = 0,
     only: str = "",
-    worlds: Sequence[Knobs] = WORLDS,
+    worlds: Sequence[Knobs] = tuple(WORLDS.values()),
 ) -> Iterator[str]:
     """Every event at every time of a load and of a save, with every switch of threads, as far as
     the bounds go. Yields after each. Raises ``Found``."""

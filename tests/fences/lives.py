@@ -7,6 +7,8 @@ from tests.fences.stage import the_stage
 from tests.fences.world import CHUNKS_MAX, Engine, Knobs
 
 STEPS_MAX = 2_000
+COPY_S = 0.03
+"""Of a slow copy. A replica that waits for nothing else looks at each of them."""
 Life = Callable[[Engine], None]
 
 
@@ -17,7 +19,7 @@ def settle(engine: Engine) -> None:
             return
         engine.step()
         if number > 20:  # some schedules let nobody else go on as long as one can
-            the_stage().wait("step", lambda: False, 0.1)
+            the_stage().wait("step", lambda: False, COPY_S * 2 / 3 if number < 50 else 0.1)
     raise AssertionError(f"requests that never go on: {engine.requests}")
 
 
@@ -118,10 +120,15 @@ def knobs_of(seed: int) -> Knobs:
     dice = random.Random(seed)
     return Knobs(
         late=dice.random() < 0.75,
+        copy_s=dice.choice((0.0, 0.0, 0.0, COPY_S)),
         writes_early=dice.random() < 0.25,
+        roomy=dice.random() < 0.5,
         load_threads=dice.choice((1, 2)),
+        load_lanes=dice.choice((1, 2)),
+        cores=dice.choice((2, 4)),
         save_threads=dice.choice((1, 2)),
         drain_ms=dice.choice((0, 0, 30, 5_000)),
+        save_ms=dice.choice((1, 60_000, 60_000, 60_000)),
         codec=dice.choice(("none", "none", "lz4")),
         spans=dice.choice((1, 2)),
         faults_of_100=dice.choice((0, 10, 30)),

@@ -2,16 +2,19 @@
 takes one of the fences away is found out."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from objkv.cache.chunks import ChunkCache
+from objkv.connector.kv.worker import Rank, WorkerSide
+from objkv.transfer import job, loader, slabs
 from objkv.transfer.job import LoadJob
 from objkv.transfer.loader import Loader
 from objkv.transfer.saver import Saver
-from objkv.transfer.slabs import Slab
-from tests.fences import device
+from objkv.transfer.slabs import Slab, SlabPool
+from tests.fences import device, world
 from tests.fences.explorer import (
     WORLDS,
     Found,
@@ -23,6 +26,7 @@ from tests.fences.explorer import (
 from tests.fences.lives import EVENTS, situations
 from tests.fences.schedules import Random, Recorded, explore
 from tests.fences.stage import Broken, Lock, Thread, on_stage
+from tests.fences.world import Knobs
 
 SEEDS = range(1, 26)
 STRIDE = 613
@@ -90,6 +94,16 @@ class _NoHold(device.Mark):
         """The model goes on."""
 
 
+class _AlwaysDone(device.Mark):
+    def done(self) -> bool:
+        return True
+
+
+class _FollowsNothing(LoadJob):
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given[:-1])
+
+
 def _poll_without_copies(self: LoadJob) -> Any:
     self._last_marks = {}
     return _poll(self)
@@ -103,10 +117,23 @@ def _poll_without_writers(self: LoadJob) -> Any:
         self._writing = writing
 
 
-def _close_without_copies(self: Saver, _seconds: float) -> None:
-    self._gives_up = True  # its threads end later, and the engine goes on
-    self._gathered.close(0.0, give_up=self._give_up_gathered)
-    self._pool._pool.close(0.0, give_up=self._give_up)
+def _close_without_copies(self: LoadJob, seconds: float = 0.0) -> Any:
+    self._last_marks = {}
+    return _close(self, seconds)
+
+
+def _wait_layer_without_copies(self: LoadJob, group: int, layer: int) -> list[Any]:
+    _wait_layer(self, group, layer)
+    return []
+
+
+def _keep_first(marks: dict[Any, Any], lane: Any, mark: Any) -> None:
+    marks.setdefault(lane, mark)
+
+
+def _mark_once(self: WorkerSide, plan: Any) -> None:
+    _before_forward(self, plan)
+    self._before_forward = vars(self).setdefault("_kept", self._loader.mark_compute())
 
 
 def _hand_over_at_once(self: Saver, gathered: Any) -> None:
@@ -118,93 +145,136 @@ def _keep_slab(self: Saver, chunks: Any, _mark: Any = None) -> set[tuple[str, in
     return {self._drop(c.request_id, c.move, c.claim.key) for c in chunks}
 
 
-_poll = LoadJob.poll
-MUTANTS: dict[str, tuple[Any, str, Any, str]] = {
-    "a closed load writes on": (
-        LoadJob,
-        "_wanted",
-        lambda *_: True,
-        "load async abort 1",
+def _rank_of_late_writer(*given: Any, writes_early: bool, **named: Any) -> Rank:
+    return Rank(*given, **named)
+
+
+_poll, _close, _wait_layer = LoadJob.poll, LoadJob.close, LoadJob.wait_layer
+_before_forward = WorkerSide.before_forward
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fence that is missing, and where that is found."""
+
+    owner: Any
+    name: str
+    instead: Any
+    situation: str
+    world: Knobs = WORLDS["slow"]
+
+
+MUTANTS = {
+    "a closed load writes on": Mutant(
+        LoadJob, "_wanted", lambda *_: True, "load async abort 1", WORLDS["patient"]
     ),
-    "nobody waits for writers": (
-        LoadJob,
-        "poll",
-        _poll_without_writers,
-        "load async abort 1",
+    "a closed load writes on, on a host": Mutant(
+        LoadJob, "_wanted", lambda *_: True, "load async abort 1", WORLDS["patient host"]
     ),
-    "nobody waits for a load's copies": (
-        LoadJob,
-        "poll",
-        _poll_without_copies,
-        "load async abort 1",
+    "nobody waits for writers": Mutant(
+        LoadJob, "poll", _poll_without_writers, "load async abort 1", WORLDS["patient"]
     ),
-    "computing does not wait for saves": (Saver, "fence", lambda *_: None, "save preempt 0"),
-    "blocks are free before saves have left": (
-        Saver,
-        "left_device",
-        lambda *_: True,
-        "save finish 0",
+    "nobody waits for writers on a host": Mutant(
+        LoadJob, "poll", _poll_without_writers, "load async abort 1", WORLDS["patient host"]
     ),
-    "slabs are free before their copies have passed": (
+    "nobody waits for a load's copies": Mutant(
+        LoadJob, "poll", _poll_without_copies, "load async abort 1"
+    ),
+    "the end does not wait for a load's copies": Mutant(
+        LoadJob, "close", _close_without_copies, "load async sleep 1"
+    ),
+    "computing does not wait for loads within the step": Mutant(
+        LoadJob, "wait_layer", _wait_layer_without_copies, "load layerwise finish 1"
+    ),
+    "the later of two marks is lost": Mutant(job, "_add", _keep_first, "load async abort 1"),
+    "loads follow nothing": Mutant(
+        loader, "LoadJob", _FollowsNothing, "load async abort 1", WORLDS["patient"]
+    ),
+    "loads follow the mark of an earlier step": Mutant(
+        WorkerSide, "before_forward", _mark_once, "load async abort 1", WORLDS["patient"]
+    ),
+    "computing does not wait for saves": Mutant(Saver, "fence", lambda *_: None, "save preempt 0"),
+    "blocks of preempted requests are not fenced": Mutant(
+        WorkerSide, "before_reuse", lambda *_: None, "save preempt 0"
+    ),
+    "nobody knows who writes early": Mutant(
+        world, "Rank", _rank_of_late_writer, "save preempt 0", WORLDS["early"]
+    ),
+    "nobody knows who writes early in a step that is told": Mutant(
+        world, "Rank", _rank_of_late_writer, "save preempt 0", WORLDS["roomy"]
+    ),
+    "a step that preempts is not told": Mutant(
+        world.Engine, "_may_reuse", lambda _: False, "save preempt 0", WORLDS["early"]
+    ),
+    "blocks are free before saves have left": Mutant(
+        Saver, "left_device", lambda *_: True, "save finish 0"
+    ),
+    "copies of saves are forgotten": Mutant(
+        Saver, "_poll", lambda self: self._open.clear(), "save finish 0"
+    ),
+    "slabs of saves are free before their copies have passed": Mutant(
         Slab,
         "release_after",
         lambda self, _: self.release(),
+        "save finish 0",
+        WORLDS["short of time"],
+    ),
+    "slabs of loads are free before their copies have passed": Mutant(
+        Slab, "release_after", lambda self, _: self.release(), "load async finish 1"
+    ),
+    "a pool looks at no mark when a slab is returned": Mutant(
+        SlabPool,
+        "take_back",
+        lambda self, memory, _=None: self._put_back(memory),
         "load async finish 1",
     ),
-    "chunks are saved before their copies have passed": (
-        Saver,
-        "_hand_over",
-        _hand_over_at_once,
-        "save finish 0",
+    "a pool looks at no mark when it needs a slab": Mutant(
+        slabs, "_is_done", lambda _: True, "load async finish 1"
     ),
-    "the end does not wait for copies": (
-        Saver,
-        "close",
-        _close_without_copies,
-        "save sleep 0",
+    "chunks are saved before their copies have passed": Mutant(
+        Saver, "_hand_over", _hand_over_at_once, "save finish 0"
     ),
-    "slabs of dropped saves are kept": (Saver, "_give_up", _keep_slab, "save sleep 0"),
-    "transfers do not follow computing": (
-        device.WatchedLane,
-        "follow",
-        lambda *_: None,
-        "save finish 0",
+    "the end does not wait for copies": Mutant(
+        Saver, "_copies_end", lambda *_: True, "save sleep 0", Knobs(copy_s=4.0)
     ),
-    "nobody waits for a mark": (device, "Mark", _NoWait, "load async finish 1"),
-    "computing waits for no mark": (device, "Mark", _NoHold, "save preempt 0"),
-    "saves never end": (ChunkCache, "end_save", lambda *_: None, "save finish 0"),
-    "leases are kept": (ChunkCache, "release_lease", lambda *_: None, "save finish 0"),
-    "loads are not closed at the end": (
-        Loader,
-        "close",
-        lambda _: None,
-        "load async shutdown 1",
+    "slabs of dropped saves are kept": Mutant(
+        Saver, "_give_up", _keep_slab, "save sleep 0", WORLDS["hurried"]
+    ),
+    "transfers do not follow computing": Mutant(
+        device.WatchedLane, "follow", lambda *_: None, "save finish 0", WORLDS["hurried"]
+    ),
+    "nobody waits for a mark": Mutant(device, "Mark", _NoWait, "load async finish 1"),
+    "marks are done too early": Mutant(device, "Mark", _AlwaysDone, "load async finish 1"),
+    "computing waits for no mark": Mutant(device, "Mark", _NoHold, "save preempt 0"),
+    "saves never end": Mutant(ChunkCache, "end_save", lambda *_: None, "save finish 0"),
+    "leases are kept": Mutant(ChunkCache, "release_lease", lambda *_: None, "save finish 0"),
+    "loads are not closed at the end": Mutant(
+        Loader, "close", lambda _: None, "load async shutdown 1"
     ),
 }
-
-
-HARD = {
-    "a closed load writes on": (0, 3),
-    "blocks are free before saves have left": (0, 1),
-    "nobody waits for writers": (0, 3),
-    "nobody waits for a load's copies": (0, 1),
-    "computing does not wait for saves": (0, 1),
-    "computing waits for no mark": (0, 1),
-    "the end does not wait for copies": (0, 1),
-}
-"""In which world, and how densely, others have to be looked for."""
+STRIDES = (13, 3, 1)
+"""Most mutants are found by few interleavings; the others are looked for more densely."""
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_fence_that_is_missing_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner, attribute, mutant, where = MUTANTS[name]
-    world, stride = HARD.get(name, (0, 13))
-    monkeypatch.setattr(owner, attribute, mutant)
+    mutant = MUTANTS[name]
+    monkeypatch.setattr(mutant.owner, mutant.name, mutant.instead)
     with pytest.raises(Found):
-        for _ in play_situations(
-            preemptions=1, tally=Tally(), stride=stride, only=where, worlds=[WORLDS[world]]
-        ):
-            pass
+        _look_ever_closer(mutant)
+
+
+def _look_ever_closer(mutant: Mutant) -> None:
+    for stride in STRIDES:
+        _look(mutant, stride)
+
+
+def _look(mutant: Mutant, stride: int) -> None:
+    worlds = [mutant.world]
+    for _ in play_situations(
+        preemptions=1, tally=Tally(), stride=stride, only=mutant.situation, worlds=worlds
+    ):
+        pass
 
 
 def test_what_waits_for_ever_is_found() -> None:

@@ -26,21 +26,20 @@ from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.kv.wiring import make_worker_side
 from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.model.groups import Geometry
-from objkv.errors import StoreUnavailable
-from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
-from objkv.stores.base import Arrived, Buffer, PruneStore
-from objkv.stores.guarded import GuardedStore
+from objkv.stores.base import PruneStore
 from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
+from objkv.transfer import queue as queue_module
 from objkv.transfer import slabs as slabs_module
 from objkv.transfer.fetch import Cuts
 from objkv.transfer.loader import LoadLimits
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from tests.fences.device import GONE, Hands, Stream, WatchedLane, WatchedPool
 from tests.fences.stage import Broken, Stage, the_stage
+from tests.fences.stores import GateStore, SharedIndex
 from tests.support.paged_cache import paged_group
 
 BLOCK, CHUNK, BLOCKS = 4, 8, 2
@@ -51,8 +50,6 @@ TOKENS = list(range(CHUNK * CHUNKS_MAX))
 NUM_BLOCKS = 27
 POISON = 250.0
 """What blocks hold whose owner has written nothing."""
-UPLOAD_S = 0.05
-FAULTS = ("refused", "lost", "flipped", "short", "broken off", "hangs")
 
 
 @cache
@@ -78,10 +75,19 @@ class Knobs:
 
     late: bool = True
     """Whether copies are late, as on a GPU, or made at once, as on a CPU."""
+    copy_s: float = 0.0
+    """How long each late copy takes. While it does, all others go on as far as they can."""
     writes_early: bool = False
+    roomy: bool = False
+    """Whether there are blocks for everybody in most steps, and the worker is told so."""
     load_threads: int = 1
+    load_lanes: int = 2
+    cores: int = 2
+    """Of the host: half as many threads load at once while each is quick."""
     save_threads: int = 1
     drain_ms: int = 5_000
+    save_ms: int = 60_000
+    """After which saves are given up."""
     codec: str = "none"
     spans: int = 1
     faults_of_100: int = 0
@@ -89,75 +95,6 @@ class Knobs:
     """Saves that another replica is just doing."""
     folder: Path | None = None
     """Where the bulk store is; None: in memory."""
-
-
-class GateStore(GuardedStore):
-    """Others go on before, within and after each call; some calls fail, as the dice say."""
-
-    def __init__(self, inner: PruneStore, faults_of_100: int, dice: random.Random) -> None:
-        super().__init__(inner)
-        self._faults_of_100, self._dice = faults_of_100, dice
-
-    def get_into(
-        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
-    ) -> int | None:
-        return self._got(key, start or 0, buffer, arrived)
-
-    def put_if_absent(self, key: str, value: Buffer) -> bool:
-        fault = self._begin("put")
-        written = False if fault == "lost" else self._inner.put_if_absent(key, value)
-        the_stage().wait("sent", lambda: False, UPLOAD_S)
-        if fault is not None:
-            raise StoreUnavailable("the answer did not come")
-        return written
-
-    def _got(self, key: str, start: int, buffer: memoryview, arrived: Arrived | None) -> int | None:
-        fault = self._begin("get")
-        if fault == "lost":
-            return None
-        value = (self._inner.get(key) or b"")[start : start + len(buffer)]
-        if not value:
-            return None
-        if fault == "flipped":
-            value = bytearray(value)
-            value[self._dice.randrange(len(value))] ^= 1 << self._dice.randrange(8)
-        if fault == "short":
-            value = value[: self._dice.randrange(len(value))]
-        half = len(value) * 3 // 4
-        for first, end in ((0, half), (half, len(value))):
-            buffer[first:end] = value[first:end]
-            the_stage().pause("half")
-            if arrived is not None and end:
-                arrived(end)
-            if fault == "broken off":
-                raise StoreUnavailable("broken off")
-        return len(value)
-
-    def _begin(self, verb: str) -> str | None:
-        fault = None
-        if self._dice.randrange(100) < self._faults_of_100:
-            fault = self._dice.choice(
-                ("refused", "lost", "flipped", "short", "broken off", "hangs")
-            )
-        the_stage().pause(verb)
-        if fault == "hangs":
-            the_stage().wait("hangs", lambda: False, 20.0)
-        if fault == "refused":
-            raise StoreUnavailable("refused")
-        return fault
-
-
-class SharedIndex(MemoryIndex):
-    """Some leases are another replica's."""
-
-    def __init__(self, leased_of_100: int, dice: random.Random) -> None:
-        super().__init__(clock=lambda: the_stage().now)
-        self._leased_of_100, self._dice = leased_of_100, dice
-
-    def lease(self, name: str, owner: str, *, ttl_ms: int) -> bool:
-        if self._dice.randrange(100) < self._leased_of_100:
-            return False
-        return super().lease(name, owner, ttl_ms=ttl_ms)
 
 
 @dataclass
@@ -213,6 +150,7 @@ class Engine:
         self._checks: list[tuple[int, str]] = []
         self._number = 0
         self._preempted: set[str] = set()
+        self._is_short = False
         for block in range(NUM_BLOCKS):
             self._poison(block)
         self._open()
@@ -235,12 +173,22 @@ class Engine:
         """Its blocks go to others at once; it begins anew, and computes."""
         request = self.requests[name]
         assert request.state == "running"
+        if self.knobs.roomy:
+            self._run_short()
         self._preempted.add(name)
         self._release(request)
         request.blocks = [self.free.pop(0) for _ in range(request.chunks * BLOCKS)]
         self._hand_over(request.blocks)
         request.computed, request.epochs, request.state = 0, [], "new"
         request.loading = 0
+
+    def _run_short(self) -> None:
+        """A step after which there are too few blocks: it is told that the next one may preempt."""
+        if len(self.free) >= BLOCKS:
+            self.arrive(1, sync=True)
+        self._is_short = True
+        self.step()
+        self._is_short = False
 
     def end(self, name: str) -> None:
         """It finished, or was aborted."""
@@ -343,7 +291,17 @@ class Engine:
         idle = not any(r.state in ("new", "running") for r in self.requests.values())
         reused, self._preempted = frozenset(self._preempted), set()
         held = frozenset(self._held)
-        return StepPlan(tuple(loads), tuple(saves), held, idle and bool(loads), reused)
+        return StepPlan(
+            tuple(loads),
+            tuple(saves),
+            held,
+            idle=idle and bool(loads),
+            reused=reused,
+            may_reuse=self._may_reuse(),
+        )
+
+    def _may_reuse(self) -> bool:
+        return self._is_short or not self.knobs.roomy
 
     def _forward(self, side: WorkerSide, plan: StepPlan) -> None:
         computing: list[tuple[Request, int]] = []
@@ -508,6 +466,8 @@ class Engine:
         with ExitStack() as stack:
             for module, name, value in (
                 (wiring, "open_lane", self._open_lane),
+                (wiring, "_LOAD_LANES", knobs.load_lanes),
+                (queue_module, "_processors", lambda: knobs.cores),
                 (wiring, "SlabPool", WatchedPool),
                 (slabs_module, "SlabPool", WatchedPool),
                 (wiring, "LoadLimits", partial(LoadLimits, cuts=cuts)),
@@ -521,6 +481,7 @@ class Engine:
                     save_queue_max=4,
                     codec=knobs.codec,  # type: ignore[arg-type]
                     drain_deadline_ms=knobs.drain_ms,
+                    save_deadline_ms=knobs.save_ms,
                 ),
                 GEOMETRY,
                 Rank(0, "w", batches_in_flight=1, writes_early=knobs.writes_early),
@@ -532,8 +493,9 @@ class Engine:
 
     def _open_lane(self, device: torch.device, *, urgent: bool = False) -> WatchedLane:
         name = "load lane" if urgent else "save lane"
-        late = self.knobs.late
-        lane = WatchedLane(name, self.hands, self.compute, late=late, loads=urgent)
+        knobs = self.knobs
+        stream = Stream(name, late=knobs.late, seconds=knobs.copy_s)
+        lane = WatchedLane(stream, self.hands, self.compute, loads=urgent)
         self.lanes.append(lane)
         return lane
 

@@ -1,10 +1,40 @@
 """Every slab is either free or leased, and given back once."""
 
+import gc
 import logging
+import math
+import threading
+from collections.abc import Callable
+from time import monotonic
 
+import numpy as np
 import pytest
+import torch
 
-from objkv.transfer.slabs import SlabPool, SlabsExhaustedError, WideSlabs
+from objkv.transfer import slabs
+from objkv.transfer.slabs import Slab, SlabPool, SlabsExhaustedError, WideSlabs
+from tests.support.device import current_device, pinning
+from tests.support.paged_cache import PATIENCE_S, wait_until
+
+
+class Copies:
+    """The mark of copies that end when a test says so."""
+
+    number = 1
+
+    def __init__(self) -> None:
+        self.have_ended = False
+        self.polled_by: list[str] = []
+
+    def done(self) -> bool:
+        self.polled_by.append(threading.current_thread().name)
+        return self.have_ended
+
+    def wait(self) -> None:
+        raise AssertionError("a device that hangs would hold this thread for ever")
+
+    def hold_compute(self) -> None:
+        raise AssertionError("no slab concerns the model")
 
 
 def test_free_and_leased_slabs_are_all_there_are() -> None:
@@ -61,3 +91,214 @@ def test_pairs_add_up_while_tasks_come_and_go() -> None:
     assert wide.adds_up
     wide.leave()
     assert not wide.adds_up
+
+
+# Slabs that a device still copies.
+
+
+def soon() -> float:
+    return monotonic() + PATIENCE_S
+
+
+def in_thread(run: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_slab_is_free_when_its_copies_have_ended() -> None:
+    pool, copies = SlabPool("load", count=2, slab_bytes=8), Copies()
+    first, second = pool.lease(), pool.lease()
+    first.release_after(copies)
+    assert (pool.free, pool.leased) == (0, 2)
+    assert repr(pool) == "<SlabPool load 1/2 leased, 1 pending, 8 B>"
+    with pytest.raises(SlabsExhaustedError):
+        pool.lease()
+    with pytest.raises(AssertionError):
+        first.release()
+    copies.have_ended = True
+    second.release_after(copies)  # has ended before
+    assert (pool.free, pool.leased) == (2, 0)
+    assert pool.adds_up
+    assert repr(pool) == "<SlabPool load 0/2 leased, 8 B>"
+
+
+def test_a_lane_that_is_behind_keeps_no_slabs_of_another() -> None:
+    pool, slow, fast = SlabPool("load", count=3, slab_bytes=8), Copies(), Copies()
+    for copies in (slow, fast, fast):
+        pool.lease().release_after(copies)
+    fast.have_ended, fast.polled_by = True, []
+    memory = {pool.lease().tensor.data_ptr() for _ in range(2)}
+    assert len(memory) == 2
+    assert len(fast.polled_by) == 1, "once for all slabs of a mark"
+    assert pool.adds_up
+
+
+def test_a_device_is_not_polled_while_slabs_are_free() -> None:
+    pool, copies = SlabPool("load", count=2, slab_bytes=8), Copies()
+    pool.lease().release_after(copies)
+    copies.polled_by = []
+    with pool.lease():
+        assert copies.polled_by == []
+
+
+def test_who_may_wait_gets_the_slab_whose_copies_end_and_one_thread_polls_for_all() -> None:
+    pool, copies = SlabPool("load", count=4, slab_bytes=8), Copies()
+    given = [pool.lease() for _ in range(4)]
+    for slab in given:
+        slab.release_after(copies)
+    got: list[Slab] = []
+    waiting = [in_thread(lambda: got.append(pool.lease(soon()))) for _ in range(4)]
+    wait_until(lambda: len(pool._back._waiters) == 4)  # type: ignore[attr-defined]
+    copies.polled_by = []
+    wait_until(lambda: len(copies.polled_by) > 10)
+    assert len(set(copies.polled_by)) == 1
+    copies.have_ended = True
+    for thread in waiting:
+        thread.join(PATIENCE_S)
+    assert {slab.tensor.data_ptr() for slab in got} == {slab.tensor.data_ptr() for slab in given}
+    assert not pool._is_polled
+
+
+def test_another_thread_polls_when_the_first_one_leaves() -> None:
+    pool, copies = SlabPool("load", count=1, slab_bytes=8), Copies()
+    pool.lease().release_after(copies)
+    wanted, got = threading.Event(), list[Slab]()
+    wanted.set()
+
+    def give_up() -> None:
+        with pytest.raises(SlabsExhaustedError):
+            pool.lease(soon(), wanted=wanted.is_set)
+
+    first = in_thread(give_up)
+    wait_until(lambda: pool._is_polled)
+    second = in_thread(lambda: got.append(pool.lease(soon())))
+    wait_until(lambda: len(pool._back._waiters) == 2)  # type: ignore[attr-defined]
+    wanted.clear()
+    first.join(PATIENCE_S)
+    copies.have_ended = True
+    second.join(PATIENCE_S)
+    assert len(got) == 1
+
+
+def test_a_wait_for_slabs_ends_at_its_deadline_and_with_nothing_to_wait_for() -> None:
+    pool, copies = SlabPool("load", count=1, slab_bytes=8), Copies()
+    slab = pool.lease()
+    with pytest.raises(SlabsExhaustedError):
+        pool.lease(math.inf)  # nobody returns it while a store is slow
+    slab.release_after(copies)
+    with pytest.raises(SlabsExhaustedError):
+        pool.lease(monotonic() + 0.01)
+    assert not pool._is_polled
+    assert pool.adds_up
+
+
+def test_a_slab_that_is_released_while_another_is_copied_ends_the_wait() -> None:
+    pool, copies = SlabPool("load", count=2, slab_bytes=8), Copies()
+    pool.lease().release_after(copies)
+    slab, got = pool.lease(), list[Slab]()
+    waiting = in_thread(lambda: got.append(pool.lease(soon())))
+    wait_until(lambda: pool._is_polled)
+    slab.release()
+    waiting.join(PATIENCE_S)
+    assert got[0].tensor.data_ptr() == slab.tensor.data_ptr()
+
+
+def test_slabs_of_a_device_that_fails_stay_out_of_use() -> None:
+    class Fails(Copies):
+        def done(self) -> bool:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    pool = SlabPool("load", count=3, slab_bytes=8)
+    pool.lease().release_after(Fails())
+    pool.lease().strand()
+    assert (pool.free, pool.leased) == (1, 2)
+    with pool.lease(), pytest.raises(SlabsExhaustedError):
+        pool.lease(monotonic() + 0.01)
+    assert pool.adds_up
+
+
+# Page-locked memory.
+
+
+class Pinned:
+    """What a driver has been asked for."""
+
+    def __init__(self) -> None:
+        self.locked: list[tuple[int, int]] = []
+
+    def pin(self, memory: torch.Tensor) -> Callable[[], None]:
+        piece = (memory.data_ptr(), memory.nbytes)
+        self.locked.append(piece)
+        return lambda: self.locked.remove(piece)
+
+
+def test_slabs_are_pages_of_their_own_and_not_one_more() -> None:
+    driver = Pinned()
+    pool = SlabPool("load", count=3, slab_bytes=3 * 4096, pin=driver.pin)
+    assert [(address % 4096, nbytes) for address, nbytes in driver.locked] == [(0, 9 * 4096)]
+    begins = driver.locked[0][0]
+    starts = {pool.lease().tensor.data_ptr() - begins for _ in range(3)}
+    assert starts == {0, 3 * 4096, 6 * 4096}
+
+
+def test_slabs_are_locked_until_the_pool_and_every_view_of_them_are_gone() -> None:
+    driver = Pinned()
+    pool = SlabPool("load", count=2, slab_bytes=4096, pin=driver.pin)
+    slab = pool.lease()
+    view = np.frombuffer(slab.view, np.uint8)[:10]
+    del pool, slab
+    gc.collect()
+    assert len(driver.locked) == 1
+    view[:] = 1
+    del view
+    gc.collect()
+    assert driver.locked == []
+
+
+def test_what_a_device_still_copies_is_neither_unlocked_nor_freed_with_its_pool(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    driver, hung, ended = Pinned(), Copies(), Copies()
+    before = len(slabs._STRANDED)
+    for copies in (hung, ended):
+        pool = SlabPool("load", count=2, slab_bytes=4096, pin=driver.pin)
+        pool.lease().release_after(copies)
+        ended.have_ended = True
+        del pool
+        gc.collect()
+    assert len(driver.locked) == 1
+    assert [memory.nbytes for memory in slabs._STRANDED[before:]] == [4096]
+    assert "slabs kept for copies that never ended pool=load count=1" in caplog.text
+
+
+def test_a_driver_that_cannot_unlock_ends_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise RuntimeError("the driver is shutting down")
+
+    pool = SlabPool("load", count=1, slab_bytes=8, pin=lambda _: fail)
+    del pool
+    gc.collect()
+    assert "slabs not unlocked" in caplog.text
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError, OSError])
+def test_without_memory_for_wide_slabs_a_load_misses(error: type[Exception]) -> None:
+    def refuse(_: torch.Tensor) -> Callable[[], None]:
+        raise error("out of memory")
+
+    wide: WideSlabs[str] = WideSlabs(pairs=1, slab_bytes=8, pin=refuse)
+    with pytest.raises(SlabsExhaustedError, match="out of memory"):
+        wide.pool()
+
+
+def test_copies_of_a_device_read_and_write_slabs_in_place() -> None:
+    device = current_device()
+    pool = SlabPool("load", count=2, slab_bytes=4096, pin=pinning())
+    source, target = pool.lease(), pool.lease()
+    source.tensor.fill_(7)
+    target.tensor.zero_()
+    target.tensor.copy_(source.tensor.to(device, non_blocking=True), non_blocking=True)
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+    assert bytes(target.view) == bytes([7]) * 4096

@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from inspect import signature
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,6 +59,9 @@ _LOOKUP_AGE_MIN_S = 10.0
 _PAGE = 4096
 _PINNED_SHARE = 8
 """Divisor: by default all workers of a host take at most this fraction of its memory."""
+_PINNED_BYTES = 1 << 30
+"""The default limit is at least this, if the host has the memory: payloads of other shapes take a
+share of the limit."""
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _LOAD_LANES = 2
 """Streams of loads: while one distributes pages, the other copies."""
@@ -177,13 +181,14 @@ def open_worker_side(
 
     ``kv_caches``: vLLM's paged cache by layer, never freed or resized here.
     """
+    use_batched_copies(next(iter(kv_caches.values())).device)
     rank = Rank(
         tensor_rank(vllm_config),
         writer,
         max(1, vllm_config.max_concurrent_batches),
         writes_early=getattr(vllm_config, "use_v2_model_runner", False),
         pp_rank=pipeline_rank(vllm_config),
-        workers=vllm_config.parallel_config.world_size,
+        workers=_workers_here(vllm_config),
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         quantised=read_quantised(vllm_config, kv_caches),
     )
@@ -196,6 +201,18 @@ def open_worker_side(
         kv_caches=kv_caches,
         tracing=open_tracing(),
     )
+
+
+def use_batched_copies(device: torch.device) -> None:
+    """Let lanes of CUDA and ROCm use vLLM's batched copy if this version has it. Source: vLLM 0.32,
+    ``swap_blocks_batch`` in ``_custom_ops.py``."""
+    if device.type != "cuda" or driver_of(device).batch_copy is not None:
+        return
+    from vllm import _custom_ops
+
+    copy = getattr(_custom_ops, "swap_blocks_batch", None)
+    if copy is not None and "is_src_access_order_any" in signature(copy).parameters:
+        driver_of(device).batch_copy = copy
 
 
 def make_worker_side(
@@ -213,10 +230,7 @@ def make_worker_side(
     device = next(iter(groups.values())).device
     pools = plan_pools(config, groups, geometry.chunk_tokens, rank)
     pin = None if device.type == "cpu" else driver_of(device).pin
-    slabs = [
-        SlabPool(name, count=count, slab_bytes=pools.slab_bytes, pin=pin)
-        for name, count in (("load", pools.load_slabs), ("save", pools.save_slabs))
-    ]
+    slabs = open_slabs(pools, pin)
     # Each lane of a device has staging memory, and more lanes do not copy faster.
     lanes = cycle([open_lane(device, urgent=True) for _ in range(_LOAD_LANES)])
     loader = Loader(
@@ -241,7 +255,7 @@ def make_worker_side(
         lane=open_lane(device),
         limits=SaveLimits(
             config.save_threads,
-            config.save_queue_max,
+            pools.save_queue_max,
             config.save_deadline_ms / 1000,
             config.codec,
             rank.writer,
@@ -263,8 +277,10 @@ class Pools:
     load_slabs: int
     save_slabs: int
     load_threads: int
-    nbytes: int
-    """The whole of it."""
+    save_queue_max: int
+    """How many saves may wait, for the device or for a thread."""
+    nbytes_max: int
+    """Limit for the memory of all slabs."""
 
 
 def plan_pools(
@@ -278,15 +294,18 @@ def plan_pools(
     slab_bytes = max(payload_bytes_max(g.layers, tokens=chunk_tokens) for g in groups.values())
     # One page more, because the header is a few bytes longer for another block size.
     slab_bytes = -(-slab_bytes // _PAGE) * _PAGE + _PAGE
+    # In each group a step may also complete a chunk that an earlier step began.
     two_steps = 2 * len(groups) * (rank.step_tokens // chunk_tokens + 1)
+    load_max, queue_max = 2 * config.load_threads, max(config.save_queue_max, two_steps)
+    save_max = queue_max + config.save_threads
     nbytes = config.pinned_bytes_max
     if not nbytes:
-        save_max = max(two_steps, config.save_queue_max + config.save_threads)
-        nbytes = slab_bytes * (2 * config.load_threads + save_max)
-        nbytes = min(nbytes, max(_host_bytes() // _PINNED_SHARE // rank.workers, 4 * slab_bytes))
+        share = _host_bytes() // _PINNED_SHARE // rank.workers
+        expected = max(slab_bytes * (load_max + save_max), _PINNED_BYTES)
+        nbytes = min(expected, max(share, 4 * slab_bytes))
     budget = nbytes // slab_bytes
-    load = min(2 * config.load_threads, budget // 2 // 2 * 2)
-    save = min(max(two_steps, config.save_queue_max + config.save_threads), budget - load)
+    load = min(load_max, budget // 2 // 2 * 2)
+    save = min(save_max, budget - load)
     if load < 2 or save < 1:
         raise ConfigError(
             f"pinned_bytes_max={config.pinned_bytes_max} is less than 4 slabs of {slab_bytes} "
@@ -300,7 +319,30 @@ def plan_pools(
             two_steps,
             slab_bytes,
         )
-    return Pools(slab_bytes, load, save, load // 2, budget * slab_bytes)
+    return Pools(slab_bytes, load, save, load // 2, queue_max, nbytes)
+
+
+def open_slabs(pools: Pools, pin: Pin | None) -> list[SlabPool]:
+    """Allocate the slabs of loads and of saves. Raises ``ConfigError`` if memory is short, or may
+    not be page-locked."""
+    counts = {"load": pools.load_slabs, "save": pools.save_slabs}
+    try:
+        return [
+            SlabPool(name, count=count, slab_bytes=pools.slab_bytes, pin=pin)
+            for name, count in counts.items()
+        ]
+    except (OSError, RuntimeError, MemoryError) as exc:
+        nbytes = pools.slab_bytes * sum(counts.values())
+        raise ConfigError(
+            f"no {nbytes} bytes of {'' if pin is None else 'pinned '}memory for loads and saves "
+            f"({exc}): lower pinned_bytes_max"
+        ) from exc
+
+
+def _workers_here(vllm_config: "VllmConfig") -> int:
+    """Return how many workers this host may have, those of data-parallel replicas included."""
+    parallel = vllm_config.parallel_config
+    return int(parallel.world_size * max(1, parallel.data_parallel_size_local))
 
 
 def _host_bytes() -> int:
@@ -323,7 +365,7 @@ def plan_wide(
     """Return pairs of slabs that fit any payload of the model. They are allocated when needed."""
     largest = max(whole_payload_bytes_max(g, tokens=chunk_tokens) for g in groups.values())
     slab_bytes = -(-largest // _PAGE) * _PAGE + _PAGE
-    pairs = pools.nbytes // _WIDE_SHARE // (2 * slab_bytes)
+    pairs = pools.nbytes_max // _WIDE_SHARE // (2 * slab_bytes)
     return WideSlabs(pairs=min(max(1, pairs), config.load_threads), slab_bytes=slab_bytes, pin=pin)
 
 

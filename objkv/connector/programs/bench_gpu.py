@@ -84,7 +84,7 @@ class TimedDriver:
     def seconds(self) -> float:
         """Return the time from the first event to the last. All must have passed."""
         first, *others = self.events
-        return max(first.elapsed_time(event) for event in others) / 1e3
+        return float(max(first.elapsed_time(event) for event in others)) / 1e3
 
 
 class OnePrompt:
@@ -94,7 +94,7 @@ class OnePrompt:
         """``in_place``: serve headers only, as if the pages were in every slab already."""
         self.layers, self.in_place = group.layers, in_place
         room = header_room(group.layers)
-        self._slab = memoryview(np.empty(room + group.raw_bytes, np.uint8))
+        self._slab = np.empty(room + group.raw_bytes, np.uint8).data
         self._pages = self._slab[room:]
         if not in_place:
             self._pages[:] = kv_like(group.raw_bytes)

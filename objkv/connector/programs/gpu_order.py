@@ -1,7 +1,8 @@
 """Shows that loads and saves are ordered with a model's kernels on a device.
 
-``python -m objkv.connector.programs.gpu_order DEVICE [SEED]`` runs all scenarios and prints a JSON
-line for each. Each makes one side of an edge between streams slow, and compares all bytes.
+``python -m objkv.connector.programs.gpu_order KIND`` runs all scenarios and prints a JSON line for
+each, see ``open_device``. Each makes one side of an edge between streams slow, and compares all
+bytes.
 """
 
 import json
@@ -13,8 +14,10 @@ from typing import Any, Final
 
 import torch
 
+from objkv.connector.programs.devices import open_device, simulated_controls
 from objkv.connector.programs.ordering import loads, saves, steps
 from objkv.connector.programs.ordering.rig import Delay, OrderRig, Scenario
+from objkv.ops.bench.gpu import SIMULATED
 
 SCENARIOS: Final = (*loads.SCENARIOS, *saves.SCENARIOS, *steps.SCENARIOS)
 _MATRIX: Final = 4096
@@ -98,14 +101,21 @@ def _seconds(api: Any, device: torch.device, work: Callable[[], object]) -> floa
 
 
 def main() -> None:
-    """Run all scenarios and print their results. The exit status is 1 if any failed."""
-    device = torch.device(sys.argv[1])
-    seed = int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    failures = 0
-    for verdict in run_scenarios(device, scenarios=SCENARIOS, seed=seed):
+    """Run all scenarios and print their results. Prints nothing without a device of this kind."""
+    device = open_device(sys.argv[1])
+    if device is None:
+        return
+    delay = None
+    if device.type == SIMULATED:
+        delay = _simulated_delay
+        torch.set_num_threads(1)  # PyTorch's own threads would take the cores of its streams
+    for verdict in run_scenarios(device, scenarios=SCENARIOS, delay=delay):
         print(json.dumps(asdict(verdict)), flush=True)
-        failures += not verdict.is_right
-    sys.exit(bool(failures))
+
+
+def _simulated_delay(stream: Any, seconds: float) -> None:
+    with torch.get_device_module(SIMULATED).stream(stream):
+        simulated_controls().sleep(round(seconds * 1e6))
 
 
 if __name__ == "__main__":

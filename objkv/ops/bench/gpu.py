@@ -113,23 +113,26 @@ def rows_of(answer: GpuAnswer, prefix: str = "") -> Iterator[BenchRow]:
     yield beside.throughput(f"{prefix}load while steps compute", loaded, LOAD)
     step = Compared(timings, "step beside", "step", "the same steps alone")
     yield step.duration(f"{prefix}step beside a load of {answer.loaded} chunks", "ms", STEP)
-    busy = Compared(timings, "busy load", "busy limit", up)
+    busy = Compared(timings, "busy load", "busy limit", "the step before it, and a plain copy")
     yield busy.duration(
-        f"{prefix}load of {answer.loaded_by_step} chunks by a busy engine",
+        f"{prefix}load of {answer.loaded_by_step} chunks in each step of {BUSY_STEP_MS} ms",
         "ms",
-        detail=f"one in each step of {BUSY_STEP_MS} ms, until it is reported",
+        detail="from its step's start until it is reported",
     )
     yield from _forward_rows(timings, answer, prefix)
 
 
 def _with_limits(answer: GpuAnswer) -> Timings:
-    """Add plain copies of as many bytes as one step saves, and as one of the busy steps loads."""
+    """Add the time of plain copies of the bytes that one step saves, and that one of the busy steps
+    loads. Those begin when the step before has ended, because it may still write their blocks."""
     seconds = dict(answer.seconds)
     for form in FORMS:
         share = answer.saved / answer.loaded
         seconds[f"{form} save limit"] = [s * share for s in seconds[f"{form} to_host"]]
     share = answer.loaded_by_step / answer.loaded
-    seconds["busy limit"] = [s * share for s in seconds[f"{FORMS[0]} to_device"]]
+    seconds["busy limit"] = [
+        BUSY_STEP_MS / 1e3 + s * share for s in seconds[f"{FORMS[0]} to_device"]
+    ]
     return Timings(seconds)
 
 

@@ -6,8 +6,16 @@ from pathlib import Path
 import pytest
 
 from objkv.config import load_config
-from objkv.errors import PayloadError
-from objkv.ops.bench.gpu import bench_gpu, measure_device, rows_of
+from objkv.errors import ConfigError, PayloadError
+from objkv.ops.bench.gpu import (
+    FORMS,
+    ORDERS,
+    GpuAnswer,
+    bench_gpu,
+    bench_simulated,
+    rows_of,
+    simulated_source,
+)
 from objkv.ops.bench.harness import Section
 from objkv.ops.bench.lookup import bench_lookup
 from objkv.ops.bench.store import bench_configured, bench_store
@@ -84,10 +92,24 @@ def test_nothing_is_left_there_either_when_it_fails(
 
 @needs_torch
 def test_transfers_are_measured_on_any_device(tmp_path: Path) -> None:
-    answer = measure_device(quick(tmp_path), "cpu")
-    assert answer is not None
-    rows = rows_of(answer)
-    assert [row.ok is not None for row in rows] == [True, False, True]
+    simulated = pytest.importorskip("tests.device.simulated")
+    try:
+        simulated.library()
+    except simulated.NoCompilerError as missing:
+        pytest.skip(str(missing))
+    section = bench_simulated(quick(tmp_path))
+    assert len(judged(section)) == 2 * len(FORMS) + 3
+    assert all(row.name.startswith("simulated: ") and row.ours > 0 for row in section.rows)
+    assert section.servers["GPU"].startswith("simulated: ")
+
+
+def test_the_simulated_device_is_in_the_source_tree_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (simulated_source() / "objkv").is_dir()
+    monkeypatch.setattr("objkv.__file__", str(tmp_path / "objkv" / "__init__.py"))
+    with pytest.raises(ConfigError, match="in a clone of the project only"):
+        bench_simulated(quick(tmp_path))
 
 
 @needs_torch
@@ -97,3 +119,26 @@ def test_without_a_gpu_nothing_is_measured_and_that_is_said(
     monkeypatch.setattr("objkv.ops.bench.gpu.measure_device", lambda *_: None)
     section = bench_gpu(quick(tmp_path))
     assert (section.skipped, section.notes) == (True, ("no GPU here",))
+
+
+def test_each_row_has_the_limit_of_as_many_bytes() -> None:
+    sides = ["step", "step beside", "load beside", "busy load"]
+    sides += [f"forward {what}" for what in ("load", "save", "idle")]
+    for form in FORMS:
+        sides += [f"{form} to_device", f"{form} to_host"]
+        sides += [f"{form} {what} {order}" for what in ("load", "gather") for order in ORDERS]
+    answer = GpuAnswer(
+        device="x",
+        chunk_bytes=10**9,
+        loaded=8,
+        saved=2,
+        loaded_by_step=1,
+        seconds={side: [0.5] for side in sides},
+    )
+    rows = {row.name: row for row in rows_of(answer)}
+    load, save = rows["load, NHD, scattered blocks"], rows["save, NHD, scattered blocks"]
+    assert (load.ours, load.limit, load.ratio) == (16.0, 16.0, 1.0)
+    assert (save.ours, save.limit, save.ratio) == (4.0, 16.0, 0.25)
+    busy = rows["load of 1 chunks in each step of 30 ms"]
+    assert (busy.ours, busy.limit) == (500.0, 30 + 500 / 8)
+    assert rows["forward thread, save of 2 chunks"].ours == 5e5

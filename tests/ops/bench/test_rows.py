@@ -2,7 +2,6 @@
 
 import pytest
 
-from objkv.ops.bench.gpu import hidden_share
 from objkv.ops.bench.harness import BenchReport, BenchRow, Section, Target, describe_machine
 
 
@@ -28,13 +27,6 @@ def test_a_report_names_the_rows_that_miss() -> None:
     rows.append(BenchRow("y", "s", 1.0))
     report = BenchReport("0", describe_machine(), 1, True, (Section("s", tuple(rows), {}),))
     assert report.missed == (rows[1],)
-
-
-def test_what_overlaps_is_told_as_a_share_of_the_smaller() -> None:
-    assert hidden_share(1.0, 2.0, 2.0) == 1.0
-    assert hidden_share(1.0, 2.0, 3.0) == 0.0
-    assert hidden_share(2.0, 1.0, 2.5) == 0.5
-    assert hidden_share(1.0, 2.0, 5.0) == 0.0
 
 
 def test_the_machine_is_described() -> None:
