@@ -89,7 +89,7 @@ class OrderRig:
     def __init__(self, device: torch.device, delay: Delay, setup: Setup, seed: int = 0) -> None:
         """``seed``: of random choices."""
         self.device, self.setup = device, setup
-        self.random = Random(seed)  # noqa: S311 - for repeatable choices
+        self.random = Random(seed)  # noqa: S311  # not a secret
         self.is_asynchronous = device.type != "cpu"
         """Whether kernels and copies run while the calling thread goes on."""
         self._delay = delay
