@@ -34,7 +34,7 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
 FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
-COMMAND = re.compile(r"(?<![\w/.-])objkv ((?:bench )?[a-z]+\b)([^|#;`()]*)")
+COMMAND = re.compile(r"(?<![\w/.-])objkv ((?:bench )?[a-z]+(?:-[a-z]+)?\b)([^|#;`()]*)")
 LOGGED = {"ready", "identity"}
 """Lines of a replica's log begin like a command."""
 

@@ -15,9 +15,9 @@ from objkv.cli.output import Printer, plain
 from objkv.config import cache_folder
 from objkv.errors import ConfigError
 from objkv.ops.bench.gpu import simulated_source
+from objkv.ops.bench.gpu_check import GpuChecks, GpuReport, write_report
 from objkv.ops.bench.harness import BenchSetting, Factories
 from objkv.ops.demo import DemoFolder, DemoReport, Size, prompts_of, show_replicas
-from objkv.ops.gpu_check import GpuChecks, GpuReport, write_report
 from objkv.telemetry import NullRecorder
 
 _ROUNDS = 5

@@ -5,7 +5,7 @@ compares the written bytes. ``docs/indexes.md`` specifies the form.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence, ValuesView
+from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
 from itertools import compress
 
 from objkv.index.base import Record, ShardRecord, Shards
@@ -80,6 +80,10 @@ class WrittenShards(Mapping[str, ShardRecord]):
     def values(self) -> ValuesView[ShardRecord]:
         """All shard records, decoded together; the inherited view gets them one by one."""
         return self._shards().values()
+
+    def items(self) -> ItemsView[str, ShardRecord]:
+        """All fields with their records, decoded together, as for ``values``."""
+        return self._shards().items()
 
     def __len__(self) -> int:
         return len(self._values) - self._values.count(b"")

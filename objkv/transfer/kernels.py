@@ -28,7 +28,7 @@ class PageKernels(Protocol):
 
     def prepare(self, layers: PagedLayers) -> None:
         """Compile and load all kernels for these layers, which may have several shapes, and upload
-        their addresses. Takes up to a second for each new shape. Raises any exception of the
+        their addresses. Takes about a second for each new shape. Raises any exception of the
         compiler."""
 
     def scatter(
@@ -238,7 +238,7 @@ class TritonKernels:
         assert ids.dtype == torch.int64
         assert ids.is_contiguous()
         form = forms[action]
-        grid = (len(ids) * -(-form.page // form.tile), len(layers))
+        grid = (ids.numel() * -(-form.page // form.tile), len(layers))
         numbers = _Frame(*[2 * number + 3 for number in frame])
         self._copy_pages[grid](staged, layers.pointers, ids, numbers, form)
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from operator import attrgetter
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -96,13 +95,15 @@ class RecordColumns:
     def pack(cls, records: Sequence[ShardRecord]) -> "RecordColumns":
         """Return these records in columns."""
         numbers = np.empty(len(records), cls.NUMBERS)
-        for name in ("nbytes", "raw_bytes", "created_s", "hot"):
-            column = numbers[name]
-            column[:] = np.fromiter(map(attrgetter(name), records), column.dtype, len(records))
+        # Comprehensions: half the time of attrgetter, and this is most of planning a load.
+        numbers["nbytes"] = array("q", [record.nbytes for record in records])
+        numbers["raw_bytes"] = array("q", [record.raw_bytes for record in records])
+        numbers["created_s"] = array("q", [record.created_s for record in records])
+        numbers["hot"] = np.frombuffer(bytes([record.hot for record in records]), np.bool_)
         names = [record.codec for record in records]
         codecs = tuple(dict.fromkeys(names))
         numbers["codec"] = 0 if len(codecs) == 1 else [codecs.index(name) for name in names]
-        return cls(numbers, codecs, " ".join(map(attrgetter("header_checksum"), records)))
+        return cls(numbers, codecs, " ".join([record.header_checksum for record in records]))
 
     def __len__(self) -> int:
         return len(self._numbers)

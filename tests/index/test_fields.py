@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from objkv.index.base import ShardRecord
-from objkv.index.fields import decode_shard, encode_shard
+from objkv.index.fields import WrittenShards, decode_shard, encode_shard
 from objkv.testing.index_contract import shard
 
 COUNT = st.integers(0, 10**18 - 1)
@@ -27,6 +27,16 @@ def test_what_is_written_is_read_and_is_json(record: ShardRecord) -> None:
     value = encode_shard(record)
     assert decode_shard(value) == record
     assert tuple(json.loads(value)) == astuple(record)
+
+
+@given(st.lists(st.none() | SHARDS, min_size=1, max_size=4).filter(any))
+def test_encoded_shards_are_the_mapping_of_their_records(shards: list[ShardRecord | None]) -> None:
+    fields = tuple(f"0.L0-1_H{i}-{i + 1}" for i in range(len(shards)))
+    written = WrittenShards(fields, [b"" if one is None else encode_shard(one) for one in shards])
+    known = {field: one for field, one in zip(fields, shards, strict=True) if one is not None}
+    assert written == known
+    assert list(written.items()) == list(known.items())
+    assert (list(written), list(written.values())) == (list(known), list(known.values()))
 
 
 @given(st.binary() | st.text().map(str.encode))

@@ -229,18 +229,18 @@ def test_pages_of_several_tiles(
 
 @pytest.mark.parametrize("wide", ["block", "head", "token"])
 def test_offsets_beyond_31_bits(kernels: PageKernels, wide: str) -> None:
-    """The cache is of bytes, so that they are far apart in 4 GiB. Zeros that no page is written
-    to take no memory, unlike those of PyTorch."""
-    far = (1 << 31) + 7
-    memory = torch.from_numpy(np.zeros(2 * far + 4096, dtype=np.uint8))
+    """Offsets exceed 31 bits although strides do not. The cache is of bytes, in 4 GiB. Zeros of
+    numpy, unlike those of PyTorch, take no memory until they are written."""
+    far = (1 << 30) + 7
+    memory = torch.from_numpy(np.zeros(4 * far, dtype=np.uint8))
     strides = {"block": 64, "head": 16, "token": 4} | {wide: far}
-    cache = memory.as_strided((3, 2, 3, 4), (*strides.values(), 1))
+    cache = memory.as_strided((4, 4, 4, 4), (*strides.values(), 1))
     layers = PagedLayers([cache])
-    pages = random_words((1, 2, 2, 3, 4), torch.uint8, seed=5)
-    ids = torch.tensor([2, 0])
-    kernels.scatter(pages, layers, ids, Recast((0, 2), 3, 0, 2))
-    assert torch.equal(cache[[2, 0]], pages[0])
-    assert not cache[1].any()
+    pages = random_words((1, 2, 4, 4, 4), torch.uint8, seed=5)
+    ids = torch.tensor([3, 0])
+    kernels.scatter(pages, layers, ids, Recast((0, 4), 4, 0, 2))
+    assert torch.equal(cache[[3, 0]], pages[0])
+    assert not cache[[1, 2]].any()
     back = torch.zeros(1, *pages.shape, dtype=torch.uint8)
     kernels.gather(layers, ids, back)
     assert torch.equal(back[0], pages)
@@ -398,6 +398,14 @@ def access_bytes(assembly: str) -> Counter[int]:
     return found
 
 
+def compiled_access(paged: Paged, folder: Path) -> list[Counter[int]]:
+    """``access_bytes`` of all kernels for these layers."""
+    TritonKernels().prepare(paged.layers)
+    listings = [*folder.rglob("*.ptx"), *folder.rglob("*.amdgcn")]
+    assert len(listings) == 3
+    return [access_bytes(listing.read_text()) for listing in listings]
+
+
 @needs_triton
 @pytest.mark.parametrize("layout", [hnd, nhd, layers_in_blocks])
 @pytest.mark.parametrize("content", [64, 144], ids=["K and V of 128", "MLA"])
@@ -409,11 +417,25 @@ def test_each_thread_moves_16_bytes_at_once(
 ) -> None:
     """The compiler must know that words are adjacent and aligned, although addresses come from a
     table."""
-    TritonKernels().prepare(Paged(layout, (2, 4, 2, 16, content)).layers)
-    listings = [*tmp_path.rglob("*.ptx"), *tmp_path.rglob("*.amdgcn")]
-    assert len(listings) == 3
-    for listing in listings:
-        widths = access_bytes(listing.read_text())
-        is_nvidia = listing.suffix == ".ptx"  # AMD loads table entries by other instructions
+    is_nvidia = gpu.target.backend == "cuda"  # AMD loads table entries by other instructions
+    for widths in compiled_access(Paged(layout, (2, 4, 2, 16, content)), tmp_path):
         assert widths.pop(8, 0) == (2 if is_nvidia else 0)
         assert set(widths) == {16}
+
+
+@needs_triton
+@pytest.mark.parametrize("misplaced", [0, 1], ids=["the first layer", "another layer"])
+def test_layers_at_odd_addresses_are_not_accessed_16_bytes_at_once(
+    gpu: FakeGpu, tmp_path: Path, misplaced: int
+) -> None:
+    """A GPU refuses such an access. Pages in staging memory are aligned."""
+    paged = Paged(hnd, (2, 4, 2, 16, 64))
+    memory = torch.zeros(2 * 16 * 64 * 4 + 1, dtype=torch.int64)
+    caches = list(paged.layers.caches)
+    caches[misplaced] = memory[1:].view(4, 2, 16, 64)
+    paged.layers = PagedLayers(caches)
+    for widths in compiled_access(paged, tmp_path):
+        threads = 4 * gpu.target.warp_size
+        cells = 2048 // threads
+        assert widths[8] == cells + (2 if gpu.target.backend == "cuda" else 0)
+        assert widths[16] == cells // 2

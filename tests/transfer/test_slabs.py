@@ -18,7 +18,7 @@ from tests.support.paged_cache import PATIENCE_S, wait_until
 
 
 class Copies:
-    """The mark of copies that end when a test says so."""
+    """The mark of copies that end when a test sets ``have_ended``."""
 
     number = 1
 
@@ -185,7 +185,7 @@ def test_a_wait_for_slabs_ends_at_its_deadline_and_with_nothing_to_wait_for() ->
     pool, copies = SlabPool("load", count=1, slab_bytes=8), Copies()
     slab = pool.lease()
     with pytest.raises(SlabsExhaustedError):
-        pool.lease(math.inf)  # nobody returns it while a store is slow
+        pool.lease(math.inf)  # it may be held for as long as a store takes
     slab.release_after(copies)
     with pytest.raises(SlabsExhaustedError):
         pool.lease(monotonic() + 0.01)
@@ -222,7 +222,7 @@ def test_slabs_of_a_device_that_fails_stay_out_of_use() -> None:
 
 
 class Pinned:
-    """What a driver has been asked for."""
+    """A driver that keeps a list of locked memory: (address, bytes)."""
 
     def __init__(self) -> None:
         self.locked: list[tuple[int, int]] = []

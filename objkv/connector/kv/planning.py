@@ -100,11 +100,10 @@ def _stored_shards(geometry: Geometry, found: Sequence[Shards | None]) -> _Store
     kinds, chosen, starts, records = list[Kind](), list[int](), list[int](), list[ShardRecord]()
     for shards in found:
         # A chunk without any stored shard was passed by a sliding window and has no blocks.
-        fields = () if shards is None else tuple(shards)
+        known = dict(shards.items()) if shards is not None else {}
+        fields = tuple(known)
         starts.append(len(records))
-        if shards is not None:
-            records += shards.values()
-        assert len(records) == starts[-1] + len(fields)
+        records += known.values()
         if (pattern := patterns.get(fields)) is None:
             pattern = patterns[fields] = len(patterns)
             kinds += [_kind(fields, group) for group in range(len(geometry.groups))]

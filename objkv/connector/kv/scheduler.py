@@ -1,7 +1,8 @@
 """The scheduler's side: matches prompts with stored chunks and plans loads and saves.
 
-It never uses the network. It polls lookups that run in the background, and makes one plan per step
-from their answers and vLLM's block tables. Source of the call order: vLLM 0.31-0.33,
+It never uses the network. It polls lookups that run in the background, waits for new ones at most
+1 ms per scheduling pass, and makes one plan per step from their answers and vLLM's block tables.
+Source of the call order: vLLM 0.31-0.33,
 ``v1/core/sched/scheduler.py``.
 """
 

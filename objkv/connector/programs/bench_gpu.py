@@ -1,4 +1,4 @@
-"""Measures loads and saves of a worker's paged cache on a device, beside a model's steps.
+"""Measures loads and saves of a worker's paged cache on a device, along with a model's steps.
 
 ``python -m objkv.connector.programs.bench_gpu DEVICE CHUNKS ROUNDS`` prints one JSON line, or
 nothing without such a device (see ``open_device``). The model has the shape of an 8B: a chunk is
@@ -160,7 +160,7 @@ class Rig:
         self.chunks = (layers.shape[1] - 1) // _BLOCKS
         self._loads: dict[str, list[LoadMove]] = {}
         self.noted: dict[str, list[float]] = {}
-        """Seconds by side of what is measured besides what a method returns."""
+        """Further measurements: seconds by side."""
         self._requests = 0
         self._started: dict[str, float] = {}
         """When each load was started that has not ended."""
@@ -204,7 +204,7 @@ class Rig:
         self._worker.close()
         self._api.synchronize(self._device)
 
-    # What is measured.
+    # The measurements.
 
     def load(self, order: str) -> float:
         """Load all chunks. Returns device seconds."""

@@ -1,5 +1,5 @@
-"""``bench gpu``: loads and saves of a paged cache on a GPU, beside a model's steps, against copies
-from page-locked memory.
+"""``bench gpu``: loads and saves of a paged cache on a GPU, along with a model's steps, against
+copies from page-locked memory.
 
 ``objkv.connector.programs.bench_gpu`` measures in a process of its own, and its output is defined
 here. It can also measure the simulated device of the source tree, which models a GPU's time.
@@ -25,7 +25,7 @@ contiguous."""
 ORDERS: Final = ("consecutive", "scattered")
 """Places of a prompt's blocks in the paged cache. On a busy server they are scattered."""
 STEP_MS, BUSY_STEP_MS = 10, 30
-"""Length of the steps that run beside one long load, and of those that each start a short one."""
+"""Length of the steps that run during one long load, and of those that each start a short one."""
 LOAD = Target(0.9)
 FORWARD_US = Target(200, at_most=True, of="ours")
 STEP = Target(1.02, at_most=True)
@@ -112,7 +112,7 @@ def rows_of(answer: GpuAnswer, prefix: str = "") -> Iterator[BenchRow]:
     beside = Compared(timings, "load beside", f"{FORMS[0]} to_device", up)
     yield beside.throughput(f"{prefix}load while steps compute", loaded, LOAD)
     step = Compared(timings, "step beside", "step", "the same steps alone")
-    yield step.duration(f"{prefix}step beside a load of {answer.loaded} chunks", "ms", STEP)
+    yield step.duration(f"{prefix}step during a load of {answer.loaded} chunks", "ms", STEP)
     busy = Compared(timings, "busy load", "busy limit", "the step before it, and a plain copy")
     yield busy.duration(
         f"{prefix}load of {answer.loaded_by_step} chunks in each step of {BUSY_STEP_MS} ms",

@@ -9,9 +9,9 @@ import pytest
 
 from objkv.cli.gpu_check import gpu_document
 from objkv.errors import ConfigError, StoreUnavailable
+from objkv.ops.bench.gpu_check import CheckedStage, GpuChecks, GpuReport, markdown_of, write_report
 from objkv.ops.bench.harness import Section
 from objkv.ops.demo import DemoReport
-from objkv.ops.gpu_check import CheckedStage, GpuChecks, GpuReport, markdown_of, write_report
 
 RIGHT = {"name": "a", "description": "b", "is_right": True, "fault": ""}
 
@@ -33,7 +33,7 @@ def checks(
     said = {"gpu_check": layouts, "gpu_order": order}
     monkeypatch.setattr(GpuChecks, "_said", lambda _self, program: iter(said[program]))
     skipped = Section("gpu", (), {}, ("no GPU here",), skipped=True)
-    monkeypatch.setattr("objkv.ops.gpu_check.bench_simulated", lambda _setting: skipped)
+    monkeypatch.setattr("objkv.ops.bench.gpu_check.bench_simulated", lambda _setting: skipped)
     return made
 
 
