@@ -18,7 +18,8 @@ from unittest.mock import patch
 import torch
 
 from objkv.connector.programs.gpu_order import SCENARIOS, run_scenarios
-from objkv.connector.programs.ordering.rig import Scenario, Setup
+from objkv.connector.programs.ordering.rig import Scenario
+from objkv.connector.programs.ordering.setup import Setup
 from tests.device import simulated
 
 PATIENCE_S = 4.0
@@ -55,7 +56,7 @@ class Edit:
         assert self.old in text, f"{self.place} no longer contains: {self.old}"
         scope: dict[str, Any] = {}
         edited = text.replace(self.old, self.new)
-        exec(compile(edited, f"<mutant of {self.place}>", "exec"), vars(module), scope)  # noqa: S102
+        exec(compile(edited, f"<mutant of {self.place}>", "exec"), vars(module), scope)  # noqa: S102  # our own code
         with patch.object(owner, name, scope[name]):
             yield
 

@@ -15,14 +15,8 @@ import torch
 from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.programs import gpu_order
 from objkv.connector.programs.gpu_order import SCENARIOS, busy_kernel, run_scenarios
-from objkv.connector.programs.ordering.rig import (
-    STRIDED,
-    WHOLE,
-    CacheLayout,
-    OrderRig,
-    Scenario,
-    Setup,
-)
+from objkv.connector.programs.ordering.rig import OrderRig, Scenario
+from objkv.connector.programs.ordering.setup import STRIDED, WHOLE, CacheLayout, Setup
 from tests.device.mutants import MUTANTS, Edit, Mutant, delay, finds, play
 
 HOST = torch.device("cpu")
@@ -138,14 +132,20 @@ def test_an_exception_is_a_failure_of_its_scenario_alone() -> None:
 
 
 def test_the_program_prints_a_line_per_scenario(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    sim: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu_order, "SCENARIOS", SCENARIOS[:2])
-    monkeypatch.setattr(sys, "argv", ["gpu_order", "cpu", "3"])
-    with pytest.raises(SystemExit) as ended:
-        gpu_order.main()
-    assert not ended.value.code
+    monkeypatch.setattr(sys, "argv", ["gpu_order", "sim"])
+    gpu_order.main()
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(line["name"], line["is_right"]) for line in lines] == [
         (scenario.name, True) for scenario in SCENARIOS[:2]
     ]
+
+
+def test_the_program_prints_nothing_without_a_device(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_order", "no such device"])
+    gpu_order.main()
+    assert not capsys.readouterr().out

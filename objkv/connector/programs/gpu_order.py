@@ -49,7 +49,7 @@ def run_scenarios(
 
     Args:
         scenarios: the scenarios to run.
-        delay: keeps a stream busy. By default a kernel of PyTorch's, or matrix products.
+        delay: keeps a stream busy. By default by matrix products.
         seed: of random choices.
         patience_s: bound of each wait, instead of that of each scenario.
     """

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import cycle
 from random import Random
 from typing import Any, Final, Self, cast
@@ -30,11 +29,20 @@ from objkv.config import load_config
 from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.model.groups import Geometry
+from objkv.connector.programs.ordering.setup import (
+    CHUNK_TOKENS,
+    LAYERS,
+    NAMESPACE,
+    Pages,
+    Setup,
+    content_of,
+    hashes_of,
+)
 from objkv.errors import TransferError
 from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity
-from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
+from objkv.keys.prefix import root_hash, token_digest
 from objkv.telemetry import MemoryRecorder
 from objkv.tracing import NO_TRACING
 from objkv.transfer.devices import DeviceLane, driver_of, open_lane
@@ -46,78 +54,10 @@ from objkv.transfer.plan import ChunkMove, LoadMove, LoadMoves, LoadPlan, SaveMo
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import Slab, SlabPool, SlabsExhaustedError
 
-NAMESPACE: Final = "0123456789abcdef" * 2
-OTHER_NAMESPACE: Final = "fedcba9876543210" * 2
-"""The namespace after the weights were updated."""
-LAYERS: Final = ("layers.0", "layers.1", "layers.2")
-CHUNK_TOKENS: Final = 64
-CHUNKS: Final = 8
-"""Stored chunks of the prompt."""
 Delay = Callable[[Any, float], None]
 """Keeps a stream busy: (stream, seconds). The calling thread does not wait."""
-Pages = list[torch.Tensor]
-"""One tensor per layer, ``[blocks, heads, block_size, content]``."""
 _GARBAGE: Final = 0x11
 _LOOK_S: Final = 5e-4
-
-
-@dataclass(frozen=True, slots=True)
-class CacheLayout:
-    """The form of the paged cache."""
-
-    heads: int = 2
-    block_size: int = 16
-    content: int = 64
-    contiguous: bool = False
-    """Whether the bytes of a block are contiguous (HND). If not, all heads of a token are (NHD)."""
-
-    @property
-    def chunk_blocks(self) -> int:
-        """Blocks per chunk."""
-        return CHUNK_TOKENS // self.block_size
-
-    def caches(self, device: torch.device, blocks: int) -> Pages:
-        """Return zeroed bf16 tensors, one per layer."""
-        sizes = (blocks, self.heads, self.block_size, self.content)
-        if self.contiguous:
-            return [torch.zeros(sizes, dtype=torch.bfloat16, device=device) for _ in LAYERS]
-        sizes = (blocks, self.block_size, self.heads, self.content)
-        plain = [torch.zeros(sizes, dtype=torch.bfloat16, device=device) for _ in LAYERS]
-        return [cache.transpose(1, 2) for cache in plain]
-
-
-STRIDED: Final = CacheLayout()
-"""Heads of a block are apart, and blocks are small: kernels distribute them."""
-WHOLE: Final = CacheLayout(heads=8, block_size=32, contiguous=True)
-"""Blocks are contiguous and of 32 KiB: each is copied directly where the device can."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """The worker's pools and bounds."""
-
-    layout: CacheLayout = STRIDED
-    blocks: int = 96
-    load_threads: int = 2
-    load_lanes: int = 2
-    load_slabs: int = 16
-    save_slabs: int = 16
-    save_threads: int = 2
-    deadline_s: float = 60.0
-    """Of loads."""
-    save_deadline_s: float = 600.0
-    drain_deadline_ms: int = 60_000
-    windowed: bool = False
-    """Whether layers attend to a window, so that blocks leave running requests."""
-    writes_early: bool = False
-    """See ``Rank.writes_early``."""
-    watched: bool = False
-    """Whether ``OrderRig.on_call`` is called."""
-    attempts_s: tuple[float, ...] = (0.2, 0.8, 3.2)
-    """How long the device is busy in each attempt to show that something does not wait for it. The
-    machine may be too busy for the first ones."""
-    patience_s: float = 20.0
-    """Bound of every wait for another thread or for the device."""
 
 
 class WatchedLane:
@@ -149,7 +89,7 @@ class OrderRig:
     def __init__(self, device: torch.device, delay: Delay, setup: Setup, seed: int = 0) -> None:
         """``seed``: of random choices."""
         self.device, self.setup = device, setup
-        self.random = Random(seed)  # noqa: S311 - for repeatable choices
+        self.random = Random(seed)  # noqa: S311  # not a secret
         self.is_asynchronous = device.type != "cpu"
         """Whether kernels and copies run while the calling thread goes on."""
         self._delay = delay
@@ -417,7 +357,7 @@ class OrderRig:
         return Claim(key, move.parent_hash, move.token_start, move.token_end)
 
     def _move(self, namespace: str, chunk: int, first: int) -> ChunkMove:
-        hashes = _hashes(namespace)
+        hashes = hashes_of(namespace)
         return ChunkMove(
             chunk=chunk,
             group=0,
@@ -430,7 +370,7 @@ class OrderRig:
         )
 
     def _content(self, chunk: int) -> Pages:
-        return _content(chunk, tuple(layer.shape for layer in self.pages.layers))
+        return content_of(chunk, tuple(layer.shape for layer in self.pages.layers))
 
     def _record(self, chunk: int) -> ShardRecord:
         """Store a chunk if it is not stored yet, and return its index record."""
@@ -495,29 +435,6 @@ class OrderRig:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-@lru_cache
-def _content(chunk: int, shapes: tuple[tuple[int, ...], ...]) -> Pages:
-    """Return random pages, different for each chunk and layer."""
-    pages = []
-    for number, shape in enumerate(shapes):
-        generator = torch.Generator().manual_seed(1000 * chunk + number)
-        pages.append(torch.randn(shape, generator=generator).to(torch.bfloat16))
-    return pages
-
-
-@lru_cache
-def _hashes(namespace: str) -> Sequence[bytes]:
-    return prefix_hashes(namespace, range(CHUNKS * CHUNK_TOKENS), CHUNK_TOKENS)
-
-
-def equal(found: Pages, expected: Pages) -> bool:
-    """Whether two sets of pages have the same bytes."""
-    return all(
-        torch.equal(a.cpu().contiguous().view(torch.uint8), b.cpu().contiguous().view(torch.uint8))
-        for a, b in zip(found, expected, strict=True)
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,12 @@
 """Scenarios of saves: what they must follow, and what must wait for them."""
 
 from objkv.connector.kv.metadata import StepPlan
-from objkv.connector.programs.ordering.rig import (
+from objkv.connector.programs.ordering.rig import OrderRig, Scenario
+from objkv.connector.programs.ordering.setup import (
     NAMESPACE,
     OTHER_NAMESPACE,
     WHOLE,
-    OrderRig,
     Pages,
-    Scenario,
     Setup,
     equal,
 )

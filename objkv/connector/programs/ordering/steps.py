@@ -12,16 +12,8 @@ from objkv.connector.encoder.copies import open_copies
 from objkv.connector.encoder.items import EncoderOutput, EncoderPlan, ItemLoad, ItemSave
 from objkv.connector.encoder.worker import EncoderSaveLimits, EncoderSaver, EncoderWorkerSide
 from objkv.connector.kv.metadata import StepPlan
-from objkv.connector.programs.ordering.rig import (
-    CHUNKS,
-    NAMESPACE,
-    WHOLE,
-    OrderRig,
-    Pages,
-    Scenario,
-    Setup,
-    equal,
-)
+from objkv.connector.programs.ordering.rig import OrderRig, Scenario
+from objkv.connector.programs.ordering.setup import CHUNKS, NAMESPACE, WHOLE, Pages, Setup, equal
 from objkv.keys.encoder import encoder_hash
 from objkv.transfer.lanes import Mark
 from objkv.transfer.paging import check_pages
