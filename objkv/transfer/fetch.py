@@ -291,7 +291,9 @@ class Decoder:
                 if frames:
                     self._mark = mark = lane.mark()  # also after a fault: work may be submitted
             except Exception:
-                self._leased.clear()  # it is unknown when the device has read them
+                for slab in self._leased:
+                    slab.strand()  # it is unknown when the device has read it
+                self._leased.clear()
                 raise
             finally:  # closing the job waits for this call
                 job.leave(index, layers, lane, mark)

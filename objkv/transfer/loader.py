@@ -160,8 +160,11 @@ class Loader:
             if outcome is None:
                 continue
             del self._jobs[request_id]
-            self._count(job, outcome)
             outcomes.append(outcome)
+            try:
+                self._count(job, outcome)
+            except Exception:  # vLLM waits for ever for a load that is never reported
+                logger.exception("load not counted request=%s", request_id)
         return outcomes
 
     def close(self) -> None:

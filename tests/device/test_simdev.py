@@ -477,9 +477,7 @@ def test_registered_memory_is_not_freed(sim: ModuleType) -> None:
     assert not sim.take_error()
     del memory
     assert "freed while registered" in sim.take_error()
-    with pytest.raises(RuntimeError, match="freed while registered"):
-        undo()
-    sim.take_error()
+    undo()  # still mapped: an owner may do that while its memory is freed
 
 
 def test_registered_memory_is_not_unmapped(sim: ModuleType) -> None:
