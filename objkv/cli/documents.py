@@ -12,7 +12,6 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Annotated, Any, Final, Literal, NotRequired, TypedDict, get_type_hints
 
 from objkv.ops.audit.report import AuditReport, Prices
-from objkv.ops.bench.gpu_check import GpuReport
 from objkv.ops.bench.harness import BenchReport, BenchRow, Section
 from objkv.ops.demo import DemoReport, DemoRow
 from objkv.ops.diff import Difference
@@ -21,6 +20,7 @@ from objkv.ops.doctor.doctor import DoctorReport
 from objkv.ops.explain.causes import Explanation
 from objkv.ops.explain.explain import ReplicaCounters
 from objkv.ops.export.manifest import Head
+from objkv.ops.gpu_check.report import GpuReport
 from objkv.ops.listing import Branch, NamespaceSummary, PrefixSummary, TenantTotals
 from objkv.ops.match import MatchReport
 from objkv.ops.pin import PinList, Pinned

@@ -1,26 +1,23 @@
 """``objkv gpu-check``: whether objkv is right and fast on this machine's GPU, as a report."""
 
+import json
 import sys
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from objkv.assembly.backends import open_bulk, open_hot, open_index
 from objkv.cli.command import FINE, FOUND, INTERRUPTED, Session, command, ending_in_order
-from objkv.cli.demo import Steps, count_stored
+from objkv.cli.demo import Steps
 from objkv.cli.output import Printer, plain
-from objkv.config import cache_folder
+from objkv.config import cache_folder, make_private
 from objkv.errors import ConfigError
-from objkv.ops.bench.gpu import simulated_source
-from objkv.ops.bench.gpu_check import GpuChecks, GpuReport, write_report
-from objkv.ops.bench.harness import BenchSetting, Factories
-from objkv.ops.demo import DemoFolder, DemoReport, Size, prompts_of, show_replicas
-from objkv.telemetry import NullRecorder
+from objkv.ops.bench.gpu import SIMULATED, simulated_source
+from objkv.ops.gpu_check.check import GpuChecks
+from objkv.ops.gpu_check.report import GpuReport, page
 
-_ROUNDS = 5
+_MODEL = "Qwen/Qwen3-0.6B"
 
 
 def gpu_document(report: GpuReport) -> dict[str, Any]:
@@ -30,17 +27,51 @@ def gpu_document(report: GpuReport) -> dict[str, Any]:
     return document
 
 
+def write_report(report: GpuReport, folder: Path) -> tuple[Path, Path]:
+    """Write ``report.json`` and ``report.md`` to ``folder``, and return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = folder / "report.json", folder / "report.md"
+    files[0].write_text(json.dumps(gpu_document(report), indent=2) + "\n")
+    files[1].write_text(page(report))
+    return files
+
+
+def print_summary(out: Printer, report: GpuReport) -> None:
+    """Print one line per stage, and everything that failed."""
+    out.line(f"objkv {report.objkv} on {report.device}", "bold")
+    if report.simulated:
+        out.line("The device is simulated. Its times are those of a model, not of a GPU.", "yellow")
+    rows = [(s.name, s.outcome, f"{s.seconds:.0f} s", s.summary) for s in report.stages]
+    out.table(("stage", "result", ">time", ""), rows)
+    for stage in report.stages:
+        for case in stage.cases:
+            if case.ok is False:
+                out.line(f"failed: {case.name}: {case.detail}", "bold red")
+        if stage.outcome == "failed":
+            for line in stage.note.splitlines():
+                out.line(f"  {line}")
+
+
 @command
 def gpu_check(
     session: Session,
+    model: Annotated[
+        str, typer.Option(help="Model of the replicas: a name on Hugging Face, or a folder.")
+    ] = _MODEL,
+    random: Annotated[
+        bool,
+        typer.Option("--random", help="Use a model with random weights. Needs no network."),
+    ] = False,
     simulated: Annotated[
         bool,
         typer.Option(
-            "--simulated", help="Check the simulated device of a clone of the project instead."
+            "--simulated",
+            help="Check a simulated device, and replicas on the CPU. Only in a clone.",
         ),
     ] = False,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Use small sizes, only to test that it works.")
+        bool,
+        typer.Option("--quick", help="Use small sizes, to test that it works. No replicas."),
     ] = False,
     out: Annotated[
         Path, typer.Option("--out", help="Folder for report.json and report.md.")
@@ -51,62 +82,34 @@ def gpu_check(
     Takes up to 20 minutes and needs vLLM. For sharing KV: run it before production, and attach
     report.md to an issue.
     """
-    if find_spec("vllm") is None:
-        raise ConfigError("gpu-check needs vLLM: pip install 'objkv[vllm]'")
     if simulated:
         simulated_source()
-    length: Size = "small" if quick else "normal"
-    place = DemoFolder(cache_folder() / "gpu-check")
-    steps = Steps(color=session.out.color)
-
-    def replicas() -> DemoReport:
-        return show_replicas(length, place, steps.tell, lambda: count_stored(place))
-
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out}: this is not a folder")
+    steps, place = Steps(color=session.out.color), cache_folder() / "gpu-check"
+    make_private(place)
     try:
         with (
             ending_in_order(),
-            tempfile.TemporaryDirectory(prefix="objkv-gpu-check-") as folder,
-            place.prepared(prompts_of(length)),
+            tempfile.TemporaryDirectory(dir=place) as folder,
             steps.shown(),
         ):
-            setting = _setting(Path(folder), steps, quick=quick)
-            report = GpuChecks(setting, simulated, replicas).run()
+            report = GpuChecks(
+                SIMULATED if simulated else "gpu",
+                quick,
+                None if random or simulated else model,
+                Path(folder),
+                cache_folder() / "demo" / "models",
+                steps.tell,
+            ).run()
     except KeyboardInterrupt:
-        sys.stderr.write("objkv: interrupted; nothing was reported\n")
+        newline = "\n" if sys.stderr.isatty() else ""  # the terminal has shown ^C
+        sys.stderr.write(f"{newline}objkv: interrupted; no report was written\n")
         return INTERRUPTED
-    document = gpu_document(report)
-    files = write_report(report, out, document)
+    files = write_report(report, out)
     if session.out.machine:
-        session.out.document(document)
+        session.out.document(gpu_document(report))
     else:
-        _print(session.out, report)
+        print_summary(session.out, report)
         session.out.line(f"Report: {files[1]} and {files[0].name}", "dim")
     return FINE if report.passed else FOUND
-
-
-def _print(out: Printer, report: GpuReport) -> None:
-    out.line(f"Device: {report.facts.get('device', '')}")
-    if report.simulated:
-        out.line("The device is simulated. Its times say nothing about a GPU.", "yellow")
-    for stage in report.stages:
-        style = "bold" if stage.passed else "bold red"
-        out.line(f"{'passed' if stage.passed else 'FAILED'}  {stage.name}", style)
-        for line in (stage.fault, *stage.lines):
-            if line:
-                out.line(f"  {line}")
-
-
-def _setting(folder: Path, steps: Steps, *, quick: bool) -> BenchSetting:
-    recorder = NullRecorder()
-    return BenchSetting(
-        rounds=1 if quick else _ROUNDS,
-        quick=quick,
-        folder=folder,
-        factories=Factories(
-            open_bulk=lambda config: open_bulk(config, recorder),
-            open_hot=lambda config: open_hot(config, recorder),
-            open_index=lambda config: open_index(config, recorder),
-        ),
-        tell=steps.tell,
-        models=cache_folder() / "demo" / "models",
-    )

@@ -81,8 +81,8 @@ def prompts_of(size: Size, replica: Replica = "B") -> tuple[DemoPrompt, ...]:
     return tuple(
         DemoPrompt(
             name=f"document {document}, question {question}",
-            tokens=_tokens(f"document {document}", length)
-            + _tokens(f"question {question}", scale.question),
+            tokens=random_tokens(f"document {document}", length)
+            + random_tokens(f"question {question}", scale.question),
             asked_before=question == 1,
         )
         for document, length in enumerate(scale.documents, 1)
@@ -93,10 +93,11 @@ def prompts_of(size: Size, replica: Replica = "B") -> tuple[DemoPrompt, ...]:
 def warm_up_of(size: Size) -> tuple[int, ...]:
     """A prompt as long as the longest, with no prefix in common with any other."""
     scale = SCALES[size]
-    return _tokens("warm-up", max(scale.documents) + scale.question)
+    return random_tokens("warm-up", max(scale.documents) + scale.question)
 
 
-def _tokens(name: str, length: int) -> tuple[int, ...]:
+def random_tokens(name: str, length: int) -> tuple[int, ...]:
+    """Return the ``length`` token ids of a text, the same in every process."""
     source = random.Random(name)
     return tuple(source.randrange(_SPECIAL, VOCABULARY) for _ in range(length))
 

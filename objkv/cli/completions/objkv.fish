@@ -307,8 +307,10 @@ complete -c objkv -n '__objkv_at objkv rebuild' -l json -d 'Print one JSON docum
 complete -c objkv -n '__objkv_at objkv rebuild' -l no-color -d 'Print without colors'
 complete -c objkv -n '__objkv_at objkv rebuild' -l help -d 'Show this message and exit.'
 
-complete -c objkv -n '__objkv_at objkv gpu-check' -l simulated -d 'Check the simulated device of a clone of the project instead'
-complete -c objkv -n '__objkv_at objkv gpu-check' -l quick -d 'Use small sizes, only to test that it works'
+complete -c objkv -n '__objkv_at objkv gpu-check' -l model -r -f -d 'Model of the replicas: a name on Hugging Face, or a folder'
+complete -c objkv -n '__objkv_at objkv gpu-check' -l random -d 'Use a model with random weights'
+complete -c objkv -n '__objkv_at objkv gpu-check' -l simulated -d 'Check a simulated device, and replicas on the CPU'
+complete -c objkv -n '__objkv_at objkv gpu-check' -l quick -d 'Use small sizes, to test that it works'
 complete -c objkv -n '__objkv_at objkv gpu-check' -l out -r -F -d 'Folder for report.json and report.md'
 complete -c objkv -n '__objkv_at objkv gpu-check' -l bulk-url -r -f -d 'Bulk store; overrides OBJKV_BULK_URL'
 complete -c objkv -n '__objkv_at objkv gpu-check' -l index-url -r -f -d 'Index; overrides OBJKV_INDEX_URL'

@@ -28,10 +28,19 @@ from objkv.codec import payload, sealing
 from objkv.codec.payload import Claim, Provenance, encode_in_place, header_room
 from objkv.config import load_config
 from objkv.connector.kv.metadata import StepPlan
-from objkv.connector.kv.wiring import make_worker_side
+from objkv.connector.kv.wiring import make_worker_side, use_batched_copies
 from objkv.connector.kv.worker import Rank
 from objkv.connector.model.groups import Geometry
-from objkv.connector.programs.devices import device_name, open_device, simulated_controls
+from objkv.connector.programs.devices import (
+    COPY_GBPS,
+    KERNEL_GBPS,
+    LAUNCH_US,
+    device_name,
+    model_time,
+    open_device,
+    plain_copy,
+    simulated_controls,
+)
 from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity
@@ -59,8 +68,6 @@ _LOOK_S = 2e-4
 _BOUND_S = 60.0
 _MATRIX, _SAMPLE = 4096, 20
 _NO_TRANSFERS = StepPlan(may_reuse=False)
-LAUNCH_US, COPY_GBPS, KERNEL_GBPS = 3.0, 50.0, 1500.0
-"""The time model of the simulated device: a GPU behind PCIe 5."""
 
 Compute = Callable[[float], None]
 """Submits a model's kernels that take a given number of seconds to the current stream."""
@@ -338,21 +345,6 @@ class Rig:
         return time.thread_time() - began
 
 
-def plain_copy(host: torch.Tensor, device: torch.Tensor, nbytes: int, *, up: bool) -> float:
-    """Copy ``nbytes`` between page-locked memory and the device, in pieces of these tensors' size.
-    Returns device seconds."""
-    api = torch.get_device_module(device.device)
-    begin, end = api.Event(enable_timing=True), api.Event(enable_timing=True)
-    target, source = (device, host) if up else (host, device)
-    begin.record()
-    for at in range(0, nbytes, host.nbytes):
-        size = min(nbytes - at, host.nbytes)
-        target[:size].copy_(source[:size], non_blocking=True)
-    end.record()
-    api.synchronize(device.device)
-    return float(begin.elapsed_time(end)) / 1e3
-
-
 def _moves(chunks: int, *, scattered: bool) -> Iterator[ChunkMove]:
     blocks = list(range(1, 1 + chunks * _BLOCKS))
     if scattered:
@@ -447,6 +439,7 @@ class Bench:
 
 def measure(device: torch.device, chunks: int, rounds: int) -> GpuAnswer:
     """Measure all sides of a device."""
+    use_batched_copies(device)
     bench = Bench(device, chunks, matrix_products(device))
     seconds = bench.run(rounds, lambda on: None, in_place=False)
     return _answer(device_name(device), bench, chunks, seconds)
@@ -455,20 +448,15 @@ def measure(device: torch.device, chunks: int, rounds: int) -> GpuAnswer:
 def measure_simulated(device: torch.device, chunks: int, rounds: int) -> GpuAnswer:
     """Measure all sides of the simulated device. Checksums are constants from now on."""
     sim = simulated_controls()
-    no_time = {"launch_us": 0.0, "copy_gbps": 0.0, "kernel_gbps": 0.0}
-    model = {"launch_us": LAUNCH_US, "copy_gbps": COPY_GBPS, "kernel_gbps": KERNEL_GBPS}
 
     def compute(seconds: float) -> None:
         for _ in _LAYERS:
             sim.sleep(round(seconds * 1e6 / len(_LAYERS)))
 
-    def clock(on: bool) -> None:
-        sim.cost(**(model if on else no_time), dry=on)
-
     for module in (payload, sealing):
         vars(module)["digest"] = lambda content: "0" * 32
     bench = Bench(device, chunks, compute)
-    seconds = bench.run(rounds, clock, in_place=True)
+    seconds = bench.run(rounds, model_time, in_place=True)
     name = (
         f"simulated: {LAUNCH_US:g} µs a launch, copies at {COPY_GBPS:g} GB/s, kernels at "
         f"{KERNEL_GBPS:,g} GB/s; no bytes are moved or verified"

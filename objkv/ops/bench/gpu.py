@@ -78,20 +78,19 @@ def _bench(setting: BenchSetting, kind: str) -> Section:
     if find_spec("torch") is None:
         return _skipped("no GPU here: torch is not installed")
     setting.tell("GPU" if kind != SIMULATED else "simulated GPU", "measuring")
-    answer = measure_device(setting, kind)
+    answer = measure_device(kind, setting.folder, rounds=setting.rounds, quick=setting.quick)
     if answer is None:
         return _skipped("no GPU here")
     prefix = "simulated: " if kind == SIMULATED else ""
     return Section("gpu", tuple(rows_of(answer, prefix)), {"GPU": answer.device})
 
 
-def measure_device(setting: BenchSetting, kind: str) -> GpuAnswer | None:
+def measure_device(kind: str, logs: Path, *, rounds: int, quick: bool) -> GpuAnswer | None:
     """Measure a device in a child process; None if there is none of this kind. Raises
     ``ProgramFailed``."""
-    chunks = _QUICK_CHUNKS if setting.quick else _CHUNKS
-    words = (kind, str(chunks), str(setting.rounds))
+    words = (kind, str(_QUICK_CHUNKS if quick else _CHUNKS), str(rounds))
     arguments = ("-m", "objkv.connector.programs.bench_gpu", *words)
-    with Program("the GPU process", arguments, setting.folder / "gpu.log", {}) as program:
+    with Program("the GPU process", arguments, logs / "gpu.log", {}) as program:
         lines = list(program.lines(bound_s=_BOUND_S))
     return GpuAnswer.model_validate_json(lines[-1]) if lines else None
 

@@ -117,7 +117,7 @@ def test_the_simulated_device_is_in_the_source_tree_only(
 def test_without_a_gpu_nothing_is_measured_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("objkv.ops.bench.gpu.measure_device", lambda *_: None)
+    monkeypatch.setattr("objkv.ops.bench.gpu.measure_device", lambda *_, **__: None)
     section = bench_gpu(quick(tmp_path))
     assert (section.skipped, section.notes) == (True, ("no GPU here",))
 
