@@ -65,6 +65,7 @@ def watched_sockets() -> Iterator[list[list[str]]]:
         threading.setprofile(None)
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("sync", [False, True], ids=["between steps", "within the step"])
 def test_a_load_is_few_calls_deep_at_the_socket_and_at_the_block(sync: bool) -> None:
     WatchedLane.deepest = []
