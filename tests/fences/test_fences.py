@@ -131,6 +131,10 @@ def _keep_first(marks: dict[Any, Any], lane: Any, mark: Any) -> None:
     marks.setdefault(lane, mark)
 
 
+def _keep_last(marks: dict[Any, Any], lane: Any, mark: Any) -> None:
+    marks[lane] = mark
+
+
 def _mark_once(self: WorkerSide, plan: Any) -> None:
     _before_forward(self, plan)
     self._before_forward = vars(self).setdefault("_kept", self._loader.mark_compute())
@@ -187,6 +191,9 @@ MUTANTS = {
         LoadJob, "wait_layer", _wait_layer_without_copies, "load layerwise finish 1"
     ),
     "the later of two marks is lost": Mutant(job, "_add", _keep_first, "load async abort 1"),
+    "the mark that comes last replaces a later one": Mutant(
+        job, "_add", _keep_last, "load async abort 1", WORLDS["slow lane"]
+    ),
     "loads follow nothing": Mutant(
         loader, "LoadJob", _FollowsNothing, "load async abort 1", WORLDS["patient"]
     ),
@@ -261,20 +268,20 @@ def test_a_fence_that_is_missing_is_found(name: str, monkeypatch: pytest.MonkeyP
     mutant = MUTANTS[name]
     monkeypatch.setattr(mutant.owner, mutant.name, mutant.instead)
     with pytest.raises(Found):
-        _look_ever_closer(mutant)
+        _look(mutant)
 
 
-def _look_ever_closer(mutant: Mutant) -> None:
+def _look(mutant: Mutant) -> None:
+    """Play its situation with more and more interleavings."""
     for stride in STRIDES:
-        _look(mutant, stride)
-
-
-def _look(mutant: Mutant, stride: int) -> None:
-    worlds = [mutant.world]
-    for _ in play_situations(
-        preemptions=1, tally=Tally(), stride=stride, only=mutant.situation, worlds=worlds
-    ):
-        pass
+        for _ in play_situations(
+            preemptions=1,
+            tally=Tally(),
+            stride=stride,
+            only=mutant.situation,
+            worlds=[mutant.world],
+        ):
+            pass
 
 
 def test_what_waits_for_ever_is_found() -> None:

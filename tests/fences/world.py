@@ -429,10 +429,7 @@ class Engine:
         for chunk, record in enumerate(found):
             shards = () if record is None else tuple(record.shards.items())
             moves.append(LoadMove(self._move(request, chunk), shards))
-        plan = LoadPlan(request.name, namespace(request.epoch), tuple(moves), request.sync)
-        for load in plan.moves:
-            self.hands.plan(load.move.block_ids)
-        return plan
+        return LoadPlan(request.name, namespace(request.epoch), tuple(moves), request.sync)
 
     def _save_plan(self, request: Request, chunks: range) -> SavePlan:
         moves = []
@@ -489,6 +486,17 @@ class Engine:
                 recorder=self.recorder,
                 kv_caches=dict(zip(GROUP.layers, self.caches, strict=True)),
             )
+        layouts = side._loader._layouts
+        spread = layouts.spread
+
+        def planned(plan: LoadPlan) -> LoadPlan:
+            """The moves that threads get, of which the blocks are whose they are now."""
+            plan = spread(plan)
+            for load in plan.moves:
+                self.hands.plan(load.move.block_ids)
+            return plan
+
+        layouts.spread = planned  # type: ignore[method-assign]
         self.sides.append(side)
 
     def _open_lane(self, device: torch.device, *, urgent: bool = False) -> WatchedLane:

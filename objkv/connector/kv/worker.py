@@ -154,8 +154,8 @@ class WorkerSide:
             dropped = {(s.request_id, m.move.chunk) for s in plan.saves for m in s.moves}
         else:
             dropped = self._gather(plan)
-            if self._rank.writes_early and plan.may_reuse:
-                self._fence()  # this model runner writes to blocks before ``before_reuse``
+        if self._rank.writes_early and plan.may_reuse:
+            self._fence()  # this model runner writes to blocks before ``before_reuse``
         self._report.dropped |= dropped
 
     @guarded(set[tuple[str, int]]())

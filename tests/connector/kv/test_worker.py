@@ -385,6 +385,17 @@ def test_the_model_waits_at_the_end_of_a_step_if_the_runner_may_write_before_the
         late.is_done = True
 
 
+def test_the_model_waits_at_the_end_of_a_step_whose_loads_failed_too(late: LateLane) -> None:
+    """Nothing is saved in such a step, but saves of earlier ones may still read their blocks."""
+    failed = LostLoad("another", sync=True, blocks=frozenset({20}))
+    with saving(writes_early=True, may_reuse=False) as worker:
+        plan = StepPlan(lost=(failed,), may_reuse=True)
+        worker.start_loads(plan)
+        worker.end_forward(plan)
+        assert late.held == 1
+        late.is_done = True
+
+
 def test_loads_follow_the_work_from_before_the_forward_pass(
     spoilt: tuple[WorkerSide, LoadPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
