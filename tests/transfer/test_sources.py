@@ -16,7 +16,7 @@ from objkv.keys.topology import Part
 from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
 from objkv.transfer import sources
-from objkv.transfer.plan import LoadOutcome
+from objkv.transfer.plan import LoadOutcome, LoadPlan
 from objkv.transfer.sources import PayloadLayout
 from tests.support.paged_cache import NAMESPACE, PATIENCE_S, wait_until
 from tests.support.paged_shapes import LAYOUTS, Model, ShapedRank, ShapedReplica, ShapeOfReplica
@@ -242,6 +242,20 @@ def test_a_chunk_in_several_payloads_takes_one_place_in_the_queue() -> None:
         each = MODEL.chunk // 4
         last = 1 + 2 * rank.blocks - each
         assert rank.load(index).failed_blocks == frozenset(range(last, last + each))
+
+
+@pytest.mark.host
+def test_a_rank_without_a_layer_of_a_group_has_nothing_to_load_of_it() -> None:
+    # Of a model with several groups, a stage of the pipeline may have no layer of one.
+    store, index = MemoryStore(), MemoryIndex()
+    with ShapedReplica(MODEL, ShapeOfReplica(), store, index) as replica:
+        (rank,) = replica.ranks
+        replica.compute_and_save()
+        assert not rank.load(index).failed
+        moves = [replace(one, move=replace(one.move, group=1)) for one in rank.plan(index).moves]
+        rank.loader.submit(LoadPlan("r", NAMESPACE, moves, sync=False))
+        (outcome,) = rank.loader.take_finished(sync=False)
+    assert not outcome.failed
 
 
 def test_pages_that_are_not_canonical_are_refused_in_another_block_size() -> None:
