@@ -185,6 +185,7 @@ class TritonKernels:
 
     def prepare(self, layers: PagedLayers) -> None:
         """See ``PageKernels.prepare``. Launches every kernel with no blocks, which runs nothing."""
+        assert len(layers.pointers) == len(layers)  # uploaded for all cuts, whatever their shapes
         for run in layers.runs:
             part = layers.cut(run)
             cache = part.caches[0]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from threading import Lock
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -98,20 +99,23 @@ class PagedLayers:
         self.nbytes = tuple(c[0].numel() * c.element_size() for c in self.caches)
         """Bytes of one block of each layer."""
         self._cuts: dict[tuple[int, int], PagedLayers] = {}
+        self._pointers: torch.Tensor | None = None
+        self._uploading = Lock()
 
     def __len__(self) -> int:
         return len(self.caches)
 
     def cut(self, layers: range) -> "PagedLayers":
-        """Return these layers only. The same object for the same range."""
+        """Return these layers only. The same object for the same range, in all threads: a second
+        one would be freed while a kernel of another thread's lane still reads its ``pointers``."""
         key = layers.start, layers.stop
         if key == (0, len(self.caches)):
             return self
         if key not in self._cuts:
             part = PagedLayers(self.caches[layers.start : layers.stop])
-            if "pointers" in self.__dict__:
-                part.__dict__["pointers"] = self.pointers[layers.start : layers.stop]
-            self._cuts[key] = part
+            if self._pointers is not None:
+                part._pointers = self._pointers[layers.start : layers.stop]
+            self._cuts.setdefault(key, part)
         return self._cuts[key]
 
     @cached_property
@@ -132,11 +136,15 @@ class PagedLayers:
         """Address of block 0 of each layer, ``[layers]`` int64."""
         return np.array([cache.data_ptr() for cache in self.caches], dtype=np.int64)
 
-    @cached_property
+    @property
     def pointers(self) -> torch.Tensor:
         """The same addresses in the memory of the layers' device. The upload blocks: other streams
         may use it at once. For a rank's own pages it is done by ``Lane.prepare``."""
-        return torch.from_numpy(self.addresses).to(self.caches[0].device)
+        if self._pointers is None:
+            with self._uploading:
+                if self._pointers is None:
+                    self._pointers = torch.from_numpy(self.addresses).to(self.caches[0].device)
+        return self._pointers
 
 
 class Mark(Protocol):

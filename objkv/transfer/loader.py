@@ -174,8 +174,9 @@ class Loader:
         payload is discarded. Idempotent.
         """
         self._queue.close()
+        end = monotonic() + _COPIES_S  # for all loads: a device that hangs ends none of them
         for job in self._jobs.values():
-            job.ended(job.close(_COPIES_S))
+            job.ended(job.close(max(0.0, end - monotonic())))
         if left := join_all(self._threads, self._limits.join_s):
             logger.warning("loads still on the network at shutdown threads=%s", ",".join(left))
 

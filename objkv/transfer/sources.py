@@ -109,8 +109,8 @@ class PayloadLayout:
         if shape.divisible and size != self.layers[0].shape[2] and tokens % size == 0:
             other = self._resized.get(size) or PayloadLayout(self._group, self._part, size)
             check_layers(found, other.layers)
-            self._resized[size] = other
-            return other
+            # One for all threads, see ``PagedLayers.cut``.
+            return self._resized.setdefault(size, other)
         check_layers(found, self.layers)
         return self
 
@@ -140,7 +140,7 @@ class PayloadLayouts:
             with self._making:
                 while len(self._others) >= _KEPT_MAX:
                     del self._others[next(iter(self._others))]
-                self._others[key] = source
+                source = self._others.setdefault(key, source)
         return source
 
     def filled(self, plan: LoadPlan) -> list[range]:

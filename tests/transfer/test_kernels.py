@@ -407,6 +407,16 @@ def compiled_access(paged: Paged, folder: Path) -> list[Counter[int]]:
 
 
 @needs_triton
+def test_layers_of_several_shapes_are_uploaded_before_the_first_request(gpu: FakeGpu) -> None:
+    # An upload waits for its lane, and on the forward thread so for the whole forward pass.
+    shapes = [(4, 2, 4, 6), (4, 2, 4, 8), (4, 2, 4, 8)]
+    layers = PagedLayers([torch.zeros(shape, dtype=torch.int64) for shape in shapes])
+    TritonKernels().prepare(layers)
+    cut = layers.cut(range(1, 2)).pointers
+    assert cut.untyped_storage().data_ptr() == layers.pointers.untyped_storage().data_ptr()
+
+
+@needs_triton
 @pytest.mark.parametrize("layout", [hnd, nhd, layers_in_blocks])
 @pytest.mark.parametrize("content", [64, 144], ids=["K and V of 128", "MLA"])
 def test_each_thread_moves_16_bytes_at_once(

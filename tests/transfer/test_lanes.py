@@ -2,6 +2,8 @@
 
 import random
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -170,6 +172,22 @@ def test_pages_are_copied_as_the_largest_words_that_fit(content: int, dtype: tor
     words[1] = 1
     assert cache[1].view(torch.uint8).any()
     assert not cache[[0, 2]].view(torch.uint8).any()
+
+
+@pytest.mark.host
+def test_threads_that_cut_layers_at_once_share_one_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A second one would be freed, with its addresses, while another lane's kernel reads them.
+    layers = PagedLayers([torch.zeros(4, 1, 2, 4, dtype=torch.int32)] * 3)
+    both, begin = Barrier(2), PagedLayers.__init__
+
+    def begin_together(self: PagedLayers, caches: Sequence[torch.Tensor]) -> None:
+        both.wait(5.0)
+        begin(self, caches)
+
+    monkeypatch.setattr(PagedLayers, "__init__", begin_together)
+    with ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(layers.cut, [range(1, 3)] * 2)
+    assert one is other
 
 
 def test_words_do_not_span_rows_that_start_at_odd_places() -> None:

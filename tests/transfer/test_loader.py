@@ -19,9 +19,12 @@ from objkv.net.deadline import ends_s
 from objkv.stores.base import Arrived, Buffer
 from objkv.stores.memory import MemoryStore
 from objkv.testing.flaky import FlakyStore
+from objkv.transfer import loader
 from objkv.transfer.fetch import Cuts
+from objkv.transfer.job import LoadJob
 from objkv.transfer.lanes import BlockRuns, HostLane, HostMark, Mark
 from objkv.transfer.loader import Loader
+from objkv.transfer.plan import LoadOutcome, LoadPlan
 from tests.support.paged_cache import (
     BLOCKS,
     HASHES,
@@ -631,6 +634,30 @@ def test_a_load_that_is_cancelled_is_told_when_its_copies_have_passed() -> None:
     lane.passed.set()
     outcome = replica.outcome()
     assert outcome.failed_blocks in (set(MINE), set()), "it may have been over before"
+
+
+@pytest.mark.host
+def test_closing_waits_once_for_a_device_that_hangs_and_not_for_each_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lane = LateLane()
+    replica = replica_of(lane)
+    for name in ("one", "other"):
+        plan = replica.load_plan(range(1), MINE[0])
+        replica.loader.submit(LoadPlan(name, plan.namespace, plan.moves, sync=False))
+    wait_until(lambda: all(job.is_over() for job in replica.loader._jobs.values()))
+    waits, close = list[float](), LoadJob.close
+
+    def watched(job: LoadJob, seconds: float) -> LoadOutcome:
+        waits.append(seconds)
+        return close(job, seconds)
+
+    monkeypatch.setattr(LoadJob, "close", watched)
+    monkeypatch.setattr(loader, "_COPIES_S", 0.01)
+    replica.loader.close()
+    assert len(waits) == 2
+    assert waits[1] == 0.0
+    lane.passed.set()
 
 
 @pytest.mark.host

@@ -1,18 +1,23 @@
 """Replicas of other TP, PP and block sizes, and of other layouts, read each other's payloads."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
-from threading import Event
+from threading import Barrier, Event
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from objkv.codec.payload import LayerSpec
 from objkv.index.memory import MemoryIndex
+from objkv.keys.topology import Part
 from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
-from objkv.transfer.plan import LoadOutcome
+from objkv.transfer import sources
+from objkv.transfer.plan import LoadOutcome, LoadPlan
+from objkv.transfer.sources import PayloadLayout
 from tests.support.paged_cache import NAMESPACE, PATIENCE_S, wait_until
 from tests.support.paged_shapes import LAYOUTS, Model, ShapedRank, ShapedReplica, ShapeOfReplica
 
@@ -65,6 +70,28 @@ def test_block_sizes_of_which_neither_divides_the_other_are_converted() -> None:
     model = Model(heads=2, layers=2, chunk=24)
     all_loaded(model, ShapeOfReplica(block_size=8), ShapeOfReplica(block_size=12))
     all_loaded(model, ShapeOfReplica(block_size=12), ShapeOfReplica(block_size=8))
+
+
+@pytest.mark.host
+def test_threads_that_find_another_block_size_at_once_share_one_layout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Kernels read the layout's addresses in device memory. A second layout would free them while
+    # another lane's kernel still reads them.
+    with ShapedReplica(MODEL, ShapeOfReplica(), MemoryStore(), MemoryIndex()) as replica:
+        paged = replica.ranks[0].paged
+    part = Part(paged.shape.rank_shard.shard, paged.shape.rank_shard.shard)
+    layout, found = (PayloadLayout(paged, part, 4), PayloadLayout(paged, part, 8).layers)
+    both, check = Barrier(2), sources.check_layers
+
+    def check_together(found: tuple[LayerSpec, ...], expected: tuple[LayerSpec, ...]) -> None:
+        both.wait(PATIENCE_S)
+        check(found, expected)
+
+    monkeypatch.setattr(sources, "check_layers", check_together)
+    with ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(layout.reading, [found, found])
+    assert one is other
 
 
 @pytest.mark.parametrize(("writer", "reader"), list(product(LAYOUTS, LAYOUTS)))
@@ -215,6 +242,20 @@ def test_a_chunk_in_several_payloads_takes_one_place_in_the_queue() -> None:
         each = MODEL.chunk // 4
         last = 1 + 2 * rank.blocks - each
         assert rank.load(index).failed_blocks == frozenset(range(last, last + each))
+
+
+@pytest.mark.host
+def test_a_rank_without_a_layer_of_a_group_has_nothing_to_load_of_it() -> None:
+    # Of a model with several groups, a stage of the pipeline may have no layer of one.
+    store, index = MemoryStore(), MemoryIndex()
+    with ShapedReplica(MODEL, ShapeOfReplica(), store, index) as replica:
+        (rank,) = replica.ranks
+        replica.compute_and_save()
+        assert not rank.load(index).failed
+        moves = [replace(one, move=replace(one.move, group=1)) for one in rank.plan(index).moves]
+        rank.loader.submit(LoadPlan("r", NAMESPACE, moves, sync=False))
+        (outcome,) = rank.loader.take_finished(sync=False)
+    assert not outcome.failed
 
 
 def test_pages_that_are_not_canonical_are_refused_in_another_block_size() -> None:

@@ -96,17 +96,19 @@ class DueSaves:
     def __init__(self, requests: RequestTracker) -> None:
         self._requests = requests
         self._growth = self._entries = 0
-        self._queue: list[tuple[int, int, TrackedRequest]] = []
-        """A heap of (when due, number of the entry, request)."""
+        self._queue: list[tuple[int, int, str]] = []
+        """A heap of (when due, number of the entry, request id). Entries outlive their requests,
+        whose tokens and images may be large."""
         self._valid: dict[str, int] = {}
         """Number of each queued request's entry. Entries with other numbers are outdated."""
 
     def add(self, tracked: TrackedRequest, lacking: int = 0) -> None:
         """Examine a request when it may have ``lacking`` more computed tokens; 0: in the next
         step."""
+        name = tracked.request.request_id
         self._entries += 1
-        self._valid[tracked.request.request_id] = self._entries
-        heappush(self._queue, (self._growth + lacking, self._entries, tracked))
+        self._valid[name] = self._entries
+        heappush(self._queue, (self._growth + lacking, self._entries, name))
 
     def take(self, scheduled: Mapping[str, int], total: int) -> list[TrackedRequest]:
         """Return the requests that may be due in a step that computes these tokens, ``total`` of
@@ -123,11 +125,10 @@ class DueSaves:
                     due.append(tracked)
         self._growth += min(most, _FEW_TOKENS)
         while self._queue and self._queue[0][0] <= self._growth:
-            _, number, tracked = heappop(self._queue)
-            name = tracked.request.request_id
+            _, number, name = heappop(self._queue)
             if self._valid.get(name) == number:
                 del self._valid[name]
-                if self._requests.get(name) is tracked:
+                if (tracked := self._requests.get(name)) is not None:
                     due.append(tracked)
         return due
 

@@ -263,7 +263,7 @@ class SchedulerSide:
         except Exception:
             logger.exception("load not planned, recomputing request=%s", name)
             if tracked := self._requests.get(name):
-                tracked.may_load = tracked.may_save = False
+                tracked.may_load = tracked.may_save = tracked.saved = False  # see BlockTrust.add
             if tokens:
                 self._loads.lose(name, blocks)
 

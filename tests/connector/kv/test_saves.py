@@ -1,5 +1,7 @@
 """Which chunks a step completes, whose blocks may be saved, and when blocks may be reused."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -242,6 +244,26 @@ def test_a_prompt_whose_chunks_are_all_planned_is_not_examined_again(
     for _ in range(2 * SIZE):
         engine.generate("r1", 1)
         engine.step({"r1": 1})
+    engine.side.close()
+
+
+def test_a_request_that_ended_is_not_kept_until_it_would_have_been_examined() -> None:
+    # vLLM's request contains its tokens and images, and hundreds end in the meantime.
+    class Pixels:
+        pass
+
+    engine = Engine(save_decode=True)
+    engine.arrive(SIZE)
+    one = engine.running.pop("r1")
+    one.pixels = Pixels()
+    pixels = weakref.ref(one.pixels)
+    engine.running["r1"] = one
+    engine.step({"r1": SIZE})
+    engine.side.finish(one, ((),))
+    del engine.running["r1"], one
+    engine.step({})
+    gc.collect()
+    assert pixels() is None
     engine.side.close()
 
 

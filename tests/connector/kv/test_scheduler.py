@@ -493,6 +493,20 @@ def test_a_load_that_cannot_be_planned_is_reported_as_lost(
     assert stored.finish(one, ([5, 6, 9],)) is False
 
 
+def test_a_lost_load_alone_keeps_the_blocks_of_a_request_that_saved_and_was_preempted(
+    stored: SchedulerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Reported as saved too, its blocks would be freed twice, which stops vLLM.
+    one = loaded(stored)
+    tracked = stored._requests.get("r")
+    assert tracked is not None
+    tracked.saved = True
+    monkeypatch.setattr(stored, "_plan_load", lambda *_: 1 / 0)
+    stored.plan_load(one, [[5, 6, 9]], 64)
+    stored.plan_step(step({}, ()))
+    assert stored.finish(one, ([5, 6, 9],)) is False
+
+
 def test_only_blocks_that_nobody_computed_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are in vLLM's prefix cache, and other requests use them."""
     publish_prompt(index := MemoryIndex(), [7] * 70)
