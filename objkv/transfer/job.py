@@ -46,17 +46,27 @@ class LoadJob:
         self._clock = clock
         self._changed = Condition()
         self._awaited: list[Callable[[], bool]] = []
-        self._chunks, self._groups = plan.moves.chunks, plan.moves.groups
-        self._unfinished = set(range(len(plan.moves)))
-        self._spans_left = [1] * len(plan.moves)
+        moves = len(plan.moves)
+        self._unfinished = set(range(moves))
+        self._spans_left = [1] * moves
         self._headers: dict[int, Header] = {}
-        self._filled = [(1 << r.stop) - (1 << r.start) for r in filled]
-        self._written = [0] * len(plan.moves)  # one bit a layer
+        self._filled = filled
+        self._written = [0] * moves  # one bit a layer
         self._marks: dict[tuple[int, int], dict[Lane, Mark]] = {}
         self._last_marks: dict[Lane, Mark] = {}
         self._rejected: set[tuple[str, bytes]] = set()
         self._writing, self._closed = 0, False
         self._last = self.started
+
+    # The columns of a load that succeeds are never read: its forward thread has no time for them.
+
+    @property
+    def _chunks(self) -> list[int]:
+        return self.plan.moves.chunks
+
+    @property
+    def _groups(self) -> list[int]:
+        return self.plan.moves.groups
 
     def wanted(self, index: int) -> bool:
         """Whether move ``index`` is still needed: no earlier chunk failed, and the job is open."""
@@ -88,14 +98,15 @@ class LoadJob:
     def leave(self, index: int, layers: Iterable[int], lane: Lane, mark: Mark | None) -> None:
         """End the writes that ``enter`` allowed: ``layers`` of move ``index`` were verified and
         submitted to ``lane`` before ``mark``. Without a mark no layer is recorded as written."""
-        group = self._groups[index]
+        written = sum(1 << layer for layer in layers)
         with self._changed:
             self._writing -= 1
             if mark is not None:
                 _add(self._last_marks, lane, mark)
-                for layer in layers:
-                    self._written[index] |= 1 << layer
-                    if self.plan.sync:
+                self._written[index] |= written
+                if self.plan.sync:
+                    group = self._groups[index]
+                    for layer in layers:
                         _add(self._marks.setdefault((group, layer), {}), lane, mark)
             self._wake()
 
@@ -117,7 +128,7 @@ class LoadJob:
             self._spans_left[index] -= 1
             if self._spans_left[index] or index not in self._unfinished:
                 return False
-            complete = self._written[index] == self._filled[index]
+            complete = not self._missing(index)
             if not complete:
                 self._fail_from(self._chunks[index])
             self._unfinished.discard(index)
@@ -276,9 +287,12 @@ class LoadJob:
             self._changed.notify_all()
 
     def _lacks(self, index: int, group: int, layer: int) -> bool:
-        return self._groups[index] == group and bool(
-            (self._filled[index] & ~self._written[index]) >> layer & 1
-        )
+        return self._groups[index] == group and bool(self._missing(index) >> layer & 1)
+
+    def _missing(self, index: int) -> int:
+        """Return the layers of a move that are not in their blocks yet, one bit a layer."""
+        filled = self._filled[index]
+        return (1 << filled.stop) - (1 << filled.start) & ~self._written[index]
 
     def _fail_from(self, chunk: int) -> None:
         if self._failed_chunk is None or chunk < self._failed_chunk:

@@ -117,6 +117,8 @@ class TaskQueue:
 
     def hanging(self, seconds: float) -> int:
         """Return how many threads have worked on their task for longer than ``seconds``."""
+        if not self._begun:
+            return 0
         before = monotonic() - seconds
         with self._changed:
             return sum(begun < before for begun in self._begun.values())
