@@ -7,7 +7,7 @@ on. No thread is on the network between ``enter`` and ``leave``.
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from threading import Condition
 from time import monotonic, sleep
 
@@ -95,7 +95,7 @@ class LoadJob:
             self._writing += 1
             return True
 
-    def leave(self, index: int, layers: Iterable[int], lane: Lane, mark: Mark | None) -> None:
+    def leave(self, index: int, layers: Collection[int], lane: Lane, mark: Mark | None) -> None:
         """End the writes that ``enter`` allowed: ``layers`` of move ``index`` were verified and
         submitted to ``lane`` before ``mark``. Without a mark no layer is recorded as written."""
         written = sum(1 << layer for layer in layers)
@@ -311,12 +311,10 @@ class LoadJob:
         return self._failed_chunk is None or self._chunks[index] < self._failed_chunk
 
     def _failed_blocks(self) -> frozenset[int]:
-        first = min((self._chunks[i] for i in self._unfinished), default=self._failed_chunk)
-        if first is None:
-            return frozenset()
+        chunks = [self._chunks[i] for i in self._unfinished]
         if self._failed_chunk is not None:
-            first = min(first, self._failed_chunk)
-        return self.plan.moves.blocks_from(first)
+            chunks.append(self._failed_chunk)
+        return self.plan.moves.blocks_from(min(chunks)) if chunks else frozenset()
 
 
 def _add(marks: dict[Lane, Mark], lane: Lane, mark: Mark) -> None:

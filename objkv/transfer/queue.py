@@ -129,7 +129,9 @@ class TaskQueue:
         moves = job.plan.moves
         with self._changed:
             room = 0 if self._closed else max(0, self._moves_max - self._moves)
-            taken, counts = len(moves), len(moves) - sum(moves.further)
+            taken = counts = len(moves)
+            if moves.has_parts:
+                counts -= sum(moves.further)
             if counts > room:
                 taken = _first_of(moves.further, room)
                 counts = taken - sum(moves.further[:taken])
