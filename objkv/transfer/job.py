@@ -7,7 +7,7 @@ on. No thread is on the network between ``enter`` and ``leave``.
 
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from threading import Condition
 from time import monotonic, sleep
 
@@ -95,15 +95,14 @@ class LoadJob:
             self._writing += 1
             return True
 
-    def leave(self, index: int, layers: Collection[int], lane: Lane, mark: Mark | None) -> None:
+    def leave(self, index: int, layers: range, lane: Lane, mark: Mark | None) -> None:
         """End the writes that ``enter`` allowed: ``layers`` of move ``index`` were verified and
         submitted to ``lane`` before ``mark``. Without a mark no layer is recorded as written."""
-        written = sum(1 << layer for layer in layers)
         with self._changed:
             self._writing -= 1
             if mark is not None:
                 _add(self._last_marks, lane, mark)
-                self._written[index] |= written
+                self._written[index] |= _bits(layers)
                 if self.plan.sync:
                     group = self._groups[index]
                     for layer in layers:
@@ -291,8 +290,7 @@ class LoadJob:
 
     def _missing(self, index: int) -> int:
         """Return the layers of a move that are not in their blocks yet, one bit a layer."""
-        filled = self._filled[index]
-        return (1 << filled.stop) - (1 << filled.start) & ~self._written[index]
+        return _bits(self._filled[index]) & ~self._written[index]
 
     def _fail_from(self, chunk: int) -> None:
         if self._failed_chunk is None or chunk < self._failed_chunk:
@@ -315,6 +313,10 @@ class LoadJob:
         if self._failed_chunk is not None:
             chunks.append(self._failed_chunk)
         return self.plan.moves.blocks_from(min(chunks)) if chunks else frozenset()
+
+
+def _bits(layers: range) -> int:
+    return (1 << layers.stop) - (1 << layers.start)
 
 
 def _add(marks: dict[Lane, Mark], lane: Lane, mark: Mark) -> None:
