@@ -385,7 +385,7 @@ def _consecutive(pages: Sequence[Pages]) -> Iterator[torch.Tensor]:
 def _address(pages: Pages) -> int:
     """Return the address of pages, which must be contiguous and writable. Takes a third of the time
     of ``pages.ctypes.data``."""
-    return ctypes.addressof(ctypes.c_uint8.from_buffer(pages))
+    return ctypes.addressof(ctypes.c_uint8.from_buffer(pages.data))
 
 
 def _bytes_at(address: int, nbytes: int) -> torch.Tensor:

@@ -129,7 +129,7 @@ class _OnStream:
     def __enter__(self) -> None:
         if self._stream is not None:
             self._device = torch.accelerator.current_device_index()
-            self._before = torch.accelerator.current_stream(self._stream.device)
+            self._before = torch.accelerator.current_stream(self._stream.device.index)
             torch.accelerator.set_device_index(self._stream.device.index)
             torch.accelerator.set_stream(self._stream)
 
