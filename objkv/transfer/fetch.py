@@ -108,6 +108,7 @@ class Decoder:
     def __init__(
         self,
         task: Task,
+        load: LoadMove,
         source: PayloadLayout,
         lane: Lane,
         slabs: SlabPool,
@@ -115,10 +116,10 @@ class Decoder:
         cuts: Cuts,
         seal: Seal | None,
     ) -> None:
-        """``source``: the expected layout of the payload. ``seal``: the seal that payloads must
-        have."""
+        """``load``: the task's move. ``source``: the expected layout of the payload. ``seal``: the
+        seal that payloads must have."""
         job, index, span = task
-        self._job, self._index, self._load = job, index, job.plan.moves[index]
+        self._job, self._index, self._load = job, index, load
         self._lane, self._slabs, self._seal = lane, slabs, seal
         self._leased: list[Slab] = []
         self._decoded: list[memoryview] = []

@@ -7,7 +7,7 @@ on. No thread is on the network between ``enter`` and ``leave``.
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from threading import Condition
 from time import monotonic, sleep
 
@@ -46,17 +46,27 @@ class LoadJob:
         self._clock = clock
         self._changed = Condition()
         self._awaited: list[Callable[[], bool]] = []
-        self._chunks, self._groups = plan.moves.chunks, plan.moves.groups
-        self._unfinished = set(range(len(plan.moves)))
-        self._spans_left = [1] * len(plan.moves)
+        moves = len(plan.moves)
+        self._unfinished = set(range(moves))
+        self._spans_left = [1] * moves
         self._headers: dict[int, Header] = {}
-        self._filled = [(1 << r.stop) - (1 << r.start) for r in filled]
-        self._written = [0] * len(plan.moves)  # one bit a layer
+        self._filled = filled
+        self._written = [0] * moves  # one bit a layer
         self._marks: dict[tuple[int, int], dict[Lane, Mark]] = {}
         self._last_marks: dict[Lane, Mark] = {}
         self._rejected: set[tuple[str, bytes]] = set()
         self._writing, self._closed = 0, False
         self._last = self.started
+
+    # The columns of a load that succeeds are never read: its forward thread has no time for them.
+
+    @property
+    def _chunks(self) -> list[int]:
+        return self.plan.moves.chunks
+
+    @property
+    def _groups(self) -> list[int]:
+        return self.plan.moves.groups
 
     def wanted(self, index: int) -> bool:
         """Whether move ``index`` is still needed: no earlier chunk failed, and the job is open."""
@@ -85,17 +95,17 @@ class LoadJob:
             self._writing += 1
             return True
 
-    def leave(self, index: int, layers: Iterable[int], lane: Lane, mark: Mark | None) -> None:
+    def leave(self, index: int, layers: range, lane: Lane, mark: Mark | None) -> None:
         """End the writes that ``enter`` allowed: ``layers`` of move ``index`` were verified and
         submitted to ``lane`` before ``mark``. Without a mark no layer is recorded as written."""
-        group = self._groups[index]
         with self._changed:
             self._writing -= 1
             if mark is not None:
                 _add(self._last_marks, lane, mark)
-                for layer in layers:
-                    self._written[index] |= 1 << layer
-                    if self.plan.sync:
+                self._written[index] |= _bits(layers)
+                if self.plan.sync:
+                    group = self._groups[index]
+                    for layer in layers:
                         _add(self._marks.setdefault((group, layer), {}), lane, mark)
             self._wake()
 
@@ -117,7 +127,7 @@ class LoadJob:
             self._spans_left[index] -= 1
             if self._spans_left[index] or index not in self._unfinished:
                 return False
-            complete = self._written[index] == self._filled[index]
+            complete = not self._missing(index)
             if not complete:
                 self._fail_from(self._chunks[index])
             self._unfinished.discard(index)
@@ -276,9 +286,11 @@ class LoadJob:
             self._changed.notify_all()
 
     def _lacks(self, index: int, group: int, layer: int) -> bool:
-        return self._groups[index] == group and bool(
-            (self._filled[index] & ~self._written[index]) >> layer & 1
-        )
+        return self._groups[index] == group and bool(self._missing(index) >> layer & 1)
+
+    def _missing(self, index: int) -> int:
+        """Return the layers of a move that are not in their blocks yet, one bit a layer."""
+        return _bits(self._filled[index]) & ~self._written[index]
 
     def _fail_from(self, chunk: int) -> None:
         if self._failed_chunk is None or chunk < self._failed_chunk:
@@ -297,12 +309,14 @@ class LoadJob:
         return self._failed_chunk is None or self._chunks[index] < self._failed_chunk
 
     def _failed_blocks(self) -> frozenset[int]:
-        first = min((self._chunks[i] for i in self._unfinished), default=self._failed_chunk)
-        if first is None:
-            return frozenset()
+        chunks = [self._chunks[i] for i in self._unfinished]
         if self._failed_chunk is not None:
-            first = min(first, self._failed_chunk)
-        return self.plan.moves.blocks_from(first)
+            chunks.append(self._failed_chunk)
+        return self.plan.moves.blocks_from(min(chunks)) if chunks else frozenset()
+
+
+def _bits(layers: range) -> int:
+    return (1 << layers.stop) - (1 << layers.start)
 
 
 def _add(marks: dict[Lane, Mark], lane: Lane, mark: Mark) -> None:

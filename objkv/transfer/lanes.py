@@ -132,6 +132,21 @@ class PagedLayers:
         return all(cache[:1].is_contiguous() for cache in self.caches)
 
     @cached_property
+    def blocks(self) -> int:
+        """Number of blocks that all layers have."""
+        return min(len(cache) for cache in self.caches)
+
+    @cached_property
+    def page_shapes(self) -> list[tuple[int, ...]]:
+        """Shape of one page of each layer, in words."""
+        return [tuple(cache.shape[1:]) for cache in self.caches]
+
+    @cached_property
+    def strides(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Bytes from one block of each layer to the next, ``[layers]`` int64."""
+        return np.array([c.stride(0) * c.element_size() for c in self.caches], dtype=np.int64)
+
+    @cached_property
     def addresses(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Address of block 0 of each layer, ``[layers]`` int64."""
         return np.array([cache.data_ptr() for cache in self.caches], dtype=np.int64)

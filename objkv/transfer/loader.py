@@ -246,8 +246,9 @@ class Loader:
     def _fetch(self, slabs: SlabPool, lane: Lane, task: Task) -> bool:
         """Load one span into its blocks. Returns False if the payload is missing."""
         job, index, _ = task
-        source, cuts = self._layouts.of(job.plan.moves[index]), self._limits.cuts
-        decoder = Decoder(task, source, lane, slabs, cuts=cuts, seal=self._cache.seal)
+        load = job.plan.moves[index]
+        source, cuts = self._layouts.of(load), self._limits.cuts
+        decoder = Decoder(task, load, source, lane, slabs, cuts=cuts, seal=self._cache.seal)
         trace = decoder.trace
         try:
             with decoder:
@@ -285,8 +286,11 @@ class Loader:
     def _wide_slabs(self, task: Task) -> WideSlabs[Task] | None:
         """Return the wide slabs if the payload does not fit into this rank's own slabs."""
         job, index, _ = task
-        load, wide = job.plan.moves[index], self._wide
-        if load.part is None or wide is None:
+        wide = self._wide
+        if wide is None or not job.plan.moves.has_parts:
+            return None
+        load = job.plan.moves[index]
+        if load.part is None:
             return None
         tokens = load.move.token_end - load.move.token_start
         nbytes = self._layouts.of(load).payload_bytes_max(tokens)

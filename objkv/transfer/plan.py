@@ -287,6 +287,8 @@ class LoadMoves(Sequence[LoadMove]):
     @cached_property
     def further(self) -> list[bool]:
         """Whether each move only adds a further payload to the blocks of the move before it."""
+        if not self._parts:
+            return [False] * len(self)
         source = self._table[Row.SOURCE]
         return [False, *(source[1:] == source[:-1]).tolist()][: len(self)]
 

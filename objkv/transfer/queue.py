@@ -117,6 +117,8 @@ class TaskQueue:
 
     def hanging(self, seconds: float) -> int:
         """Return how many threads have worked on their task for longer than ``seconds``."""
+        if not self._begun:
+            return 0
         before = monotonic() - seconds
         with self._changed:
             return sum(begun < before for begun in self._begun.values())
@@ -127,7 +129,9 @@ class TaskQueue:
         moves = job.plan.moves
         with self._changed:
             room = 0 if self._closed else max(0, self._moves_max - self._moves)
-            taken, counts = len(moves), len(moves) - sum(moves.further)
+            taken = counts = len(moves)
+            if moves.has_parts:
+                counts -= sum(moves.further)
             if counts > room:
                 taken = _first_of(moves.further, room)
                 counts = taken - sum(moves.further[:taken])

@@ -11,11 +11,10 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
-import torch
 
 from objkv.codec.payload import LayerSpec, check_layers, payload_bytes_max
 from objkv.keys.topology import Part, Shard, cover
-from objkv.transfer.lanes import ARRAY_WORDS, Lane, PagedLayers, Pages, Recast
+from objkv.transfer.lanes import ARRAY_WORDS, Lane, PagedLayers, Recast
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import ChunkMove, Kind, LoadMove, LoadPlan
 
@@ -50,6 +49,9 @@ class PayloadLayout:
         self._room = (-1, 0)
         self._resized: dict[int, PayloadLayout] = {}
         ours = group.pages.cut(self.filled)
+        read = self.layers[self.frames.start : self.frames.stop]
+        words = [np.dtype(ARRAY_WORDS[cache.dtype]) for cache in ours.caches]
+        self._forms = [_form(*both) for both in zip(read, words, strict=True)]
         self._pages = ours if is_own else PagedLayers([c[:, heads] for c in ours.caches])
 
     def payload_bytes_max(self, tokens: int) -> int:
@@ -82,9 +84,9 @@ class PayloadLayout:
         """
         start = first - self.frames.start
         layers = self._pages.cut(range(start, start + len(frames)))
+        forms = self._forms[start : start + len(frames)]
         pages = [
-            self._array(first + i, data, cache.dtype)
-            for i, (data, cache) in enumerate(zip(frames, layers.caches, strict=True))
+            np.ndarray(shape, word, data) for data, (shape, word) in zip(frames, forms, strict=True)
         ]
         count, skipped = len(placed), move.first_block * self._group.split
         if not self._recasts and count == len(pages[0]):
@@ -92,11 +94,6 @@ class PayloadLayout:
             return
         recast = Recast(self._heads, self._group.shape.block_size, skipped, count)
         lane.scatter(pages, layers, placed, recast)
-
-    def _array(self, frame: int, data: memoryview, word: torch.dtype) -> Pages:
-        """Return a frame's bytes as words, ``[blocks, heads, block_size, content]``."""
-        *shape, _ = self.layers[frame].shape
-        return np.frombuffer(data, ARRAY_WORDS[word]).reshape(*shape, -1)
 
     def reading(self, found: tuple[LayerSpec, ...]) -> "PayloadLayout":
         """Return the layout of a payload whose frames are ``found``: this one, or one of another
@@ -148,6 +145,8 @@ class PayloadLayouts:
         moves = plan.moves
         if moves.has_parts:
             return [self.of(load).filled for load in moves]
+        if len(moves.kinds) == 1:  # by far the most frequent case, on the forward thread
+            return [self._own[moves.kinds[0].group].filled] * len(moves)
         return [self._own[group].filled for group in moves.groups]
 
     def spread(self, plan: LoadPlan) -> LoadPlan:
@@ -198,6 +197,12 @@ def whole_payload_bytes_max(group: PagedGroup, *, tokens: int) -> int:
     """Return the largest size of any payload of the group, of any shape."""
     source = PayloadLayout(group, Part(_whole(group), group.shape.rank_shard.shard), _size(group))
     return source.payload_bytes_max(tokens)
+
+
+def _form(layer: LayerSpec, word: np.dtype[Any]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return the shape of a frame's pages in words, and the type of a word."""
+    *shape, content = layer.shape
+    return (*shape, content * layer.item_bytes // word.itemsize), word
 
 
 def _own(group: PagedGroup) -> Part:

@@ -100,7 +100,9 @@ def _module() -> types.ModuleType:
         "Event": lambda enable_timing=False, blocking=False: _Event(
             "sim", enable_timing=enable_timing, blocking=blocking
         ),
-        "current_stream": lambda device=None: torch.accelerator.current_stream(_device(device)),
+        "current_stream": lambda device=None: torch.accelerator.current_stream(
+            _device(device).index
+        ),
         "default_stream": default_stream,
         "set_stream": torch.accelerator.set_stream,
         "stream": _OnStream,
@@ -127,7 +129,7 @@ class _OnStream:
     def __enter__(self) -> None:
         if self._stream is not None:
             self._device = torch.accelerator.current_device_index()
-            self._before = torch.accelerator.current_stream(self._stream.device)
+            self._before = torch.accelerator.current_stream(self._stream.device.index)
             torch.accelerator.set_device_index(self._stream.device.index)
             torch.accelerator.set_stream(self._stream)
 

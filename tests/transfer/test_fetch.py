@@ -160,9 +160,10 @@ def test_a_header_that_promises_more_than_there_is_room_for_is_refused_at_once()
     place = world("none")
     header, layers = read_header(place.payload), place.reader.paged.layers
     job = LoadJob(place.plan, [range(len(layers))], 1.0, lambda: 0.0)
-    source = PayloadLayouts({0: place.reader.paged}).of(place.plan.moves[0])
+    load = place.plan.moves[0]
+    source = PayloadLayouts({0: place.reader.paged}).of(load)
     slabs = SlabPool("t", count=1, slab_bytes=len(place.payload) - 1)
-    decoder = Decoder((job, 0, None), source, HostLane(), slabs, cuts=Cuts(), seal=None)
+    decoder = Decoder((job, 0, None), load, source, HostLane(), slabs, cuts=Cuts(), seal=None)
     with decoder:
         decoder.buffer[:] = place.payload[:-1]
         decoder.arrived(header.data_start - 1)

@@ -88,7 +88,7 @@ def test_a_move_of_which_a_layer_is_missing_is_not_loaded() -> None:
     """Only a bug could bring it about; then it is a miss, and ends at once."""
     job = job_of_one_chunk(ManualClock(), sync=True)
     assert job.enter(0)
-    job.leave(0, [1], LANE, HostMark())
+    job.leave(0, range(1, 2), LANE, HostMark())
     assert not job.span_done(0)
     assert job.is_over()
     assert job.close().failed_blocks == {3, 4}
@@ -116,11 +116,11 @@ def test_a_layer_is_waited_for_of_all_chunks_in_whatever_order_they_come() -> No
     thread.start()
     for index in (2, 0, 3):
         assert job.enter(index)
-        job.leave(index, [0], LANE, HostMark())
+        job.leave(index, range(1), LANE, HostMark())
         thread.join(0.01)
         assert thread.is_alive()
     assert job.enter(1)
-    job.leave(1, [0], LANE, HostMark())
+    job.leave(1, range(1), LANE, HostMark())
     thread.join()
     assert came == ["0b1"]
 
@@ -141,7 +141,7 @@ def test_closing_waits_for_a_write_under_way_and_no_other_begins() -> None:
     wait_until(lambda: not job.wanted(0))
     assert not job.enter(0)
     assert closing.is_alive()
-    job.leave(0, [], LANE, HostMark())
+    job.leave(0, range(0), LANE, HostMark())
     closing.join()
 
 
@@ -164,7 +164,7 @@ def test_a_cancelled_load_has_no_outcome_while_it_writes_and_copies() -> None:
     assert job.enter(0)
     job.cancel()
     assert job.poll() is None
-    job.leave(0, [0], LANE, mark)
+    job.leave(0, range(1), LANE, mark)
     assert not job.enter(0)
     assert job.poll() is None
     mark.passed = True
@@ -190,13 +190,13 @@ def test_of_two_marks_of_a_lane_the_later_one_counts_whoever_reports_first() -> 
 def test_closing_waits_for_copies_but_not_for_a_device_that_hangs() -> None:
     job, mark = job_of_one_chunk(ManualClock(), sync=False), LateMark()
     assert job.enter(0)
-    job.leave(0, [0], LANE, mark)
+    job.leave(0, range(1), LANE, mark)
     Timer(0.05, lambda: setattr(mark, "passed", True)).start()
     assert job.close().failed
     assert mark.passed
     job, mark = job_of_one_chunk(ManualClock(), sync=False), LateMark()
     assert job.enter(0)
-    job.leave(0, [0], LANE, mark)
+    job.leave(0, range(1), LANE, mark)
     assert job.close(0.01).failed
     assert not mark.passed
 
