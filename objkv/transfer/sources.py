@@ -145,7 +145,7 @@ class PayloadLayouts:
         moves = plan.moves
         if moves.has_parts:
             return [self.of(load).filled for load in moves]
-        if len(moves.kinds) == 1:  # by far the most frequent case, on the forward thread
+        if len(moves) and len(moves.kinds) == 1:  # nearly always, on the forward thread
             return [self._own[moves.kinds[0].group].filled] * len(moves)
         return [self._own[group].filled for group in moves.groups]
 

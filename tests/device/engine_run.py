@@ -273,7 +273,7 @@ def _arguments(load_mode: str, folder: str) -> dict[str, Any]:
 
 @dataclass
 class Verdict:
-    """What some rounds have shown."""
+    """Counts of rounds that were right, and of wrong pages."""
 
     mutant: str = ""
     rounds: int = 0

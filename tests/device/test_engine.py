@@ -51,7 +51,7 @@ def test_answers_from_late_copies_are_those_of_a_cold_run(
     right, *mutants = _run(load_mode, FOUND[load_mode])
     assert right.is_right, right
     assert right.rounds == ROUNDS
-    assert right.hit_share > 0.9
+    assert right.hit_share > 0.8  # vLLM computes the last block of each prompt itself
     assert right.compared > 50 * ROUNDS
     assert {mutant.mutant for mutant in mutants} == set(FOUND[load_mode])
     assert not [mutant for mutant in mutants if mutant.is_right or mutant.fault]
