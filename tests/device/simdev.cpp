@@ -24,6 +24,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -595,6 +596,11 @@ struct HostMemory final : at::HostAllocator {
     Lock held(lock);
     for (const auto& entry : registered) check_alive(entry);
   }
+  int64_t being_freed() {
+    Lock held(lock);
+    return std::count_if(registered.begin(), registered.end(),
+                         [](const auto& entry) { return entry.second.storage.expired(); });
+  }
   void add(const at::Tensor& memory) {
     count("register");
     TORCH_CHECK(memory.is_cpu() && memory.is_contiguous() && memory.nbytes(), "not host memory");
@@ -1090,6 +1096,7 @@ void settle() {  // waits until all streams have done their work, failed or not
 }
 void register_host(const at::Tensor& memory) { host_memory().add(memory); }
 void unregister_host(int64_t address) { host_memory().remove(address); }
+int64_t being_freed() { return host_memory().being_freed(); }
 std::string take_error() {
   host_memory().check_all_alive();
   Lock held(ledger().lock);
@@ -1149,6 +1156,7 @@ TORCH_LIBRARY(simdev, m) {
   m.def("unregister_host(int address) -> ()", simdev::unregister_host);
   m.def("kernel_view(Tensor t) -> Tensor", simdev::kernel_view);
   m.def("take_error() -> str", simdev::take_error);
+  m.def("being_freed() -> int", simdev::being_freed);
   m.def("counts(bool reset) -> (str[] calls, int[] threads, int[] numbers)", simdev::counts);
 }
 namespace {

@@ -7,11 +7,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 
@@ -478,6 +481,25 @@ def test_registered_memory_is_not_freed(sim: ModuleType) -> None:
     del memory
     assert "freed while registered" in sim.take_error()
     undo()  # still mapped: an owner may do that while its memory is freed
+
+
+def test_memory_that_another_thread_is_freeing_may_be_registered_still(sim: ModuleType) -> None:
+    begun = threading.Event()
+    array = np.zeros(4000, np.uint8)
+    memory = [torch.from_numpy(array)]
+
+    def unlock(undo: Callable[[], None]) -> None:
+        begun.set()
+        time.sleep(0.05)
+        undo()
+
+    weakref.finalize(array, unlock, sim.DRIVER.pin(memory[0]))
+    del array
+    thread = threading.Thread(target=memory.clear)
+    thread.start()
+    assert begun.wait(10)
+    assert not sim.take_error()
+    thread.join()
 
 
 def test_registered_memory_is_not_unmapped(sim: ModuleType) -> None:
