@@ -435,12 +435,12 @@ def test_parts_of_pinned_memory_that_numpy_made_are_not_kept(
 def test_registered_memory_is_pinned_in_place(
     sim: ModuleType, device: torch.device, compute: torch.Stream
 ) -> None:
+    on_device = torch.ones(2, 1000, device=device)
     memory = torch.zeros(4, 1000)
     sim.register_host(memory)
     part = torch.from_numpy(memory.numpy()[1:3])
     assert part.is_pinned()
     sim.counts()
-    on_device = torch.ones(2, 1000, device=device)
     part.copy_(on_device, non_blocking=True)
     assert "d2h" in calls(sim.counts())
     compute.synchronize()
