@@ -435,6 +435,7 @@ def test_parts_of_pinned_memory_that_numpy_made_are_not_kept(
 def test_registered_memory_is_pinned_in_place(
     sim: ModuleType, device: torch.device, compute: torch.Stream
 ) -> None:
+    torch.zeros(1, pin_memory=True)  # before that, PyTorch asks no device
     on_device = torch.ones(2, 1000, device=device)
     memory = torch.zeros(4, 1000)
     sim.register_host(memory)
