@@ -584,22 +584,27 @@ struct HostMemory final : at::HostAllocator {
   }
   // An owner may unlock memory while its storage is being freed: the pages are still mapped then.
   static bool check_alive(const std::pair<uint8_t* const, Registered>& entry, bool is_last = false) {
-    const auto& [at, memory] = entry;
-    std::vector<unsigned char> pages(memory.size / 4096 + 2);
-    auto* const page = (uint8_t*)((uintptr_t)at & ~uintptr_t(4095));
-    if ((is_last || !memory.storage.expired()) && mincore(page, at + memory.size - page, pages.data()) == 0)
-      return true;
+    if (is_alive(entry, is_last)) return true;
     misuse("host memory is freed while registered");
     return false;
   }
-  void check_all_alive() {
-    Lock held(lock);
-    for (const auto& entry : registered) check_alive(entry);
+  static bool is_alive(const std::pair<uint8_t* const, Registered>& entry, bool is_last = false) {
+    const auto& [at, memory] = entry;
+    std::vector<unsigned char> pages(memory.size / 4096 + 2);
+    auto* const page = (uint8_t*)((uintptr_t)at & ~uintptr_t(4095));
+    return (is_last || !memory.storage.expired()) &&
+           mincore(page, at + memory.size - page, pages.data()) == 0;
   }
-  int64_t being_freed() {
+  void check_all_alive() {
+    // Another thread that is just freeing memory has a second to unlock it.
+    for (int look = 0; look < 1000 && !are_all_alive(); ++look)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (!are_all_alive()) misuse("host memory is freed while registered");
+  }
+  bool are_all_alive() {
     Lock held(lock);
-    return std::count_if(registered.begin(), registered.end(),
-                         [](const auto& entry) { return entry.second.storage.expired(); });
+    return std::all_of(registered.begin(), registered.end(),
+                       [](const auto& entry) { return is_alive(entry); });
   }
   void add(const at::Tensor& memory) {
     count("register");
@@ -1096,7 +1101,6 @@ void settle() {  // waits until all streams have done their work, failed or not
 }
 void register_host(const at::Tensor& memory) { host_memory().add(memory); }
 void unregister_host(int64_t address) { host_memory().remove(address); }
-int64_t being_freed() { return host_memory().being_freed(); }
 std::string take_error() {
   host_memory().check_all_alive();
   Lock held(ledger().lock);
@@ -1156,7 +1160,6 @@ TORCH_LIBRARY(simdev, m) {
   m.def("unregister_host(int address) -> ()", simdev::unregister_host);
   m.def("kernel_view(Tensor t) -> Tensor", simdev::kernel_view);
   m.def("take_error() -> str", simdev::take_error);
-  m.def("being_freed() -> int", simdev::being_freed);
   m.def("counts(bool reset) -> (str[] calls, int[] threads, int[] numbers)", simdev::counts);
 }
 namespace {

@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import tempfile
 import threading
-import time
 import types
 from collections import Counter
 from collections.abc import Callable
@@ -30,8 +29,6 @@ SOURCE = Path(__file__).with_name("simdev.cpp")
 CACHE = Path(__file__).parents[2] / ".cache" / "simdev"
 BUILD_S = 900
 """Limit for the compiler, on a machine that is busy with other things."""
-
-_FREEING_S = 1.0
 
 # vLLM's CPU platform replaces these with placeholders when it is imported.
 _Event, _Stream, _synchronize = torch.Event, torch.Stream, torch.accelerator.synchronize
@@ -283,9 +280,6 @@ def take_error() -> str:
     """Return and clear the first fault of a kernel or copy, which makes all later calls fail, or
     else the first misuse of registered memory. "" if there is none. Another thread that is just
     freeing registered memory has a second to unlock it."""
-    end = time.monotonic() + _FREEING_S
-    while torch.ops.simdev.being_freed() and time.monotonic() < end:
-        time.sleep(0.001)
     return str(torch.ops.simdev.take_error())
 
 

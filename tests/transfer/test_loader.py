@@ -344,9 +344,7 @@ def test_when_all_threads_hang_loads_fail_at_once_and_none_is_queued(sync: bool)
     replica = Replica(store, MemoryIndex(), seed=1, join_s=0.01, **deadlines)
     replica.save(range(4))
     store.gate.clear()
-    assert replica.load(range(4), 9, sync=sync).failed  # at its deadline
-    wait_until(lambda: store.asked == 2)  # each thread hangs at one
-    wait_until(replica.loader._is_stuck)
+    _hang(replica, store, sync=sync)
     assert replica.load(range(4), 9, sync=sync).failed
     assert replica.recorder.value("load_refused") == 4
     assert store.asked == 2
@@ -354,13 +352,20 @@ def test_when_all_threads_hang_loads_fail_at_once_and_none_is_queued(sync: bool)
     store.gate.set()
 
 
+def _hang(replica: Replica, store: HangingStore, *, sync: bool = False) -> None:
+    """Let each of two threads hang at a payload. One that comes after a load's deadline finds
+    nothing to do."""
+    while store.asked < 2:
+        assert replica.load(range(4), 9, sync=sync).failed
+    wait_until(replica.loader._is_stuck)
+
+
 def test_threads_that_come_back_load_again() -> None:
     store = HangingStore()
     replica = Replica(store, MemoryIndex(), seed=1, deadline_s=0.05, step_deadline_s=0.05)
     replica.save(range(4))
     store.gate.clear()
-    assert replica.load(range(4), 9).failed
-    wait_until(replica.loader._is_stuck)
+    _hang(replica, store)
     store.gate.set()
     wait_until(lambda: not replica.loader._is_stuck())
     wait_until(lambda: replica.load_slabs.leased == 0)
