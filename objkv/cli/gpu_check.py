@@ -56,7 +56,11 @@ def print_summary(out: Printer, report: GpuReport) -> None:
 def gpu_check(
     session: Session,
     model: Annotated[
-        str, typer.Option(help="Model of the replicas: a name on Hugging Face, or a folder.")
+        str,
+        typer.Option(
+            help="Model of the replicas: a name on Hugging Face, or a folder. "
+            "Not with --random or --simulated."
+        ),
     ] = _MODEL,
     random: Annotated[
         bool,
