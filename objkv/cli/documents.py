@@ -85,7 +85,7 @@ class GpuCheckKeys(TypedDict):
     """The key that ``gpu-check`` adds to its report."""
 
     passed: bool
-    """Whether every stage passed."""
+    """Whether the run is finished and no stage failed."""
 
 
 class FasterRow(TypedDict):

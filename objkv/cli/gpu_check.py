@@ -52,16 +52,27 @@ def print_summary(out: Printer, report: GpuReport) -> None:
                 out.line(f"  {line}")
 
 
+def _model(name: str | None, *, is_random: bool) -> str | None:
+    """Return the name or folder of the replicas' model, None for one with random weights."""
+    if is_random and name is not None:
+        raise ConfigError("--model: --random and --simulated bring a model of their own")
+    if name is not None and name.startswith(("/", ".", "~")):
+        folder = Path(name).expanduser()
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"--model {name}: this folder has no config.json")
+        return str(folder)
+    return None if is_random else name or _MODEL
+
+
 @command
 def gpu_check(
     session: Session,
     model: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Model of the replicas: a name on Hugging Face, or a folder. "
-            "Not with --random or --simulated."
+            help=f"Model of the replicas: a name on Hugging Face, or a folder. Default: {_MODEL}."
         ),
-    ] = _MODEL,
+    ] = None,
     random: Annotated[
         bool,
         typer.Option("--random", help="Use a model with random weights. Needs no network."),
@@ -92,25 +103,29 @@ def gpu_check(
         raise ConfigError(f"--out {out}: this is not a folder")
     steps, place = Steps(color=session.out.color), cache_folder() / "gpu-check"
     make_private(place)
+    report: GpuReport | None = None
     try:
         with (
             ending_in_order(),
             tempfile.TemporaryDirectory(dir=place) as folder,
             steps.shown(),
         ):
-            report = GpuChecks(
+            checks = GpuChecks(
                 SIMULATED if simulated else "gpu",
                 quick,
-                None if random or simulated else model,
+                _model(model, is_random=random or simulated),
                 Path(folder),
                 cache_folder() / "demo" / "models",
                 steps.tell,
-            ).run()
+            )
+            for report in checks.reports():
+                files = write_report(report, out)
     except KeyboardInterrupt:
         newline = "\n" if sys.stderr.isatty() else ""  # the terminal has shown ^C
-        sys.stderr.write(f"{newline}objkv: interrupted; no report was written\n")
+        left = "no report was written" if report is None else f"the stages that ended are in {files[1]}"
+        sys.stderr.write(f"{newline}objkv: interrupted; {left}\n")
         return INTERRUPTED
-    files = write_report(report, out)
+    assert report is not None
     if session.out.machine:
         session.out.document(gpu_document(report))
     else:

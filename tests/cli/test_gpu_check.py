@@ -1,6 +1,8 @@
 """``objkv gpu-check``: options, exit codes and output; the device is in ``tests/device``."""
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,8 @@ from tests.cli.conftest import Run, refused
 MACHINE = Machine("a CPU", 2, None, "Linux 6", "3.11.7", None, {})
 PASSED = GpuStage("Self-test", "passed", 12.3, (GpuCase("HND", True),))
 SPEED = GpuStage("Speed", "passed", 3.0, (), (BenchRow("load", "GB/s", 45.0),))
+INTERRUPTED = GpuStage("Order", "failed", 0.0)
+"""Not a stage: Ctrl-C."""
 FAILED = GpuStage("Order", "failed", 1.0, (GpuCase("one", False, "wrong bytes"),), (), "it\nended")
 
 
@@ -23,14 +27,29 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[GpuStage]:
     """The results of the stages, which are not run."""
     stages = [PASSED, SPEED]
 
-    def run(self: GpuChecks) -> GpuReport:
+    def reports(self: GpuChecks) -> Iterator[GpuReport]:
         self.tell("Self-test", "running")
         assert self.folder.is_dir()
         simulated = self.kind == "sim"
-        facts = {"Device": "a GPU", "Model": str(self.model)}
-        return GpuReport("0.1.0", "a GPU", simulated, self.quick, facts, MACHINE, tuple(stages))
+        report = GpuReport(
+            "0.1.0",
+            "a GPU",
+            simulated,
+            self.quick,
+            {"Device": "a GPU"},
+            MACHINE,
+            (),
+            "2026-01-02T03:04:05+00:00",
+            str(self.model),
+            finished=False,
+        )
+        for number, stage in enumerate(stages):
+            if stage is INTERRUPTED:
+                raise KeyboardInterrupt
+            report = replace(report, stages=(*report.stages, stage))
+            yield replace(report, finished=number == len(stages) - 1)
 
-    monkeypatch.setattr(GpuChecks, "run", run)
+    monkeypatch.setattr(GpuChecks, "reports", reports)
     return stages
 
 
@@ -45,7 +64,7 @@ def test_the_summary_is_printed_and_the_report_written(
     assert "Self-test: running" in ran.err
     document = json.loads((tmp_path / "new" / "report" / "report.json").read_text())
     assert document["passed"]
-    assert document["facts"]["Model"] == "Qwen/Qwen3-0.6B"
+    assert document["model"] == "Qwen/Qwen3-0.6B"
     page = (tmp_path / "new" / "report" / "report.md").read_text()
     assert page.startswith("# objkv gpu-check: passed")
     assert not list((tmp_path / "objkv" / "gpu-check").iterdir())
@@ -66,7 +85,7 @@ def test_a_failed_stage_is_an_exit_code_and_says_why(
     ("options", "model"),
     [
         (("--random",), "None"),
-        (("--model", "/models/mine"), "/models/mine"),
+        (("--model", "me/mine"), "me/mine"),
         (("--simulated", "--quick"), "None"),
     ],
 )
@@ -75,9 +94,20 @@ def test_the_document_is_the_report(
 ) -> None:
     ran = run("gpu-check", "--json", "--out", str(tmp_path), *options)
     assert ran.document == json.loads((tmp_path / "report.json").read_text())
-    assert ran.document["facts"]["Model"] == model
+    assert ran.document["model"] == model
     assert ran.document["simulated"] == ("--simulated" in options)
     assert ran.document["stages"][1]["figures"][0]["ours"] == 45.0
+
+
+def test_an_interrupted_run_leaves_what_is_finished(
+    run: Run, found: list[GpuStage], tmp_path: Path
+) -> None:
+    found.append(INTERRUPTED)
+    ran = run("gpu-check", "--out", str(tmp_path))
+    assert ran.code == 130
+    assert f"the stages that ended are in {tmp_path / 'report.md'}" in ran.err
+    assert (tmp_path / "report.md").read_text().startswith("# objkv gpu-check: not finished")
+    assert len(json.loads((tmp_path / "report.json").read_text())["stages"]) == 2
 
 
 def test_a_simulated_device_is_named_as_such(
@@ -91,6 +121,10 @@ def test_wrong_usage_is_told_before_anything_runs(
 ) -> None:
     (tmp_path / "file").write_text("")
     refused(run("gpu-check", "--out", str(tmp_path / "file")), "this is not a folder")
+
+    refused(run("gpu-check", "--model", "x", "--random"), "bring a model of their own")
+    refused(run("gpu-check", "--model", str(tmp_path)), "has no config.json")
+    refused(run("gpu-check", "--out", str(tmp_path / "file" / "x")), "Not a directory")
 
     def elsewhere() -> Path:
         raise ConfigError("in a clone of the project only")

@@ -12,7 +12,14 @@ from objkv.ops.bench.harness import BenchRow, Machine, Target
 from objkv.ops.demo import DemoAnswer, ReplicaEnd
 from objkv.ops.gpu_check import check as module
 from objkv.ops.gpu_check.check import GpuChecks
-from objkv.ops.gpu_check.replicas import Answers, Sharing, compare, compare_times, prompt_of
+from objkv.ops.gpu_check.replicas import (
+    Answers,
+    Sharing,
+    compare_loading,
+    compare_saving,
+    compare_times,
+    prompt_of,
+)
 from objkv.ops.gpu_check.report import GpuCase, GpuReport, GpuStage, page
 from objkv.ops.programs import ProgramFailed
 
@@ -45,14 +52,21 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     return printed
 
 
+def ran(checks: GpuChecks) -> GpuReport:
+    """The last report."""
+    *_, last = checks.reports()
+    return last
+
+
 def outcomes(report: GpuReport) -> list[str]:
     return [stage.outcome for stage in report.stages]
 
 
 def test_every_stage_has_its_outcome(programs: Mapping[str, list[str]], tmp_path: Path) -> None:
-    report = checks(tmp_path).run()
+    report = ran(checks(tmp_path))
     assert outcomes(report) == ["passed", "passed", "passed", "skipped"]
     assert report.passed
+    assert report.verdict == "passed, 1 of 4 stages skipped"
     assert (report.device, report.facts["Driver"]) == ("a GPU", "nvidia 1")
     assert report.stages[3].note == "not with --quick"
 
@@ -74,13 +88,13 @@ def test_a_stage_that_fails_does_not_stop_the_others(
 
     monkeypatch.setattr(module, "measure_device", fail)
     monkeypatch.setattr(Sharing, "run", unreachable)
-    report = checks(tmp_path, quick=False).run()
+    report = ran(checks(tmp_path, quick=False))
     assert outcomes(report) == ["failed"] * 4
     assert not report.passed
     assert "printed nothing" in report.stages[0].note
     assert report.stages[1].cases[1] == GpuCase("c", False, "b: wrong bytes", 0.1)
     assert report.stages[1].summary == "1 of 2 cases passed"
-    assert report.stages[2].note.endswith("exit status 1; the end of its log:\nout of memory")
+    assert report.stages[2].note.endswith("exit status 1\nThe end of its log:\nout of memory")
     assert "no replica started" in report.stages[3].note
 
 
@@ -97,7 +111,38 @@ def test_without_a_device_nothing_is_checked(
     programs["gpu_check facts"] = []
     monkeypatch.setattr(module, "find_spec", lambda name: None if name == missing else object())
     with pytest.raises(ConfigError, match=message):
-        checks(tmp_path).run()
+        next(checks(tmp_path).reports())
+
+
+def test_there_is_a_report_after_each_stage(programs: dict[str, list[str]], tmp_path: Path) -> None:
+    reports = list(checks(tmp_path).reports())
+    assert [len(one.stages) for one in reports] == [0, 1, 2, 3, 4, 4]
+    assert [one.verdict for one in reports[:5]] == ["not finished"] * 5
+    assert not any(one.passed for one in reports[:5])
+    assert reports[5].finished
+
+
+def test_a_device_that_cannot_be_read_is_a_failed_stage(
+    programs: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    log.write_text("")
+
+    def fail(*_: object) -> Iterator[str]:
+        raise ProgramFailed("gpu_check ended with exit status 1", log)
+
+    monkeypatch.setattr(GpuChecks, "_lines", fail)
+    (report,) = checks(tmp_path).reports()
+    assert report.verdict == "failed"
+    assert report.stages[0].note == "gpu_check ended with exit status 1\nIts log is empty."
+
+
+def test_small_sizes_miss_no_targets(
+    programs: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = BenchRow("load", "GB/s", 1.0, 50.0, "plain copy", 0.02, Target(0.85))
+    monkeypatch.setattr(module, "rows_of", lambda *_: [row])
+    assert ran(checks(tmp_path)).stages[2].summary == "1 figures"
 
 
 def answers(*given: tuple[int, int, float], token: int = 7) -> Answers:
@@ -147,7 +192,10 @@ def test_prompts_share_documents_and_nothing_else() -> None:
 def test_answers_must_be_those_of_a_replica_without_objkv(
     saving: Answers, loading: Answers, wrong: list[str]
 ) -> None:
-    cases = list(compare([LENGTH], ALONE, saving, loading))
+    cases = [
+        *compare_saving([LENGTH], ALONE, saving),
+        *compare_loading([LENGTH], ALONE, loading),
+    ]
     assert len(cases) == 5
     assert [case.name for case in cases if not case.ok] == wrong
 
@@ -182,8 +230,39 @@ def test_offloading_that_fails_is_no_failure(
         assert len(rows) == 1
 
 
+def test_what_is_known_before_a_replica_fails_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sharing, "_lengths", (LENGTH,))
+
+    def live(_self: Sharing, role: str) -> tuple[Answers, ReplicaEnd]:
+        if role == "B":
+            raise ProgramFailed("replica B ended with exit status -11", tmp_path / "log")
+        found = {"R": ALONE, "A": SAVING}[role]
+        return found, ReplicaEnd(engine="vLLM", device="x", load_failures=0)
+
+    monkeypatch.setattr(Sharing, "_live", live)
+    cases: list[GpuCase] = []
+    with pytest.raises(ProgramFailed):
+        Sharing(None, tmp_path, tmp_path, lambda *_: None, on_cpu=False).run(cases, [])
+    assert [(case.name, case.ok) for case in cases] == [
+        ("1024, question 1: the same answer while saving", True)
+    ]
+
+
 def report(*stages: GpuStage, simulated: bool = False) -> GpuReport:
-    return GpuReport("0.1.0", "a GPU", simulated, False, {"Link": "16 lanes"}, MACHINE, stages)
+    return GpuReport(
+        "0.1.0",
+        "a GPU",
+        simulated,
+        False,
+        {"Link": "16 lanes"},
+        MACHINE,
+        stages,
+        "2026-01-02T03:04:05+00:00",
+        "a model",
+        finished=True,
+    )
 
 
 def test_the_page_shows_what_failed_first() -> None:
@@ -210,6 +289,9 @@ def test_the_page_shows_figures_and_the_end_of_logs() -> None:
     assert "```\nit ended\nout of memory\n```" in text
     assert "1 of 2 targets reached; it ended" in text
     assert "**The device is simulated.**" in text
-    quick = page(replace(report(stage), quick=True))
-    assert "missed" not in quick
-    assert "show only that it works" in quick
+    assert "show only that it works" in page(replace(report(stage), quick=True))
+    running = replace(report(replace(stage, outcome="passed")), finished=False)
+    assert page(running).startswith("# objkv gpu-check: not finished")
+    skipped = page(report(replace(stage, outcome="skipped", note="not with --quick")))
+    assert skipped.startswith("# objkv gpu-check: passed, 1 of 1 stages skipped")
+    assert "## Speed" not in skipped

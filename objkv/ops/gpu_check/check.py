@@ -5,7 +5,8 @@ Each stage is one or several child processes. A stage that fails does not stop t
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +29,10 @@ _PROGRAMS: Final = "objkv.connector.programs."
 
 class StageSkipped(ObjkvError):
     """A stage is not for this run."""
+
+
+class NoDeviceError(ConfigError):
+    """There is nothing to check."""
 
 
 @dataclass(slots=True)
@@ -53,32 +58,44 @@ class GpuChecks:
     """Folder in which random models are created and kept."""
     tell: Tell
 
-    def run(self) -> GpuReport:
-        """Run all stages. Raises ``ConfigError`` if there is no device."""
-        facts = self._facts()
-        stages = (
-            self._stage("Self-test of lanes and layouts", self._self_test),
-            self._stage("Order of operations", self._ordering),
-            self._stage("Speed", self._speed),
-            self._stage("Replicas that share prompts", self._replicas),
-        )
-        return GpuReport(
+    def reports(self) -> Iterator[GpuReport]:
+        """Run all stages. Yield the report so far after each of them, and once more at the end.
+        Raises ``ConfigError`` if there is no device."""
+        if find_spec("torch") is None or find_spec("vllm") is None:
+            raise ConfigError("gpu-check needs vLLM: pip install 'objkv[vllm]'")
+        facts: Facts = {}
+        report = GpuReport(
             objkv=metadata.version("objkv"),
-            device=facts["Device"],
+            device="an unknown device",
             simulated=self.kind == SIMULATED,
             quick=self.quick,
             facts=facts,
             machine=describe_machine(),
-            stages=stages,
+            stages=(),
+            began=datetime.now(UTC).isoformat(timespec="seconds"),
+            model=self.model or "a Llama with random weights",
+            finished=False,
         )
+        device = self._stage("Device", lambda found: facts.update(self._facts()))
+        if device.outcome == "failed":
+            yield replace(report, stages=(device,), finished=True)
+            return
+        report = replace(report, device=facts["Device"])
+        yield report
+        for name, work in (
+            ("Self-test of lanes and layouts", self._self_test),
+            ("Order of operations", self._ordering),
+            ("Speed", self._speed),
+            ("Replicas that share prompts", self._replicas),
+        ):
+            report = replace(report, stages=(*report.stages, self._stage(name, work)))
+            yield report
+        yield replace(report, finished=True)
 
     def _facts(self) -> Facts:
-        if find_spec("torch") is None or find_spec("vllm") is None:
-            raise ConfigError("gpu-check needs vLLM: pip install 'objkv[vllm]'")
-        self.tell("Device", "reading its properties")
         lines = list(self._lines("gpu_check", "facts"))
         if not lines:
-            raise ConfigError(
+            raise NoDeviceError(
                 "PyTorch finds no GPU here: look at nvidia-smi or rocm-smi, and install the "
                 "PyTorch for your GPU; without one, run gpu-check --simulated in a clone of objkv"
             )
@@ -95,7 +112,11 @@ class GpuChecks:
         except StageSkipped as exc:
             note, failed, is_skipped = str(exc), False, True
         except ProgramFailed as exc:
-            note, failed = f"{exc.what}; the end of its log:\n{exc.tail()}", True
+            tail = exc.tail()
+            about = f"The end of its log:\n{tail}" if tail else "Its log is empty."
+            note, failed = f"{exc.what}\n{about}", True
+        except NoDeviceError:
+            raise
         except (ObjkvError, OSError, ValueError) as exc:
             note, failed = f"{type(exc).__name__}: {exc}", True
         return GpuStage(
@@ -127,7 +148,9 @@ class GpuChecks:
         answer = measure_device(self.kind, self.folder, rounds=rounds, quick=self.quick)
         if answer is not None:
             prefix = "simulated: " if self.kind == SIMULATED else ""
-            found.figures += rows_of(answer, prefix)
+            rows = rows_of(answer, prefix)
+            # Small sizes miss targets that they are not meant for.
+            found.figures += (replace(row, target=None) for row in rows) if self.quick else rows
         _check_any(found)
 
     def _replicas(self, found: _Found) -> None:

@@ -86,12 +86,13 @@ class Sharing:
 
     def run(self, cases: list[GpuCase], figures: list[BenchRow]) -> None:
         """Add the results. Raises ``ProgramFailed`` if R, A or B fails."""
-        found = {role: self._live(role) for role in ("R", "A", "B")}
-        cases += compare(self._lengths, *(answers for answers, _ in found.values()))
-        failures = sum(end.load_failures for _, end in found.values())
+        computed, _ = self._live("R")
+        saved, _ = self._live("A")
+        cases += compare_saving(self._lengths, computed, saved)
+        loaded, end = self._live("B")
+        cases += compare_loading(self._lengths, computed, loaded)
+        failures = end.load_failures
         cases.append(GpuCase("no load failed", not failures, f"{failures} failed"))
-        computed, _ = found["R"]
-        loaded, _ = found["B"]
         offloaded: Answers = {}
         name = "compared with vLLM's CPU offloading"
         if self.on_cpu:
@@ -142,15 +143,18 @@ class Sharing:
         }
 
 
-def compare(
-    lengths: Sequence[int], alone: Answers, saving: Answers, loading: Answers
-) -> Iterator[GpuCase]:
-    """Yield a case for each document and question."""
+def compare_saving(lengths: Sequence[int], alone: Answers, saving: Answers) -> Iterator[GpuCase]:
+    """Yield a case for each document: whether saving it changes an answer."""
     for length in lengths:
-        first, _ = prompt_of(length, QUESTIONS[0])
-        computed = {answer.tokens for answer in alone[first] if not answer.served_tokens}
-        same = computed == {answer.tokens for answer in saving[first]}
-        yield GpuCase(f"{first}: the same answer while saving", same)
+        name, _ = prompt_of(length, QUESTIONS[0])
+        computed = {answer.tokens for answer in alone[name] if not answer.served_tokens}
+        same = computed == {answer.tokens for answer in saving[name]}
+        yield GpuCase(f"{name}: the same answer while saving", same)
+
+
+def compare_loading(lengths: Sequence[int], alone: Answers, loading: Answers) -> Iterator[GpuCase]:
+    """Yield two cases for each document and question: whether it was loaded, and its answer."""
+    for length in lengths:
         for question in QUESTIONS:
             name, _ = prompt_of(length, question)
             served = min(answer.served_tokens for answer in loading[name])

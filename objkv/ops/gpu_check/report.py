@@ -66,11 +66,27 @@ class GpuReport:
     """Driver, versions, link and copy speeds."""
     machine: Machine
     stages: tuple[GpuStage, ...]
+    began: str
+    """Date and time in UTC, ISO 8601."""
+    model: str
+    """The replicas' model."""
+    finished: bool
+    """Whether this is the whole report. It is written after each stage."""
 
     @property
     def passed(self) -> bool:
-        """Whether no stage failed."""
-        return all(stage.outcome != "failed" for stage in self.stages)
+        """Whether the run is finished and no stage failed. Some may have been skipped."""
+        return self.finished and all(stage.outcome != "failed" for stage in self.stages)
+
+    @property
+    def verdict(self) -> str:
+        """A few words."""
+        if any(stage.outcome == "failed" for stage in self.stages):
+            return "failed"
+        if not self.finished:
+            return "not finished"
+        skipped = sum(stage.outcome == "skipped" for stage in self.stages)
+        return f"passed, {skipped} of {len(self.stages)} stages skipped" if skipped else "passed"
 
 
 def page(report: GpuReport) -> str:
@@ -79,13 +95,13 @@ def page(report: GpuReport) -> str:
 
 
 def _page(report: GpuReport) -> Iterator[str]:
-    verdict = "passed" if report.passed else "failed"
-    yield f"# objkv gpu-check: {verdict}"
+    yield f"# objkv gpu-check: {report.verdict}"
     yield ""
     yield f"objkv {report.objkv} on {report.device}."
     if report.simulated:
         yield ""
         yield "**The device is simulated.** Its figures are those of a time model, not of a GPU."
+        yield "The replicas' are those of this machine's CPU."
     if report.quick:
         yield ""
         yield "Sizes were small: the figures show only that it works."
@@ -96,16 +112,19 @@ def _page(report: GpuReport) -> Iterator[str]:
         **report.facts,
         "Host": f"{machine.cores} cores of {machine.cpu}{memory}, load {machine.load}",
         "System": f"{machine.system}, Python {machine.python}",
+        "Model of the replicas": report.model,
+        "Began": report.began,
     }
     yield from _table(("", ""), facts.items())
     yield ""
     rows = [(s.name, s.outcome, f"{s.seconds:.0f} s", s.summary) for s in report.stages]
     yield from _table(("Stage", "Result", "Time", ""), rows)
     for stage in report.stages:
-        yield from _stage(stage, judged=not report.quick)
+        if stage.outcome != "skipped":
+            yield from _stage(stage)
 
 
-def _stage(stage: GpuStage, *, judged: bool) -> Iterator[str]:
+def _stage(stage: GpuStage) -> Iterator[str]:
     if not (stage.cases or stage.figures or stage.note):
         return
     yield ""
@@ -114,7 +133,7 @@ def _stage(stage: GpuStage, *, judged: bool) -> Iterator[str]:
         yield ""
         yield from _table(
             ("", "objkv", "limit", "", "ratio", "target", "limit is"),
-            [_figure(row, judged=judged) for row in stage.figures],
+            map(_figure, stage.figures),
         )
     passed = [case for case in stage.cases if case.ok]
     if others := [case for case in stage.cases if not case.ok]:
@@ -134,9 +153,9 @@ def _stage(stage: GpuStage, *, judged: bool) -> Iterator[str]:
         yield from ("```", *stage.note.splitlines(), "```")
 
 
-def _figure(row: BenchRow, *, judged: bool) -> tuple[str, ...]:
+def _figure(row: BenchRow) -> tuple[str, ...]:
     target = ""
-    if judged and row.target is not None:
+    if row.target is not None:
         sign = "≤" if row.target.at_most else "≥"
         target = f"{sign} {row.target.bound:g}{' ✓' if row.ok else ' **missed**'}"
     limit = "" if row.limit is None else f"{row.limit:.4g}"
