@@ -34,18 +34,18 @@ from tests.device.mutants import MUTANTS, Mutant
 from tests.engine import model
 from tests.engine.prompts import tokens_of
 
-LOADS_US, SAVES_US = (500, 2500), (30_000, 50_000)
-"""How long each operation of a lane takes, at least and at most. No save has read its blocks when
-the next two steps begin."""
+SLOW_US, SAVE_US = (500, 2500), 400_000
+"""How long each operation of a lane takes, at least and at most, and how long a save waits before
+it reads its blocks: until after the next two steps, even on a busy machine."""
 BLOCK_TOKENS, CHUNK_TOKENS, PROMPTS = 32, 160, 4
 PROMPT_TOKENS = 2 * CHUNK_TOKENS
 BLOCKS = 41
 """Just enough for all prompts, and none is left for their answers: then some are preempted while
 they are saved. One is vLLM's null block."""
 ANSWER_TOKENS = 24
-SAVED_ANSWERS = (1, 4)
+SAVED_ANSWERS = (4, 1)
 """Tokens of the answers while prompts are saved. After one token, prompts end while they are."""
-ROUNDS_EACH, MUTANT_ROUNDS = 3, 6
+ROUNDS_EACH, MUTANT_ROUNDS, LOOKUP_S = 3, 24, 0.1
 NONSENSE = 0x41
 """Bytes of freed blocks: finite numbers in every dtype, far from any of the model's."""
 PATIENCE_S = 120.0
@@ -99,12 +99,16 @@ class Witness:
     def watch(self, loader: Loader, saver: Saver) -> None:
         """Look at all plans and outcomes from now on. Mutants replace methods of the classes, so
         this replaces those of the objects."""
+        lane: Any = saver._lane
         self._layers = {g: group.shape.layers for g, group in saver._groups.items()}
 
         def gather(plans: tuple[SavePlan, ...]) -> Any:
             for move in (save.move for plan in plans for save in plan.moves):
                 for place, page in self._pages(move):
                     self._saved[place].add(page)
+            if plans:
+                with torch.get_device_module(_DEVICE).stream(lane.stream):
+                    simulated.sleep(SAVE_US)
             return Saver.gather(saver, plans)
 
         def submit(plan: LoadPlan, *args: Any) -> None:
@@ -170,8 +174,7 @@ class Engine:
         self.witness.watch(self._worker._loader, self._worker._saver)
         self._params = vllm.SamplingParams(temperature=0, ignore_eos=True, detokenize=False)
         self._requests = 0
-        simulated.slow(_DEVICE, *LOADS_US)
-        simulated.slow(self._worker._saver._lane.stream, *SAVES_US)
+        simulated.slow(_DEVICE, *SLOW_US)
         simulated.slow(simulated.default_stream(_DEVICE), 0, 0)
 
     def round(
@@ -198,6 +201,7 @@ class Engine:
             if salt is not None:
                 inputs["cache_salt"] = salt
             self._engine.add_request(f"request {self._requests}", inputs, params)
+        time.sleep(LOOKUP_S)  # the index answers meanwhile, so one step admits all prompts
         answers = Answers([()] * len(prompts))
         end, steps = time.monotonic() + PATIENCE_S, 0
         while requests:

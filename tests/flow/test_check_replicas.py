@@ -13,6 +13,7 @@ from objkv.ops.gpu_check.report import GpuCase
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.timeout(3_600),
+    pytest.mark.wide,
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None and not os.environ.get("CI"),
         reason="vLLM is not installed",
