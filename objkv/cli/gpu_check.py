@@ -122,7 +122,9 @@ def gpu_check(
                 files = write_report(report, out)
     except KeyboardInterrupt:
         newline = "\n" if sys.stderr.isatty() else ""  # the terminal has shown ^C
-        left = "no report was written" if report is None else f"the stages that ended are in {files[1]}"
+        left = "no report was written"
+        if report is not None:
+            left = f"the stages that ended are in {files[1]}"
         sys.stderr.write(f"{newline}objkv: interrupted; {left}\n")
         return INTERRUPTED
     assert report is not None
