@@ -24,7 +24,7 @@ from tests.device import simulated
 
 PATIENCE_S = 4.0
 """For mutants that make something wait for ever."""
-ROUNDS = 4
+ROUNDS = 12
 """How often a scenario is tried against a mutant: whether a race shows is a matter of chance."""
 ATTEMPT_S = 0.3
 """How long the device is busy where something must not wait for it."""

@@ -72,7 +72,7 @@ def test_interrupting_it_leaves_nothing_behind(tmp_path: Path, number: signal.Si
     with started(tmp_path) as process:
         try:
             assert process.stderr is not None
-            assert process.stderr.readline() == "Device: reading its properties\n"
+            assert process.stderr.readline() == "Device: running\n"
             wait_until(lambda: bool(children(process.pid)), "a program to start")
             programs = children(process.pid)
             process.send_signal(number)
