@@ -124,7 +124,7 @@ def gpu_check(
         newline = "\n" if sys.stderr.isatty() else ""  # the terminal has shown ^C
         left = "no report was written"
         if report is not None:
-            left = f"the stages that ended are in {files[1]}"
+            left = f"the stages that ended are in {out / 'report.md'}"
         sys.stderr.write(f"{newline}objkv: interrupted; {left}\n")
         return INTERRUPTED
     assert report is not None

@@ -202,7 +202,9 @@ def whole_payload_bytes_max(group: PagedGroup, *, tokens: int) -> int:
 def _form(layer: LayerSpec, word: np.dtype[Any]) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Return the shape of a frame's pages in words, and the type of a word."""
     *shape, content = layer.shape
-    return (*shape, content * layer.item_bytes // word.itemsize), word
+    words, rest = divmod(content * layer.item_bytes, word.itemsize)
+    assert not rest  # otherwise some bytes of each token would be left out
+    return (*shape, words), word
 
 
 def _own(group: PagedGroup) -> Part:
