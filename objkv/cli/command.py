@@ -177,5 +177,6 @@ def _session(options: CommonOptions) -> Session:
 
 
 def _say(sentence: str, code: int) -> int:
-    sys.stderr.write(f"objkv: {printable(without_secrets(sentence))}\n")
+    lines = without_secrets(sentence).split("\n")
+    sys.stderr.write("objkv: " + "\n".join(map(printable, lines)) + "\n")
     return code

@@ -1,0 +1,40 @@
+"""Durations and sizes as people write them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from objkv.config.units import parse_duration, parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("30", 30), ("30s", 30), ("2h", 7200), ("7d", 604_800), ("1.5m", 90), ("250 ms", 0.25)],
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("0", 0), ("10GiB", 10 << 30), ("10gib", 10 << 30), ("1.5 kB", 1500), ("3M", 3_000_000)],
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "h", "-1s", "1y", "1e9", "7 days", "nan", "1" * 99])
+def test_other_durations_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a duration; give a number and a unit"):
+        parse_duration(text)
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1XB", "1e9", "inf", "9" * 99])
+def test_other_sizes_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size; give bytes or a number and a unit"):
+        parse_size(text)
+
+
+@given(st.integers(0, 10**18))
+def test_bytes_are_exact(nbytes: int) -> None:
+    assert parse_size(str(nbytes)) == nbytes
