@@ -4,6 +4,8 @@ Only the connector and the command line catch ``ObjkvError``. The connector turn
 miss, so no error reaches the engine.
 """
 
+from collections.abc import Sequence
+
 from objkv.redact import hide_in_current_error, without_secrets
 
 
@@ -17,6 +19,14 @@ class ObjkvError(Exception):
 
 class ConfigError(ObjkvError):
     """The operator must change a setting. The message names the change. Raised at start-up."""
+
+
+class UnclearName(ConfigError):
+    """A name fits no namespace or several. ``choices`` has a line for each that exists."""
+
+    def __init__(self, what: str, choices: Sequence[str] = ()) -> None:
+        super().__init__(what)
+        self.choices = tuple(choices)
 
 
 class StoreError(ObjkvError):

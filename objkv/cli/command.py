@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from objkv.errors import ConfigError, ObjkvError, PayloadError, StoreDenied, StoreError
+from objkv.errors import ConfigError, ObjkvError, PayloadError, StoreDenied, StoreError, UnclearName
 from objkv.ops.formats import printable
 from objkv.redact import without_secrets
 from objkv.telemetry import NullRecorder
@@ -148,7 +148,10 @@ def guarded(work: Callable[[], int], *, debug: bool) -> int:
         if isinstance(exc, ObjkvError):
             code = exit_code(exc)
             hint = "; objkv doctor shows what works" if code == UNREACHABLE else ""
-            return _say(f"{str(exc).rstrip('.')}{hint}".removeprefix("objkv "), code)
+            _say(f"{str(exc).rstrip('.')}{hint}".removeprefix("objkv "), code)
+            for choice in exc.choices if isinstance(exc, UnclearName) else ():
+                sys.stderr.write(f"  {printable(choice)}\n")
+            return code
         if isinstance(exc, OSError) and not isinstance(exc, ConnectionError | TimeoutError):
             # The machine refused, as with a full disk or a folder of another user: no bug.
             place = f"{exc.filename}: " if exc.filename else ""
@@ -177,6 +180,5 @@ def _session(options: CommonOptions) -> Session:
 
 
 def _say(sentence: str, code: int) -> int:
-    lines = without_secrets(sentence).split("\n")
-    sys.stderr.write("objkv: " + "\n".join(map(printable, lines)) + "\n")
+    sys.stderr.write(f"objkv: {printable(without_secrets(sentence))}\n")
     return code

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from objkv.errors import ConfigError, StoreError
+from objkv.errors import StoreError, UnclearName
 from objkv.index.base import ReadIndex
 from objkv.keys.identity import NAMESPACE_HEX, identity_path
 from objkv.ops.backends_view import DOCUMENT_BYTES_MAX, stored_namespaces
@@ -63,14 +63,14 @@ def find_namespace(bulk: ReadStore, index: ReadIndex, wanted: str | None) -> str
 
     ``wanted`` is the name's hex digits, ``MODEL`` or ``TENANT/MODEL``, or any unambiguous beginning
     of one. A complete name of 32 hex digits is returned unchecked, without a request. ``index``
-    only supplies sizes for the choices in an error. Raises ``ConfigError`` with the choices and
+    only supplies sizes for the choices in an error. Raises ``UnclearName`` with the choices and
     ``StoreError``.
     """
     if wanted is not None and _WHOLE.fullmatch(wanted):
         return wanted
     names = stored_namespaces(bulk)
     if not names:
-        raise ConfigError(
+        raise UnclearName(
             "the bulk store has no namespaces; either no replica has saved yet, or bulk_url is "
             "wrong"
         )
@@ -98,7 +98,7 @@ def find_namespace(bulk: ReadStore, index: ReadIndex, wanted: str | None) -> str
     raise _choose(f"no namespace matches {wanted}; choose one of", bulk, index, names)
 
 
-def _choose(what: str, bulk: ReadStore, index: ReadIndex, names: Sequence[str]) -> ConfigError:
+def _choose(what: str, bulk: ReadStore, index: ReadIndex, names: Sequence[str]) -> UnclearName:
     """Return an error that lists model, tenant, age and size of the choices."""
     nbytes: dict[str, int] = {}
     with suppress(StoreError):  # sizes are only a help
@@ -109,10 +109,10 @@ def _choose(what: str, bulk: ReadStore, index: ReadIndex, names: Sequence[str]) 
         age = DASH if document is None else f"{span(time.time() - document.modified_s)} old"
         model = printable(one.model) if one.model else "unknown model"
         tenant = printable(one.tenant) if one.tenant else DASH
-        lines.append(f"  {name}  {model}  tenant {tenant}  {age}  {size(nbytes.get(name))}")
+        lines.append(f"{name}  {model}  tenant {tenant}  {age}  {size(nbytes.get(name))}")
     if len(names) > _SHOWN:
-        lines.append(f"  and {len(names) - _SHOWN:,} more: objkv ls")
-    return ConfigError("\n".join((f"{what}:", *lines)))
+        lines.append(f"and {len(names) - _SHOWN:,} more: objkv ls")
+    return UnclearName(what, lines)
 
 
 def _named(bulk: ReadStore, name: str) -> NamedNamespace:
