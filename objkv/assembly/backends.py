@@ -27,7 +27,7 @@ from objkv.net.breaker import Breakers, Change, OnChange, Patience
 from objkv.net.guard import Guard, Slots
 from objkv.ops.doctor.server import ServerFacts
 from objkv.ops.sweep.auto import AutoSweep
-from objkv.stores.base import PruneStore
+from objkv.stores.base import PruneStore, ReadStore
 from objkv.stores.guarded import STORE_VERBS, GuardedStore
 from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
@@ -85,7 +85,7 @@ def open_backends(
     """
     bulk = open_bulk(config, recorder, on_change=on_change)
     place = _index_place(config)
-    index = _guarded_index(place, config, recorder, on_change)
+    index = _guarded_index(place, config, recorder, on_change, bulk=bulk)
     hot = open_hot(config, recorder, on_change=on_change)
     return Backends(bulk, hot, index, None if config.role == "reader" else place)
 
@@ -139,7 +139,12 @@ def open_index(
 
 
 def _guarded_index(
-    place: PruneIndex, config: Config, recorder: Recorder, on_change: OnChange | None
+    place: PruneIndex,
+    config: Config,
+    recorder: Recorder,
+    on_change: OnChange | None,
+    *,
+    bulk: ReadStore | None = None,
 ) -> WriteIndex:
     guard = Guard(
         "index",
@@ -149,6 +154,10 @@ def _guarded_index(
         seconds=call_s(config),
         may_write=config.role != "reader",
     )
+    if bulk is not None and config.index_url.startswith("redis"):
+        from objkv.cache.listed_index import ListedIndex
+
+        return ListedIndex(place, guard, bulk)
     return GuardedIndex(place, guard)
 
 

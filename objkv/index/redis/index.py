@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from threading import Lock
-from typing import Any
+from typing import Any, Final
 
 import redis
 from redis import exceptions
@@ -143,6 +143,13 @@ _RIGHTS_WORDS = re.compile(
     r"\bNOPERM\b|ACL failure in script|can't run this command|can't access at least one"
 )
 
+_COMMAND = re.compile(r"(?:run the|command) '([a-z|]+)'", re.IGNORECASE)
+_ALL_ROLES = frozenset(("ping", "hget", "hmget", "hgetall", "hlen", "get", "exists", "getrange"))
+SCAN_DENIED: Final = (
+    "SCAN is only in the ACL of the role sweeper: run this as that role, with the rights that "
+    "`objkv access --role sweeper` prints"
+)
+
 
 @contextmanager
 def translated(verb: str) -> Iterator[None]:
@@ -164,11 +171,7 @@ def _meaning(exc: Exception) -> tuple[type[StoreError], str]:
     if any(isinstance(c, exceptions.NoPermissionError) for c in chain) or _RIGHTS_WORDS.search(
         words
     ):
-        fix = (
-            "give the Redis user the ACL that `objkv access` prints, or set role to match "
-            "its rights"
-        )
-        return StoreDenied, f"{words}: {fix}"
+        return StoreDenied, f"{words}: {_rights_fix(words)}"
     if any(isinstance(cause, _LOGIN) for cause in chain) or _LOGIN_WORDS.search(words):
         return StoreDenied, f"{words}: check redis_username and redis_password"
     if "Cluster mode is not enabled" in words:
@@ -182,6 +185,24 @@ def _meaning(exc: Exception) -> tuple[type[StoreError], str]:
     if isinstance(exc, _LATER) or _LATER_WORDS.search(words):
         return StoreUnavailable, words
     return StoreError, words
+
+
+def _rights_fix(words: str) -> str:
+    """Return which role has the right that the server misses, from its message ``words``."""
+    if "can't access" in words or "no permissions to access" in words:
+        return "the ACL covers other keys: set redis_prefix and redis_username of the same tenant"
+    match = _COMMAND.search(words)
+    command = match[1].lower() if match else ""
+    if command == "scan":
+        return SCAN_DENIED
+    if command == "unlink":
+        return "UNLINK is only in the ACL of the role sweeper: run this as that role"
+    if command in _ALL_ROLES:
+        return "the ACL of every role has this command: set the one that `objkv access` prints"
+    return (
+        "the ACL of the role reader only reads: use the role writer or, for commands that remove "
+        "or pin, sweeper; a replica with a reader's rights needs OBJKV_ROLE=reader"
+    )
 
 
 def _chain(exc: BaseException | None) -> Iterator[BaseException]:

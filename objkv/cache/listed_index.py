@@ -1,0 +1,83 @@
+"""An index whose records are found by listing the bulk store where the server refuses to scan keys.
+
+Only the role sweeper may scan a Redis, because that shows the keys of other tenants. Every role may
+list its own prefix of the bulk store and look chunks up, so every command that reads works with a
+reader's rights. Such a command does not see records whose payloads are gone, and says so once.
+"""
+
+import logging
+import re
+from collections.abc import Iterator
+
+from objkv.errors import StoreDenied
+from objkv.index.base import Record, WriteIndex
+from objkv.index.guarded import GuardedIndex
+from objkv.index.redis.index import SCAN_DENIED
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.identity import NAMESPACE_HEX
+from objkv.net.guard import CallPolicy
+from objkv.stores.base import ReadStore
+
+logger = logging.getLogger(__name__)
+_NAMESPACE = re.compile(rf"[0-9a-f]{{{NAMESPACE_HEX}}}")
+_CHUNKS_AT_ONCE = 500
+
+
+class ListedIndex(GuardedIndex):
+    """A guarded index that lists ``bulk`` once the server has refused a scan. Does not close
+    ``bulk``."""
+
+    def __init__(self, inner: WriteIndex, guard: CallPolicy, bulk: ReadStore) -> None:
+        super().__init__(inner, guard)
+        self._bulk = bulk
+        self._is_denied = False
+
+    def scan(self, namespace: str) -> Iterator[Record]:
+        """See ``ReadIndex``. From a listing, yields each chunk that has a payload and a record."""
+        if not self._is_denied:
+            try:
+                yield from super().scan(namespace)
+                return
+            except StoreDenied as exc:  # at the first record: rights rarely end within a scan
+                self._note(exc)
+        batch: list[bytes] = []
+        for prefix_hash in self._listed(namespace):
+            batch.append(prefix_hash)
+            if len(batch) == _CHUNKS_AT_ONCE:
+                yield from self._found(namespace, batch)
+                batch = []
+        if batch:
+            yield from self._found(namespace, batch)
+
+    def namespaces(self) -> list[str]:
+        """See ``ReadIndex``. From a listing, returns the namespaces of the bulk store."""
+        if not self._is_denied:
+            try:
+                return super().namespaces()
+            except StoreDenied as exc:
+                self._note(exc)
+        return sorted(name for name in self._bulk.folders("") if _NAMESPACE.fullmatch(name))
+
+    def _listed(self, namespace: str) -> Iterator[bytes]:
+        last = b""
+        for entry in self._bulk.scan(f"{namespace}/"):
+            try:
+                key = ChunkKey.parse(entry.key)
+            except ValueError:
+                continue
+            if key.prefix_hash != last:  # a chunk's payloads are listed in a row
+                last = key.prefix_hash
+                yield last
+
+    def _found(self, namespace: str, batch: list[bytes]) -> Iterator[Record]:
+        return (one for one in self.lookup(namespace, batch) if one is not None)
+
+    def _note(self, denied: StoreDenied) -> None:
+        """Remember a refused scan. Raises ``denied`` if something else was refused."""
+        if SCAN_DENIED not in str(denied):
+            raise denied
+        self._is_denied = True
+        logger.warning(
+            "index keys not scanned, bulk store listed instead: index records whose payloads are "
+            "gone are not seen; to see them, use the role sweeper"
+        )
