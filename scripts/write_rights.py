@@ -1,15 +1,26 @@
-"""Writes ``rights.json`` of Terraform from ``objkv.ops.doctor.access``, so that it cannot drift.
+"""Writes Terraform's ``rights.json`` and the commands of each role in ``docs/access.md`` from
+``objkv.ops.doctor.access``, so that they cannot drift.
 
 python scripts/write_rights.py; ``tests/test_terraform.py`` fails when the file is stale.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
-from objkv.ops.doctor.access import ROLES, acl_rights, directory_policy, iam_policy, kms_statement
+from objkv.ops.doctor.access import (
+    COMMAND_ROLES,
+    ROLES,
+    acl_rights,
+    directory_policy,
+    iam_policy,
+    kms_statement,
+)
 
 FILE = Path(__file__).parents[1] / "terraform" / "modules" / "rights" / "rights.json"
+PAGE = Path(__file__).parents[1] / "docs" / "access.md"
+_MATRIX = re.compile(r"(?<=<!-- commands -->\n).*?(?=<!-- end of commands -->)", re.DOTALL)
 
 
 def rights() -> dict[str, Any]:
@@ -43,5 +54,16 @@ def text() -> str:
     return json.dumps(rights(), indent=2) + "\n"
 
 
+def page() -> str:
+    """``docs/access.md`` as it should be."""
+    rows = [f"| command | {' | '.join(ROLES)} |", "|---|" + "---|" * len(ROLES)]
+    for name, roles in sorted(COMMAND_ROLES.items()):
+        cells = ("yes" if role in roles else f"needs {roles[-1]}" for role in ROLES)
+        rows.append(f"| `{name}` | {' | '.join(cells)} |")
+    matrix = "\n" + "\n".join(rows) + "\n\n"
+    return _MATRIX.sub(lambda _: matrix, PAGE.read_text(encoding="utf-8"))
+
+
 if __name__ == "__main__":
     FILE.write_text(text(), encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")

@@ -18,7 +18,7 @@ from objkv.config import Config, load_config
 from objkv.errors import ConfigError
 from objkv.ops.doctor.access import ROLES, access_of, acl_rights, directory_policy, iam_policy
 from scripts.terraform_moves import findings
-from scripts.write_rights import FILE, text
+from scripts.write_rights import FILE, PAGE, page, text
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "terraform"
@@ -54,6 +54,7 @@ def test_terraform_files_are_formatted() -> None:
 
 def test_the_rights_are_written_from_where_they_are_decided() -> None:
     """python -m scripts.write_rights mends this."""
+    assert PAGE.read_text(encoding="utf-8") == page()
     assert FILE.read_text() == text()
 
 

@@ -54,3 +54,5 @@ def _print(out: Printer, found: Access) -> None:
     else:
         out.line(f"# Redis ACL. Replace {PASSWORD} with the password.")
         out.line(found.acl)
+    out.line()
+    out.line(f"# Commands that a {found.role} can run: {', '.join(found.commands)}")

@@ -51,6 +51,26 @@ _PLAIN: Final = re.compile(r"[A-Za-z0-9!_.'()=+@:,/ -]*")
 _BUCKET: Final = re.compile(r"[A-Za-z0-9._-]+")
 _TENANT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
 
+_EVERY: Final = ROLES
+COMMAND_ROLES: Final[dict[str, tuple[Role, ...]]] = {
+    **dict.fromkeys(
+        (
+            *("access", "audit", "bench lookup", "diff", "doctor", "export", "exporter", "ls"),
+            *("ls NAMESPACE", "ls --bulk", "ls --prefixes", "ls --tree", "match", "pin --list"),
+            *("show", "size", "sweep", "top", "verify"),
+        ),
+        _EVERY,
+    ),
+    "import": ("writer",),
+    "pin": ("writer", "sweeper"),
+    "rebuild": ("writer", "sweeper"),
+    "unpin": ("sweeper",),
+    "sweep --apply": ("sweeper",),
+    "verify --quarantine": ("sweeper",),
+}
+"""The roles whose rights are enough for a command. Commands for a local machine (``demo``,
+``gpu-check``, ``completion``) need no role, and ``warm`` uses a replica's."""
+
 
 @dataclass(frozen=True, slots=True)
 class Access:
@@ -64,6 +84,8 @@ class Access:
     acl: str | None
     """One line of an ACL file, with ``PASSWORD`` for the password; None if the index is not a
     Redis. The part from ``on`` is also the access string of a managed server."""
+    commands: tuple[str, ...] = ()
+    """The commands of objkv that the rights are enough for."""
 
 
 def access_of(
@@ -114,7 +136,8 @@ def access_of(
         )
         # For an existing user, rules are added to its rights unless "reset" comes first.
         acl = f"user {settings['redis_username']} reset on >{PASSWORD} {rights}"
-    return Access(role, settings, iam, acl)
+    commands = tuple(name for name, roles in COMMAND_ROLES.items() if role in roles)
+    return Access(role, settings, iam, acl, commands)
 
 
 def iam_policy(

@@ -90,8 +90,9 @@ _FIX = {
     "InvalidToken": "the session token is invalid: renew the AWS credentials",
     "RequestTimeTooSkewed": "this machine's clock differs from the server's by more than 15 "
     "minutes: set it (NTP)",
-    "AccessDenied": "the credentials lack a permission: attach the policy that `objkv "
-    "access` prints, or set role to match their permissions",
+    "AccessDenied": "the credentials lack a permission: a reader may get and list, a writer may "
+    "also put, and only a sweeper may delete; use the credentials of that role, with the policy "
+    "that `objkv access` prints, or set role to match their permissions",
     "AuthorizationHeaderMalformed": "the bucket is in another region: set s3_region",
     "PermanentRedirect": "the bucket is in another region: set s3_region and s3_endpoint_url",
     "IllegalLocationConstraintException": "the bucket is in another region: set s3_region",

@@ -1,0 +1,109 @@
+"""Every command with the printed rights of every role, on a real Valkey and a real S3 server."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from objkv.cli.app import app
+from objkv.config import Role
+from objkv.ops.backends_view import read_identity
+from objkv.ops.doctor.access import COMMAND_ROLES, ROLES
+from tests.services.access_fleet import Fleet
+from tests.support.samples import NAMESPACE, TOKENS, save, save_identity
+from tests.support.servers.ceph import S3Server
+from tests.support.servers.redis import valkey_server
+
+pytestmark = [pytest.mark.service, pytest.mark.xdist_group("ceph")]
+
+LINES = {
+    "access": "access --role reader",
+    "bench lookup": "bench lookup --rounds 1",
+    "diff": f"diff {NAMESPACE} {NAMESPACE}",
+    "export": "export --out {out} --namespace " + NAMESPACE,
+    "exporter": "exporter --once",
+    "import": "import {exported}",
+    "ls NAMESPACE": f"ls {NAMESPACE}",
+    "match": "match --tokens {tokens}",
+    "pin": "pin {leaf}",
+    "show": "show {leaf}",
+    "size": "size --layers 2 --kv-heads 2 --head-size 8",
+    "sweep --apply": "sweep --apply --force --grace-s 0",
+    "top": "top --once --every 0.2 --endpoint http://127.0.0.1:9",
+    "unpin": "unpin {leaf}",
+    "verify": "verify --all",
+    "verify --quarantine": "verify --all --quarantine --force",
+}
+"""Command lines that differ from the name of the command."""
+FOUND = {"top": 1, "verify --quarantine": 1}
+"""Exit codes other than 0 of commands that work: no replica answers, a payload is bad."""
+SHOWN = dict.fromkeys(("ls", "ls NAMESPACE", "ls --prefixes", "ls --tree", "audit"), NAMESPACE[:8])
+
+
+@pytest.fixture(scope="module")
+def fleet(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with valkey_server(tmp_path_factory.mktemp("valkey")) as redis:
+        yield Fleet(s3_server, redis)
+
+
+def prepare(fleet: Fleet, command: str) -> str:
+    """Save a chain with what the command is to remove; the hash of its last chunk."""
+    with fleet.everything() as ends:
+        for entry in list(ends.bulk.scan("")):
+            ends.bulk.delete(entry.key)
+        for name in ends.index.namespaces():
+            for record in list(ends.index.scan(name)):
+                ends.admin.drop(name, record.prefix_hash)
+        if command == "import":
+            return ""
+        save_identity(ends.bulk)
+        keys = save(ends.bulk, ends.index)
+        if command == "sweep --apply":
+            ends.admin.drop(NAMESPACE, keys[2].prefix_hash)
+        if command == "verify --quarantine":
+            ends.bulk.put(keys[2].path(), b"not a payload")
+        if command == "rebuild":
+            ends.admin.drop(NAMESPACE, keys[0].prefix_hash)
+    return keys[2].prefix_hash.hex()
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_command_works_or_names_the_role_that_it_needs(
+    fleet: Fleet, role: Role, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    tokens, exported = tmp_path / "tokens.json", tmp_path / "exported"
+    tokens.write_text(str(list(TOKENS)), encoding="utf-8")
+    runner, wrong = CliRunner(), list[str]()
+    prepare(fleet, "export")
+    line = f"export --out {exported} --namespace {NAMESPACE}"
+    runner.invoke(app, line.split(), env=fleet.environment("sweeper"))
+    for command, roles in COMMAND_ROLES.items():
+        leaf = prepare(fleet, command)
+        if command == "unpin":
+            runner.invoke(app, ["pin", leaf], env=fleet.environment("sweeper"))
+        places = {"tokens": tokens, "leaf": leaf, "exported": exported, "out": tmp_path / "out"}
+        words = LINES.get(command, command).format(**places).split()
+        ran = runner.invoke(app, words, env=fleet.environment(role))
+        if role in roles:
+            fine = ran.exit_code == FOUND.get(command, 0) and SHOWN.get(command, "") in ran.stdout
+        else:
+            fine = ran.exit_code == 2 and roles[-1] in ran.stderr
+        if not fine:
+            wrong.append(
+                f"{role} {command}: {ran.exit_code} {ran.stderr[-300:]} {ran.stdout[-200:]}"
+            )
+    assert wrong == []
+
+
+def test_a_router_finds_prompts_with_the_rights_of_a_reader(fleet: Fleet) -> None:
+    leaf = prepare(fleet, "match")
+    with fleet.opened("reader") as ends:
+        assert ends.index.namespaces() == [NAMESPACE]
+        assert read_identity(ends.bulk, NAMESPACE) is not None
+        [record] = ends.index.lookup(NAMESPACE, [bytes.fromhex(leaf)])
+        assert record is not None
+        [found] = ends.index.find(NAMESPACE, [record.prefix_hash], list(record.shards))
+        assert found is not None
