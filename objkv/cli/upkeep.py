@@ -22,6 +22,7 @@ from objkv.ops.backends_view import (
     read_namespace,
     stored_namespaces,
 )
+from objkv.ops.doctor.access import COMMAND_ROLES
 from objkv.ops.runs import Checkpoint, Counters, Unit, WorkPool, checkpoint_file
 
 WORKERS = 16
@@ -166,7 +167,8 @@ def upkeep(
     refuse_memory(session, command)
     config = session.config
     if writes and config.role == "reader":
-        raise ConfigError(f"{command} writes, but role is reader: set role to sweeper")
+        needed = COMMAND_ROLES[command][-1]
+        raise ConfigError(f"{command} writes, but role is reader: set role to {needed}")
     has_bulk = session.has_bulk()
     with session.backends() as backends:
         with session.out.waiting("checking store and index"):
