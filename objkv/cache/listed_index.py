@@ -10,9 +10,8 @@ import re
 from collections.abc import Iterator
 
 from objkv.errors import StoreDenied
-from objkv.index.base import Record, WriteIndex
+from objkv.index.base import SCAN_DENIED, Record, WriteIndex
 from objkv.index.guarded import GuardedIndex
-from objkv.index.redis.index import SCAN_DENIED
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import NAMESPACE_HEX
 from objkv.net.guard import CallPolicy

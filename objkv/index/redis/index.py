@@ -12,13 +12,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from threading import Lock
-from typing import Any, Final
+from typing import Any
 
 import redis
 from redis import exceptions
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
-from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards, Usage
+from objkv.index.base import SCAN_DENIED, ChunkEntry, Record, ShardRecord, Shards, Usage
 from objkv.index.fields import decode_shard, encode_shard, is_shard_field, shards_of
 from objkv.index.redis.find import Finder
 from objkv.index.redis.scripts import DROP, FORGET, LEASE, PIN, PUBLISH, RELEASE, TOUCH, Script
@@ -145,10 +145,6 @@ _RIGHTS_WORDS = re.compile(
 
 _COMMAND = re.compile(r"(?:run the|command) '([a-z|]+)'", re.IGNORECASE)
 _ALL_ROLES = frozenset(("ping", "hget", "hmget", "hgetall", "hlen", "get", "exists", "getrange"))
-SCAN_DENIED: Final = (
-    "SCAN is only in the ACL of the role sweeper: run this as that role, with the rights that "
-    "`objkv access --role sweeper` prints"
-)
 
 
 @contextmanager
