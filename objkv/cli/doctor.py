@@ -26,6 +26,8 @@ _SENTENCES: dict[Verdict, str] = {
     "unreachable": "the bulk store or the index is unreachable",
 }
 
+_ALWAYS_SHOWN = ("bulk_url", "index_url")
+
 
 @command
 def doctor(
@@ -78,7 +80,7 @@ def _print(out: Printer, report: DoctorReport, *, all_settings: bool) -> None:
     rows = [
         (setting.name, setting.value, setting.source)
         for setting in report.settings
-        if all_settings or setting.source != "default"
+        if all_settings or setting.source != "default" or setting.name in _ALWAYS_SHOWN
     ]
     if rows:
         out.table(("setting", "value", "from"), rows)
