@@ -98,6 +98,8 @@ def test_only_a_folder_can_be_its_own_index() -> None:
         ({"ttl_s": 1.5}, {}, "ttl_s in kv_connector_extra_config: 1.5 is not an integer"),
         ({}, {"OBJKV_STORE_TOKENS": "si"}, "'si' is not true or false"),
         ({}, {"OBJKV_TTL_S": "a secret in the wrong place"}, "the value is not an integer"),
+        ({"bulk_url": "/mnt/x"}, {}, "bulk_url '/mnt/x' is a path: write file:///mnt/x"),
+        ({"index_url": "/mnt/i"}, {}, "index_url '/mnt/i' is a path: write sqlite:///mnt/i"),
         ({"bulk_url": "gs://b"}, {}, "bulk_url 'gs://b': use one of file, memory, s3"),
         ({"bulk_url": "file://a/b"}, {}, "write file:/// and an absolute path"),
         ({"bulk_url": "file:/a/b"}, {}, "write file:/// and an absolute path"),

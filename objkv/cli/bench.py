@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from objkv.assembly.backends import open_bulk, open_hot, open_index
-from objkv.cli.command import FINE, FOUND, Session, command, ending_in_order
+from objkv.cli.command import FINE, FOUND, WRONG_USAGE, Session, command, ending_in_order
 from objkv.cli.demo import Steps, print_failure
 from objkv.cli.output import Printer, plain, size
 from objkv.config import cache_folder
@@ -322,6 +322,8 @@ def run_works(session: Session, works: tuple[Work, ...], options: BenchOptions) 
         print_report(session.out, report)
     if options.plot is not None:
         plot_report(options.plot, report)
+    if len(works) == 1 and sections[0].skipped:  # the only benchmark that was asked for
+        return WRONG_USAGE
     return FOUND if options.check and report.missed else FINE
 
 

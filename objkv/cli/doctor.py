@@ -1,5 +1,9 @@
 """``objkv doctor``: check settings, bulk store and index, and suggest fixes."""
 
+from typing import Annotated
+
+import typer
+
 from objkv.assembly.backends import describe_index, open_bulk, open_hot, open_index
 from objkv.assembly.seal import open_seal
 from objkv.cli.command import FINE, FOUND, UNREACHABLE, WRONG_USAGE, Session, command
@@ -22,9 +26,14 @@ _SENTENCES: dict[Verdict, str] = {
     "unreachable": "the bulk store or the index is unreachable",
 }
 
+_ALWAYS_SHOWN = ("bulk_url", "index_url")
+
 
 @command
-def doctor(session: Session) -> int:
+def doctor(
+    session: Session,
+    all_: Annotated[bool, typer.Option("--all", help="Show default settings too.")] = False,
+) -> int:
     """Check settings, bulk store and index, and suggest fixes."""
     numbers = MemoryRecorder()
     patient = Patient(
@@ -40,7 +49,7 @@ def doctor(session: Session) -> int:
     if session.out.machine:
         session.out.document(report)
     else:
-        _print(session.out, report)
+        _print(session.out, report, all_settings=all_)
     return _CODES[report.verdict]
 
 
@@ -48,11 +57,8 @@ def _ignore(change: object) -> None:
     """Log no circuit changes: the report has every failed check."""
 
 
-def _print(out: Printer, report: DoctorReport) -> None:
-    out.line(f"objkv {report.objkv}, Python {report.python}")
-    out.line()
-    rows = [(setting.name, setting.value, setting.source) for setting in report.settings]
-    out.table(("setting", "value", "from"), rows)
+def _print(out: Printer, report: DoctorReport, *, all_settings: bool) -> None:
+    out.line(_SENTENCES[report.verdict], "green" if report.verdict == "ok" else "bold")
     out.line()
     checks = [
         (
@@ -71,7 +77,16 @@ def _print(out: Printer, report: DoctorReport) -> None:
     for check in fixes:
         out.line(f"{check.area}, {check.name}: {check.fix}")
     out.line()
+    rows = [
+        (setting.name, setting.value, setting.source)
+        for setting in report.settings
+        if all_settings or setting.source != "default" or setting.name in _ALWAYS_SHOWN
+    ]
+    if rows:
+        out.table(("setting", "value", "from"), rows)
+    if not all_settings:
+        out.line("all other settings have their defaults; --all shows them")
+    out.line()
+    out.line(f"objkv {report.objkv}, Python {report.python}")
     here = [f"{name} {version}" for name, version in report.libraries.items() if version]
     out.line(f"libraries: {', '.join(here)}")
-    out.line()
-    out.line(_SENTENCES[report.verdict], "green" if report.verdict == "ok" else "bold")

@@ -136,13 +136,22 @@ def summary_lines(view: View) -> list[str]:
         return lines + _stored_lines(view)
     lines = [
         f"{count} {'replica' if count == 1 else 'replicas'}, {down} down; hit rate "
-        f"{percent(total.hit_rate)}; {total.tokens:,.0f} prompt tokens/s: {shares or 'none'}",
+        f"{_hit_rate(total)}; {total.tokens:,.0f} prompt tokens/s: {shares or 'none'}",
         f"loads {size(round(total.hot_load_bytes))}/s hot, "
         f"{size(round(total.bulk_load_bytes))}/s bulk; saves {size(round(total.save_bytes))}/s; "
         f"refused {total.refusals:.1f}/s, missed {total.misses:.1f}/s, "
         f"dropped {total.drops:.1f}/s",
     ]
     return lines + _stored_lines(view)
+
+
+def _hit_rate(total: Flow) -> str:
+    """The hit rate. Where the replicas' own caches served most tokens, say of what it is a share:
+    0% of the rest is no failure."""
+    rate = percent(total.hit_rate)
+    if total.hit_rate is None or 2 * total.local_tokens < total.tokens:
+        return rate
+    return f"{rate} of the {total.asked_tokens / total.tokens:.0%} that was not in GPU memory"
 
 
 def _stored_lines(view: View) -> list[str]:

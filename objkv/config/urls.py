@@ -104,6 +104,9 @@ def check_url(name: str, url: str, known: tuple[str, ...]) -> None:
     """Raise ``ValueError``, which shows the valid form, unless ``url`` is valid for ``name``."""
     shown = without_secrets(without_password(url))  # a secret may be in the wrong setting
     scheme, _, rest = url.partition(":")
+    if url.startswith("/"):
+        kind = "sqlite" if "sqlite" in known else "file"
+        raise ValueError(f"{name} {shown!r} is a path: write {kind}://{shown}")
     if scheme not in known:
         raise ValueError(f"{name} {shown!r}: use one of {', '.join(known)}")
     if scheme == "bulk" and rest:

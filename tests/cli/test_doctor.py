@@ -15,8 +15,10 @@ CHECK_KEYS = ["area", "name", "status", "detail", "fix", "elapsed_ms"]
 def test_the_default_works_on_a_fresh_machine(run: Run, home: Path) -> None:
     ran = run("doctor")
     assert ran.code == 0
-    assert ran.out.splitlines()[-1] == "everything works"
+    assert ran.out.splitlines()[0] == "everything works"
     assert f"file://{home}/objkv/chunks" in ran.out
+    assert "load_threads" not in ran.out
+    assert "load_threads" in run("doctor", "--all").out
 
 
 def test_the_keys_for_machines_are_stable(run: Run) -> None:
