@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Annotated, Any, Final, Literal, NotRequired, TypedDict, get_type_hints
 
-from objkv.ops.audit.report import AuditReport, Verdict, Prices
+from objkv.ops.audit.report import AuditReport, AuditVerdict, Prices
 from objkv.ops.bench.harness import BenchReport, BenchRow, Section
 from objkv.ops.demo import DemoReport, DemoRow
 from objkv.ops.diff import Difference
@@ -57,7 +57,7 @@ class AuditKeys(TypedDict):
     """Version of this document's format."""
     complete: bool
     """Whether everything was looked at."""
-    verdict: Verdict
+    verdict: AuditVerdict
     """The worst of what was found; ``fine`` only of a complete audit."""
     html: str | None
     """The file that ``--html`` wrote."""

@@ -22,7 +22,7 @@ _MEANS: dict[Category, str] = {
     "expired": "payloads unused for ttl_s",
     "over_quota": "payloads at the ends of the least used prefixes",
     "old_epoch": "payloads of an earlier weights_epoch",
-    "stranger": "payloads without an identity document; deleted only with --strangers or --only stranger",
+    "stranger": "payloads without an identity document; deleted only if named",
     "temporary": "leftovers of killed writers",
     "quarantined": "payloads quarantined by objkv verify",
 }

@@ -221,6 +221,7 @@ def test_an_index_of_another_bucket_is_not_emptied(
     run: Run, ends: Backends, tmp_path: Path
 ) -> None:
     DamagedStore(ends).plant(Defects(good=8))
+    (tmp_path / "other").mkdir()
     other = (
         "--bulk-url", f"file://{tmp_path}/other",
         "--index-url", f"sqlite://{tmp_path}/objkv/index.sqlite",

@@ -177,8 +177,8 @@ def _remedy(kind: FindingKind, seen: _Seen, *, young_s: float) -> str:
     wait = span(max(60, seen.newest_s[kind] - young_s + 60))
     are = "is" if graced == 1 and number != "all" else "are"
     return (
-        f"{REMEDIES[kind]}; {number} {are} younger than sweep_grace_s, so a sweep keeps them for up "
-        f"to {wait} more"
+        f"{REMEDIES[kind]}; {number} {are} younger than sweep_grace_s, so a sweep keeps them "
+        f"for up to {wait} more"
     )
 
 

@@ -411,11 +411,11 @@ class AuditReport:
     """Sentences that qualify the numbers, worst first."""
 
 
-Verdict = Literal["corrupt", "faults", "interrupted", "deadline", "fine"]
+AuditVerdict = Literal["corrupt", "faults", "interrupted", "deadline", "fine"]
 _FAULTS: Final[tuple[FindingKind, ...]] = ("ghost", "orphan", "stranger")
 
 
-def verdict(report: AuditReport) -> Verdict:
+def verdict(report: AuditReport) -> AuditVerdict:
     """Return the worst of what was found, for headlines and exit codes. Young orphans are no
     faults: their records may still be published."""
     found = {one.kind: one.count - one.young for one in report.findings.counts}
