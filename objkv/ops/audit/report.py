@@ -419,8 +419,8 @@ def verdict(report: AuditReport) -> AuditVerdict:
     """Return the worst of what was found, for headlines and exit codes. Young orphans are no
     faults: their records may still be published."""
     found = {one.kind: one.count - one.young for one in report.findings.counts}
-    if found["corrupt"]:
+    if found.get("corrupt"):
         return "corrupt"
-    if any(found[kind] for kind in _FAULTS):
+    if any(found.get(kind) for kind in _FAULTS):
         return "faults"
     return "fine" if report.ending == "complete" else report.ending
