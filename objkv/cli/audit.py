@@ -23,10 +23,10 @@ from objkv.ops.audit.report import (
     JSON_FORMAT,
     AuditFinding,
     AuditReport,
-    FindingKind,
     NamespaceAudit,
     Prices,
     RootAudit,
+    verdict,
 )
 from objkv.ops.audit.spool import AuditSpool
 from objkv.ops.audit.walk import AuditView, AuditWalk
@@ -59,6 +59,18 @@ def write_html(report: AuditReport, file: Path, *, private: bool) -> None:
         raise
 
 
+def _check_writable(file: Path) -> None:
+    """Raise ``ConfigError`` unless ``write_html`` can write ``file``; before a long walk."""
+    folder = file.absolute().parent
+    if file.is_dir() or not folder.is_dir():
+        raise ConfigError(f"--html {file}: give a file name in an existing directory")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as exc:
+        raise ConfigError(f"--html {file}: cannot write to {folder}: {exc.strerror}") from exc
+
+
 def show_report(
     out: Printer, report: AuditReport, *, limit: int, html: Path | None, is_kept: bool
 ) -> None:
@@ -69,6 +81,7 @@ def show_report(
                 "command": "audit",
                 "format": JSON_FORMAT,
                 "complete": report.ending == "complete",
+                "verdict": verdict(report),
                 "html": None if html is None else str(html),
                 **plain(report),
             }
@@ -96,6 +109,8 @@ def show_report(
 
 def _totals(out: Printer, report: AuditReport) -> None:
     totals = report.totals
+    if headline := _HEADLINES.get(verdict(report)):
+        out.line(*headline)
     out.line(
         f"{counted(totals.chunks, 'chunk')}, {counted(totals.payloads, 'payload')}, "
         f"{size(totals.nbytes)}, {_counted(totals.tokens, 'token')}; "
@@ -265,7 +280,10 @@ def _counted(value: int | None, one: str) -> str:
 
 LIMIT = 20
 _GO_ON = "run the same command again to continue"
-_WRONG: tuple[FindingKind, ...] = ("ghost", "stranger", "corrupt")
+_HEADLINES = {
+    "corrupt": ("corrupt payloads were found", "red"),
+    "faults": ("faults were found", "yellow"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,8 +351,8 @@ def audit(
     """
     if show_text and tokenizer is None:
         raise ConfigError("--show-text needs --tokenizer")
-    if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
-        raise ConfigError(f"--html {html}: give a file name in an existing directory")
+    if html is not None:
+        _check_writable(html)
     options = replace(
         _options(session),
         roots_max=roots,
@@ -377,14 +395,7 @@ def _audited(session: Session, options: AuditOptions, wish: _Wish) -> int:
             write_html(report, wish.html, private=options.show_text)
         show_report(session.out, report, limit=wish.limit, html=wish.html, is_kept=spool.is_kept)
         spool.is_reported = report.ending == "complete"
-        return run.code(FOUND if _is_wrong(report) else FINE)
-
-
-def _is_wrong(report: AuditReport) -> bool:
-    """Whether a finding is a fault. Young orphans are not: their records may still be published."""
-    found = {one.kind: one for one in report.findings.counts}
-    orphans = found["orphan"]
-    return orphans.count > orphans.young or any(found[kind].count for kind in _WRONG)
+        return run.code(FOUND if verdict(report) in ("corrupt", "faults") else FINE)
 
 
 @contextmanager

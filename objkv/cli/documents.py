@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Annotated, Any, Final, Literal, NotRequired, TypedDict, get_type_hints
 
-from objkv.ops.audit.report import AuditReport, Prices
+from objkv.ops.audit.report import AuditReport, AuditVerdict, Prices
 from objkv.ops.bench.harness import BenchReport, BenchRow, Section
 from objkv.ops.demo import DemoReport, DemoRow
 from objkv.ops.diff import Difference
@@ -29,6 +29,7 @@ from objkv.ops.show import PayloadReport, Verdict
 from objkv.ops.size.model import Preset
 from objkv.ops.size.sizing import Layout, Load, Sizing
 from objkv.ops.sweep.remove import Category
+from objkv.ops.sweep.survey import Doubt
 from objkv.ops.top.watch import View
 from objkv.ops.warm.report import WarmReport
 
@@ -56,6 +57,8 @@ class AuditKeys(TypedDict):
     """Version of this document's format."""
     complete: bool
     """Whether everything was looked at."""
+    verdict: AuditVerdict
+    """The worst of what was found; ``fine`` only of a complete audit."""
     html: str | None
     """The file that ``--html`` wrote."""
 
@@ -323,6 +326,8 @@ class KeptTotals(TypedDict):
     young: int
     """Within the grace time."""
     pinned: int
+    doubted: int
+    """In namespaces named in ``doubts``, and in their earlier epochs."""
     busy: int
     """A replica holds the lease."""
     changed: int
@@ -336,11 +341,13 @@ class SweepKeys(TypedDict):
     """The keys that ``sweep`` adds."""
 
     applied: bool
-    """Whether ``--apply`` was given."""
+    """Whether the sweep could delete: ``--apply`` was given, and no doubt is about everything."""
     categories: dict[Category, CategoryTotals]
     removed: int
     removed_bytes: int
     kept: KeptTotals
+    doubts: list[Doubt]
+    """What looks wrong and was kept; ``--force`` sweeps it, too."""
     uploads_listed: bool
     """Whether the role may list unfinished uploads."""
 

@@ -1,6 +1,7 @@
 """``objkv sweep``: find and delete unreachable and evictable data."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -9,9 +10,9 @@ from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import counted, size
 from objkv.cli.upkeep import WORKERS, OneNamespace, Restart, Upkeep, Workers, upkeep
 from objkv.errors import ConfigError
-from objkv.ops.runs import Counters
+from objkv.ops.runs import Counters, Unit
 from objkv.ops.sweep.remove import CATEGORIES, Category, Remover, SweepLimits
-from objkv.ops.sweep.survey import refuse_mismatch, survey
+from objkv.ops.sweep.survey import Doubt, find_doubts, survey
 from objkv.ops.sweep.sweep import Sweep
 
 _SHOWN = 3
@@ -21,7 +22,7 @@ _MEANS: dict[Category, str] = {
     "expired": "payloads unused for ttl_s",
     "over_quota": "payloads at the ends of the least used prefixes",
     "old_epoch": "payloads of an earlier weights_epoch",
-    "stranger": "payloads without an identity document; deleted only with --strangers",
+    "stranger": "payloads without an identity document; deleted only if named",
     "temporary": "leftovers of killed writers",
     "quarantined": "payloads quarantined by objkv verify",
 }
@@ -68,39 +69,49 @@ def sweep(
         apply=apply,
         grace_s=config.sweep_grace_s if grace_s is None else grace_s,
         only=_categories(only),
-        strangers=strangers,
+        strangers=strangers or "stranger" in (only or ()),
         force=force,
         removals_max=limit,
     )
     high, low = config.quota_high_percent, config.quota_low_percent
     # A run resumes an earlier one only if all of these are equal.
     settings = (
-        *(apply, sorted(limits.only), namespace, limits.grace_s, strangers),
+        *(apply, sorted(limits.only), namespace, limits.grace_s, limits.strangers, force),
         *(config.ttl_s, config.quota_bytes, high, low),
     )
     with upkeep(session, "sweep", *settings, writes=apply, workers=workers, restart=restart) as run:
         found = None
+        doubts: tuple[Doubt, ...] = ()
         with run.interruptible():
             with session.out.waiting("reading namespaces"):
                 found = survey(run.view, run.pick(namespace))
                 if not force:
-                    refuse_mismatch(run.view, found)
+                    doubts = find_doubts(run.view, found)
+            if any(one.namespace is None for one in doubts):
+                limits = replace(limits, apply=False)
             remover = Remover(run.view, limits, lambda: run.pool.halt("limit"))
-            work = Sweep(run.view, found, limits, remover, workers=workers)
-            run.run("sweeping leftovers", work.leftovers())
-            run.run("sweeping payloads", work.parts())
-            run.run("sweeping records", work.ghosts())
+            work = Sweep(run.view, found, limits, remover, doubts=doubts, workers=workers)
+            run.run("sweeping leftovers", _units(work.leftovers(), doubts))
+            run.run("sweeping payloads", _units(work.parts(), doubts))
+            run.run("sweeping records", _units(work.ghosts(), doubts))
             if namespace is None:  # a tenant's quota covers all of its namespaces
                 quotas = work.quotas(config.quota_bytes, high_percent=high, low_percent=low)
                 run.run("sweeping tenants over quota", quotas)
-            run.run("sweeping documents", work.documents())
+            run.run("sweeping documents", _units(work.documents(), doubts))
         is_found = any(run.counters.counts[category] for category in CATEGORIES)
         is_empty = found is not None and not found.namespaces and not found.indexed
         if is_empty and not is_found and not session.out.machine:
             run.report_nothing()
         else:
-            _show(run, apply)
-        return run.code(FOUND if is_found and not apply else FINE)
+            _show(run, limits.apply, doubts)
+        is_left = bool(doubts) or (is_found and not limits.apply)
+        return run.code(FOUND if is_left else FINE)
+
+
+def _units(units: Iterable[Unit], doubts: Collection[Doubt]) -> Iterator[Unit]:
+    """Yield ``units``. With doubts their data was kept, so a later run must not skip them."""
+    for unit in units:
+        yield replace(unit, again=True) if doubts else unit
 
 
 def _categories(only: list[str] | None) -> tuple[Category, ...]:
@@ -110,11 +121,12 @@ def _categories(only: list[str] | None) -> tuple[Category, ...]:
     return tuple(one for one in CATEGORIES if not only or one in only)
 
 
-def _show(run: Upkeep, apply: bool) -> None:
+def _show(run: Upkeep, apply: bool, doubts: Collection[Doubt]) -> None:
     counters, out = run.counters, run.session.out
     counts, nbytes = counters.counts, counters.nbytes
     beside = {
-        name: counts[name] for name in ("young", "pinned", "busy", "changed", "documents", "other")
+        name: counts[name]
+        for name in ("young", "pinned", "doubted", "busy", "changed", "documents", "other")
     }
     if out.machine:
         categories = {one: {"payloads": counts[one], "nbytes": nbytes[one]} for one in CATEGORIES}
@@ -125,6 +137,7 @@ def _show(run: Upkeep, apply: bool) -> None:
             removed=counts["removed"],
             removed_bytes=nbytes["removed"],
             kept=beside,
+            doubts=list(doubts),
             uploads_listed=not counts["not_listed"],
         )
         out.document(document)
@@ -144,8 +157,12 @@ def _show(run: Upkeep, apply: bool) -> None:
             "bucket abort them",
             "yellow",
         )
+    for doubt in doubts:
+        out.line(f"kept, because {doubt.why}", "yellow")
     if apply:
         out.line(f"deleted {_removed(counters)}")
+    elif any(one.namespace is None for one in doubts):
+        out.line("nothing was deleted")
     elif rows:
         out.line("nothing was deleted: add --apply to delete")
     run.report_end()

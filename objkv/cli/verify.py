@@ -100,8 +100,14 @@ def verify(
             run.report_nothing()
         else:
             _show(run, chosen_of, every=every, quarantine=quarantine)
-        is_wrong = any(run.counters.counts[kind] for kind in _WRONG) or _is_index_lost(run.counters)
-        return run.code(FOUND if is_wrong else FINE)
+        is_left = _is_bad_left(run.counters) or _is_index_lost(run.counters)
+        return run.code(FOUND if is_left else FINE)
+
+
+def _is_bad_left(counters: Counters) -> bool:
+    """Whether bad payloads were found that this run did not repair."""
+    counts = counters.counts
+    return sum(counts[kind] for kind in _WRONG) > sum(counts[kind] for kind in _DONE)
 
 
 def _check(

@@ -269,7 +269,7 @@ def test_the_keys_of_the_document_are_those_that_are_written_down(
 ) -> None:
     machine.fill()
     document = run("audit", "--json").document
-    own = {"command", "format", "complete", "html"}
+    own = {"command", "format", "complete", "verdict", "html"}
     assert set(document) == own | {field.name for field in fields(AuditReport)}
     reference = (DOCS / "reference" / "cli.md").read_text()
     text = reference.partition("\n## objkv audit\n")[2].partition("\n## ")[0]

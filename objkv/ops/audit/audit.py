@@ -23,7 +23,7 @@ from objkv.ops.audit.figures import (
     tenant_audits,
     totals,
 )
-from objkv.ops.audit.findings import Walked, foreign_folders, problems, read_findings
+from objkv.ops.audit.findings import Walked, foreign_folders, problems, read_findings, with_force
 from objkv.ops.audit.identities import Facts, compare, read_facts
 from objkv.ops.audit.report import AuditReport, Ending, Prices, RootAudit, TreeNode
 from objkv.ops.audit.spool import AuditSpool, make_chunks
@@ -171,7 +171,7 @@ class Audit:
             cost=read_cost(
                 self.spool, namespaces, found, growth, Basis(options.prices, now_s, has_index)
             ),
-            findings=findings,
+            findings=with_force(findings, every),
             differences=differences,
             differences_omitted=differences_omitted,
             problems=(),

@@ -2,13 +2,14 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import get_args
 
 from objkv.ops.audit.figures import namespace_names
 from objkv.ops.audit.report import (
     AuditFinding,
     AuditReport,
+    AuditTotals,
     FindingCount,
     FindingKind,
     FindingsAudit,
@@ -30,6 +31,8 @@ REMEDIES: dict[FindingKind, str] = {
     "old_epoch": "objkv sweep --apply deletes them; they belong to an earlier weights_epoch",
     "leftover": "objkv sweep --apply deletes files of killed writers and quarantined payloads",
 }
+_GRACED: tuple[FindingKind, ...] = ("orphan", "stranger", "old_epoch", "leftover")
+"""Kinds that a sweep keeps until they are older than ``sweep_grace_s``."""
 _GHOSTS = """
 SELECT s.ns, s.hash, s.field, s.nbytes, s.created_s, 'a record without a payload'
 FROM main.shards s LEFT JOIN main.payloads p USING (ns, hash, field)
@@ -94,6 +97,9 @@ class _Seen:
     nbytes: Counter[FindingKind] = field(default_factory=Counter)
     young: Counter[FindingKind] = field(default_factory=Counter)
     wrong: Counter[tuple[str, str]] = field(default_factory=Counter)
+    graced: Counter[FindingKind] = field(default_factory=Counter)
+    """Findings that a sweep keeps for now, because they are younger than the grace time."""
+    newest_s: dict[FindingKind, float] = field(default_factory=dict)
     first: dict[FindingKind, list[AuditFinding]] = field(default_factory=dict)
 
     def add(self, finding: AuditFinding, namespace: str, *, is_young: bool) -> None:
@@ -128,13 +134,52 @@ def read_findings(
         finding = AuditFinding(kind, key, nbytes, detail)
         # Only orphans can be young. Other findings were rechecked, and puts are atomic.
         seen.add(finding, name, is_young=kind == "orphan" and modified_s > young_s)
+        if kind in _GRACED and modified_s > young_s:
+            seen.graced[kind] += 1
+            seen.newest_s[kind] = max(modified_s, seen.newest_s.get(kind, 0))
     kinds: tuple[FindingKind, ...] = get_args(FindingKind)
     counts = tuple(
-        FindingCount(kind, seen.counts[kind], seen.nbytes[kind], seen.young[kind], REMEDIES[kind])
+        FindingCount(
+            kind,
+            seen.counts[kind],
+            seen.nbytes[kind],
+            seen.young[kind],
+            _remedy(kind, seen, young_s=young_s),
+        )
         for kind in kinds
     )
     first = tuple(one for kind in kinds for one in seen.first.get(kind, ()))
     return FindingsAudit(counts, first, seen.counts.total() - len(first)), seen.wrong
+
+
+def with_force(findings: FindingsAudit, totals: AuditTotals) -> FindingsAudit:
+    """Return ``findings`` with advice that a sweep follows although index and bulk store do not
+    match at all."""
+    counts = {one.kind: one.count for one in findings.counts}
+    is_index_empty = totals.payloads and totals.records == 0
+    is_mismatch = is_index_empty and counts["orphan"] + counts["expired"]
+    if not (is_mismatch or (counts["ghost"] and not totals.payloads)):
+        return findings
+    forced = (
+        replace(one, remedy=one.remedy.replace("sweep --apply", "sweep --apply --force"))
+        for one in findings.counts
+    )
+    return replace(findings, counts=tuple(forced))
+
+
+def _remedy(kind: FindingKind, seen: _Seen, *, young_s: float) -> str:
+    """Return the advice; it says when the grace time ends for what a sweep would still keep."""
+    graced = seen.graced[kind]
+    if not graced:
+        return REMEDIES[kind]
+    number = "all" if graced == seen.counts[kind] else f"{graced:,}"
+    # One minute more, because spans are rounded down.
+    wait = span(max(60, seen.newest_s[kind] - young_s + 60))
+    are = "is" if graced == 1 and number != "all" else "are"
+    return (
+        f"{REMEDIES[kind]}; {number} {are} younger than sweep_grace_s, so a sweep keeps them "
+        f"for up to {wait} more"
+    )
 
 
 def _every(

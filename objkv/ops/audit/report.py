@@ -409,3 +409,18 @@ class AuditReport:
     """Pairs of namespaces that are not listed."""
     problems: tuple[str, ...]
     """Sentences that qualify the numbers, worst first."""
+
+
+AuditVerdict = Literal["corrupt", "faults", "interrupted", "deadline", "fine"]
+_FAULTS: Final[tuple[FindingKind, ...]] = ("ghost", "orphan", "stranger")
+
+
+def verdict(report: AuditReport) -> AuditVerdict:
+    """Return the worst of what was found, for headlines and exit codes. Young orphans are no
+    faults: their records may still be published."""
+    found = {one.kind: one.count - one.young for one in report.findings.counts}
+    if found.get("corrupt"):
+        return "corrupt"
+    if any(found.get(kind) for kind in _FAULTS):
+        return "faults"
+    return "fine" if report.ending == "complete" else report.ending

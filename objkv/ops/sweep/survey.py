@@ -87,35 +87,69 @@ def old_epochs(namespaces: Iterable[StoredNamespace]) -> frozenset[str]:
     )
 
 
-def refuse_mismatch(
-    view: BackendsView, found: Survey, *, clock: Callable[[], float] = time.time
-) -> None:
-    """Raise ``ConfigError`` if the sweep would remove most of the data because the other backend
-    lacks it: that backend was probably wiped, or is the wrong one.
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """Why some data looks unreachable by mistake, so that a sweep keeps it unless forced."""
 
-    A payload younger than a record's lifetime has a record, unless its writer was killed.
+    namespace: str | None
+    """None if index and bulk store do not match at all: then a sweep deletes nothing."""
+    why: str
+
+
+def find_doubts(
+    view: BackendsView, found: Survey, *, clock: Callable[[], float] = time.time
+) -> tuple[Doubt, ...]:
+    """Return the data that the sweep would remove only because the other backend lacks most of it:
+    that backend was probably wiped, or is the wrong one.
+
+    A payload younger than a record's lifetime has a record, unless its writer was killed. Payloads
+    of strangers are not judged by the index; they need ``--strangers``.
     """
     if view.is_own_index:
-        return
+        return ()
     seen = known = 0
-    for name in found.namespaces:
-        if name in found.old:
+    doubts = []
+    for name, namespace in found.namespaces.items():
+        if name in found.old or not namespace.is_known:
             continue
         parts = [part for part in found.parts if part.namespace == name]
         count = _count(view, parts, clock())
         seen, known = seen + count.seen, known + count.known
         if count.young >= _YOUNG_MIN and count.young_lost > _MOST * count.young:
-            raise ConfigError(
-                f"the index has no record of most payloads in {name} that are younger than ttl_s: "
-                "it looks wiped, or belongs to another bucket; run objkv rebuild, or sweep with "
-                "--force to delete them"
+            doubts.append(
+                Doubt(
+                    name,
+                    f"the index has no record of most payloads in {name} that are younger than "
+                    "ttl_s: it looks wiped, or belongs to another bucket; run objkv rebuild, or "
+                    "sweep with --force to delete them",
+                )
             )
     if seen and not known:
-        raise ConfigError(
-            "the index has no record of any payload: it was wiped, belongs to another bucket, or "
-            "all records have expired; run objkv rebuild, or sweep with --force to delete all"
-        )
-    refuse_wrong_bulk(view, [name for name in found.indexed if name not in found.old])
+        doubts = [
+            Doubt(
+                None,
+                "the index has no record of any payload: it was wiped, belongs to another bucket, "
+                "or all records have expired; run objkv rebuild, or sweep with --force to delete "
+                "all",
+            )
+        ]
+    try:
+        refuse_wrong_bulk(view, [name for name in found.indexed if name not in found.old])
+    except ConfigError as exc:
+        doubts.append(Doubt(None, str(exc)))
+    return tuple(doubts)
+
+
+def doubted(found: Survey, doubts: Iterable[Doubt]) -> frozenset[str]:
+    """Return the doubted namespaces, with their earlier epochs: records show whether those are
+    still in use."""
+    names = {one.namespace for one in doubts}
+    rests = {one.rest for name, one in found.namespaces.items() if name in names}
+    return frozenset(
+        name
+        for name, one in found.namespaces.items()
+        if one.is_known and one.rest in rests and (name in names or name in found.old)
+    )
 
 
 @dataclass(slots=True)

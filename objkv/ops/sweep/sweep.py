@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
@@ -24,7 +24,7 @@ from objkv.ops.backends_view import (
 from objkv.ops.pin import remove_ended_pins
 from objkv.ops.runs import Check, Counters, Unit
 from objkv.ops.sweep.remove import Category, Remover, SweepLimits
-from objkv.ops.sweep.survey import Survey
+from objkv.ops.sweep.survey import Doubt, Survey, doubted
 from objkv.stores.base import Entry
 
 _RECORDS_AT_ONCE = 250
@@ -41,13 +41,21 @@ class Sweep:
         limits: SweepLimits,
         remover: Remover,
         *,
+        doubts: Collection[Doubt] = (),
         workers: int = 16,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """``workers``: concurrent HEAD requests of a unit that starts from records."""
+        """
+        Args:
+            doubts: what to keep because it looks like a mistake.
+            workers: concurrent HEAD requests of a unit that starts from records.
+        """
+        # With a doubt about the whole store nothing at all is deleted.
+        assert not (limits.apply and any(one.namespace is None for one in doubts))
         self._view = view
         self._found = found
         self._limits = limits
+        self._doubted = doubted(found, doubts)
         self._remover = remover
         self._workers = workers
         self._clock = clock
@@ -118,6 +126,8 @@ class Sweep:
         is_pinned = key.prefix_hash in self._found.pins[namespace]
         if is_pinned or (record is not None and record.pinned):
             counters.count("pinned", entry.nbytes)
+        elif namespace in self._doubted:
+            counters.count("doubted", entry.nbytes)
         elif not self._is_old(max(entry.modified_s, record.touched_s if record else 0)):
             counters.count("young", entry.nbytes)
         else:
@@ -140,7 +150,11 @@ class Sweep:
             counters.counts["documents"] += remove_ended_pins(
                 bulk, name, now_s=self._clock(), grace_s=grace_s
             )
-            if name not in self._found.old or "old_epoch" not in self._limits.only:
+            if (
+                name in self._doubted
+                or name not in self._found.old
+                or "old_epoch" not in self._limits.only
+            ):
                 return
             beside = []
             for entry in bulk.scan(f"{name}/"):
@@ -242,7 +256,10 @@ class Sweep:
         )
 
     def _tenant(self, name: str) -> str | None:
-        """Return the namespace's tenant; None if no quota applies: strangers and swept epochs."""
+        """Return the namespace's tenant; None if no quota applies: strangers, swept epochs, and
+        namespaces that look wrong."""
+        if name in self._doubted:
+            return None
         if name in self._found.old and "old_epoch" in self._limits.only:
             return None
         return self._found.namespaces[name].tenant

@@ -17,9 +17,12 @@ from markupsafe import Markup
 from objkv.ops import formats
 from objkv.ops.audit.html import plots
 from objkv.ops.audit.html.remarks import FAULTS, KINDS, is_of_now, name_of, remarks
-from objkv.ops.audit.report import AuditReport, TreeNode
+from objkv.ops.audit.report import AuditReport, TreeNode, verdict
 
-_BADGES: Final = {"complete": "Complete", "interrupted": "Interrupted", "deadline": "Timed out"}
+_BADGES: Final = {
+    "corrupt": "Corrupt payloads", "faults": "Faults found", "interrupted": "Interrupted",
+    "deadline": "Timed out", "fine": "No faults",
+}  # fmt: skip
 _FORMATS: Final = (
     "ago", "brief", "count", "dollars", "moment", "noun", "sentence", "share", "size", "times",
     "with_commands",
@@ -48,6 +51,7 @@ def html_report(report: AuditReport) -> str:
             script=Markup(script),  # noqa: S704  # a file of this package
             tree=_data(_tree(report)),
             remarks=remarks(report),
+            verdict=verdict(report),
             is_of_now=is_of_now(report),
         )
     )
