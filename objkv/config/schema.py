@@ -21,7 +21,12 @@ LoadMode = Literal["async", "layerwise", "auto"]
 CodecName = Literal["auto", "none", "lz4", "zstd", "blosc", "blosclz4"]
 AdmissionMode = Literal["auto", "always", "never"]
 Role = Literal["reader", "writer", "sweeper"]
-SECRET_SETTINGS = ("s3_access_key_id", "s3_secret_access_key", "redis_password")
+SECRET_SETTINGS = (
+    "s3_access_key_id",
+    "s3_secret_access_key",
+    "redis_password",
+    "sentinel_password",
+)
 BASIC: Final = frozenset(
     {
         *("bulk_url", "index_url", "allow_plaintext", "tenant", "role", "ttl_s", "quota_bytes"),
@@ -105,6 +110,10 @@ class Config(BaseModel):
     """User name in Redis. Overrides the one in ``index_url``."""
     redis_password: str | None = Field(default=None, repr=False)
     """Password in Redis. Overrides the one in ``index_url``, so that the URL contains no secret."""
+    sentinel_username: str | None = None
+    """User name in the Sentinels, which have users of their own."""
+    sentinel_password: str | None = Field(default=None, repr=False)
+    """Password in the Sentinels. They never receive ``redis_password``."""
     redis_prefix: str = Field(default="objkv", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Prefix of every key in Redis, followed by a colon. To isolate tenants from each other, give
     each its own prefix and Redis rights to that prefix only."""
