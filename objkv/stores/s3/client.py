@@ -248,7 +248,10 @@ def _client_config(config: Config) -> ClientConfig:
         tcp_keepalive=True,
         # Payloads have their own checksums, and many servers refuse or ignore S3's. A hash of the
         # body in the signature would halve the speed of a put: see docs/decisions/0009.
-        s3={"addressing_style": config.s3_addressing, "payload_signing_enabled": False},
+        s3={
+            "addressing_style": config.s3_addressing,
+            "payload_signing_enabled": config.s3_signed_payloads,
+        },
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
         user_agent_extra=f"objkv/{version('objkv')}",
