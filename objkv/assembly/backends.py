@@ -253,6 +253,7 @@ def _bulk_place(config: Config, recorder: Recorder) -> PruneStore:
         return _folder(url)
     assert scheme == "s3"
     from objkv.stores.s3.client import open_s3_client
+    from objkv.stores.s3.demands import PutDemands
     from objkv.stores.s3.store import S3Store
 
     parts = urlsplit(url)
@@ -265,6 +266,7 @@ def _bulk_place(config: Config, recorder: Recorder) -> PruneStore:
         ranges_max=config.s3_ranges_max,
         hedge_percent_max=config.s3_hedge_percent_max,
         deadline_s=config.load_deadline_ms / 1000,
+        demands=PutDemands.of(config),
         recorder=recorder,
     )
 

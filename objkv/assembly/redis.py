@@ -101,7 +101,7 @@ def connect_redis(url: str, config: Config) -> Client:
         case "sentinel":
             if not (place.tls or config.allow_plaintext):
                 options["connection_class"] = ClearSentinelConnection
-            return _sentinel(place, options)
+            return _sentinel(place, options, config)
         case "cluster":
             if not (place.tls or config.allow_plaintext):
                 options["connection_class"] = ClearConnection
@@ -208,15 +208,16 @@ def _check_readable(name: str, path: Path) -> None:
         raise ConfigError(f"{name} {path}: {exc.strerror}") from exc
 
 
-def _sentinel(place: RedisUrl, options: dict[str, Any]) -> redis.Redis:
+def _sentinel(place: RedisUrl, options: dict[str, Any], config: Config) -> redis.Redis:
     timeouts = ("socket_connect_timeout", "socket_timeout", "socket_keepalive")
-    # Sentinels have their own users, so they do not receive Redis's name and password.
+    # Sentinels have their own users, so they do not receive the name and password for Redis.
     shared = {
         name: value
         for name, value in options.items()
         if name in timeouts or name.startswith("ssl_")
     }
     shared["retry"] = options["retry"]  # by default it waits for seconds before a retry
+    shared |= {"username": config.sentinel_username, "password": config.sentinel_password}
     sentinel = Sentinel(place.hosts, sentinel_kwargs={"ssl": place.tls, **shared})
     for asked in sentinel.sentinels:
         keep_deadlines(asked.connection_pool)

@@ -21,7 +21,12 @@ LoadMode = Literal["async", "layerwise", "auto"]
 CodecName = Literal["auto", "none", "lz4", "zstd", "blosc", "blosclz4"]
 AdmissionMode = Literal["auto", "always", "never"]
 Role = Literal["reader", "writer", "sweeper"]
-SECRET_SETTINGS = ("s3_access_key_id", "s3_secret_access_key", "redis_password")
+SECRET_SETTINGS = (
+    "s3_access_key_id",
+    "s3_secret_access_key",
+    "redis_password",
+    "sentinel_password",
+)
 BASIC: Final = frozenset(
     {
         *("bulk_url", "index_url", "allow_plaintext", "tenant", "role", "ttl_s", "quota_bytes"),
@@ -82,6 +87,17 @@ class Config(BaseModel):
     """Access key. Prefer to leave it unset: the AWS client finds roles, profiles and variables."""
     s3_secret_access_key: str | None = Field(default=None, repr=False)
     """Secret of ``s3_access_key_id``."""
+    s3_sse: Literal["AES256", "aws:kms"] | None = None
+    """Server-side encryption to request with each put. Unset: the bucket's default."""
+    s3_sse_kms_key_id: str | None = None
+    """KMS key for ``s3_sse`` ``aws:kms``. Unset: the account's default key."""
+    s3_acl: Literal["bucket-owner-full-control"] | None = None
+    """ACL to request with each put, for a bucket of another account that demands one."""
+    s3_checksum: Literal["crc32", "sha256"] | None = None
+    """Checksum to send with each put, for a bucket that demands one. Payloads have their own."""
+    s3_signed_payloads: bool = False
+    """Sign the bodies of requests, for a bucket whose policy denies ``UNSIGNED-PAYLOAD``. Halves
+    the speed of a put."""
     s3_multipart_bytes: int = Field(default=64 << 20, ge=5 << 20)
     """Payloads larger than this are uploaded in parts of this size."""
     s3_range_bytes: int = Field(default=8 << 20, ge=1 << 20)
@@ -105,6 +121,10 @@ class Config(BaseModel):
     """User name in Redis. Overrides the one in ``index_url``."""
     redis_password: str | None = Field(default=None, repr=False)
     """Password in Redis. Overrides the one in ``index_url``, so that the URL contains no secret."""
+    sentinel_username: str | None = None
+    """User name in the Sentinels, which have users of their own."""
+    sentinel_password: str | None = Field(default=None, repr=False)
+    """Password in the Sentinels. They never receive ``redis_password``."""
     redis_prefix: str = Field(default="objkv", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Prefix of every key in Redis, followed by a colon. To isolate tenants from each other, give
     each its own prefix and Redis rights to that prefix only."""
@@ -274,6 +294,12 @@ class Config(BaseModel):
                 f"quota_low_percent {self.quota_low_percent} is above quota_high_percent "
                 f"{self.quota_high_percent}: lower it"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _a_kms_key_is_used(self) -> Self:
+        if self.s3_sse_kms_key_id and self.s3_sse != "aws:kms":
+            raise ValueError("s3_sse_kms_key_id is set: set s3_sse to aws:kms too")
         return self
 
     @model_validator(mode="after")

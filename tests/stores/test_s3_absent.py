@@ -67,3 +67,10 @@ def test_other_answers_need_no_listing(status: int, code: str, absent: bool) -> 
     client = Lists()
     assert is_absent(client, PLACE, answered(status, code)) is absent  # type: ignore[arg-type]
     assert client.asked == []
+
+
+def test_a_refused_listing_is_not_repeated_for_each_miss() -> None:
+    client: Any = Lists(denied=True)
+    for _ in range(3):
+        assert is_absent(client, PLACE, answered(403, "AccessDenied")) is False
+    assert len(client.asked) == 1

@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
 
 import boto3
 from botocore.awsrequest import (
@@ -249,7 +250,10 @@ def _client_config(config: Config) -> ClientConfig:
         tcp_keepalive=True,
         # Payloads have their own checksums, and many servers refuse or ignore S3's. A hash of the
         # body in the signature would halve the speed of a put: see docs/decisions/0009.
-        s3={"addressing_style": config.s3_addressing, "payload_signing_enabled": False},
+        s3={
+            "addressing_style": config.s3_addressing,
+            "payload_signing_enabled": config.s3_signed_payloads,
+        },
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
         user_agent_extra=f"objkv/{version('objkv')}",
@@ -379,6 +383,12 @@ def head(client: "S3Client", place: dict[str, Any], key: str) -> Any | None:
             raise
 
 
+_LIST_DENIED_S = 300.0
+"""How long a refused listing is not repeated."""
+_list_denied: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
+"""When each client may list again, as a time of ``time.monotonic``."""
+
+
 def is_absent(client: "S3Client", place: dict[str, Any], error: ClientError) -> bool:
     """Whether ``error``, the response to a request for ``place``, means that the key does not
     exist. Raises the client's exceptions other than ``ClientError``.
@@ -388,6 +398,9 @@ def is_absent(client: "S3Client", place: dict[str, Any], error: ClientError) -> 
     Servers that honour the condition allow a listing of this one key, which decides at the cost of
     one more request. Directory buckets cannot list single keys, but their sessions may list
     everything, so a missing key is always a 404.
+
+    A refused listing is remembered, so that a role that may not list pays one request per miss. The
+    403 stays a refusal: it may just as well mean that the role may not read.
     """
     if is_missing(error):
         return True
@@ -396,9 +409,13 @@ def is_absent(client: "S3Client", place: dict[str, Any], error: ClientError) -> 
         return False  # the response to a HEAD has no S3 code
     if is_directory_bucket(place["Bucket"]):
         return False
+    if time.monotonic() < _list_denied.get(client, 0.0):
+        return False
     try:
         page = client.list_objects_v2(Bucket=place["Bucket"], Prefix=place["Key"], MaxKeys=1)
-    except ClientError:
+    except ClientError as exc:
+        if error_code(exc)[0] == 403:
+            _list_denied[client] = time.monotonic() + _LIST_DENIED_S
         return False
     # Listings are ordered, so the key itself would be the first of all keys that start with it.
     return all(found["Key"] != place["Key"] for found in page.get("Contents", ()))

@@ -37,6 +37,10 @@ class WireFailed(Exception):
     client, which retries, follows redirects and explains errors."""
 
 
+class Chunked(WireFailed):
+    """A value in chunks, whose length is unknown: the client must read it."""
+
+
 class NoResponse(WireFailed):
     """The server closed the connection before it sent a byte of the response."""
 
@@ -305,6 +309,8 @@ class HttpResponse:
         self.headers = {name.lower(): value.strip() for name, value in found}
         """The relevant headers, by lower-case name."""
         if "transfer-encoding" in self.headers:
+            if self.status in (200, 206):
+                raise Chunked("a value in chunks")
             raise ValueError("a response in chunks")
         length = "0" if self.status == 204 else self.headers.get("content-length", "")
         if not length.isdecimal():

@@ -255,7 +255,9 @@ class _Reading:
             answer = self._reader.client.get_object(**get.place, Range=asked)
             with _closed_on_error(answer["Body"]) as body:
                 self._check_version(strong_tag(answer.get("ETag", "")))
-                if answer.get("ContentLength") != piece.end - piece.at:
+                starts = f"bytes {self._start + piece.at}-"
+                is_right = answer.get("ContentRange", "").startswith(starts)
+                if not is_right or answer.get("ContentLength") != piece.end - piece.at:
                     raise StoreUnavailable(
                         f"get_into {get.key}: the connection broke off, and the server did "
                         "not return the requested range"

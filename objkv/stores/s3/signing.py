@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 UNSIGNED = "UNSIGNED-PAYLOAD"
 """Used instead of a hash of the body, also over http: see ``docs/decisions/0009``."""
 
+_EMPTY = sha256().hexdigest()
 _SOUGHT = "objkv-sought"
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
@@ -41,6 +42,8 @@ class S3Endpoint:
     region: str
     service: str
     agent: str
+    payload: str = UNSIGNED
+    """Hash in the signature of a request without a body."""
 
     def signed(self, client: "S3Client", method: str, key: str, extra: dict[str, str]) -> bytes:
         """Return the head of a request for ``key``, signed with the client's current credentials.
@@ -55,7 +58,7 @@ class S3Endpoint:
         now = _timestamp(int(time()))
         headers = {
             "host": self.host,
-            "x-amz-content-sha256": UNSIGNED,
+            "x-amz-content-sha256": self.payload,
             "x-amz-date": now,
             **extra,
         }
@@ -65,7 +68,9 @@ class S3Endpoint:
         target = self.path + key
         path, _, query = target.partition("?")
         names, canonical, lines = _canonical(headers)
-        request = f"{method}\n{path}\n{query}\n{canonical}\n{names}\n{UNSIGNED}"
+        request = (
+            f"{method}\n{path}\n{query}\n{canonical}\n{names}\n{headers['x-amz-content-sha256']}"
+        )
         signature = hmac.digest(
             _signing_key(credentials.secret_key, scope),
             f"AWS4-HMAC-SHA256\n{now}\n{scope}\n{sha256(request.encode()).hexdigest()}".encode(),
@@ -136,7 +141,9 @@ def find_endpoint(client: "S3Client", bucket: str, prefix: str) -> S3Endpoint | 
     finally:
         asking = None
         events.unregister("before-send.s3.GetObject", look)
-    return _read_endpoint(seen[-1]) if seen else None
+    options: dict[str, Any] = getattr(client.meta.config, "s3", None) or {}
+    payload = _EMPTY if options.get("payload_signing_enabled") else UNSIGNED
+    return _read_endpoint(seen[-1], payload) if seen else None
 
 
 class _NoBody:
@@ -149,7 +156,7 @@ class _NoBody:
         return b""
 
 
-def _read_endpoint(request: Any) -> S3Endpoint | None:
+def _read_endpoint(request: Any, payload: str) -> S3Endpoint | None:
     headers = {name.lower(): _text(value) for name, value in request.headers.items()}
     parts = urlsplit(request.url)
     algorithm, _, rest = headers.get("authorization", "").partition(" ")
@@ -169,6 +176,7 @@ def _read_endpoint(request: Any) -> S3Endpoint | None:
         region=scope[-3],
         service=scope[-2],
         agent=headers.get("user-agent", ""),
+        payload=payload,
     )
 
 

@@ -23,6 +23,7 @@ from objkv.stores.base import (
     is_key,
 )
 from objkv.stores.s3.client import CallDeadline, attempt_s, error_code, head, translated
+from objkv.stores.s3.demands import PutDemands
 from objkv.stores.s3.helpers import HelperPool
 from objkv.stores.s3.http import WireFailed
 from objkv.stores.s3.read import Get, S3Reader
@@ -66,6 +67,7 @@ class S3Store:
         hedge_percent_max: int = 0,
         deadline_s: float = 30.0,
         is_direct: bool = True,
+        demands: PutDemands | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         self._client: Any = client  # a verb is a variable below
@@ -80,7 +82,12 @@ class S3Store:
         self._wire = Wire(client, place, hedge, is_direct=is_direct, recorder=recorder)
         self._reader = S3Reader(client, self._wire, self._pool, range_bytes=range_bytes)
         self._writer = S3Writer(
-            client, self._wire, self._pool, multipart_bytes=multipart_bytes, recorder=recorder
+            client,
+            self._wire,
+            self._pool,
+            demands or PutDemands(),
+            multipart_bytes=multipart_bytes,
+            recorder=recorder,
         )
 
     def __repr__(self) -> str:

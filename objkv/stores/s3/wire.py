@@ -15,6 +15,7 @@ from urllib3.exceptions import HTTPError
 
 from objkv.stores.s3.helpers import Helper
 from objkv.stores.s3.http import (
+    Chunked,
     HttpConnection,
     HttpResponse,
     KeptConnections,
@@ -38,6 +39,9 @@ _SAVED_MAX = 8.0
 twice the requests."""
 _ANSWERED_EARLY_S = 1.0
 """How long to wait for the response of a server that stopped reading the request."""
+CHUNKED_S = 600.0
+"""How long requests of one method go straight to the client after a response to one came in
+chunks."""
 _RELEARN = {301, 307, 308, 400, 401, 403}
 """Statuses after which the endpoint is looked up again: another region, other credentials."""
 
@@ -109,6 +113,7 @@ class Wire:
         self._kept = KeptConnections()
         self._found: tuple[S3Endpoint, Any] | None = None
         self._is_missing = not is_direct
+        self._chunked_until_s: dict[str, float] = {}
 
     @property
     def is_found(self) -> bool:
@@ -143,6 +148,8 @@ class Wire:
         found = self._find()
         if found is None:
             raise WireFailed("direct requests are not possible")
+        if self._chunked_until_s and time.monotonic() < self._chunked_until_s.get(method, 0.0):
+            raise WireFailed("the server responds in chunks")
         endpoint, pool = found
         head = endpoint.signed(self._client, method, key, extra)
         for is_fresh in (False, True):
@@ -164,6 +171,10 @@ class Wire:
                 connection.release()
                 if is_fresh or not was_used:
                     raise
+            except Chunked:
+                self._chunked_until_s[method] = time.monotonic() + CHUNKED_S
+                connection.release()
+                raise
             except BaseException:
                 connection.release()
                 raise

@@ -15,6 +15,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from objkv.errors import StoreError, StoreUnavailable
 from objkv.stores.s3.body import BufferReader
 from objkv.stores.s3.client import CallDeadline, asks_for_later, begun_by, error_code, head
+from objkv.stores.s3.demands import PutDemands
 from objkv.stores.s3.helpers import Helper, HelperPool, Piece, Team
 from objkv.stores.s3.http import HttpResponse, WireFailed, check_time
 from objkv.stores.s3.wire import Wire
@@ -53,6 +54,7 @@ class S3Writer:
         client: "S3Client",
         wire: Wire,
         pool: HelperPool,
+        demands: PutDemands,
         *,
         multipart_bytes: int,
         recorder: Recorder,
@@ -60,6 +62,7 @@ class S3Writer:
         self._client: Any = client
         self._wire = wire
         self._pool = pool
+        self._demands = demands
         self._multipart_bytes = multipart_bytes
         self._recorder = recorder
         self.conditional: bool | None = None
@@ -105,7 +108,8 @@ class S3Writer:
 
         Raises ``WireFailed``, although the server may have stored the value.
         """
-        extra = {"content-length": str(len(put.view))}
+        extra = {"content-length": str(len(put.view)), **self._demands.headers()}
+        extra |= self._demands.body_headers(put.view)
         if if_absent:
             extra["if-none-match"] = "*"
         end_s = put.deadline.end_s
@@ -125,6 +129,7 @@ class S3Writer:
 
     def _send(self, put: Put, **options: Any) -> None:
         body = BufferReader(put.view)
+        options |= self._demands.arguments() | self._demands.sum_of(put.view)
         self._client.put_object(**put.place, Body=body, ContentLength=len(put.view), **options)
 
     def _send_if_absent(self, put: Put) -> bool:
@@ -173,13 +178,15 @@ class S3Writer:
         Raises the client's exceptions and ``StoreUnavailable``."""
         deadline = put.deadline
         with deadline.client():
-            created = self._client.create_multipart_upload(**put.place)
+            created = self._client.create_multipart_upload(
+                **put.place, **self._demands.arguments(), **self._demands.algorithm()
+            )
         upload = {**put.place, "UploadId": created["UploadId"]}
         done = False
         try:
             with begun_by(deadline.last_s, deadline.abort_s):
                 tags = self._send_parts(put, upload)
-                listed = [{"PartNumber": n, "ETag": tag} for n, tag in sorted(tags.items())]
+                listed = [{"PartNumber": n, **tags[n]} for n in sorted(tags)]
                 done = complete(put, {**upload, "MultipartUpload": {"Parts": listed}})
             return done
         finally:
@@ -191,9 +198,9 @@ class S3Writer:
                 ):
                     self._client.abort_multipart_upload(**upload)
 
-    def _send_parts(self, put: Put, upload: dict[str, Any]) -> dict[int, str]:
-        """Upload all parts. Return the tag of each part by its number."""
-        tags: dict[int, str] = {}
+    def _send_parts(self, put: Put, upload: dict[str, Any]) -> dict[int, dict[str, str]]:
+        """Upload all parts. Return the tag and checksum of each part by its number."""
+        tags: dict[int, dict[str, str]] = {}
         query = quote(upload["UploadId"], safe="-_.~")
         abort_s = put.deadline.abort_s
 
@@ -210,7 +217,7 @@ class S3Writer:
                 _check_ok(response)
                 if "etag" not in response.headers:
                     raise WireFailed("a part without an ETag")
-                tags[piece.number] = response.headers["etag"]
+                tags[piece.number] = {"ETag": response.headers["etag"]}
             piece.at = piece.end
 
         nbytes, step = len(put.view), self._multipart_bytes
@@ -218,7 +225,8 @@ class S3Writer:
             Piece(start, min(start + step, nbytes), number=number)
             for number, start in enumerate(range(0, nbytes, step), 1)
         ]
-        if self._wire.is_found:
+        # A helper must not touch the buffer before it has a connection, so it cannot hash a part.
+        if self._wire.is_found and not self._demands.hashes_bodies:
             with Team(self._pool, pieces, send, writes=True) as team:
                 while (piece := team.take()) is not None:
                     with suppress(WireFailed):
@@ -227,9 +235,12 @@ class S3Writer:
         for piece in pieces:
             if not piece.is_done:
                 check_time(abort_s, f"put {put.key}")
-                part = BufferReader(put.view[piece.start : piece.end])
-                answer = self._client.upload_part(**upload, PartNumber=piece.number, Body=part)
-                tags[piece.number] = answer["ETag"]
+                view = put.view[piece.start : piece.end]
+                given = self._demands.sum_of(view)
+                answer = self._client.upload_part(
+                    **upload, PartNumber=piece.number, Body=BufferReader(view), **given
+                )
+                tags[piece.number] = {"ETag": answer["ETag"], **given}
         return tags
 
     def _complete(self, _: Put, upload: dict[str, Any]) -> bool:

@@ -1,0 +1,78 @@
+"""What a bucket demands of every put: encryption, an ACL, a checksum of the body.
+
+The same demand has two forms, headers of a direct request and arguments of the client. Both are
+made here, so that a put cannot meet a demand on one way and miss it on the other.
+"""
+
+import base64
+import hashlib
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+from objkv.config import Config
+
+_HEADERS = {
+    "ServerSideEncryption": "x-amz-server-side-encryption",
+    "SSEKMSKeyId": "x-amz-server-side-encryption-aws-kms-key-id",
+    "ACL": "x-amz-acl",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PutDemands:
+    """The demands of one bucket. By default none."""
+
+    sse: str | None = None
+    """``AES256`` or ``aws:kms``."""
+    kms_key_id: str | None = None
+    acl: str | None = None
+    checksum: str | None = None
+    """``crc32`` or ``sha256``."""
+    signs_payloads: bool = False
+
+    @classmethod
+    def of(cls, config: Config) -> "PutDemands":
+        """Return the demands in the settings."""
+        return cls(
+            config.s3_sse,
+            config.s3_sse_kms_key_id,
+            config.s3_acl,
+            config.s3_checksum,
+            config.s3_signed_payloads,
+        )
+
+    @property
+    def hashes_bodies(self) -> bool:
+        """Whether a request depends on its body."""
+        return self.checksum is not None or self.signs_payloads
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the client's arguments for a new object, without those of its body."""
+        given = {"ServerSideEncryption": self.sse, "SSEKMSKeyId": self.kms_key_id, "ACL": self.acl}
+        return {name: value for name, value in given.items() if value}
+
+    def algorithm(self) -> dict[str, str]:
+        """Return the client's argument that names the checksum of an upload in parts."""
+        return {"ChecksumAlgorithm": self.checksum.upper()} if self.checksum else {}
+
+    def sum_of(self, view: memoryview) -> dict[str, str]:
+        """Return the checksum of a body, by the name that the client uses."""
+        if self.checksum is None:
+            return {}
+        if self.checksum == "crc32":
+            digest = zlib.crc32(view).to_bytes(4, "big")
+        else:
+            digest = hashlib.sha256(view).digest()
+        return {f"Checksum{self.checksum.upper()}": base64.b64encode(digest).decode()}
+
+    def body_headers(self, view: memoryview) -> dict[str, str]:
+        """Return the headers of a direct request that depend on its body."""
+        headers = {f"x-amz-checksum-{self.checksum}": value for value in self.sum_of(view).values()}
+        if self.signs_payloads:
+            headers["x-amz-content-sha256"] = hashlib.sha256(view).hexdigest()
+        return headers
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers of a direct request for a new object."""
+        return {_HEADERS[name]: value for name, value in self.arguments().items()}
