@@ -9,7 +9,7 @@ _objkv_words() { # candidates after a command: $1 the command, $2 commands, opti
     'objkv completion/options') echo "--help" ;;
     'objkv completion/arguments') echo "bash zsh fish" ;;
     'objkv demo/options') echo "--small --bulk-url --index-url --config --json --no-color --help" ;;
-    'objkv doctor/options') echo "--bulk-url --index-url --config --json --no-color --help" ;;
+    'objkv doctor/options') echo "--all --bulk-url --index-url --config --json --no-color --help" ;;
     'objkv exporter/options') echo "--host --port --every --scan-every --namespaces-max --once --bulk-url --index-url --config --json --no-color --help" ;;
     'objkv ls/options') echo "--prefixes --tree --limit --bulk --bulk-url --index-url --config --json --no-color --help" ;;
     'objkv ls/arguments') : ;;
