@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from objkv.config import load_config
 from objkv.config.units import parse_duration, parse_size
+from objkv.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -38,3 +40,15 @@ def test_other_sizes_are_refused(text: str) -> None:
 @given(st.integers(0, 10**18))
 def test_bytes_are_exact(nbytes: int) -> None:
     assert parse_size(str(nbytes)) == nbytes
+
+
+def test_settings_accept_units() -> None:
+    given = {"ttl_s": "7d", "load_deadline_ms": "2s", "quota_bytes": "10GiB", "tenant": "9d"}
+    config = load_config(given, environ={})
+    assert (config.ttl_s, config.load_deadline_ms) == (604_800, 2_000)
+    assert (config.quota_bytes, config.tenant) == (10 << 30, "9d")
+
+
+def test_a_fraction_of_the_unit_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"ttl_s.*not a whole number of s"):
+        load_config({"ttl_s": "500ms"}, environ={})

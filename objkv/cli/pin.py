@@ -3,7 +3,7 @@
 import re
 import time
 from datetime import UTC, datetime
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
 
@@ -11,6 +11,7 @@ from objkv.assembly.backends import Backends
 from objkv.cli import prompts
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import counted, size
+from objkv.config.units import parse_duration
 from objkv.errors import ConfigError
 from objkv.index.base import Record
 from objkv.index.guarded import for_operators
@@ -19,8 +20,6 @@ from objkv.keys.prefix import PREFIX_HASH_BYTES, prefix_hashes
 from objkv.ops.backends_view import pick_namespace
 from objkv.ops.pin import PinList, Pinned, Pinner, chain_of, list_pins
 
-_UNITS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
-_TIME = re.compile(r"([1-9][0-9]{0,8})([smhdw])")
 _HASH = re.compile(f"[0-9a-f]{{1,{2 * PREFIX_HASH_BYTES}}}")
 _NAMES = re.compile(f"[0-9a-f]{{{NAMESPACE_HEX}}}")
 
@@ -212,10 +211,13 @@ def _whole(leaf: str) -> bytes:
 
 
 def _seconds(words: str) -> int:
-    match = _TIME.fullmatch(words)
-    if match is None:
+    try:
+        seconds = int(parse_duration(words))
+    except ValueError as exc:
+        raise ConfigError(f"--for {words}: give a number and a unit, such as 7d") from exc
+    if seconds < 1 or words.strip().isdigit():
         raise ConfigError(f"--for {words}: give a number and a unit (s, m, h, d, w), such as 7d")
-    return int(match[1]) * _UNITS[match[2]]
+    return seconds
 
 
 def _refuse_both(leaf: str | None, prompt: tuple[object, ...]) -> None:

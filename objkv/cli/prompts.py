@@ -10,7 +10,8 @@ from objkv.assembly.backends import Backends
 from objkv.errors import ConfigError
 from objkv.keys.identity import NAMESPACE_HEX, Identity
 from objkv.keys.prefix import PromptExtras
-from objkv.ops.backends_view import pick_namespace, read_identity
+from objkv.ops.backends_view import is_beginning, pick_namespace, read_identity
+from objkv.ops.listing import find_namespace
 from objkv.ops.match import parse_tokens, tokenize
 
 Tokens = Annotated[
@@ -38,7 +39,9 @@ LoraDigest = Annotated[
 PromptNamespace = Annotated[
     str | None,
     typer.Option(
-        help="Namespace, or its first digits. Needed only if there are several.", metavar="NS"
+        help="Namespace: its hex digits, MODEL or TENANT/MODEL, or a beginning. Needed only if "
+        "there are several.",
+        metavar="NS",
     ),
 ]
 
@@ -89,12 +92,15 @@ def _digest(text: str | None) -> bytes | None:
 
 
 def find_identity(backends: Backends, namespace: str | None) -> Identity:
-    """Return the identity of the namespace that starts with ``namespace``, or of the only one.
+    """Return the identity of the namespace called ``namespace``, or of the only one.
 
     Raises ``ConfigError``.
     """
-    complete = namespace is not None and len(namespace) == NAMESPACE_HEX
-    name = pick_namespace(() if complete else backends.index.namespaces(), namespace)
+    if namespace is None or is_beginning(namespace):
+        complete = namespace is not None and len(namespace) == NAMESPACE_HEX
+        name = pick_namespace(() if complete else backends.index.namespaces(), namespace)
+    else:
+        name = find_namespace(backends.bulk, backends.index, namespace)
     identity = read_identity(backends.bulk, name)
     if identity is None:
         raise ConfigError(

@@ -1,11 +1,20 @@
 """The schema: every setting with its unit, default and meaning."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
+from objkv.config.units import parse_duration, parse_size
 from objkv.config.urls import (
     BULK_SCHEMES,
     INDEX_SCHEMES,
@@ -17,6 +26,7 @@ from objkv.config.urls import (
 )
 from objkv.redact import without_secrets
 
+_WITH_UNIT: Final = re.compile(r"[0-9][0-9.]{0,15} ?[A-Za-z]{1,3}")
 LoadMode = Literal["async", "layerwise", "auto"]
 CodecName = Literal["auto", "none", "lz4", "zstd", "blosc", "blosclz4"]
 AdmissionMode = Literal["auto", "always", "never"]
@@ -261,6 +271,24 @@ class Config(BaseModel):
     shell."""
     keys_command_deadline_ms: int = Field(default=10_000, ge=1)
     """How long a command that prints keys may take."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _units_are_accepted(cls, value: Any, info: ValidationInfo) -> Any:
+        """Accept ``7d`` and ``10GiB`` in text. Bare numbers keep the unit of the name."""
+        name = info.field_name or ""
+        if (
+            not isinstance(value, str)
+            or not value.strip()
+            or not _WITH_UNIT.fullmatch(value.strip())
+        ):
+            return value
+        if name.endswith(("_s", "_ms")):
+            number = parse_duration(value) * (1000 if name.endswith("_ms") else 1)
+            if number != int(number):
+                raise ValueError(f"{value!r} is not a whole number of {name.rpartition('_')[2]}")
+            return int(number)
+        return parse_size(value) if "_bytes" in name else value
 
     @model_validator(mode="before")
     @classmethod

@@ -386,6 +386,11 @@ def _is_well_typed(identity: Identity) -> bool:
     return {*map(type, texts)} <= {str} and {*map(type, numbers)} <= {int} and are_known
 
 
+def is_beginning(text: str) -> bool:
+    """Whether ``text`` may be the first hex digits of a namespace."""
+    return _BEGINNING.fullmatch(text) is not None
+
+
 def pick_namespace(known: Sequence[str], beginning: str | None) -> str:
     """Return the one namespace that starts with ``beginning``; for None, the only namespace.
 

@@ -107,7 +107,7 @@ def test_several_namespaces_must_be_chosen_from(run: Run, machine: Machine, prom
         (("--tokens", "/nowhere"), "/nowhere: No such file"),
         (("--text", "a", "--tokenizer", "/nowhere"), "/nowhere is not a file"),
         (("--lora-digest", "xyz"), "not hex digits"),
-        (("--namespace", "xyz"), "is not a namespace"),
+        (("--namespace", "xyz"), "the bulk store has no namespaces"),
         ((), "the index has no namespaces"),
     ],
 )

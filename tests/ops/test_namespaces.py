@@ -8,7 +8,7 @@ import pytest
 from objkv.errors import UnclearName
 from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import identity_path
-from objkv.ops.namespaces import find_namespace, named_namespaces
+from objkv.ops.listing import find_namespace, named_namespaces
 from objkv.stores.memory import MemoryStore
 
 LLAMA_A, LLAMA_B, QWEN, STRAY = (digit * 32 for digit in "abcd")

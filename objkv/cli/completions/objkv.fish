@@ -162,7 +162,7 @@ complete -c objkv -n '__objkv_at objkv match' -l tokens -r -F -d 'File of token 
 complete -c objkv -n '__objkv_at objkv match' -l text -r -f -d 'Prompt as text'
 complete -c objkv -n '__objkv_at objkv match' -l text-file -r -F -d 'File with the prompt as text'
 complete -c objkv -n '__objkv_at objkv match' -l tokenizer -r -F -d 'A tokenizer.json or its directory'
-complete -c objkv -n '__objkv_at objkv match' -l namespace -r -f -d 'Namespace, or its first digits'
+complete -c objkv -n '__objkv_at objkv match' -l namespace -r -f -d 'Namespace: its hex digits, MODEL or TENANT/MODEL, or a beginning'
 complete -c objkv -n '__objkv_at objkv match' -l cache-salt -r -f -d 'cache_salt of the request'
 complete -c objkv -n '__objkv_at objkv match' -l lora-digest -r -f -d 'Content digest of the LoRA adapter in hex digits'
 complete -c objkv -n '__objkv_at objkv match' -l explain -d 'Explain why the match ends where it does'
@@ -211,7 +211,7 @@ complete -c objkv -n '__objkv_at objkv pin' -l tokens -r -F -d 'File of token id
 complete -c objkv -n '__objkv_at objkv pin' -l text -r -f -d 'Prompt as text'
 complete -c objkv -n '__objkv_at objkv pin' -l text-file -r -F -d 'File with the prompt as text'
 complete -c objkv -n '__objkv_at objkv pin' -l tokenizer -r -F -d 'A tokenizer.json or its directory'
-complete -c objkv -n '__objkv_at objkv pin' -l namespace -r -f -d 'Namespace, or its first digits'
+complete -c objkv -n '__objkv_at objkv pin' -l namespace -r -f -d 'Namespace: its hex digits, MODEL or TENANT/MODEL, or a beginning'
 complete -c objkv -n '__objkv_at objkv pin' -l cache-salt -r -f -d 'cache_salt of the request'
 complete -c objkv -n '__objkv_at objkv pin' -l lora-digest -r -f -d 'Content digest of the LoRA adapter in hex digits'
 complete -c objkv -n '__objkv_at objkv pin' -l for -r -f -d 'Duration of the pin: 90m, 12h, 7d, 2w'
@@ -224,7 +224,7 @@ complete -c objkv -n '__objkv_at objkv pin' -l no-color -d 'Print without colors
 complete -c objkv -n '__objkv_at objkv pin' -l help -d 'Show this message and exit.'
 
 complete -c objkv -n '__objkv_at objkv unpin' -f
-complete -c objkv -n '__objkv_at objkv unpin' -l namespace -r -f -d 'Namespace, or its first digits'
+complete -c objkv -n '__objkv_at objkv unpin' -l namespace -r -f -d 'Namespace: its hex digits, MODEL or TENANT/MODEL, or a beginning'
 complete -c objkv -n '__objkv_at objkv unpin' -l bulk-url -r -f -d 'Bulk store; overrides OBJKV_BULK_URL'
 complete -c objkv -n '__objkv_at objkv unpin' -l index-url -r -f -d 'Index; overrides OBJKV_INDEX_URL'
 complete -c objkv -n '__objkv_at objkv unpin' -l config -r -F -d 'TOML file; overrides OBJKV_CONFIG_FILE'

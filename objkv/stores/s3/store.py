@@ -81,14 +81,8 @@ class S3Store:
         self._pool = HelperPool(ranges_max)
         self._wire = Wire(client, place, hedge, is_direct=is_direct, recorder=recorder)
         self._reader = S3Reader(client, self._wire, self._pool, range_bytes=range_bytes)
-        self._writer = S3Writer(
-            client,
-            self._wire,
-            self._pool,
-            demands or PutDemands(),
-            multipart_bytes=multipart_bytes,
-            recorder=recorder,
-        )
+        demands, sizes = demands or PutDemands(), {"multipart_bytes": multipart_bytes}
+        self._writer = S3Writer(client, self._wire, self._pool, demands, recorder=recorder, **sizes)
 
     def __repr__(self) -> str:
         return f"<S3Store s3://{self._bucket}/{self._prefix} at {self._endpoint}>"
