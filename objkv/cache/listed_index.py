@@ -2,7 +2,7 @@
 
 Only the role sweeper may scan a Redis, because that shows the keys of other tenants. Every role may
 list its own prefix of the bulk store and look chunks up, so every command that reads works with a
-reader's rights. Such a command does not see records whose payloads are gone, and says so once.
+reader's rights. Such a command does not see records whose payloads are gone, and logs that once.
 """
 
 import logging

@@ -322,7 +322,7 @@ def run_works(session: Session, works: tuple[Work, ...], options: BenchOptions) 
         print_report(session.out, report)
     if options.plot is not None:
         plot_report(options.plot, report)
-    if len(works) == 1 and sections[0].skipped:  # the only benchmark that was asked for
+    if len(works) == 1 and sections[0].skipped:  # the only benchmark requested
         return WRONG_USAGE
     return FOUND if options.check and report.missed else FINE
 

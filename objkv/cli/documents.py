@@ -58,7 +58,7 @@ class AuditKeys(TypedDict):
     complete: bool
     """Whether everything was looked at."""
     verdict: AuditVerdict
-    """The worst of what was found; ``fine`` only of a complete audit."""
+    """The worst finding; ``fine`` only of a complete audit."""
     html: str | None
     """The file that ``--html`` wrote."""
 
@@ -347,7 +347,7 @@ class SweepKeys(TypedDict):
     removed_bytes: int
     kept: KeptTotals
     doubts: list[Doubt]
-    """What looks wrong and was kept; ``--force`` sweeps it, too."""
+    """Kept data that looks wrong; ``--force`` sweeps it, too."""
     uploads_listed: bool
     """Whether the role may list unfinished uploads."""
 

@@ -146,8 +146,8 @@ def summary_lines(view: View) -> list[str]:
 
 
 def _hit_rate(total: Flow) -> str:
-    """The hit rate. Where the replicas' own caches served most tokens, say of what it is a share:
-    0% of the rest is no failure."""
+    """Return the hit rate. If the replicas' own caches served most tokens, name the remaining share
+    that it refers to, so that 0% does not look like a failure."""
     rate = percent(total.hit_rate)
     if total.hit_rate is None or 2 * total.local_tokens < total.tokens:
         return rate

@@ -168,7 +168,7 @@ def with_force(findings: FindingsAudit, totals: AuditTotals) -> FindingsAudit:
 
 
 def _remedy(kind: FindingKind, seen: _Seen, *, young_s: float) -> str:
-    """Return the advice; it says when the grace time ends for what a sweep would still keep."""
+    """Return the advice, with the end of the grace time for data that a sweep would still keep."""
     graced = seen.graced[kind]
     if not graced:
         return REMEDIES[kind]

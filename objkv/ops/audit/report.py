@@ -416,7 +416,7 @@ _FAULTS: Final[tuple[FindingKind, ...]] = ("ghost", "orphan", "stranger")
 
 
 def verdict(report: AuditReport) -> AuditVerdict:
-    """Return the worst of what was found, for headlines and exit codes. Young orphans are no
+    """Return the worst finding, for headlines and exit codes. Young orphans are no
     faults: their records may still be published."""
     found = {one.kind: one.count - one.young for one in report.findings.counts}
     if found.get("corrupt"):

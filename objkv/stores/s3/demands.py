@@ -1,4 +1,4 @@
-"""What a bucket demands of every put: encryption, an ACL, a checksum of the body.
+"""Demands of a bucket on every put: encryption, an ACL, a checksum of the body.
 
 The same demand has two forms, headers of a direct request and arguments of the client. Both are
 made here, so that a put cannot meet a demand on one way and miss it on the other.
