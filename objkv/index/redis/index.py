@@ -197,7 +197,8 @@ def _rights_fix(words: str) -> str:
         return "the ACL of every role has this command: set the one that `objkv access` prints"
     return (
         "the ACL of the role reader only reads: use the role writer or, for commands that remove "
-        "or pin, sweeper; a replica with a reader's rights needs OBJKV_ROLE=reader"
+        "or pin, sweeper; a replica with a reader's rights needs OBJKV_ROLE=reader; "
+        "objkv access prints each role's rights"
     )
 
 
