@@ -49,6 +49,13 @@ def test_settings_accept_units() -> None:
     assert (config.quota_bytes, config.tenant) == (10 << 30, "9d")
 
 
+@given(st.integers(1, 10**7))
+def test_whole_milliseconds_are_whole(number: int) -> None:
+    given_ms = load_config({"load_deadline_ms": f"{number}ms"}, environ={})
+    in_s = load_config({"load_deadline_ms": f"{number / 1000:.3f}s"}, environ={})
+    assert given_ms.load_deadline_ms == in_s.load_deadline_ms == number
+
+
 def test_a_fraction_of_the_unit_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"ttl_s.*not a whole number of s"):
         load_config({"ttl_s": "500ms"}, environ={})

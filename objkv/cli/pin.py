@@ -20,6 +20,8 @@ from objkv.keys.prefix import PREFIX_HASH_BYTES, prefix_hashes
 from objkv.ops.backends_view import pick_namespace
 from objkv.ops.pin import PinList, Pinned, Pinner, chain_of, list_pins
 
+_LASTS_S_MAX = 10**15
+"""Longest pin, 30 million years: indexes store 64-bit times."""
 _HASH = re.compile(f"[0-9a-f]{{1,{2 * PREFIX_HASH_BYTES}}}")
 _NAMES = re.compile(f"[0-9a-f]{{{NAMESPACE_HEX}}}")
 
@@ -215,7 +217,7 @@ def _seconds(words: str) -> int:
         seconds = int(parse_duration(words))
     except ValueError as exc:
         raise ConfigError(f"--for {words}: give a number and a unit, such as 7d") from exc
-    if seconds < 1 or words.strip().isdigit():
+    if not 1 <= seconds <= _LASTS_S_MAX or words.strip().isdigit():
         raise ConfigError(f"--for {words}: give a number and a unit (s, m, h, d, w), such as 7d")
     return seconds
 

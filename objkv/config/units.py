@@ -4,13 +4,14 @@ A bare number keeps the unit that the option or setting states, so existing valu
 """
 
 import re
+from decimal import Decimal
 from typing import Final
 
 _NUMBER: Final = r"([0-9]+(?:\.[0-9]+)?)"
 _DURATION: Final = re.compile(rf"{_NUMBER}\s*(ms|s|m|min|h|d|w)?")
 _SIZE: Final = re.compile(rf"{_NUMBER}\s*(?:([KMGTP])(i)?)?B?", re.IGNORECASE)
-_SECONDS: Final = {
-    "ms": 0.001,
+_SECONDS: Final[dict[str, Decimal | int]] = {
+    "ms": Decimal("0.001"),
     "s": 1,
     "m": 60,
     "min": 60,
@@ -22,11 +23,12 @@ _DIGITS_MAX: Final = 24
 """Longer input is refused before arithmetic on it."""
 
 
-def parse_duration(text: str, *, unit: str = "s") -> float:
-    """Return a duration in seconds. A number without a unit is in ``unit``. Raises ``ValueError``.
+def parse_duration(text: str, *, unit: str = "s") -> Decimal:
+    """Return a duration in seconds, exactly. A number without a unit is in ``unit``. Raises
+    ``ValueError``.
 
-    >>> parse_duration("90s"), parse_duration("2h"), parse_duration("1500", unit="ms")
-    (90.0, 7200.0, 1.5)
+    >>> [float(parse_duration(text)) for text in ("90s", "2h", "1500ms")]
+    [90.0, 7200.0, 1.5]
     """
     found = _DURATION.fullmatch(text.strip()) if len(text) <= _DIGITS_MAX else None
     if found is None:
@@ -34,7 +36,7 @@ def parse_duration(text: str, *, unit: str = "s") -> float:
             f"{text[:_DIGITS_MAX]!r} is not a duration; give a number and a unit "
             "(ms, s, m, h, d, w), such as 30s, 2h or 7d"
         )
-    return float(found[1]) * _SECONDS[found[2] or unit]
+    return Decimal(found[1]) * _SECONDS[found[2] or unit]
 
 
 def parse_size(text: str) -> int:
@@ -53,5 +55,4 @@ def parse_size(text: str) -> int:
         scale = 1
     else:
         scale = (1024 if found[3] else 1000) ** ("KMGTP".index(found[2].upper()) + 1)
-    # Whole numbers stay exact beyond 2**53.
-    return int(found[1]) * scale if "." not in found[1] else int(float(found[1]) * scale)
+    return int(Decimal(found[1]) * scale)
