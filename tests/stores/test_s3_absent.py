@@ -38,17 +38,18 @@ DENIED = [(403, "AccessDenied"), (403, "403")]
 
 @pytest.mark.parametrize(("status", "code"), DENIED)
 @pytest.mark.parametrize(
-    ("client", "absent"),
+    ("keys", "denied", "absent"),
     [
-        (Lists(), True),
-        (Lists("p/k2", "p/kk"), True),
-        (Lists("p/k", "p/k2"), False),
-        (Lists(denied=True), False),
+        ((), False, True),
+        (("p/k2", "p/kk"), False, True),
+        (("p/k", "p/k2"), False, False),
+        ((), True, False),
     ],
 )
 def test_a_listing_decides_what_a_refusal_means(
-    client: Any, absent: bool, status: int, code: str
+    keys: tuple[str, ...], denied: bool, absent: bool, status: int, code: str
 ) -> None:
+    client: Any = Lists(*keys, denied=denied)
     assert is_absent(client, PLACE, answered(status, code)) is absent
     assert client.asked[-1] == {"Bucket": "b", "Prefix": "p/k", "MaxKeys": 1}
 

@@ -383,8 +383,9 @@ def head(client: "S3Client", place: dict[str, Any], key: str) -> Any | None:
             raise
 
 
-_LIST_DENIED_S = 300.0
-"""How long a refused listing is not repeated."""
+_LIST_DENIED_S = 15.0
+"""How long a refused listing is not repeated: short, so that misses are misses again soon after
+revoked rights return."""
 _list_denied: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
 """When each client may list again, as a time of ``time.monotonic``."""
 
