@@ -122,6 +122,17 @@ def test_all_goes_on_without_what_is_missing_here(
     assert run("bench", "store").code == 2
 
 
+def test_the_only_benchmark_requested_must_not_be_skipped(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bench_gpu(setting: BenchSetting) -> Section:
+        return Section("gpu", (), {}, ("no GPU here",), skipped=True)
+
+    monkeypatch.setattr(command_module, "bench_gpu", bench_gpu)
+    ran = run("bench", "gpu")
+    assert (ran.code, "no GPU here" in ran.out) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("words", "module"),
     [

@@ -353,6 +353,12 @@ def test_on_a_very_narrow_terminal_the_reason_why_a_replica_is_down_stays() -> N
     assert "circuit open: bulk write" in text
 
 
+def test_a_low_hit_rate_names_the_share_that_replicas_did_not_have() -> None:
+    own = replace(BUSY, computed_tokens=20, local_tokens=980, bulk_tokens=0)
+    lines = summary_lines(replace(VIEW, total=own))
+    assert "hit rate 0% of the 2% that was not in GPU memory;" in lines[0]
+
+
 def test_a_fleet_that_is_down_has_no_figures() -> None:
     down = (ROWS[1],)
     lines = summary_lines(replace(VIEW, rows=down, total=total_of(down)))
