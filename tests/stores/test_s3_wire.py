@@ -331,6 +331,32 @@ def test_a_value_that_is_replaced_between_ranges_is_not_mixed() -> None:
             store.get_into("k", buffer)
 
 
+def test_another_range_than_the_requested_one_is_refused() -> None:
+    """Every range except the first is of the same version and length, but begins a byte late."""
+    value = pattern(4 * MIB)
+
+    def shifted(request: Request) -> Answer | None:
+        if request.method != "GET":
+            return None
+        first, _, last = request.headers["range"].removeprefix("bytes=").partition("-")
+        start, end = int(first), int(last) + 1
+        by = 1 if start else 0
+        headers = {
+            "ETag": '"same"',
+            "Content-Range": f"bytes {start + by}-{end - 1 + by}/{4 * MIB}",
+        }
+        return Answer(206, headers, (memoryview(value)[start:end],))
+
+    with (
+        QuickS3(intercept=shifted) as server,
+        s3_store(server.url, range_bytes=MIB, ranges_max=2) as store,
+    ):
+        store.put("k", value)
+        buffer = memoryview(bytearray(4 * MIB))
+        with pytest.raises(StoreUnavailable, match="did not return the requested range"):
+            store.get_into("k", buffer)
+
+
 @pytest.mark.parametrize("etag", [None, 'W/"same"'])
 def test_where_no_version_is_named_ranges_are_not_put_together(etag: str | None) -> None:
     """Each request for a range is answered from a newer version of the value."""
