@@ -101,7 +101,7 @@ def test_a_real_server_is_explained_and_its_refusals_too(
         ran = run("doctor", "--json", *arguments, "--bulk-url", f"file://{tmp_path}/b")
         assert (ran.code, ran.document["verdict"]) == (0, "ok")
         for user, words in (
-            ("reader:pw", "OBJKV_ROLE=reader"),
+            ("reader:pw", "`objkv access` prints"),
             ("replica:no", "redis_password"),
         ):
             ran = run("doctor", "--json", "--index-url", f"redis://{user}@{place}")

@@ -1,5 +1,6 @@
 """Operators' commands against real servers, with the rights of a role in both stores."""
 
+import secrets
 from typing import Any
 
 from typer.testing import CliRunner
@@ -29,7 +30,9 @@ class Fleet:
             found = access_of(self.config(**place), role, tenant="a")
             assert found.iam is not None
             assert found.acl is not None
-            access_key, secret_key = users.add(f"commands-{role}", found.iam)
+            # Unique, because all modules of a test process share one radosgw.
+            name = f"commands-{role}-{secrets.token_hex(4)}"
+            access_key, secret_key = users.add(name, found.iam)
             words = found.acl.replace(">PASSWORD", f">{PASSWORD}").split()
             admin.execute_command("ACL", "SETUSER", *words[1:])
             self.settings[role] = {

@@ -186,7 +186,10 @@ def _meaning(exc: Exception) -> tuple[type[StoreError], str]:
 def _rights_fix(words: str) -> str:
     """Return which role has the right that the server misses, from its message ``words``."""
     if "can't access" in words or "no permissions to access" in words:
-        return "the ACL covers other keys: set redis_prefix and redis_username of the same tenant"
+        return (
+            "the ACL covers other keys: set redis_prefix and redis_username of the same tenant, or "
+            "the ACL that `objkv access` prints"
+        )
     match = _COMMAND.search(words)
     command = match[1].lower() if match else ""
     if command == "scan":
@@ -198,7 +201,7 @@ def _rights_fix(words: str) -> str:
     return (
         "the ACL of the role reader only reads: use the role writer or, for commands that remove "
         "or pin, sweeper; a replica with a reader's rights needs OBJKV_ROLE=reader; "
-        "objkv access prints each role's rights"
+        "set the ACL that `objkv access` prints for the role"
     )
 
 
