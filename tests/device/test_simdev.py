@@ -74,6 +74,7 @@ def test_streams_do_not_wait_for_each_other(
     sim: ModuleType, device: torch.device, compute: torch.Stream, other: torch.Stream
 ) -> None:
     value = torch.zeros(8, device=device)
+    compute.synchronize()
     sim.hold(compute)
     value.fill_(1)
     with torch.sim.stream(other):
@@ -482,6 +483,15 @@ def test_registered_memory_is_not_freed(sim: ModuleType) -> None:
     del memory
     assert "freed while registered" in sim.take_error()
     undo()  # still mapped: an owner may do that while its memory is freed
+
+
+def test_memory_that_a_failed_test_left_registered_is_not_the_fault_of_the_next(
+    sim: ModuleType,
+) -> None:
+    sim.DRIVER.pin(torch.zeros(4, 1000))
+    assert "freed while registered" in sim.take_error()
+    sim.reset()
+    assert not sim.take_error()
 
 
 def test_memory_that_another_thread_is_freeing_may_be_registered_still(sim: ModuleType) -> None:
