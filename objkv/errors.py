@@ -18,7 +18,8 @@ class ObjkvError(Exception):
 
 
 class ConfigError(ObjkvError):
-    """The operator must change a setting. The message names the change. Raised at start-up."""
+    """The operator must change a setting, or a program an argument. The message names the change.
+    Raised at start-up and for wrong arguments."""
 
 
 class UnclearName(ConfigError):
@@ -27,6 +28,12 @@ class UnclearName(ConfigError):
     def __init__(self, what: str, choices: Sequence[str] = ()) -> None:
         super().__init__(what)
         self.choices = tuple(choices)
+        for choice in choices:  # shown in a traceback
+            self.add_note(choice)
+
+
+class NotStored(ConfigError):
+    """The prompt or chunk that a call names is not stored."""
 
 
 class StoreError(ObjkvError):
@@ -67,3 +74,12 @@ class KeyMismatch(PayloadError):
 
 class TransferError(ObjkvError):
     """This process could not move bytes: no free slab, full queue, missed deadline, or closed."""
+
+
+def pip_install(extra: str) -> str:
+    """The command that adds an extra to the installed objkv.
+
+    pip keeps the installed objkv and downloads only what the extra needs, so this also works for
+    an objkv that was installed from a clone or from a file.
+    """
+    return f"pip install 'objkv[{extra}]'"

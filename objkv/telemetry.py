@@ -9,8 +9,8 @@ from logging import Logger
 from threading import Lock
 from typing import Protocol
 
-_LEVELS = "breaker_open_"
-"""Prefix of the names of levels."""
+_LEVELS = ("breaker_open_", "admission_switched")
+"""How the names of levels begin."""
 _SAMPLES_MAX = 1000
 """Single observations kept per name until they are drained. Sums and counts include all."""
 

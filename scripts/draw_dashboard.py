@@ -56,7 +56,7 @@ def series(url: str, panel: dict[str, Any], start: float, end: float) -> Series:
                 name = name.replace(f"{{{{{label}}}}}", value)
             values = [float(value) for _, value in row["values"]]
             times = [(moment - start) / 60 for moment, _ in row["values"]]
-            found.append((name.replace("vllm:objkv_breaker_open_", ""), times, values))
+            found.append((name, times, values))
     return found
 
 

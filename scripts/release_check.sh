@@ -9,42 +9,10 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}
 WORK=$PWD/.cache/release
 HOME_FOLDER=$WORK/home
-LOG=$WORK/pip.log
 DIST=$WORK/dist
-BUILD=$WORK/build-venv
-CLEAN=$WORK/venv
-
-say() { printf 'release-check: %s\n' "$*"; }
-
-fail() {
-  say "$*" >&2
-  exit 1
-}
-
-pip_install() { # pip_install VENV ARGUMENTS...
-  local venv=$1
-  shift
-  "$venv/bin/pip" install --no-compile "$@" >>"$LOG" 2>&1 || { tail -n 25 "$LOG" >&2; exit 1; }
-}
-
-build() { # build OPTION FOLDER SOURCE
-  "$BUILD/bin/python" -m build --no-isolation "$1" --outdir "$2" "$3" >>"$LOG" 2>&1 ||
-    { tail -n 25 "$LOG" >&2; exit 1; }
-}
-
-build_all() { # the wheel from the tree, the sdist, and the wheel that the sdist makes
-  "$PYTHON" -m venv --clear "$BUILD"
-  pip_install "$BUILD" build twine "$(.venv/bin/python -c 'import tomllib
-print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"])')"
-  build --wheel "$DIST" .
-  build --sdist "$DIST" .
-  mkdir "$WORK/unpacked"
-  tar --extract --file "$DIST"/objkv-*.tar.gz --directory "$WORK/unpacked" --strip-components 1
-  build --wheel "$WORK/rebuilt" "$WORK/unpacked"
-  "$BUILD/bin/python" -m twine check --strict "$DIST"/* >>"$LOG" 2>&1 ||
-    { tail -n 25 "$LOG" >&2; exit 1; }
-  "$BUILD/bin/python" scripts/check_wheel.py "$DIST"/*.whl "$DIST"/*.tar.gz "$WORK"/rebuilt/*.whl
-}
+NAME=release-check
+# shellcheck source=scripts/packages.sh
+. scripts/packages.sh
 
 in_clean() { # in_clean PROGRAM ARGUMENTS...: with nothing of this checkout, nor of this user
   local program=$1
@@ -102,14 +70,10 @@ try_it() { # a new user's first commands
 
 main() {
   local started=$SECONDS version
-  rm -rf "$WORK"
-  mkdir -p "$HOME_FOLDER"
-  : >"$LOG"
   build_all
+  mkdir -p "$HOME_FOLDER"
   say "wheel and sdist are built, complete, and equal whichever way ($((SECONDS - started)) s)"
-  "$PYTHON" -m venv "$CLEAN"
-  pip_install "$CLEAN" "$DIST"/*.whl
-  "$CLEAN/bin/pip" check >>"$LOG" 2>&1 || fail "pip check: $(tail -n 3 "$LOG")"
+  install_wheel
   version=$("$CLEAN/bin/python" -c 'from importlib.metadata import version; print(version("objkv"))')
   try_it "$version"
   say "objkv $version works without torch and vllm ($((SECONDS - started)) s)"

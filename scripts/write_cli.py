@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, is_type
 from typer.core import TyperArgument, TyperOption
 
 from objkv.cli.app import COMMANDS, all_commands
-from objkv.cli.command import CommonOptions
 from objkv.cli.documents import DOCUMENTS, Key, RunKeys, keys_of
+from objkv.cli.options import CommonOptions
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
 WORDS = Path(__file__).with_name("cli_page.txt")

@@ -79,8 +79,6 @@ def spec_of(path: str, command: Any) -> Spec:
             text = sentence(parameter.help)
             options += [Choice(name, text, value) for name in parameter.opts]
     options.append(Choice("--help", "Show this message and exit."))
-    # The scripts look for a command's name only among words without a dash.
-    assert not commands or all(option.value is None for option in options), path
     assert len(arguments) <= 1, f"{path}: arguments of two kinds"
     return Spec(path, commands, tuple(options), next(iter(arguments), None))
 
@@ -138,7 +136,11 @@ _objkv_completion() {{
     for ((i = 1; i < COMP_CWORD; i++)); do
         word=${{COMP_WORDS[i]}}
         [[ $word != -- ]] || dashes=yes
-        [[ $word == -* || -z $(_objkv_words "$path" commands) ]] || path="$path $word"
+        case "$word ${{COMP_WORDS[i - 1]}}" in # bash splits values at = and :
+        -* | [=:]\\ * | *\\ [=:]) continue ;;
+        esac
+        [[ -z $(_objkv_words "$path" commands) ]] ||
+            _objkv_value "$path" "${{COMP_WORDS[i - 1]}}" >/dev/null || path="$path $word"
     done
     word=${{COMP_WORDS[COMP_CWORD - 1]}}
     if [[ -z $dashes ]]; then
@@ -213,12 +215,15 @@ _objkv_offer() {{
 }}
 
 _objkv() {{
-    local place=objkv word kind dashes
+    local place=objkv previous word kind dashes
     local -a names
     for word in "${{(@)words[2,CURRENT-1]}}"; do
         [[ $word != -- ]] || dashes=yes
-        _objkv_spec "$place" commands
-        [[ $word == -* ]] || (( ! $#names )) || place="$place $word"
+        if ! _objkv_value "$place" "$previous"; then
+            _objkv_spec "$place" commands
+            [[ $word == -* ]] || (( ! $#names )) || place="$place $word"
+        fi
+        previous=$word
     done
     if [[ -z $dashes ]]; then
         word=$words[CURRENT]
@@ -277,15 +282,21 @@ def fish() -> str:
             value = "" if option.value is None else f" {fish_value(option.value, needs=True)}"
             written.append(f"{at} {kind} {name}{value} -d {fish_quote(option.help)}")
     groups = " ".join(quote(spec.path) for spec in specs() if spec.commands)
+    valued = " ".join(
+        option.name for spec in specs() if spec.commands for option in spec.options if option.value
+    )
     body = "\n".join(written)
     return f"""# Completion of objkv for fish. {NOTE}
 
 function __objkv_at # whether the words before the cursor are of this command
     set -l place objkv
+    set -l previous
     for word in (commandline -opc)[2..-1]
         if not string match -q -- '-*' $word; and contains -- "$place" {groups}
+            and not contains -- "$previous" {valued}
             set place "$place $word"
         end
+        set previous $word
     end
     test "$place" = "$argv"
 end

@@ -33,9 +33,10 @@ class Panel:
     most: float | None = None
 
 
-def rate(name: str) -> str:
-    """Return the rate per second, over all selected replicas."""
-    return f"sum(rate(vllm:objkv_{name}_total{REPLICA}[$__rate_interval]))"
+def rate(name: str, by: str = "") -> str:
+    """Return the rate per second, over all selected replicas; one for each value of ``by``."""
+    whole = f"sum by ({by})" if by else "sum"
+    return f"{whole}(rate(vllm:objkv_{name}_total{REPLICA}[$__rate_interval]))"
 
 
 def share(part: str, whole: str) -> str:
@@ -195,9 +196,8 @@ ROWS: dict[str, list[Panel]] = {
             "1 while a replica skips a store or the index because its calls kept failing.",
             [
                 (
-                    "{{__name__}} {{instance}}",
-                    "max by (__name__, instance) "
-                    f'({{__name__=~"vllm:objkv_breaker_open_.+",{REPLICA[1:]})',
+                    "{{store}} {{direction}} {{instance}}",
+                    f"max by (store, direction, instance) (vllm:objkv_breaker_open{REPLICA})",
                 )
             ],
             most=1,
@@ -206,10 +206,7 @@ ROWS: dict[str, list[Panel]] = {
             "Failed calls",
             "Per second, by store or index, counted by replicas.",
             [
-                ("bulk, reads", rate("bulk_read_errors")),
-                ("bulk, writes", rate("bulk_write_errors")),
-                ("hot, reads", rate("hot_read_errors")),
-                ("hot, writes", rate("hot_write_errors")),
+                ("{{store}} {{call}}", rate("store_errors", "store, call")),
                 ("index", rate("index_errors")),
             ],
             unit="cps",
@@ -265,10 +262,7 @@ ROWS: dict[str, list[Panel]] = {
             "Calls to the stores",
             "Per second, over all replicas. A bucket charges for them.",
             [
-                ("bulk, reads", rate("bulk_reads")),
-                ("bulk, writes", rate("bulk_writes")),
-                ("hot, reads", rate("hot_reads")),
-                ("hot, writes", rate("hot_writes")),
+                ("{{store}} {{call}}", rate("store_calls", "store, call")),
                 ("index", rate("index_calls")),
             ],
             unit="cps",
@@ -285,10 +279,7 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             "Saved by codec",
             "Payloads per second. none: compression did not gain enough.",
-            [
-                (codec, rate(f"save_codec_{codec}"))
-                for codec in ("none", "lz4", "zstd", "blosc", "blosclz4", "mixed")
-            ],
+            [("{{codec}}", rate("save_codec", "codec"))],
             unit="cps",
         ),
     ],

@@ -166,6 +166,10 @@ def test_the_page_of_options_lists_the_commands_as_they_are(
     assert not stale("write_cli.py"), "run make docs"
 
 
+def test_the_page_of_the_python_api_says_what_docstrings_say() -> None:
+    assert not stale("write_api.py"), "run make docs"
+
+
 def test_pictures_are_as_they_are_drawn(tmp_path: Path) -> None:
     drawn = f"import draw_pictures as d, pathlib; d.FOLDER = pathlib.Path({str(tmp_path)!r})"
     each = "[(d.FOLDER / f'{n}.svg').write_text(p().svg()) for n, p in d.PICTURES.items()]"

@@ -2,6 +2,8 @@
 
 import io
 import runpy
+import subprocess
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 import objkv
+from objkv.errors import pip_install
 
 ROOT = Path(__file__).parents[1]
 INFO = f"objkv-{objkv.__version__}.dist-info"
@@ -91,3 +94,52 @@ def test_an_sdist_has_the_whole_package_and_no_tests(
 
 def test_the_version_has_a_section_in_the_changelog(script: dict[str, Any]) -> None:
     assert script["source_version"]() == objkv.__version__
+
+
+@pytest.fixture(scope="module")
+def release() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "scripts/check_release.py"))
+
+
+NAMES = {"image": "images.test/acme/objkv"}
+READY = "# Changelog\n\n## [Unreleased]\n\n## [1.2.3] - 2030-01-01\n\n- Something.\n"
+
+
+def test_a_commit_whose_tag_changelog_and_source_agree_can_be_released(
+    release: dict[str, Any],
+) -> None:
+    assert release["unfit"]("1.2.3", READY, NAMES) == []
+    assert release["problems"]("1.2.3", ["v1.2.3"], "", [], []) == []
+
+
+@pytest.mark.parametrize(
+    ("version", "changelog", "names", "words"),
+    [
+        ("1.2.4", READY, NAMES, "no section for 1.2.4"),
+        ("1.2.3", READY.replace("d]\n", "d]\n\n- More.\n"), NAMES, "under Unreleased"),
+        ("1.2.3", READY, {"image": "registry.example.com/objkv"}, "example.com"),
+    ],
+)
+def test_a_tag_is_refused_until_changelog_and_names_are_right(
+    release: dict[str, Any], version: str, changelog: str, names: dict[str, str], words: str
+) -> None:
+    (fault,) = release["unfit"](version, changelog, names)
+    assert words in fault
+    assert release["problems"](version, [f"v{version}"], "", [], [fault]) == [fault]
+    assert release["problems"](version, [], "", [], [fault]) == [], "a trial build needs no tag"
+
+
+def test_changed_files_wrong_tags_and_stray_names_are_refused(release: dict[str, Any]) -> None:
+    problems = release["problems"]
+    assert problems("1.2.3", [], " M README.md\n", [], []) == ["uncommitted changes:\n M README.md"]
+    assert "the tag is v1.2.4" in problems("1.2.3", ["v1.2.4"], "", [], [])[0]
+    assert "set_names.py: README.md" in problems("1.2.3", [], "", ["README.md"], [])[0]
+
+
+def test_the_advice_to_install_an_extra_needs_no_objkv_from_a_registry() -> None:
+    # As the messages print it. --no-index: pip may not look anything up.
+    command = pip_install("encryption").replace("'", "").split()[1:]
+    pip = [sys.executable, "-m", "pip", *command, "--dry-run", "--no-index"]
+    ran = subprocess.run(pip, capture_output=True, text=True, cwd="/")
+    assert ran.returncode == 0, ran.stderr
+    assert "Requirement already satisfied: cryptography" in ran.stdout

@@ -166,6 +166,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("rebuild",),
     ("access", "--role", "writer"),
     ("bench", "store", "--configured", "--quick", "--rounds", "1"),
+    ("admission",),
     ("audit",),
     ("completion", "bash"),
     ("export", "--out", "/dev/null/none"),

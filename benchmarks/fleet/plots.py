@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.fleet.fleet import Admission, Fleet
 from benchmarks.fleet.report import Summary
 from benchmarks.fleet.sweep import Case, Runs, changed, scale_cases
+from objkv.errors import pip_install
 
 _STYLE = {
     "axes.grid": True,
@@ -34,7 +35,7 @@ def write_plots(folder: Path, runs: Runs, fleet: Fleet) -> Iterator[Path]:
         matplotlib.use("Agg")
         plt: Any = importlib.import_module("matplotlib.pyplot")
     except ImportError as exc:
-        raise SystemExit('plots need matplotlib: pip install "objkv[plot]"') from exc
+        raise SystemExit(f"plots need matplotlib: {pip_install('plot')}") from exc
     plt.rcParams.update(_STYLE)
     folder.mkdir(parents=True, exist_ok=True)
     drawings: tuple[Callable[[Any, Runs, Fleet], Any], ...] = (

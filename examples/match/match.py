@@ -7,12 +7,7 @@ The settings are those of replicas and the ``objkv`` command: ``OBJKV_*`` or a f
 
 import sys
 
-from objkv.assembly.backends import open_backends
-from objkv.config import load_config
-from objkv.keys.prefix import PromptExtras
-from objkv.ops.backends_view import read_identity
-from objkv.ops.match import match_prompt
-from objkv.telemetry import NullRecorder
+import objkv
 
 
 def main() -> None:
@@ -20,16 +15,14 @@ def main() -> None:
     tokens = [int(word) for word in sys.argv[1:]]
     if not tokens:
         sys.exit("give token ids: python match.py 17 4 93 ...")
-    with open_backends(load_config(), NullRecorder()) as backends:
-        namespaces = backends.index.namespaces()
+    with objkv.open() as client:
+        namespaces = [one for one in client.namespaces() if one.problem is None]
         if not namespaces:
             print("nothing is stored yet")
-        for namespace in namespaces:
-            identity = read_identity(backends.bulk, namespace)
-            if identity is None:
-                continue
-            report = match_prompt(backends.index, identity, tokens, PromptExtras())
-            print(f"{identity.model} {namespace}: {report.usable_tokens} of {len(tokens)} tokens")
+        for one in namespaces:
+            found = client.match(tokens, namespace=one.name)
+            print(f"{one.model} {one.name}: {found.tokens} of {found.prompt_tokens} tokens")
+            print(f"  {found.why}")
 
 
 if __name__ == "__main__":

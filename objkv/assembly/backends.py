@@ -7,6 +7,7 @@ the two take a second.
 
 import logging
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from threading import Thread
 from types import TracebackType
@@ -16,7 +17,13 @@ from urllib.parse import urlsplit
 from objkv.assembly.call_times import call_s
 from objkv.cache.bulk_index import BulkIndex
 from objkv.cache.quota import Quota, Room, TenantUsage, Unlimited
-from objkv.config import Config, cache_folder, local_path, without_password
+from objkv.config import (
+    Config,
+    cache_folder,
+    is_directory_bucket,
+    local_path,
+    without_password,
+)
 from objkv.config.sources import ENV_PREFIX
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import PruneIndex, WriteIndex
@@ -27,7 +34,7 @@ from objkv.net.breaker import Breakers, Change, OnChange, Patience
 from objkv.net.guard import Guard, Slots
 from objkv.ops.doctor.server import ServerFacts
 from objkv.ops.sweep.auto import AutoSweep
-from objkv.stores.base import PruneStore, ReadStore
+from objkv.stores.base import LifecycleRules, PruneStore, ReadStore
 from objkv.stores.guarded import STORE_VERBS, GuardedStore
 from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
@@ -159,6 +166,21 @@ def _guarded_index(
 
         return ListedIndex(place, guard, bulk)
     return GuardedIndex(place, guard)
+
+
+def read_lifecycle(config: Config) -> LifecycleRules | None:
+    """Return the bucket's lifecycle rules; None if the bulk store is not a bucket whose rules
+    objkv can read. Raises ``StoreError``."""
+    parts = urlsplit(config.bulk_url)
+    if parts.scheme != "s3" or is_directory_bucket(parts.netloc):
+        return None
+    from objkv.stores.s3.client import open_s3_client
+    from objkv.stores.s3.store import S3Store
+
+    client, prefix = open_s3_client(config), parts.path.strip("/")
+    store = S3Store(client, bucket=parts.netloc, prefix=prefix, multipart_bytes=1 << 30)
+    with closing(store):
+        return store.lifecycle()
 
 
 def describe_index(config: Config) -> ServerFacts | None:

@@ -19,13 +19,20 @@ from redis import exceptions
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.cluster import ClusterNode
 from redis.retry import Retry
-from redis.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedConnection
+from redis.sentinel import (
+    MasterNotFoundError,
+    Sentinel,
+    SentinelConnectionPool,
+    SentinelManagedConnection,
+)
 
 from objkv.assembly import call_times
+from objkv.assembly.credentials import load_credentials
 from objkv.config import Config, is_this_machine, without_password
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.net.deadline import ends_s
 from objkv.net.resp import DeadlinePool, keep_deadlines
+from objkv.net.transport import ClearRefused
 from objkv.ops.doctor.server import ServerFacts
 
 
@@ -35,7 +42,7 @@ class _OnThisMachine(redis.Connection):
 
     def _connect(self) -> Any:
         if not is_this_machine(str(self.host)):
-            raise exceptions.ConnectionError(
+            raise ClearRefused(
                 f"a server on this machine redirected to {self.host}, another machine, which "
                 "would send credentials and payloads over the network unencrypted: use "
                 "rediss, or set allow_plaintext to true on a private network"
@@ -163,8 +170,7 @@ def _options(place: RedisUrl, config: Config) -> dict[str, Any]:
     deadline_s = config.lookup_deadline_ms / 1000
     read_s = call_times.read_s(config)
     options: dict[str, Any] = {
-        "username": config.redis_username or place.username,
-        "password": config.redis_password or place.password,
+        **_login(place, config),
         "db": place.db,
         "client_name": CLIENT_NAME,
         "decode_responses": False,
@@ -180,6 +186,18 @@ def _options(place: RedisUrl, config: Config) -> dict[str, Any]:
         "timeout": read_s,
     }
     return options | _tls_options(place, config)
+
+
+def _login(place: RedisUrl, config: Config) -> dict[str, Any]:
+    if config.redis_credentials is None:
+        return {
+            "username": config.redis_username or place.username,
+            "password": config.redis_password or place.password,
+        }
+    if place.username or place.password:
+        raise ConfigError("redis_credentials is set: remove user and password from index_url")
+    provider = load_credentials(config.redis_credentials, config.redis_login_s)
+    return {"credential_provider": provider}
 
 
 def _tls_options(place: RedisUrl, config: Config) -> dict[str, Any]:
@@ -218,7 +236,9 @@ def _sentinel(place: RedisUrl, options: dict[str, Any], config: Config) -> redis
     }
     shared["retry"] = options["retry"]  # by default it waits for seconds before a retry
     shared |= {"username": config.sentinel_username, "password": config.sentinel_password}
-    sentinel = Sentinel(place.hosts, sentinel_kwargs={"ssl": place.tls, **shared})
+    sentinel = _Sentinels(  # type: ignore[no-untyped-call]  # its base class is
+        place.hosts, sentinel_kwargs={"ssl": place.tls, **shared}
+    )
     for asked in sentinel.sentinels:
         keep_deadlines(asked.connection_pool)
     pool = _SentinelPool(  # type: ignore[no-untyped-call]  # its base class is
@@ -226,6 +246,28 @@ def _sentinel(place: RedisUrl, options: dict[str, Any], config: Config) -> redis
     )
     keep_deadlines(pool)
     return redis.Redis.from_pool(pool)
+
+
+class _Sentinels(Sentinel):
+    """Gives the reason in one sentence if no primary is found; redis-py's message fills a page."""
+
+    def discover_master(self, service_name: str) -> Any:
+        try:
+            return super().discover_master(service_name)  # type: ignore[no-untyped-call]
+        except exceptions.ConnectionError as exc:
+            if isinstance(exc, exceptions.AuthenticationError):
+                raise
+            asked = self.sentinels[0]
+        try:
+            asked.ping()
+        except exceptions.AuthenticationError as exc:
+            fix = "check sentinel_username and sentinel_password"
+            raise exceptions.AuthenticationError(f"a Sentinel: {exc}: {fix}") from exc
+        except exceptions.RedisError as exc:
+            raise MasterNotFoundError(f"no Sentinel in index_url answers: {exc}") from exc
+        raise MasterNotFoundError(
+            f"no Sentinel has a live primary {service_name!r}: check the service in index_url"
+        )
 
 
 class _SentinelPool(SentinelConnectionPool, redis.BlockingConnectionPool):

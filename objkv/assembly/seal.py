@@ -9,12 +9,15 @@ import shlex
 import stat
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 
 from objkv.codec.seal import KEYS_BYTES_MAX, Seal, SealKey, keys_of, parse_keys
 from objkv.config import Config
-from objkv.errors import ConfigError
+from objkv.errors import ConfigError, pip_install
+from objkv.ops.backends_view import StoredNamespace
 
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
@@ -39,9 +42,27 @@ def open_seal(
         return Seal(signing, encryption)
     except ImportError as exc:
         raise ConfigError(
-            "encryption needs a library that is not installed: pip install "
-            f'"objkv[encryption]" ({exc.name})'
+            f"encryption needs a library that is not installed ({exc.name}): "
+            f"{pip_install('encryption')}"
         ) from None
+
+
+def open_seals(config: Config) -> Callable[[StoredNamespace], Seal | None]:
+    """Return a function that gives a namespace's seal; it raises ``ConfigError`` if the keys are
+    not configured here."""
+    # Once per tenant rather than per namespace: requesting keys may take seconds.
+    seal = lru_cache(
+        lambda tenant, seals: open_seal(config, tenant=tenant, seals=seals) if seals else None
+    )
+
+    def seal_of(namespace: StoredNamespace) -> Seal | None:
+        """The document names the seals, and the namespace is its digest, so it cannot be forged.
+        Without a document the configured seals apply."""
+        if not namespace.is_known:
+            return seal(None, config.seals)
+        return seal(namespace.tenant, namespace.seals)
+
+    return seal_of
 
 
 def _keys(kind: str, config: Config, tenant: str) -> list[SealKey]:

@@ -14,13 +14,13 @@ from objkv.assembly.seal import open_seal
 from objkv.cache.promotion import HotLimits
 from objkv.config import Config, Resolved, resolve_config
 from objkv.errors import ConfigError
-from objkv.keys.identity import NAMESPACE_HEX, Identity, seals_of
-from objkv.ops.backends_view import BackendsView, pick_namespace, read_identity
+from objkv.keys.identity import Identity, seals_of
+from objkv.ops.backends_view import BackendsView
+from objkv.ops.listing import find_identity
 from objkv.ops.warm import endpoint, engine
 from objkv.ops.warm.chat import LocalTokenizer
 from objkv.ops.warm.endpoint import EndpointLimits, PrefillEndpoint
 from objkv.ops.warm.engine import EngineProcess, WarmEngineJob
-from objkv.ops.warm.lookup import known_identities
 from objkv.ops.warm.prefill import Prefiller
 from objkv.ops.warm.prompts import WarmPrompt, read_prompts, to_prompt
 from objkv.ops.warm.report import WarmReport
@@ -87,12 +87,17 @@ def warm(
     ``report.is_complete`` is True if all of them are stored. Raises ``ConfigError`` and
     ``StoreError``. An interruption ends the call, and the report states it.
     """
-    if isinstance(prompts, str | bytes | Mapping):
-        raise ConfigError("prompts must be a list of prompts, not a single one")
     chosen = WarmOptions(
         endpoints=endpoints, model=model, llm=llm, promote=promote, check=check, **options
     )
-    return run_warm(resolve_config(dict(config or {})), _given(prompts), chosen)
+    return warm_prompts(resolve_config(dict(config or {})), prompts, chosen)
+
+
+def warm_prompts(resolved: Resolved, prompts: Iterable[Any], options: WarmOptions) -> WarmReport:
+    """Warm ``prompts`` in any of the forms that ``warm`` takes."""
+    if isinstance(prompts, str | bytes | Mapping):
+        raise ConfigError("prompts must be a list of prompts, not a single one")
+    return run_warm(resolved, _given(prompts), options)
 
 
 def run_warm(
@@ -106,8 +111,8 @@ def run_warm(
     modes = [bool(options.endpoints), options.model is not None, options.llm is not None]
     if sum(modes) + options.promote + options.check != 1:
         raise ConfigError(
-            "choose how to compute: --endpoint, or --model to start an engine; or use "
-            "--promote or --check, which do not compute"
+            "choose how to compute: an endpoint, or a model to start an engine; or promote or "
+            "check, which do not compute"
         )
     for name in ("bulk_url", "index_url"):
         if getattr(config, name).startswith("memory:"):
@@ -127,7 +132,7 @@ def run_warm(
         )
         if options.promote:
             means = Means(view, digests, _tokenizer(options), None, watch, _base(options))
-            identity = _identity(view, options.namespace)
+            identity = find_identity(view.bulk, view.index, options.namespace)
             seal = open_seal(config, tenant=identity.tenant, seals=_seals(identity))
             return promote_stored(
                 means,
@@ -140,12 +145,15 @@ def run_warm(
         assert prompts is not None
         if options.check:
             means = Means(view, digests, _tokenizer(options), None, watch, _base(options))
-            return check_stored(means, prompts, _identity(view, options.namespace))
+            identity = find_identity(view.bulk, view.index, options.namespace)
+            return check_stored(means, prompts, identity)
         askers = _askers(resolved, options)
         for asker in askers:
             stack.enter_context(closing(asker))
         is_named = options.namespace is not None
-        identity_of = partial(_identity, view, options.namespace) if is_named else None
+        identity_of = (
+            partial(find_identity, view.bulk, view.index, options.namespace) if is_named else None
+        )
         means = Means(view, digests, _tokenizer(options), identity_of, watch, _base(options))
         return warm_by(means, askers, prompts, options.patience)
 
@@ -236,20 +244,6 @@ def _folder(name: str, path: str) -> str:
     if not Path(path).is_dir():
         raise ConfigError(f"adapter {name}: --model needs the adapter's folder, not its digest")
     return path
-
-
-def _identity(view: BackendsView, beginning: str | None) -> Identity:
-    # A complete name needs no permission to list the bucket.
-    complete = beginning is not None and len(beginning) == NAMESPACE_HEX
-    known = {} if complete else known_identities(view.bulk)
-    name = pick_namespace(sorted(known), beginning)
-    identity = known.get(name) or read_identity(view.bulk, name)
-    if identity is None:
-        raise ConfigError(
-            f"{name}/identity.json is missing in the bulk store: no replica has "
-            "saved in this namespace"
-        )
-    return identity
 
 
 def _seals(identity: Identity) -> tuple[str, ...]:

@@ -86,9 +86,14 @@ class AdmissionPolicy:
     waits."""
 
     def __init__(
-        self, mode: Mode, recorder: Recorder, *, clock: Callable[[], float] = monotonic
+        self,
+        mode: Mode | Callable[[], Mode],
+        recorder: Recorder,
+        *,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
-        self._mode = mode
+        """``mode`` may change from call to call."""
+        self._mode: Callable[[], Mode] = mode if callable(mode) else lambda: mode
         self._recorder = recorder
         self._clock = clock
         self._tiers: dict[Tier, _TierCost] = {"hot": _TierCost(), "bulk": _TierCost()}
@@ -107,13 +112,20 @@ class AdmissionPolicy:
     @property
     def decided(self) -> bool | None:
         """Whether every match is loaded, or none; None if it depends on the match."""
-        return None if self._mode == "auto" else self._mode == "always"
+        mode = self._mode()
+        return None if mode == "auto" else mode == "always"
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Typical recent time to compute a token of a prompt; None after few measurements."""
+        prefill = self._prefill
+        return prefill.seconds_per_unit if prefill.count >= OBSERVATIONS_MIN else None
 
     def admit(self, chunks: Sequence[ChunkSize], *, waiting: int = 0) -> int:
         """Return how many leading chunks to load: the number that saves the most time for this
         request and the ``waiting`` requests behind it."""
-        if self.decided is not None or not chunks:
-            return len(chunks) if self.decided else 0
+        if (decided := self.decided) is not None or not chunks:
+            return len(chunks) if decided else 0
         if self._is_due(chunks):
             return len(chunks)
         admitted = self._best(chunks, 1 + waiting)
@@ -135,7 +147,7 @@ class AdmissionPolicy:
 
     def __repr__(self) -> str:
         known = ", ".join(f"{name} {value:.4g}" for name, value in self.describe().items())
-        return f"<AdmissionPolicy {self._mode}, {known or 'nothing measured'}>"
+        return f"<AdmissionPolicy {self._mode()}, {known or 'nothing measured'}>"
 
     def _is_due(self, chunks: Sequence[ChunkSize]) -> bool:
         """Whether one of the needed tiers must be measured, again or for the first time."""

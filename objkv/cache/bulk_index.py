@@ -17,7 +17,7 @@ from objkv.cache.chunks import shard_record
 from objkv.cache.pins import read_pins
 from objkv.codec.payload import Header, header_bytes_needed, read_header
 from objkv.errors import PayloadError
-from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards, Usage
+from objkv.index.base import ChunkEntry, Record, Savings, ShardRecord, Shards, Usage
 from objkv.index.shapes import SHAPES_HASH, shape_path
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
@@ -92,6 +92,10 @@ class BulkIndex:
         now_s = int(time.time())
         return [Usage(name, *total, now_s) for name, total in sorted(totals.items())]
 
+    def savings(self) -> list[Savings]:
+        """Return nothing: a folder has no place where many processes could add up."""
+        return []
+
     def check(self) -> None:
         """See ``ReadIndex``."""
         self._store.check()
@@ -109,6 +113,9 @@ class BulkIndex:
 
     def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> None:
         """Does nothing: hits are not counted."""
+
+    def credit(self, savings: Savings) -> None:
+        """Does nothing, see ``savings``."""
 
     def forget(self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord) -> bool:
         """Delete the payload that ``expected`` describes. Its reader could not use it, and only

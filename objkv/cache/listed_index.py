@@ -8,6 +8,7 @@ reader's rights. Such a command does not see records whose payloads are gone, an
 import logging
 import re
 from collections.abc import Iterator
+from typing import Final
 
 from objkv.errors import StoreDenied
 from objkv.index.base import SCAN_DENIED, Record, WriteIndex
@@ -22,6 +23,17 @@ _NAMESPACE = re.compile(rf"[0-9a-f]{{{NAMESPACE_HEX}}}")
 _CHUNKS_AT_ONCE = 500
 
 
+GHOSTS_UNSEEN: Final = (
+    "records whose payloads are gone (ghosts) are not seen, because this user may not list the "
+    "keys of the index: to see them, use the role sweeper"
+)
+
+
+def is_listed(index: object) -> bool:
+    """Whether ``index`` lists the bulk store, because its server has refused a scan."""
+    return isinstance(index, ListedIndex) and index.is_denied
+
+
 class ListedIndex(GuardedIndex):
     """A guarded index that lists ``bulk`` once the server has refused a scan. Does not close
     ``bulk``."""
@@ -29,11 +41,11 @@ class ListedIndex(GuardedIndex):
     def __init__(self, inner: WriteIndex, guard: CallPolicy, bulk: ReadStore) -> None:
         super().__init__(inner, guard)
         self._bulk = bulk
-        self._is_denied = False
+        self.is_denied = False
 
     def scan(self, namespace: str) -> Iterator[Record]:
         """See ``ReadIndex``. From a listing, yields each chunk that has a payload and a record."""
-        if not self._is_denied:
+        if not self.is_denied:
             try:
                 yield from super().scan(namespace)
                 return
@@ -50,7 +62,7 @@ class ListedIndex(GuardedIndex):
 
     def namespaces(self) -> list[str]:
         """See ``ReadIndex``. From a listing, returns the namespaces of the bulk store."""
-        if not self._is_denied:
+        if not self.is_denied:
             try:
                 return super().namespaces()
             except StoreDenied as exc:
@@ -75,7 +87,7 @@ class ListedIndex(GuardedIndex):
         """Remember a refused scan. Raises ``denied`` if something else was refused."""
         if SCAN_DENIED not in str(denied):
             raise denied
-        self._is_denied = True
+        self.is_denied = True
         logger.warning(
             "index keys not scanned, bulk store listed instead: index records whose payloads are "
             "gone are not seen; to see them, use the role sweeper"

@@ -29,6 +29,8 @@ def usable_chunks(
     stored = stored or covered
     whole = [(g, group) for g, group in enumerate(groups) if keeps_all(group)]
     others = [(g, group) for g, group in enumerate(groups) if not keeps_all(group)]
+    if not others:  # most models
+        return _leading(found, whole, stored)
     usable = 0
     # For each other group, the number of consecutive stored chunks up to this one. A prompt may
     # have thousands of chunks, so each is visited once.
@@ -48,6 +50,18 @@ def usable_chunks(
         ):
             usable = end
     return usable
+
+
+def _leading(
+    found: Sequence[Shards | None], groups: Sequence[tuple[int, GroupIdentity]], stored: Stored
+) -> int:
+    """Return how many chunks from the first on hold everything of these groups."""
+    for chunk, shards in enumerate(found):
+        held = {} if shards is None else shards  # counting them would take as long as the rest
+        for g, group in groups:
+            if not stored(held, g, group):
+                return chunk
+    return len(found)
 
 
 def keeps_all(group: GroupIdentity) -> bool:

@@ -18,6 +18,7 @@ FORMAT = 1
 UNTIL_S_MAX = 1 << 40
 DOCUMENT_BYTES_MAX = 4 << 20
 """Size for a chain of 90,000 chunks; objkv writes no longer one."""
+AUTHOR_CHARS_MAX = 100
 _COMMAS_MAX = 100_000
 """Maximum number of commas in a document; one with more is not parsed."""
 _PINS_MAX = 100_000
@@ -37,9 +38,12 @@ class Pin:
     until_s: int
     """Seconds since the epoch."""
     created_s: int
+    by: str | None = None
+    """Who pinned it, by their own statement; None in documents of older versions."""
 
     def __post_init__(self) -> None:
         assert self.chunks
+        assert self.by is None or is_author(self.by)
         assert 0 < self.until_s < UNTIL_S_MAX
 
     @property
@@ -53,7 +57,7 @@ class Pin:
 
     def document(self) -> bytes:
         """Return the content of its document."""
-        values = {
+        values: dict[str, object] = {
             "format": FORMAT,
             "namespace": self.namespace,
             "chunks": [prefix_hash.hex() for prefix_hash in self.chunks],
@@ -61,7 +65,15 @@ class Pin:
             "until_s": self.until_s,
             "created_s": self.created_s,
         }
+        if self.by is not None:
+            values["by"] = self.by
         return json.dumps(values, separators=(",", ":")).encode("ascii")
+
+
+def is_author(text: str) -> bool:
+    """Whether a pin's document may name ``text`` as its author. Brackets are not allowed, because a
+    document with more than those of its own is not parsed."""
+    return 0 < len(text) <= AUTHOR_CHARS_MAX and text.isprintable() and not set(text) & set("[]{}")
 
 
 def pins_folder(namespace: str) -> str:
@@ -89,7 +101,9 @@ def parse_pin(document: bytes, path: str) -> Pin:
         if not all(type(number) is int for number in numbers.values()):
             raise ValueError
         chunks = tuple(bytes.fromhex(chunk) for chunk in written)
-        pin = Pin(values["namespace"], chunks, **numbers)
+        by = values.get("by")
+        by = by if isinstance(by, str) and is_author(by) else None
+        pin = Pin(values["namespace"], chunks, **numbers, by=by)
         if pin.path() != path:
             raise ValueError
     # The document is untrusted, so any failed check of its values is its fault.

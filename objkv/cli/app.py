@@ -13,9 +13,15 @@ from typer.core import TyperGroup
 from typer.main import get_group
 
 from objkv import __version__
+from objkv.cli.command import with_common_options
+from objkv.cli.options import CommonOptions, current_name
 
 COMMANDS: Final = {
     "access": ("access:access", "Print the least-privilege IAM policy and Redis ACL for a role."),
+    "admission": (
+        "admission:admission",
+        "Switch loads off or on in running replicas, for a limited time.",
+    ),
     "audit": (
         "audit:audit",
         "Report stored chunks: owner, age, usage, cost and faults.",
@@ -118,7 +124,10 @@ app = typer.Typer(
     epilog="Exit codes: 0 success, 1 the check found a problem, 2 wrong usage or settings, "
     "3 a store is unreachable, 70 a bug in objkv, 130 interrupted, 141 standard output was closed.",
     no_args_is_help=True,
-    context_settings={"help_option_names": ["--help", "-h"]},
+    context_settings={
+        "help_option_names": ["--help", "-h"],
+        "token_normalize_func": current_name,
+    },
     pretty_exceptions_enable=False,
     # Usage errors are plain lines: a box around them is in the way of grep.
     rich_markup_mode=None,
@@ -132,9 +141,10 @@ def _print_version(wanted: bool) -> None:
 
 
 @app.callback()
+@with_common_options
 def root(
     ctx: typer.Context,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where errors come from.")] = False,
+    options: CommonOptions,
     version: Annotated[
         bool,
         typer.Option(
@@ -142,8 +152,8 @@ def root(
         ),
     ] = False,
 ) -> None:
-    """Keep the options that all subcommands share."""
-    ctx.obj = debug
+    """Keep the options before the command's name."""
+    ctx.obj = options
 
 
 def all_commands() -> Iterator[tuple[str, Any]]:

@@ -12,12 +12,34 @@ from typing import Annotated
 import typer
 
 from objkv import __version__
+from objkv.assembly.backends import read_lifecycle
+from objkv.cli.audit_answers import show_answers
 from objkv.cli.command import FINE, FOUND, Session, command
+from objkv.cli.options import check_file
 from objkv.cli.output import Printer, age, counted, plain, size
-from objkv.cli.upkeep import WORKERS, Deadline, OneNamespace, Restart, Upkeep, Workers, upkeep
+from objkv.cli.upkeep import (
+    WORKERS,
+    Deadline,
+    OneNamespace,
+    Restart,
+    Upkeep,
+    Workers,
+    note_resumed,
+    upkeep,
+)
 from objkv.config.urls import cache_folder
 from objkv.errors import ConfigError, StoreUnavailable
-from objkv.ops.audit.audit import ROOTS_MAX, Audit, AuditOptions, Places, find_places
+from objkv.ops.audit.audit import (
+    ROOTS_MAX,
+    Audit,
+    AuditOptions,
+    Places,
+    audit_options,
+    audit_view,
+    find_places,
+    walk_stages,
+)
+from objkv.ops.audit.changes import read_earlier
 from objkv.ops.audit.figures import LIST_PRICES
 from objkv.ops.audit.report import (
     JSON_FORMAT,
@@ -29,12 +51,11 @@ from objkv.ops.audit.report import (
     verdict,
 )
 from objkv.ops.audit.spool import AuditSpool
-from objkv.ops.audit.walk import AuditView, AuditWalk
+from objkv.ops.audit.walk import AuditWalk
 from objkv.ops.formats import dollars, share
 from objkv.ops.match import load_tokenizer
 from objkv.ops.runs import checkpoint_file
 
-_HASH = 12
 _DIFFERENCES = 5
 
 
@@ -57,18 +78,6 @@ def write_html(report: AuditReport, file: Path, *, private: bool) -> None:
         with suppress(OSError):
             os.unlink(name)
         raise
-
-
-def _check_writable(file: Path) -> None:
-    """Raise ``ConfigError`` unless ``write_html`` can write ``file``; before a long walk."""
-    folder = file.absolute().parent
-    if file.is_dir() or not folder.is_dir():
-        raise ConfigError(f"--html {file}: give a file name in an existing directory")
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as exc:
-        raise ConfigError(f"--html {file}: cannot write to {folder}: {exc.strerror}") from exc
 
 
 def show_report(
@@ -96,6 +105,7 @@ def show_report(
         _roots(out, report, limit)
         _findings(out, report, limit)
         _costs(out, report)
+        show_answers(out, report, limit)
         _differences(out, report, limit)
     for problem in report.problems:
         out.line(problem, "yellow")
@@ -129,8 +139,8 @@ def _totals(out: Printer, report: AuditReport) -> None:
 
 def _namespaces(out: Printer, report: AuditReport, limit: int) -> None:
     columns = (
-        "namespace", "model", "tenant", ">prefixes", ">chunks", ">tokens", ">bytes", ">hits",
-        ">used", ">newest", ">oldest", ">last used", ">faults",
+        "namespace", "model", "tenant", ">bytes", ">chunks", ">hits", ">faults", ">last used",
+        ">used", ">prefixes", ">tokens", ">newest", ">oldest",
     )  # fmt: skip
     rows = [_namespace_row(one, report.made_s) for one in report.namespaces[:limit]]
     out.table(columns, rows)
@@ -142,16 +152,16 @@ def _namespace_row(one: NamespaceAudit, now_s: int) -> Sequence[object]:
         one.namespace,
         one.model if one.is_known else one.problem,
         one.tenant,
-        one.roots,
-        one.chunks,
-        one.tokens,
         size(one.nbytes),
+        one.chunks,
         one.hits,
+        one.faults,
+        age(one.last_used_s, now_s),
         one.used_chunks,
+        one.roots,
+        one.tokens,
         age(one.newest_s, now_s),
         age(one.oldest_s, now_s),
-        age(one.last_used_s, now_s),
-        one.faults,
     )
 
 
@@ -159,18 +169,18 @@ def _tenants(out: Printer, report: AuditReport, limit: int) -> None:
     if len(report.tenants) < 2 and not any(one.quota_bytes for one in report.tenants):
         return
     out.line()
-    columns = ("tenant", ">namespaces", ">chunks", ">bytes", ">quota", ">hits", ">unused", ">month")
+    columns = ("tenant", ">bytes", ">quota", ">month", ">unused", ">hits", ">chunks", ">namespaces")
     month = {one.tenant: one.month for one in report.cost.tenants}
     rows = [
         (
             one.tenant if one.tenant is not None else "(unknown)",
-            one.namespaces,
-            one.chunks,
             size(one.nbytes),
             size(one.quota_bytes),
-            one.hits,
-            size(one.unused_bytes),
             _usd(month.get(one.tenant)),
+            size(one.unused_bytes),
+            one.hits,
+            one.chunks,
+            one.namespaces,
         )
         for one in report.tenants[:limit]
     ]
@@ -183,8 +193,8 @@ def _roots(out: Printer, report: AuditReport, limit: int) -> None:
         return
     out.line()
     columns = (
-        "largest prefixes", "namespace", ">chunks", ">bytes", ">shared", ">branches", ">ends",
-        ">hits", ">reuse", ">last used", "text",
+        "largest prefixes", "namespace", ">bytes", ">hits", ">reuse", ">last used", "text",
+        ">chunks", ">shared", ">branches", ">ends",
     )  # fmt: skip
     rows = [_root_row(one, report.made_s) for one in report.roots[:limit]]
     out.table(columns, rows)
@@ -194,17 +204,17 @@ def _roots(out: Printer, report: AuditReport, limit: int) -> None:
 def _root_row(one: RootAudit, now_s: int) -> Sequence[object]:
     gone = f"unusable: tokens before {one.token_start:,} are gone" if one.token_start else None
     return (
-        one.hash[:_HASH],
-        one.namespace[:8],
-        one.chunks,
+        one.hash,
+        one.namespace,
         size(one.nbytes),
-        counted(one.shared_tokens, "token"),
-        one.branches,
-        one.leaves,
         one.hits,
         None if one.reuse is None else f"{one.reuse:.1f}",
         age(one.last_used_s, now_s),
         one.label or gone or "",
+        one.chunks,
+        counted(one.shared_tokens, "token"),
+        one.branches,
+        one.leaves,
     )
 
 
@@ -220,9 +230,9 @@ def _findings(out: Printer, report: AuditReport, limit: int) -> None:
         scope = "names and records" if is_seen_now else "names and records that were read"
         out.line(f"no faults in the {scope}; payload bytes were not checked (use objkv verify)")
         return
-    out.table(("finding", ">count", ">bytes", ">young", "what to do"), rows)
+    out.table(("finding", ">count", ">bytes", ">young", "~what to do"), rows)
     named = _named(report.findings.first, limit)
-    out.table(("", "", ""), [(one.kind, one.key, one.detail) for one in named])
+    out.table(("", "", "~"), [(one.kind, one.key, one.detail) for one in named])
     left = len(report.findings.first) - len(named) + report.findings.omitted
     if left:
         out.line(f"{left:,} more; --json lists the first 100 of each kind")
@@ -340,6 +350,19 @@ def audit(
     price_gets: Annotated[
         float, typer.Option(min=0, help="Price of 1,000 GET requests.", metavar="USD")
     ] = LIST_PRICES.per_1000_gets,
+    price_gpu_hour: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="Price of one GPU for an hour, to price what loads saved.", metavar="USD"
+        ),
+    ] = None,
+    since: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also report what changed since an earlier audit, the output of audit --json.",
+            metavar="FILE",
+        ),
+    ] = None,
     deadline_s: Deadline = None,
     workers: Workers = WORKERS,
     restart: Restart = False,
@@ -352,30 +375,18 @@ def audit(
     if show_text and tokenizer is None:
         raise ConfigError("--show-text needs --tokenizer")
     if html is not None:
-        _check_writable(html)
+        check_file("--html", html)
     options = replace(
-        _options(session),
+        audit_options(session.config, __version__),
         roots_max=roots,
-        prices=Prices(price_gb_month, price_puts, price_gets),
+        prices=Prices(price_gb_month, price_puts, price_gets, price_gpu_hour),
+        since=None if since is None else read_earlier(since),
         tokenizer=None if tokenizer is None else load_tokenizer(tokenizer),
         show_text=show_text,
         workers=workers,
     )
     wish = _Wish(namespace, html, limit, deadline_s, restart)
     return _audited(session, options, wish)
-
-
-def _options(session: Session) -> AuditOptions:
-    """The part of the options that comes from the settings."""
-    config, public = session.config, session.config.public()
-    return AuditOptions(
-        version=__version__,
-        bulk_url=public["bulk_url"],
-        index_url=public["index_url"],
-        ttl_s=config.ttl_s,
-        grace_s=config.sweep_grace_s,
-        quota_bytes=config.quota_bytes,
-    )
 
 
 def _audited(session: Session, options: AuditOptions, wish: _Wish) -> int:
@@ -385,12 +396,13 @@ def _audited(session: Session, options: AuditOptions, wish: _Wish) -> int:
             "audit",
             writes=False,
             workers=options.workers,
+            namespace=wish.namespace,
             deadline_s=wish.deadline_s,
             resumable=False,
         ) as run,
-        _spool(session, wish.namespace, restart=wish.restart) as spool,
+        _spool(session, run.namespace, restart=wish.restart) as spool,
     ):
-        report = _report(run, spool, wish.namespace, options)
+        report = _report(run, spool, options)
         if wish.html is not None:
             write_html(report, wish.html, private=options.show_text)
         show_report(session.out, report, limit=wish.limit, html=wish.html, is_kept=spool.is_kept)
@@ -405,6 +417,8 @@ def _spool(session: Session, namespace: str | None, *, restart: bool) -> Iterato
     place = (config.bulk_url, config.index_url, config.s3_endpoint_url, config.redis_prefix)
     file = checkpoint_file(cache_folder(), "audit", place, namespace).with_suffix(".sqlite")
     spool = AuditSpool(file, restart=restart)
+    if spool.resumed:
+        note_resumed(session, spool.begun_s, spool.done, spool.items())
     try:
         yield spool
     except StoreUnavailable as exc:
@@ -419,21 +433,13 @@ def _spool(session: Session, namespace: str | None, *, restart: bool) -> Iterato
         spool.close()
 
 
-def _report(
-    run: Upkeep, spool: AuditSpool, namespace: str | None, options: AuditOptions
-) -> AuditReport:
-    view = AuditView(
-        bulk=run.view.bulk,
-        index=run.view.index,
-        is_own_index=run.view.is_own_index,
-        seal_of=run.view.seal_of,
-        unfinished=run.view.bulk.unfinished,
-    )
+def _report(run: Upkeep, spool: AuditSpool, options: AuditOptions) -> AuditReport:
+    view = audit_view(run.view, lambda: read_lifecycle(run.session.config))
     walk = AuditWalk(view, spool, options.workers)
     places: Places | None = None
     with run.interruptible():
         with run.session.out.waiting("reading namespaces"):
-            places = find_places(view, run.pick(namespace))
+            places = find_places(view, run.namespace)
         _walk(run, walk, places)
     if places is None:
         raise KeyboardInterrupt
@@ -445,9 +451,5 @@ def _report(
 
 def _walk(run: Upkeep, walk: AuditWalk, places: Places) -> None:
     run.checkpoint.done |= walk.spool.done
-    namespaces = {name: one.namespace for name, one in places.facts.items()}
-    run.run("reading records", walk.records(places.indexed))
-    run.run("listing payloads", walk.payloads(places.parts, namespaces))
-    run.run("listing leftovers", walk.leftovers(places.only))
-    if not walk.view.is_own_index:
-        run.run("rechecking findings", walk.second_looks(sorted({*namespaces, *places.indexed})))
+    for what, units in walk_stages(walk, places):
+        run.run(what, units)

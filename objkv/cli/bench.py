@@ -17,9 +17,10 @@ import typer
 from objkv.assembly.backends import open_bulk, open_hot, open_index
 from objkv.cli.command import FINE, FOUND, WRONG_USAGE, Session, command, ending_in_order
 from objkv.cli.demo import Steps, print_failure
+from objkv.cli.options import check_file
 from objkv.cli.output import Printer, plain, size
 from objkv.config import cache_folder
-from objkv.errors import ConfigError
+from objkv.errors import ConfigError, pip_install
 from objkv.ops.bench.gpu import bench_gpu, bench_simulated
 from objkv.ops.bench.harness import (
     BenchReport,
@@ -36,7 +37,7 @@ from objkv.ops.programs import ProgramFailed
 from objkv.telemetry import NullRecorder
 
 PLOTS: Final = (".png", ".svg")
-_COLUMNS = ("", ">objkv", ">limit", "unit", ">ratio", ">target", "reached", "limit is", "detail")
+_COLUMNS = ("", ">objkv", ">limit", "unit", ">ratio", ">target", "reached", "limit is", "~detail")
 _BAR_INCHES = 0.35
 _COLORS = {True: "#2a9d5c", False: "#c8443c", None: "#6f7f8f"}
 
@@ -45,10 +46,9 @@ def check_plot(file: Path) -> None:
     """Raise ``ConfigError`` unless ``plot_report`` can write ``file``."""
     if file.suffix not in PLOTS:
         raise ConfigError(f"--plot {file}: the name must end in {' or '.join(PLOTS)}")
-    if not file.absolute().parent.is_dir():
-        raise ConfigError(f"--plot {file}: the folder does not exist")
+    check_file("--plot", file)
     if find_spec("matplotlib") is None:
-        raise ConfigError('--plot needs matplotlib: pip install "objkv[plot]"')
+        raise ConfigError(f"--plot needs matplotlib: {pip_install('plot')}")
 
 
 def bench_document(report: BenchReport) -> dict[str, Any]:

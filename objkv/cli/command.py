@@ -9,14 +9,15 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
+from objkv.cli.options import CommonOptions
 from objkv.errors import ConfigError, ObjkvError, PayloadError, StoreDenied, StoreError, UnclearName
 from objkv.ops.formats import printable
 from objkv.redact import without_secrets
@@ -51,23 +52,6 @@ BUG: Final = 70
 INTERRUPTED: Final = 130
 NO_READER: Final = 141
 """128 and SIGPIPE, as in other programs whose reader closes the pipe."""
-
-
-@dataclass(frozen=True, slots=True)
-class CommonOptions:
-    """The options of every command."""
-
-    bulk_url: Annotated[
-        str | None, typer.Option(help="Bulk store; overrides OBJKV_BULK_URL.", metavar="URL")
-    ] = None
-    index_url: Annotated[
-        str | None, typer.Option(help="Index; overrides OBJKV_INDEX_URL.", metavar="URL")
-    ] = None
-    config: Annotated[
-        Path | None, typer.Option(help="TOML file; overrides OBJKV_CONFIG_FILE.", metavar="FILE")
-    ] = None
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False
-    no_color: Annotated[bool, typer.Option("--no-color", help="Print without colors.")] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,19 +93,35 @@ def command(work: Callable[..., int]) -> Callable[..., None]:
     Adds the common options. An error becomes one sentence on standard error and an exit code.
     """
     own = list(inspect.signature(work).parameters.values())[1:]
+
+    def run(ctx: typer.Context, options: CommonOptions, **values: Any) -> None:
+        before = ctx.obj or CommonOptions()  # a program of one command has no options before it
+        options = before.then(options)
+        raise typer.Exit(guarded(lambda: work(_session(options), **values), debug=options.debug))
+
+    run.__name__, run.__doc__ = work.__name__, work.__doc__
+    return with_common_options(run, own)
+
+
+def with_common_options(
+    run: Callable[..., None], own: Sequence[inspect.Parameter] | None = None
+) -> Callable[..., None]:
+    """Turn ``run(ctx, options, its own options…)`` into a function that typer can call. ``own``:
+    the latter, if ``run`` does not declare them."""
+    if own is None:
+        own = list(inspect.signature(run).parameters.values())[2:]
     common = inspect.signature(CommonOptions).parameters.values()
     context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-
-    def run(ctx: typer.Context, **values: Any) -> None:
-        options = CommonOptions(**{f.name: values.pop(f.name) for f in fields(CommonOptions)})
-        debug = bool(ctx.obj)
-        raise typer.Exit(guarded(lambda: work(_session(options), **values), debug=debug))
-
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *common)]
-    run.__name__, run.__doc__ = work.__name__, work.__doc__
-    run.__signature__ = inspect.Signature([context, *parameters])  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in (context, *parameters)}
-    return run
+
+    @wraps(run)
+    def called(ctx: typer.Context, **values: Any) -> None:
+        options = CommonOptions(**{f.name: values.pop(f.name) for f in fields(CommonOptions)})
+        run(ctx, options, **values)
+
+    called.__signature__ = inspect.Signature([context, *parameters])  # type: ignore[attr-defined]
+    called.__annotations__ = {p.name: p.annotation for p in (context, *parameters)}
+    return called
 
 
 def guarded(work: Callable[[], int], *, debug: bool) -> int:
@@ -148,6 +148,8 @@ def guarded(work: Callable[[], int], *, debug: bool) -> int:
         if isinstance(exc, ObjkvError):
             code = exit_code(exc)
             hint = "; objkv doctor shows what works" if code == UNREACHABLE else ""
+            if str(exc).endswith(" namespaces; choose one"):  # none was named
+                hint = " with --namespace"
             _say(f"{str(exc).rstrip('.')}{hint}".removeprefix("objkv "), code)
             for choice in exc.choices if isinstance(exc, UnclearName) else ():
                 sys.stderr.write(f"  {printable(choice)}\n")
@@ -176,7 +178,8 @@ def _session(options: CommonOptions) -> Session:
     given = {"bulk_url": options.bulk_url, "index_url": options.index_url}
     overrides = {name: value for name, value in given.items() if value is not None}
     resolved = resolve_config(overrides, file=options.config)
-    return Session(resolved, Printer(machine=options.json, color=not options.no_color))
+    form, color = options.form, not options.no_color
+    return Session(resolved, Printer(machine=form == "json", wide=form == "wide", color=color))
 
 
 def _say(sentence: str, code: int) -> int:

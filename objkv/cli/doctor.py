@@ -4,7 +4,13 @@ from typing import Annotated
 
 import typer
 
-from objkv.assembly.backends import describe_index, open_bulk, open_hot, open_index
+from objkv.assembly.backends import (
+    describe_index,
+    open_bulk,
+    open_hot,
+    open_index,
+    read_lifecycle,
+)
 from objkv.assembly.seal import open_seal
 from objkv.cli.command import FINE, FOUND, UNREACHABLE, WRONG_USAGE, Session, command
 from objkv.cli.output import Printer
@@ -43,6 +49,7 @@ def doctor(
         describe_index=lambda: describe_index(session.config),
         numbers=numbers,
         open_seal=lambda: open_seal(session.config),
+        read_rules=lambda: read_lifecycle(session.config),
     )
     with session.out.waiting("probing"):
         report = examine(session.resolved, patient)
@@ -70,7 +77,7 @@ def _print(out: Printer, report: DoctorReport, *, all_settings: bool) -> None:
         )
         for check in report.checks
     ]
-    out.table(("area", "check", "status", ">ms", "detail"), checks)
+    out.table(("area", "check", "status", ">ms", "~detail"), checks)
     fixes = [check for check in report.checks if check.fix]
     if fixes:
         out.line()
@@ -83,7 +90,7 @@ def _print(out: Printer, report: DoctorReport, *, all_settings: bool) -> None:
         if all_settings or setting.source != "default" or setting.name in _ALWAYS_SHOWN
     ]
     if rows:
-        out.table(("setting", "value", "from"), rows)
+        out.table(("setting", "~value", "from"), rows)
     if not all_settings:
         out.line("all other settings have their defaults; --all shows them")
     out.line()

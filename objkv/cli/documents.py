@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Annotated, Any, Final, Literal, NotRequired, TypedDict, get_type_hints
 
+from objkv.cli.admission import AdmissionOrders
 from objkv.ops.audit.report import AuditReport, AuditVerdict, Prices
 from objkv.ops.bench.harness import BenchReport, BenchRow, Section
 from objkv.ops.demo import DemoReport, DemoRow
@@ -166,18 +167,27 @@ class SampleKeys(TypedDict):
 
 
 class ImportPlan(TypedDict):
-    """The document of ``import --dry-run``."""
+    """The document of ``import`` without ``--apply``."""
 
     command: Literal["import"]
     dry_run: bool
+    """Always true."""
+    applied: bool
+    """Always false."""
     manifest: Head
     new: list[str]
     """Namespaces that this cache lacks."""
+    new_bytes: int
+    """Bytes of payloads that this cache lacks."""
+    refusal: str | None
+    """Why ``--apply`` would be refused; null if it would not."""
 
 
 class ImportKeys(TypedDict):
     """The keys that ``import`` adds."""
 
+    applied: bool
+    """Always true."""
     manifest: Head
     new_namespaces: int
     """Namespaces that this cache lacked."""
@@ -257,7 +267,7 @@ class RebuildKeys(TypedDict):
     """The keys that ``rebuild`` adds."""
 
     applied: bool
-    """False with ``--dry-run``."""
+    """Whether ``--apply`` was given."""
     own_index: bool
     """Whether the folder is its own index and needs no rebuild."""
     namespaces: int
@@ -368,10 +378,16 @@ class VerifyKeys(TypedDict):
     """Whether ``--all`` was given."""
     quarantine: bool
     """Whether ``--quarantine`` was given."""
+    applied: bool
+    """Whether ``--quarantine`` and ``--apply`` were given."""
+    refusal: str | None
+    """With ``--quarantine`` only: why ``--apply`` would be refused; null if it would not."""
     chosen_of: int | None
     """About how many payloads the sample was chosen from; null with ``--all``."""
     checked: int
     checked_bytes: int
+    ghosts_seen: bool
+    """Whether records without a payload can be seen with the rights of this user."""
     ok: int
     missing: int
     """Records without a payload."""
@@ -419,6 +435,7 @@ class JsonDocument:
 
 DOCUMENTS: Final[Mapping[str, tuple[JsonDocument, ...]]] = {
     "access": (JsonDocument((Access,)),),
+    "admission": (JsonDocument((AdmissionOrders,)),),
     "audit": (JsonDocument((AuditKeys, AuditReport)),),
     "bench": (JsonDocument((BenchReport, BenchKeys)),),
     "gpu-check": (JsonDocument((GpuReport, GpuCheckKeys)),),
@@ -430,7 +447,7 @@ DOCUMENTS: Final[Mapping[str, tuple[JsonDocument, ...]]] = {
         JsonDocument((SampleKeys,), "--once", is_list=True),
         JsonDocument((ServedAt,)),
     ),
-    "import": (JsonDocument((RunKeys, ImportKeys)), JsonDocument((ImportPlan,), "--dry-run")),
+    "import": (JsonDocument((ImportPlan,)), JsonDocument((RunKeys, ImportKeys), "--apply")),
     "ls": (
         JsonDocument((NamespacesKeys,)),
         JsonDocument((PrefixesKeys,), "NAMESPACE or --prefixes"),

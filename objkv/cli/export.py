@@ -15,6 +15,7 @@ from objkv import __version__
 from objkv.assembly.backends import open_bulk
 from objkv.cli import prompts
 from objkv.cli.command import FINE, FOUND, Session, command
+from objkv.cli.options import check_folder
 from objkv.cli.output import size
 from objkv.cli.upkeep import MEMORY_BYTES, WORKERS, MemoryBytes, Upkeep, Workers, upkeep
 from objkv.config import local_path
@@ -22,9 +23,15 @@ from objkv.errors import ConfigError, PayloadError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import Identity
 from objkv.keys.prefix import PromptExtras
-from objkv.ops.backends_view import HANDOFF_LAYOUT, read_namespace, record_keys, stored_parts
+from objkv.ops.backends_view import (
+    HANDOFF_LAYOUT,
+    read_namespace,
+    record_keys,
+    stored_parts,
+)
 from objkv.ops.export.export import Export, chain_keys
 from objkv.ops.export.manifest import Head, ManifestWriter
+from objkv.ops.listing import find_identity
 from objkv.ops.match import match_prompt
 from objkv.ops.show import BEGINNING_CHARS_MIN, is_beginning
 from objkv.ops.verify_payload import Budget
@@ -41,8 +48,10 @@ def export(
     namespace: Annotated[
         str | None,
         typer.Option(
-            help="Namespace, or its first digits. Without a prefix or prompt, all of it is "
-            "exported.",
+            "--namespace",
+            "-n",
+            help="Namespace: its hex digits, MODEL or TENANT/MODEL, or a beginning. Without a "
+            "prefix or prompt, all of it is exported.",
             metavar="NS",
         ),
     ] = None,
@@ -77,7 +86,11 @@ def export(
     extras = prompts.read_extras(lora_digest, cache_salt)
     wanted = _Wanted(namespace, prefix, below, prompt, extras)
     wanted.check()
-    with upkeep(session, "export", writes=False, workers=workers, resumable=False) as run:
+    check_folder("--out", out)
+    _check_place(session, out)
+    with upkeep(
+        session, "export", writes=False, workers=workers, namespace=namespace, resumable=False
+    ) as run:
         head = _run(run, wanted, out, Budget(memory_bytes), with_tokens=not without_tokens)
         _show(run, out, head)
         wrong = run.counters.counts["corrupt"] + run.counters.counts["missing"]
@@ -112,19 +125,21 @@ def _run(
     run: Upkeep, wanted: _Wanted, out: Path, budget: Budget, *, with_tokens: bool
 ) -> Head | None:
     """Export the chunks; None if interrupted."""
-    with run.session.backends() as backends:
-        identity = prompts.find_identity(backends, run.pick(wanted.namespace))
+    identity = find_identity(run.view.bulk, run.view.index, run.namespace)
     if identity.page_layout == HANDOFF_LAYOUT:
         raise ConfigError(
             f"{identity.namespace()} contains hand-offs between engines, which cannot be exported"
         )
     keys = _keys(run, identity, wanted)
-    _check_place(run.session, out)
     with _private(), run.interruptible():
         # KV reveals its prompt, so only the user may read the directory.
         out.mkdir(mode=0o700, parents=True, exist_ok=True)
         with closing(ManifestWriter(out)) as manifest, _Folder(run.session, out) as target:
             _warn_of_others(run.session, out)
+            if (out / identity.namespace()).is_dir():
+                run.session.out.note(
+                    f"resuming the export in {out}: correct files are kept; delete it to start over"
+                )
             work = Export(run.view, target, manifest.add, budget=budget, with_tokens=with_tokens)
             _export(run, work, identity.namespace(), keys)
             if run.pool.ending == "complete":
@@ -199,7 +214,7 @@ def _export(run: Upkeep, work: Export, name: str, keys: list[ChunkKey] | None) -
     seal = run.view.seal_of(namespace)
     work.documents([name])
     if keys is None:
-        parts = stored_parts(run.view.bulk, [name])
+        parts = stored_parts(run.view.bulk, [name], run.expected())
         run.run("exporting", work.parts(parts, {name: namespace}))
     else:
         run.run("exporting", work.keys(keys, seal))

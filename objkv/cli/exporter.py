@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 
 from objkv.assembly.backends import Backends, describe_index, open_backends
 from objkv.cli.command import FINE, UNREACHABLE, Session, command
+from objkv.cli.options import time_option
 from objkv.cli.upkeep import refuse_memory
 from objkv.errors import StoreUnavailable
 from objkv.ops.backends_view import BackendsView
@@ -37,13 +38,11 @@ def exporter(
         int, typer.Option(help="Listen port; 0 for any free port.", min=0, max=65_535, metavar="N")
     ] = PORT,
     every: Annotated[
-        float, typer.Option(help="Time between checks.", metavar="SECONDS", min=1)
+        float, time_option("Time between checks", "--every", least=1, shown="15s")
     ] = 15.0,
     scan_every: Annotated[
         float | None,
-        typer.Option(
-            help="Also list the whole bulk store, at this interval.", metavar="SECONDS", min=60
-        ),
+        time_option("Also list the whole bulk store, at this interval", "--scan-every", least=60),
     ] = None,
     namespaces_max: Annotated[
         int,

@@ -10,6 +10,7 @@ import typer
 
 from objkv.cli.command import FINE, FOUND, INTERRUPTED, Session, command, ending_in_order
 from objkv.cli.demo import Steps
+from objkv.cli.options import check_folder
 from objkv.cli.output import Printer, plain
 from objkv.config import cache_folder, make_private
 from objkv.errors import ConfigError
@@ -42,7 +43,7 @@ def print_summary(out: Printer, report: GpuReport) -> None:
     if report.simulated:
         out.line("The device is simulated. Its times are those of a model, not of a GPU.", "yellow")
     rows = [(s.name, s.outcome, f"{s.seconds:.0f} s", s.summary) for s in report.stages]
-    out.table(("stage", "result", ">time", ""), rows)
+    out.table(("stage", "result", ">time", "~"), rows)
     for stage in report.stages:
         for case in stage.cases:
             if case.ok is False:
@@ -97,10 +98,9 @@ def gpu_check(
     Takes up to 20 minutes and needs vLLM. For sharing KV: run it before production, and attach
     report.md to an issue.
     """
+    check_folder("--out", out)
     if simulated:
         simulated_source()
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"--out {out}: this is not a folder")
     steps, place = Steps(color=session.out.color), cache_folder() / "gpu-check"
     make_private(place)
     report: GpuReport | None = None

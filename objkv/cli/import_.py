@@ -9,7 +9,16 @@ import typer
 from objkv.assembly.backends import open_bulk
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import counted, size
-from objkv.cli.upkeep import MEMORY_BYTES, WORKERS, MemoryBytes, Upkeep, Workers, upkeep
+from objkv.cli.upkeep import (
+    MEMORY_BYTES,
+    WORKERS,
+    DryRun,
+    MemoryBytes,
+    Upkeep,
+    Workers,
+    refuse_contradiction,
+    upkeep,
+)
 from objkv.codec.payload import CODECS
 from objkv.config import Config
 from objkv.errors import ConfigError, PayloadError
@@ -30,19 +39,23 @@ def import_(
         str,
         typer.Option(help=f"Codec for the stored payloads: {', '.join(CODECS)}.", metavar="CODEC"),
     ] = "none",
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Report what would be imported and change nothing.")
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Import (default: report what would be imported).")
     ] = False,
+    dry_run: DryRun = False,
     memory_bytes: MemoryBytes = MEMORY_BYTES,
     workers: Workers = WORKERS,
 ) -> int:
     """Import chunks that objkv export wrote.
+
+    Reports what would be imported; --apply imports it.
 
     Every byte is checked, and valid stored chunks are never replaced. Running the command again
     imports only missing chunks.
 
     Import only from sources you trust: replicas serve imported KV as if they had computed it.
     """
+    refuse_contradiction(apply=apply, dry_run=dry_run)
     if codec not in CODECS:
         raise ConfigError(f"--codec {codec!r}: choose one of {', '.join(CODECS)}")
     if not (folder / NAME).is_file():
@@ -50,7 +63,7 @@ def import_(
     head, lines = _read(folder)
     with (
         # No checkpoint: the cache itself shows which chunks are imported.
-        upkeep(session, "import", writes=not dry_run, workers=workers, resumable=False) as run,
+        upkeep(session, "import", writes=apply, workers=workers, resumable=False) as run,
         closing(open_bulk(_source(session, folder), NullRecorder())) as source,
     ):
         names = sorted({line.key.partition("/")[0] for line in lines})
@@ -58,9 +71,13 @@ def import_(
         for arrival in found:
             run.view.seal_of(arrival.namespace)  # raises if its seal keys are not configured
         _note_arrivals(session, found)
-        if dry_run:
-            return _show_plan(session, head, found)
-        _refuse_overflow(run, lines, found)
+        with session.out.waiting("reading the index"):
+            more = new_bytes(run.view.index, lines, found)
+        overflow = _overflow(run, more)
+        if not apply:
+            return _show_plan(session, head, found, sum(more.values()), overflow)
+        if overflow is not None:
+            raise ConfigError(overflow)
         with run.interruptible():
             work = Import(run.view, source, found, budget=Budget(memory_bytes), codec=codec)
             new = work.documents()
@@ -100,35 +117,42 @@ def _note_arrivals(session: Session, found: list[Arrival]) -> None:
             )
 
 
-def _refuse_overflow(run: Upkeep, lines: list[ManifestLine], found: list[Arrival]) -> None:
-    """Raise ``ConfigError`` if the import would exceed a tenant's quota."""
+def _overflow(run: Upkeep, more: dict[str | None, int]) -> str | None:
+    """Return why an import of ``more`` bytes by tenant would exceed a quota; None if it fits."""
     quota = run.session.config.quota_bytes
     if not quota:
-        return
-    with run.session.out.waiting("reading the index"):
-        stored = {one.tenant: one.nbytes for one in list_tenants(run.view.bulk, run.view.index)}
-        more = new_bytes(run.view.index, lines, found)
+        return None
+    stored = {one.tenant: one.nbytes for one in list_tenants(run.view.bulk, run.view.index)}
     for tenant, nbytes in more.items():
         used = stored.get(tenant, 0)
         if nbytes and used + nbytes > quota:
-            raise ConfigError(
+            return (
                 f"tenant {tenant} stores {size(used)}, and another {size(nbytes)} would exceed "
                 f"quota_bytes, {size(quota)}; raise quota_bytes or sweep first"
             )
+    return None
 
 
-def _show_plan(session: Session, head: Head, found: list[Arrival]) -> int:
+def _show_plan(
+    session: Session, head: Head, found: list[Arrival], more: int, overflow: str | None
+) -> int:
+    """Print what --apply would do. ``more``: bytes of payloads without a record."""
     out = session.out
     new = [one.namespace.name for one in found if one.document is not None]
     if out.machine:
-        out.document({"command": "import", "dry_run": True, "manifest": head, "new": new})
+        document = {"command": "import", "dry_run": True, "applied": False, "manifest": head}
+        out.document({**document, "new": new, "new_bytes": more, "refusal": overflow})
     else:
         names = counted(len(found), "namespace")
         out.line(
             f"{head.payloads:,} payloads, {size(head.nbytes)}, in {names} ({len(new)} new); "
-            "nothing was changed"
+            f"{size(more)} are not stored here"
         )
-    return FINE
+        if overflow is not None:
+            out.line(f"--apply would be refused: {overflow}", "yellow")
+        elif more:
+            out.line("nothing was imported: add --apply to import")
+    return FOUND if more else FINE
 
 
 def _show(run: Upkeep, head: Head, new: int) -> None:
@@ -136,7 +160,9 @@ def _show(run: Upkeep, head: Head, new: int) -> None:
     kinds = ("added", "present", "indexed", "busy", "missing", "refused")
     if out.machine:
         numbers = {kind: counts[kind] for kind in kinds}
-        out.document(run.report("import", manifest=head, new_namespaces=new, **numbers))
+        out.document(
+            run.report("import", applied=True, manifest=head, new_namespaces=new, **numbers)
+        )
         return
     words = {
         "added": "added",

@@ -1,15 +1,13 @@
 """``objkv ls``: namespaces, or the prefixes stored in one."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from objkv.cli.command import FINE, Session, command
 from objkv.cli.output import Printer, age, counted, plain, size
 from objkv.errors import ConfigError
-from objkv.keys.identity import NAMESPACE_HEX
-from objkv.ops.backends_view import pick_namespace
 from objkv.ops.listing import (
     Branch,
     BulkCount,
@@ -17,11 +15,15 @@ from objkv.ops.listing import (
     PrefixSummary,
     TenantTotals,
     count_bulk,
+    find_namespace,
     list_namespaces,
     list_prefixes,
     list_tenants,
     list_tree,
 )
+
+if TYPE_CHECKING:
+    from objkv.assembly.backends import Backends
 
 _LIMIT = 50
 
@@ -32,7 +34,8 @@ def ls(
     namespace: Annotated[
         str | None,
         typer.Argument(
-            help="List the prefixes of this namespace, given whole or by its first digits.",
+            help="List the prefixes of this namespace: its hex digits, MODEL or TENANT/MODEL, "
+            "or a beginning.",
             metavar="NAMESPACE",
         ),
     ] = None,
@@ -61,9 +64,11 @@ def ls(
         _show_namespaces(session, *_indexed(session), limit)
         return FINE
     with session.backends() as backends, session.out.waiting("reading the index"):
-        names = backends.index.namespaces()
-        if namespace is not None:
-            names = [pick_namespace(names, namespace)]
+        if namespace is None:
+            names = backends.index.namespaces()
+            _check_bucket(session, backends, names)
+        else:
+            names = [find_namespace(backends.bulk, backends.index, namespace)]
         if tree:
             branches = [(n, branch) for n in names for branch in list_tree(backends.index, n)]
         else:
@@ -78,16 +83,22 @@ def ls(
 def _indexed(session: Session) -> tuple[BulkCount, list[TenantTotals]]:
     with session.backends() as backends, session.out.waiting("reading the index"):
         found = tuple(list_namespaces(backends.bulk, backends.index))
+        _check_bucket(session, backends, found)
         return BulkCount(found, 0, 0), list_tenants(backends.bulk, backends.index)
+
+
+def _check_bucket(session: Session, backends: "Backends", found: Sequence[object]) -> None:
+    """Raise ``StoreError`` if nothing was found and the bucket does not exist or is closed to this
+    command: "nothing is stored" would hide a wrong bulk_url."""
+    if not found and session.config.bulk_url.startswith("s3:"):
+        backends.bulk.check()
 
 
 def _counted(session: Session, namespace: str | None) -> BulkCount:
     with session.backends() as backends, session.out.counting("entries counted") as progress:
         name = ""
         if namespace is not None:
-            complete = len(namespace) == NAMESPACE_HEX
-            known = () if complete else backends.index.namespaces()
-            name = pick_namespace(known, namespace)
+            name = find_namespace(backends.bulk, backends.index, namespace)
         return count_bulk(backends.bulk, namespace=name, progress=progress)
 
 
@@ -113,8 +124,8 @@ def _show_namespaces(
         out.line(f"nothing is stored in {session.config.public()[f'{source}_url']} yet")
     else:
         columns = (
-            "namespace", "model", "tenant", "kv dtype", ">chunk", ">chunks", ">tokens", ">bytes",
-            ">newest", ">oldest", ">hits",
+            "namespace", "model", "tenant", ">chunks", ">bytes", ">hits", ">newest", ">oldest",
+            ">tokens", ">chunk", "kv dtype",
         )  # fmt: skip
         out.table(columns, [_namespace_row(summary) for summary in shown])
     for summary in shown:
@@ -140,14 +151,14 @@ def _namespace_row(summary: NamespaceSummary) -> Sequence[object]:
         summary.namespace,
         summary.model,
         summary.tenant,
-        summary.kv_dtype,
-        summary.chunk_tokens,
         summary.chunks,
-        summary.tokens,
         size(summary.nbytes),
+        summary.hits,
         age(summary.newest_s),
         age(summary.oldest_s),
-        summary.hits,
+        summary.tokens,
+        summary.chunk_tokens,
+        summary.kv_dtype,
     )
 
 
@@ -164,8 +175,8 @@ def _show_prefixes(
         out.line(f"nothing is stored in {session.config.public()['index_url']} yet")
         return
     columns = (
-        "namespace", "root", "leaf", ">tokens", ">chunks", ">bytes", ">newest", ">oldest", ">hits",
-        "notes",
+        "namespace", "leaf", ">tokens", ">bytes", ">hits", "~notes", ">newest", ">chunks", "root",
+        ">oldest",
     )  # fmt: skip
     out.table(columns, [_prefix_row(name, prefix) for name, prefix in shown])
     _print_omitted(out, omitted)
@@ -176,16 +187,16 @@ def _prefix_row(namespace: str, prefix: PrefixSummary) -> Sequence[object]:
     if prefix.token_start:
         notes.append(f"unusable: tokens before {prefix.token_start:,} are gone")
     return (
-        namespace[:8],
-        prefix.root.hex()[:12],
+        namespace,
         prefix.leaf.hex(),
         prefix.token_end - prefix.token_start,
-        prefix.chunks,
         size(prefix.nbytes),
-        age(prefix.newest_s),
-        age(prefix.oldest_s),
         prefix.hits,
         ", ".join(notes),
+        age(prefix.newest_s),
+        prefix.chunks,
+        prefix.root.hex(),
+        age(prefix.oldest_s),
     )
 
 
@@ -200,7 +211,7 @@ def _show_tree(session: Session, found: Sequence[tuple[str, Branch]], limit: int
         out.line(f"nothing is stored in {session.config.public()['index_url']} yet")
         return
     columns = (
-        "prefix", ">tokens", ">chunks", ">with all below", ">ends", ">hits", ">newest", "notes",
+        "prefix", ">tokens", ">chunks", ">with all below", ">hits", "~notes", ">newest", ">ends",
     )  # fmt: skip
     rows, name, open_levels = [], "", list[bool]()
     for namespace, branch in shown:
@@ -220,14 +231,14 @@ def _branch_row(branch: Branch, open_levels: Sequence[bool]) -> tuple[object, ..
     if branch.level == 0 and branch.token_start:
         notes.append(f"unusable: tokens before {branch.token_start:,} are gone")
     return (
-        f"{above}{'├─ ' if open_levels[-1] else '└─ '}{branch.last.hex()[:12]}",
+        f"{above}{'├─ ' if open_levels[-1] else '└─ '}{branch.last.hex()}",
         f"{branch.token_start:,}-{branch.token_end:,}",
         branch.chunks,
         size(branch.tree_bytes),
-        branch.leaves,
         branch.hits,
-        age(branch.newest_s),
         ", ".join(notes),
+        age(branch.newest_s),
+        branch.leaves,
     )
 
 

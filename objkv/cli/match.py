@@ -12,6 +12,7 @@ from objkv.cli.upkeep import seal_of
 from objkv.errors import ConfigError
 from objkv.ops.explain.causes import Explanation, Question
 from objkv.ops.explain.explain import ReplicaCounters, ask_replica, explain_match
+from objkv.ops.listing import find_identity
 from objkv.ops.match import MatchReport, match_prompt
 
 
@@ -46,7 +47,7 @@ def match(
     prompt = prompts.read_prompt(tokens, text, text_file, tokenizer)
     extras = prompts.read_extras(lora_digest, cache_salt)
     with session.backends() as backends:
-        identity = prompts.find_identity(backends, namespace)
+        identity = find_identity(backends.bulk, backends.index, namespace)
         report = match_prompt(backends.index, identity, prompt, extras)
         why = None
         if explain:
@@ -100,7 +101,7 @@ def _print(out: Printer, report: MatchReport, served_tokens: int) -> None:
     out.line(f"namespace {report.namespace}, model {report.model}")
     out.line()
     if report.chunks:
-        columns = (">tokens", "hash", "stored", "served", ">bytes", ">age", ">hits", "payloads")
+        columns = (">tokens", "hash", "stored", "served", ">bytes", ">hits", ">age", "payloads")
         out.table(
             columns,
             [
@@ -110,8 +111,8 @@ def _print(out: Printer, report: MatchReport, served_tokens: int) -> None:
                     _stored(chunk.payloads, chunk.groups_missing),
                     "yes" if chunk.usable and chunk.token_end <= served_tokens else "no",
                     size(chunk.nbytes) if chunk.payloads else "-",
-                    age(chunk.created_s),
                     chunk.hits,
+                    age(chunk.created_s),
                     " ".join(chunk.payloads),
                 )
                 for chunk in report.chunks

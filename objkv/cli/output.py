@@ -1,6 +1,7 @@
 """Output of all commands: tables for people, one JSON document for programs."""
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,17 +12,15 @@ from typing import Any
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
     SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.segment import Segment, Segments
-from rich.table import Table
 from rich.text import Text
 
+from objkv.cli.tables import FittedTable
 from objkv.ops.formats import printable, span
 
 _WIDTH = 10_000
@@ -47,13 +46,16 @@ class _Console(Console):
 class Printer:
     """Writes results to standard output and progress to standard error."""
 
-    def __init__(self, *, machine: bool, color: bool) -> None:
+    def __init__(self, *, machine: bool, color: bool, wide: bool = False) -> None:
+        """``wide``: tables are not fitted to the terminal."""
         self.machine = machine
         """Whether the result is one JSON document and nothing else."""
         self.color = color
         """Whether colors are allowed. The terminal decides whether there are any."""
-        # Wider than any row: in a folded row, hashes cannot be copied or found with grep. A narrow
-        # terminal wraps rows at its own edge.
+        self._wide = wide
+        self._is_cut = False
+        # Wider than any row: a pipe's reader finds whole hashes with grep. Tables for a terminal
+        # are fitted to it before they are printed.
         self._console = _Console(width=_WIDTH, no_color=True if not color else None)
         self._progress = Console(stderr=True, no_color=True if not color else None)
 
@@ -62,19 +64,21 @@ class Printer:
         sys.stdout.write(json.dumps(plain(value), indent=2) + "\n")
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """Print rows. ``>`` before a column's name aligns it right. A table whose columns all lack
-        names has no header."""
-        table = Table(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
-        for name in columns:
-            right = name.startswith(">")
-            table.add_column(
-                name.removeprefix(">"), justify="right" if right else "left", overflow="fold"
-            )
-        for row in rows:
-            table.add_row(*(_cell(value) for value in row))
-        for line in self._console.render_lines(table, pad=False):
+        """Print rows. ``>`` before a column's name aligns it right and ``~`` lets it wrap between
+        words. A table whose columns all lack names has no header.
+
+        On a terminal, hashes are shortened and the last columns are left out if there is no room.
+        """
+        cells = [[_cell(value) for value in row] for row in rows]
+        fitted = FittedTable(columns, cells)
+        if not self._wide and sys.stdout.isatty():
+            fitted.fit(shutil.get_terminal_size().columns)
+        for line in self._console.render_lines(fitted.table(), pad=False):
             whole = Segments([*_trimmed(line), Segment.line()])
             self._console.print(whole, soft_wrap=True, end="")
+        if fitted.is_cut and not self._is_cut:
+            self._is_cut = True
+            self.line("cut to fit the terminal: -o wide shows everything", "dim")
 
     def line(self, text: str = "", style: str = "") -> None:
         """Print one line, with control characters replaced."""
@@ -96,27 +100,47 @@ class Printer:
             yield lambda done: progress.update(task, description=f"{what}: {done:,}")
 
     @contextmanager
-    def steps(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """Yield a function that takes the steps done and their total. Shown on a terminal only."""
+    def steps(self, what: str) -> Iterator[Callable[[int, int | None], None]]:
+        """Yield a function that takes the number of entries done and of all, None if the latter is
+        unknown. Shown on a terminal only."""
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
-            MofNCompleteColumn(),
+            TextColumn("{task.fields[count]}"),
             TimeElapsedColumn(),
-            TimeRemainingColumn(),
+            TextColumn("{task.fields[left]}"),
         )
         disable = not self._progress.is_terminal
         with Progress(
             *columns, console=self._progress, transient=True, disable=disable
         ) as progress:
-            task = progress.add_task(what, total=None)
-            yield lambda done, total: progress.update(task, completed=done, total=total)
+            task = progress.add_task(what, total=None, count="", left="")
+
+            def on_progress(done: int, total: int | None) -> None:
+                elapsed_s = progress.tasks[0].elapsed or 0.0
+                # The time left is not rich's: rich forgets the speed when the total changes.
+                count = f"{done:,}" if total is None else f"{done:,}/{total:,}"
+                left = time_left(done, total, elapsed_s)
+                progress.update(task, completed=done, total=total, count=count, left=left)
+
+            yield on_progress
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Show a spinner on a terminal within the block."""
         with self.counting(what):
             yield
+
+
+def time_left(done: int, total: int | None, elapsed_s: float) -> str:
+    """``4 min left`` at the mean speed so far; empty while it is unknown.
+
+    >>> time_left(100, 500, 60.0), time_left(0, 500, 60.0)
+    ('4 min left', '')
+    """
+    if not total or not done:
+        return ""
+    return f"{span(elapsed_s * (total - done) / done)} left"
 
 
 def plain(value: Any) -> Any:

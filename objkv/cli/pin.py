@@ -2,33 +2,38 @@
 
 import re
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
+from getpass import getuser
+from socket import gethostname
 from typing import Annotated
 
 import typer
 
 from objkv.assembly.backends import Backends
+from objkv.cache.pins import AUTHOR_CHARS_MAX, is_author
 from objkv.cli import prompts
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import counted, size
 from objkv.config.units import parse_duration
-from objkv.errors import ConfigError
+from objkv.errors import ConfigError, NotStored
 from objkv.index.base import Record
 from objkv.index.guarded import for_operators
-from objkv.keys.identity import NAMESPACE_HEX
 from objkv.keys.prefix import PREFIX_HASH_BYTES, prefix_hashes
-from objkv.ops.backends_view import pick_namespace
+from objkv.ops.backends_view import stored_namespaces
+from objkv.ops.listing import find_identity, find_namespace
 from objkv.ops.pin import PinList, Pinned, Pinner, chain_of, list_pins
+from objkv.ops.show import BEGINNING_CHARS_MIN, choose_chunk, find_payloads, is_beginning
 
 _LASTS_S_MAX = 10**15
 """Longest pin, 30 million years: indexes store 64-bit times."""
 _HASH = re.compile(f"[0-9a-f]{{1,{2 * PREFIX_HASH_BYTES}}}")
-_NAMES = re.compile(f"[0-9a-f]{{{NAMESPACE_HEX}}}")
 
 Leaf = Annotated[
     str | None,
     typer.Argument(
-        help="Hash of the prefix's last chunk (column leaf of objkv ls).", metavar="HASH"
+        help="Hash of the prefix's last chunk (column leaf of objkv ls), or its first digits.",
+        metavar="HASH",
     ),
 ]
 
@@ -47,6 +52,12 @@ def pin(
     for_: Annotated[
         str, typer.Option("--for", help="Duration of the pin: 90m, 12h, 7d, 2w.", metavar="TIME")
     ] = "7d",
+    by: Annotated[
+        str | None,
+        typer.Option(
+            help="Who pins it, for audits.", metavar="NAME", show_default="USER@HOST, of this shell"
+        ),
+    ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the pinned prefixes.")] = False,
 ) -> int:
     """Protect a stored prefix from eviction until a date.
@@ -59,26 +70,25 @@ def pin(
             raise ConfigError("--list takes no HASH and no prompt, only --namespace")
         return _list(session, namespace)
     _refuse_both(leaf, prompt)
-    lasts_s = _seconds(for_)
+    lasts_s, author = _seconds(for_), _author(by)
     ids = None if leaf is not None else prompts.read_prompt(*prompt)
     extras = prompts.read_extras(lora_digest, cache_salt)
     _refuse_reader(session)
     with session.backends() as backends:
-        if namespace is None and leaf is not None:
-            namespace = _only_with(backends, _whole(leaf))
-        identity = prompts.find_identity(backends, namespace)
-        name = identity.namespace()
-        if leaf is not None:
-            chain = chain_of(backends.index, name, _whole(leaf))
+        if ids is None:
+            assert leaf is not None
+            name, last = _chunk(backends, namespace, leaf)
+            chain = _chain(backends, name, last)
         else:
-            assert ids is not None
+            identity = find_identity(backends.bulk, backends.index, namespace)
+            name = identity.namespace()
             chain = _stored(backends, name, prefix_hashes(name, ids, identity.chunk_tokens, extras))
         if not chain:
             session.out.line("no chunk of this prompt is stored; send it to a replica first")
             return FOUND
         until_s = int(time.time()) + lasts_s
         pinner = Pinner(backends.bulk, for_operators(backends.admin), session.config.ttl_s)
-        done = pinner.pin(name, chain, until_s=until_s)
+        done = pinner.pin(name, chain, until_s=until_s, by=author)
     if session.out.machine:
         session.out.document(done)
     else:
@@ -132,18 +142,19 @@ def _print(session: Session, found: PinList) -> None:
     out = session.out
     if found.pins:
         out.table(
-            ("namespace", "leaf", ">tokens", ">chunks", ">bytes", "until", "notes"),
+            ("namespace", "leaf", "until", ">tokens", ">bytes", "by", "~notes", ">chunks"),
             [
                 (
-                    pin.namespace[:8],
+                    pin.namespace,
                     pin.leaf.hex(),
-                    pin.tokens,
-                    pin.chunks,
-                    size(pin.nbytes),
                     _when(pin.until_s),
+                    pin.tokens,
+                    size(pin.nbytes),
+                    pin.by,
                     f"{counted(pin.missing, 'chunk is', 'chunks are')} not stored"
                     if pin.missing
                     else "",
+                    pin.chunks,
                 )
                 for pin in found.pins
             ],
@@ -165,6 +176,14 @@ def _report_missing(session: Session, done: Pinned) -> int:
     return FOUND
 
 
+def _chain(backends: Backends, namespace: str, leaf: bytes) -> list[Record]:
+    try:
+        return chain_of(backends.index, namespace, leaf)
+    except NotStored as exc:
+        listing = f"objkv ls {namespace[:8]} lists the leaves that can be pinned"
+        raise NotStored(f"{exc}; {listing}") from None
+
+
 def _stored(backends: Backends, namespace: str, hashes: list[bytes]) -> list[Record]:
     """Return the records of the prompt's stored prefix."""
     chain = []
@@ -175,21 +194,28 @@ def _stored(backends: Backends, namespace: str, hashes: list[bytes]) -> list[Rec
     return chain
 
 
-def _only_with(backends: Backends, leaf: bytes) -> str | None:
-    """Return the namespace that has this chunk; None if none or several have it."""
-    names = [
-        name
-        for name in backends.index.namespaces()
-        for record in backends.index.lookup(name, [leaf])
-        if record is not None and record.shards
-    ]
-    return names[0] if len(names) == 1 else None
+def _chunk(backends: Backends, namespace: str | None, beginning: str) -> tuple[str, bytes]:
+    """Return namespace and hash of the one stored chunk whose hash starts with ``beginning``."""
+    if not is_beginning(beginning):
+        raise ConfigError(
+            f"{beginning!r} is not the hash of a chunk; give its {2 * PREFIX_HASH_BYTES} hex "
+            f"digits or at least the first {BEGINNING_CHARS_MIN}"
+        )
+    found = find_payloads(backends.bulk, _namespaces(backends, namespace), beginning)
+    chunk = choose_chunk(found, beginning)
+    if chunk is None:
+        raise ConfigError(
+            f"no stored chunk starts with {beginning}; objkv ls --prefixes lists the leaves that "
+            "can be pinned"
+        )
+    return chunk
 
 
 def _namespaces(backends: Backends, namespace: str | None) -> list[str]:
     """Return the namespaces of the bulk store, because the index may have lost pinned records."""
-    names = [name for name in backends.bulk.folders("") if _NAMES.fullmatch(name)]
-    return names if namespace is None else [pick_namespace(names, namespace)]
+    if namespace is not None:
+        return [find_namespace(backends.bulk, backends.index, namespace)]
+    return stored_namespaces(backends.bulk)
 
 
 def _pinned_leaf(backends: Backends, namespace: str | None, beginning: str) -> tuple[str, bytes]:
@@ -203,13 +229,10 @@ def _pinned_leaf(backends: Backends, namespace: str | None, beginning: str) -> t
     if len(found) != 1:
         what = f"{len(found)} pins start" if found else "no pin starts"
         raise ConfigError(f"{what} with {beginning}; objkv pin --list shows the pins")
-    return found[0][0], _whole(found[0][1])
-
-
-def _whole(leaf: str) -> bytes:
-    if len(leaf) != 2 * PREFIX_HASH_BYTES or not _HASH.fullmatch(leaf):
-        raise ConfigError(f"{leaf!r} is not the hash of a chunk; give all 40 hex digits")
-    return bytes.fromhex(leaf)
+    name, whole = found[0]
+    if len(whole) != 2 * PREFIX_HASH_BYTES or not _HASH.fullmatch(whole):
+        raise ConfigError(f"{name}/pins/{whole}.json: not named like the hash of a chunk")
+    return name, bytes.fromhex(whole)
 
 
 def _seconds(words: str) -> int:
@@ -220,6 +243,18 @@ def _seconds(words: str) -> int:
     if not 1 <= seconds <= _LASTS_S_MAX or words.strip().isdigit():
         raise ConfigError(f"--for {words}: give a number and a unit (s, m, h, d, w), such as 7d")
     return seconds
+
+
+def _author(name: str | None) -> str | None:
+    if name is None:
+        with suppress(OSError, KeyError):  # a user without a name
+            name = f"{getuser()}@{gethostname()}"
+        return name if name is not None and is_author(name) else None
+    if not is_author(name):
+        raise ConfigError(
+            f"--by: give 1 to {AUTHOR_CHARS_MAX} printable characters, without brackets"
+        )
+    return name
 
 
 def _refuse_both(leaf: str | None, prompt: tuple[object, ...]) -> None:

@@ -6,12 +6,8 @@ from typing import Annotated
 
 import typer
 
-from objkv.assembly.backends import Backends
 from objkv.errors import ConfigError
-from objkv.keys.identity import NAMESPACE_HEX, Identity
 from objkv.keys.prefix import PromptExtras
-from objkv.ops.backends_view import is_beginning, pick_namespace, read_identity
-from objkv.ops.listing import find_namespace
 from objkv.ops.match import parse_tokens, tokenize
 
 Tokens = Annotated[
@@ -39,6 +35,8 @@ LoraDigest = Annotated[
 PromptNamespace = Annotated[
     str | None,
     typer.Option(
+        "--namespace",
+        "-n",
         help="Namespace: its hex digits, MODEL or TENANT/MODEL, or a beginning. Needed only if "
         "there are several.",
         metavar="NS",
@@ -89,22 +87,3 @@ def _digest(text: str | None) -> bytes | None:
         return None if text is None else bytes.fromhex(text)
     except ValueError as exc:
         raise ConfigError(f"--lora-digest {text!r}: not hex digits") from exc
-
-
-def find_identity(backends: Backends, namespace: str | None) -> Identity:
-    """Return the identity of the namespace called ``namespace``, or of the only one.
-
-    Raises ``ConfigError``.
-    """
-    if namespace is None or is_beginning(namespace):
-        complete = namespace is not None and len(namespace) == NAMESPACE_HEX
-        name = pick_namespace(() if complete else backends.index.namespaces(), namespace)
-    else:
-        name = find_namespace(backends.bulk, backends.index, namespace)
-    identity = read_identity(backends.bulk, name)
-    if identity is None:
-        raise ConfigError(
-            f"the bulk store has no {name}/identity.json; either no replica has saved there, or "
-            "bulk_url and index_url do not belong together"
-        )
-    return identity

@@ -6,7 +6,17 @@ import typer
 
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import counted, size
-from objkv.cli.upkeep import WORKERS, OneNamespace, Restart, Upkeep, Workers, refuse_memory, upkeep
+from objkv.cli.upkeep import (
+    WORKERS,
+    DryRun,
+    OneNamespace,
+    Restart,
+    Upkeep,
+    Workers,
+    refuse_contradiction,
+    refuse_memory,
+    upkeep,
+)
 from objkv.ops.backends_view import StoredNamespace, read_namespace, stored_namespaces, stored_parts
 from objkv.ops.rebuild import Rebuild
 
@@ -26,35 +36,49 @@ _MEANS = {
 def rebuild(
     session: Session,
     namespace: OneNamespace = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count only; write nothing.")] = False,
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Write the index (default: count only).")
+    ] = False,
+    dry_run: DryRun = False,
     workers: Workers = WORKERS,
     restart: Restart = False,
 ) -> int:
-    """Rebuild the index from the bulk store."""
+    """Rebuild the index from the bulk store.
+
+    Counts only; --apply writes the index.
+    """
+    refuse_contradiction(apply=apply, dry_run=dry_run)
     refuse_memory(session, "rebuild")
     if session.config.index_url.startswith("bulk:"):
         return _nothing_to_do(session)
     with upkeep(
-        session, "rebuild", namespace, dry_run, writes=not dry_run, workers=workers, restart=restart
+        session,
+        "rebuild",
+        apply,
+        writes=apply,
+        workers=workers,
+        namespace=namespace,
+        restart=restart,
     ) as run:
         bulk, found, is_empty = run.view.bulk, dict[str, StoredNamespace](), False
         with run.interruptible():
             with session.out.waiting("reading namespaces"):
-                only = run.pick(namespace)
-                names = [one for one in stored_namespaces(bulk) if only in (None, one)]
+                names = [one for one in stored_namespaces(bulk) if run.namespace in (None, one)]
                 is_empty = not names
                 found = run.with_keys({name: read_namespace(bulk, name) for name in names})
+                # If the index has lost records, its totals say little.
                 parts = stored_parts(bulk, list(found))
-            work = Rebuild(run.view, apply=not dry_run)
+            work = Rebuild(run.view, apply=apply)
             run.run("restoring records", work.parts(parts, found))
             run.run("looking for records lost since", work.lost(parts, found))
             run.run("restoring pins and totals", work.namespaces(found))
         if is_empty and not session.out.machine:
             run.report_nothing()
         else:
-            _show(run, len(found), dry_run)
+            _show(run, len(found), apply=apply)
         counts = run.counters.counts
-        return run.code(FOUND if counts["unreadable"] or counts["foreign"] else FINE)
+        is_left = not apply and (counts["restored"] or counts["corrected"])
+        return run.code(FOUND if is_left or counts["unreadable"] or counts["foreign"] else FINE)
 
 
 def _nothing_to_do(session: Session) -> int:
@@ -66,13 +90,13 @@ def _nothing_to_do(session: Session) -> int:
     return FINE
 
 
-def _show(run: Upkeep, namespaces: int, dry_run: bool) -> None:
+def _show(run: Upkeep, namespaces: int, *, apply: bool) -> None:
     counters, out = run.counters, run.session.out
     numbers = {kind: counters.counts[kind] for kind in _COUNTS}
     if out.machine:
         document = run.report(
             "rebuild",
-            applied=not dry_run,
+            applied=apply,
             own_index=False,
             namespaces=namespaces,
             **numbers,
@@ -86,14 +110,12 @@ def _show(run: Upkeep, namespaces: int, dry_run: bool) -> None:
         for kind in _COUNTS
         if numbers[kind] or kind == "restored"
     ]
-    out.table(("", ">payloads", ">bytes", ""), rows)
+    out.table(("", ">payloads", ">bytes", "~"), rows)
     pins, shapes = counters.counts["pins"], counters.counts["shapes"]
-    out.line(
-        f"{counted(namespaces, 'namespace')}; {counted(pins, 'chunk')} pinned; "
-        f"{counted(shapes, 'shard')} announced"
-    )
+    did = f"; {counted(pins, 'chunk')} pinned; {counted(shapes, 'shard')} announced"
+    out.line(f"{counted(namespaces, 'namespace')}{did if apply else ''}")
     for finding in counters.findings:
         out.line(f"{finding.kind} {finding.key}: {finding.detail}", "yellow")
-    if dry_run:
-        out.line("--dry-run: nothing was written")
+    if not apply:
+        out.line("nothing was written: add --apply to write the index")
     run.report_end()

@@ -10,12 +10,13 @@ from objkv.cli.output import Printer, age, size
 from objkv.cli.upkeep import seal_of
 from objkv.errors import ConfigError
 from objkv.keys.chunk import ChunkKey
-from objkv.keys.identity import NAMESPACE_HEX
 from objkv.keys.prefix import PREFIX_HASH_BYTES
-from objkv.ops.backends_view import pick_namespace
+from objkv.ops.backends_view import stored_namespaces
+from objkv.ops.listing import find_namespace
 from objkv.ops.show import (
     BEGINNING_CHARS_MIN,
     PayloadReport,
+    choose_chunk,
     find_payloads,
     inspect_payload,
     is_beginning,
@@ -34,7 +35,14 @@ def show(
         ),
     ],
     namespace: Annotated[
-        str | None, typer.Option(help="Namespace to search. Default: all.", metavar="NS")
+        str | None,
+        typer.Option(
+            "--namespace",
+            "-n",
+            help="Namespace to search: its hex digits, MODEL or TENANT/MODEL, or a beginning. "
+            "Default: all.",
+            metavar="NS",
+        ),
     ] = None,
 ) -> int:
     """Show the payloads of one chunk and verify every byte."""
@@ -76,11 +84,15 @@ def _keys(backends: Backends, text: str, namespace: str | None) -> list[ChunkKey
             f"{text!r}: give the path of a payload, or {BEGINNING_CHARS_MIN} to 40 hex digits of "
             "a prefix hash"
         )
-    complete = namespace is not None and len(namespace) == NAMESPACE_HEX
-    known = () if complete else backends.index.namespaces()
-    if not known and namespace is None:
-        raise ConfigError("the index has no namespaces; give --namespace with all of its digits")
-    places = known if namespace is None else [pick_namespace(known, namespace)]
+    if namespace is None:
+        places = sorted({*stored_namespaces(backends.bulk), *backends.index.namespaces()})
+    else:
+        places = [find_namespace(backends.bulk, backends.index, namespace)]
+    if not places:
+        raise ConfigError(
+            "no namespace is stored; either no replica has saved yet, or bulk_url and index_url "
+            "are wrong"
+        )
     found = find_payloads(backends.bulk, places, text)
     if len(text) == 2 * PREFIX_HASH_BYTES:
         # A payload that has a record but is not stored is reported as missing.
@@ -88,10 +100,8 @@ def _keys(backends: Backends, text: str, namespace: str | None) -> list[ChunkKey
         for place in places:
             if promised := promised_payloads(backends.index, place, prefix_hash):
                 found.setdefault((place, prefix_hash), []).extend(promised)
-    if len(found) > 1:
-        choices = ", ".join(digest.hex() for _, digest in sorted(found)[:5])
-        raise ConfigError(f"{len(found)} chunks start with {text}; give one of {choices}")
-    return sorted(dict.fromkeys(next(iter(found.values()), [])), key=ChunkKey.path)
+    chunk = choose_chunk(found, text)
+    return [] if chunk is None else sorted({*found[chunk]}, key=ChunkKey.path)
 
 
 def _print(out: Printer, reports: list[PayloadReport]) -> None:
@@ -118,21 +128,21 @@ def _print(out: Printer, reports: list[PayloadReport]) -> None:
                 ("writer", report.writer),
                 ("age", age(report.created_s)),
             ]
-        out.table(("", ""), rows)
+        out.table(("", "~"), rows)
         if report.frames:
             out.line()
-            columns = ("layer", "dtype", "shape", "codec", ">bytes", ">raw bytes", "checksum")
+            columns = ("layer", "~checksum", ">bytes", ">raw bytes", "codec", "dtype", "shape")
             out.table(
                 columns,
                 [
                     (
                         frame.layer,
-                        frame.dtype,
-                        "x".join(map(str, frame.shape)),
-                        frame.codec,
+                        frame.problem or "ok",
                         frame.nbytes,
                         frame.raw_bytes,
-                        frame.problem or "ok",
+                        frame.codec,
+                        frame.dtype,
+                        "x".join(map(str, frame.shape)),
                     )
                     for frame in report.frames
                 ],

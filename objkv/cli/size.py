@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from objkv.cli.command import FINE, Session, command
+from objkv.cli.options import time_option
 from objkv.cli.output import Printer, counted, plain
 from objkv.cli.output import size as bytes_text
 from objkv.errors import ConfigError
@@ -55,13 +56,15 @@ StoredShare = Annotated[
     typer.Option(help="Average share of a prompt that is already stored, 0 to 1.", metavar="SHARE"),
 ]
 Ttl = Annotated[
-    int | None,
-    typer.Option(min=1, help="Time to live in seconds. Default: the setting ttl_s.", metavar="S"),
+    float | None, time_option("Time to live instead of the setting ttl_s", "--ttl", least=1)
 ]
 Used = Annotated[
-    float, typer.Option(help="Average seconds from a save to its last hit.", metavar="S")
+    float,
+    time_option("Average time from a save to its last hit", "--used", most=1e10, shown="0s"),
 ]
-SweepEvery = Annotated[float, typer.Option(help="Seconds between sweeps.", metavar="S")]
+SweepEvery = Annotated[
+    float, time_option("Time between sweeps", "--sweep-every", most=1e10, shown="1d")
+]
 GbMonth = Annotated[
     float, typer.Option(help="Price of 10^9 bytes for a month in US dollars.", metavar="USD")
 ]
@@ -114,11 +117,10 @@ def size(
             "--codec-ratio": (codec_ratio, 0.1, 100),
             "--rate": (rate, 0, 1e9),
             "--stored": (stored, 0, 1),
-            "--used": (used, 0, 1e10),
-            "--sweep-every": (sweep_every, 0, 1e10),
         }
     )
-    load = Load(rate, prompt_tokens, stored, ttl or config.ttl_s, used, sweep_every)
+    ttl_s = config.ttl_s if ttl is None else int(ttl)
+    load = Load(rate, prompt_tokens, stored, ttl_s, used, sweep_every)
     prices = Prices(price_gb_month, price_puts, price_gets)
     if not all(0 <= price < 1e6 for price in (price_gb_month, price_puts, price_gets)):
         raise ConfigError("a price must be at least 0 and less than 1,000,000 dollars")
@@ -202,7 +204,7 @@ def _print(out: Printer, found: Sizing, layout: Layout, load: Load) -> None:
             f"storage ${found.storage_month:,.0f}, requests ${found.requests_month:,.0f}",
         ),
     ]
-    out.table(("", "", ""), rows)
+    out.table(("", "", "~"), rows)
     if found.prompt_chunks == 0:
         out.line("prompts are shorter than one chunk, so nothing is stored", "yellow")
 
@@ -220,16 +222,16 @@ def _print_presets(out: Printer) -> None:
         rows.append(
             (
                 name,
+                bytes_text(found.chunk.nbytes),
                 known.layers,
                 known.kv_heads,
                 known.size,
                 bytes_text(found.chunk.raw_bytes // found.chunk.tokens),
-                bytes_text(found.chunk.nbytes),
                 known.source,
             )
         )
     columns = (
-        "model", ">layers", ">KV heads", ">size", ">per token, bfloat16", ">per 256 tokens",
+        "model", ">per 256 tokens", ">layers", ">KV heads", ">size", ">per token, bfloat16",
         "source",
     )  # fmt: skip
     out.table(columns, rows)

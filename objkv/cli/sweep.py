@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from objkv.cli.command import FINE, FOUND, Session, command
+from objkv.cli.options import time_option
 from objkv.cli.output import counted, size
 from objkv.cli.upkeep import WORKERS, OneNamespace, Restart, Upkeep, Workers, upkeep
 from objkv.errors import ConfigError
@@ -44,11 +45,7 @@ def sweep(
     namespace: OneNamespace = None,
     grace_s: Annotated[
         float | None,
-        typer.Option(
-            min=0,
-            help="Keep data younger than this (default: setting sweep_grace_s).",
-            metavar="SECONDS",
-        ),
+        time_option("Keep data younger than this instead of the setting sweep_grace_s", "--grace"),
     ] = None,
     strangers: Annotated[
         bool, typer.Option("--strangers", help="Let --apply delete the category stranger, too.")
@@ -76,15 +73,23 @@ def sweep(
     high, low = config.quota_high_percent, config.quota_low_percent
     # A run resumes an earlier one only if all of these are equal.
     settings = (
-        *(apply, sorted(limits.only), namespace, limits.grace_s, limits.strangers, force),
+        *(apply, sorted(limits.only), limits.grace_s, limits.strangers, force),
         *(config.ttl_s, config.quota_bytes, high, low),
     )
-    with upkeep(session, "sweep", *settings, writes=apply, workers=workers, restart=restart) as run:
+    with upkeep(
+        session,
+        "sweep",
+        *settings,
+        writes=apply,
+        workers=workers,
+        namespace=namespace,
+        restart=restart,
+    ) as run:
         found = None
         doubts: tuple[Doubt, ...] = ()
         with run.interruptible():
             with session.out.waiting("reading namespaces"):
-                found = survey(run.view, run.pick(namespace))
+                found = survey(run.view, run.namespace)
                 if not force:
                     doubts = find_doubts(run.view, found)
             if any(one.namespace is None for one in doubts):
@@ -144,7 +149,7 @@ def _show(run: Upkeep, apply: bool, doubts: Collection[Doubt]) -> None:
         return
     rows = [(one, counts[one], size(nbytes[one]), _MEANS[one]) for one in CATEGORIES if counts[one]]
     if rows:
-        out.table(("", ">payloads", ">bytes", ""), rows)
+        out.table(("", ">payloads", ">bytes", "~"), rows)
         out.table(("", ""), list(_some(counters)))
     else:
         out.line("nothing to sweep" if run.pool.ending == "complete" else "nothing found so far")

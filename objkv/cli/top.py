@@ -20,7 +20,9 @@ from rich.table import Table
 from rich.text import Text
 
 from objkv.cli.command import FINE, FOUND, UNREACHABLE, Session, command, ending_in_order
+from objkv.cli.options import time_option
 from objkv.cli.output import Printer, age, plain, size
+from objkv.cli.tables import HASH_DIGITS, shortened
 from objkv.errors import ConfigError
 from objkv.ops.formats import printable
 from objkv.ops.top.prefixes import HotPrefix, PrefixLook
@@ -199,8 +201,8 @@ def replica_cells(row: ReplicaRow) -> list[str]:
 def prefix_cells(prefix: HotPrefix) -> list[str]:
     """One prefix's row as text."""
     return [
-        prefix.namespace[:8],
-        prefix.root.hex()[:12],
+        prefix.namespace,
+        prefix.root.hex(),
         f"{prefix.hits:,}",
         "" if prefix.hits_per_s is None else f"{prefix.hits_per_s:.1f}",
         f"{prefix.shared_tokens:,}",
@@ -299,7 +301,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
             overflow="ellipsis",
         )
     for row in rows:
-        cells = [Text(printable(cell)) for cell in row]
+        cells = [Text(printable(shortened(cell, HASH_DIGITS))) for cell in row]
         if columns[0] == "replica":
             cells[1].stylize(_STATE_STYLES.get(row[1], "yellow"))
             cells[-1].stylize("yellow")
@@ -343,7 +345,7 @@ def top(
         bool, typer.Option("--no-index", help="Do not read hot prefixes from the index.")
     ] = False,
     every: Annotated[
-        float, typer.Option(min=0.2, max=3600, help="Seconds between updates.", metavar="S")
+        float, time_option("Time between updates", "--every", least=0.2, most=3600, shown="2s")
     ] = 2.0,
     once: Annotated[
         bool, typer.Option("--once", help="Measure one interval, print it and exit.")
@@ -411,7 +413,11 @@ def _print(out: Printer, view: View) -> None:
     for line in summary_lines(view):
         out.line(line)
     out.line()
-    out.table(REPLICA_COLUMNS, [replica_cells(row) for row in view.rows])
+    columns, rows = list(REPLICA_COLUMNS), [replica_cells(row) for row in view.rows]
+    for row in (columns, *rows):  # why a replica is down stays on a narrow terminal
+        row.insert(2, row.pop())
+    columns[2] = f"~{columns[2]}"
+    out.table(columns, rows)
     if view.prefixes is not None and view.prefixes.prefixes:
         out.line()
         out.line(prefix_heading(view.prefixes), "bold")

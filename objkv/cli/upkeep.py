@@ -1,44 +1,57 @@
 """Shared by the long commands (``rebuild``, ``sweep``, ``verify``): opening store and index, worker
 threads, the checkpoint and the end of the report."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Annotated, Any
 
 import typer
 
 from objkv.assembly.backends import Backends
-from objkv.assembly.seal import open_seal
+from objkv.assembly.seal import open_seals
 from objkv.cli.command import FOUND, INTERRUPTED, Session
+from objkv.cli.options import size_option, time_option
+from objkv.cli.output import age, counted
 from objkv.codec.seal import Seal
 from objkv.config.urls import cache_folder
 from objkv.errors import ConfigError, StoreUnavailable
+from objkv.keys.identity import NAMESPACE_HEX
+from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.ops.backends_view import (
     BackendsView,
     StoredNamespace,
-    pick_namespace,
+    expected_payloads,
     read_namespace,
-    stored_namespaces,
 )
 from objkv.ops.doctor.access import COMMAND_ROLES
+from objkv.ops.listing import find_namespace
 from objkv.ops.runs import Checkpoint, Counters, Unit, WorkPool, checkpoint_file
 
 WORKERS = 16
 MEMORY_BYTES = 1 << 30
 OneNamespace = Annotated[
-    str | None, typer.Option(help="Only this namespace, or a unique start of it.", metavar="NS")
+    str | None,
+    typer.Option(
+        "--namespace",
+        "-n",
+        help="Only this namespace: its hex digits, MODEL or TENANT/MODEL, or a beginning.",
+        metavar="NS",
+    ),
 ]
 Workers = Annotated[int, typer.Option(min=1, max=256, help="Number of threads.", metavar="N")]
 Restart = Annotated[
     bool, typer.Option("--restart", help="Start over instead of resuming an earlier run.")
 ]
-Deadline = Annotated[
-    float | None, typer.Option(min=0, help="Start no new work after this time.", metavar="SECONDS")
-]
+Deadline = Annotated[float | None, time_option("Start no new work after this time", "--deadline")]
 MemoryBytes = Annotated[
-    int, typer.Option(min=1, help="Memory limit for all payloads in flight.", metavar="BYTES")
+    int,
+    size_option("Memory limit for all payloads in flight", "--memory", least=1, shown="1GiB"),
+]
+DryRun = Annotated[
+    # In 0.1 rebuild and import were dry only with this option; it is accepted for one version.
+    bool,
+    typer.Option("--dry-run", hidden=True, help="The default."),
 ]
 _GO_ON = "run the same command again to continue"
 
@@ -51,11 +64,17 @@ class Upkeep:
     view: BackendsView
     pool: WorkPool
     checkpoint: Checkpoint
+    namespace: str | None = None
+    """The only namespace to work on; None for all."""
 
     def run(self, what: str, units: Iterable[Unit]) -> None:
         """Run the units and show the progress."""
         with self.session.out.steps(what) as on_progress:
             self.pool.run(units, on_progress)
+
+    def expected(self) -> dict[str, int]:
+        """Return the expected number of payloads per namespace, for the progress."""
+        return expected_payloads(self.view.index, is_own_index=self.view.is_own_index)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -64,19 +83,6 @@ class Upkeep:
             yield
         except KeyboardInterrupt:
             self.pool.halt("interrupted")
-
-    def pick(self, beginning: str | None) -> str | None:
-        """Return the one namespace in store or index with this beginning; None for None. Raises
-        ``ConfigError``."""
-        if beginning is None:
-            return None
-        known = sorted({*stored_namespaces(self.view.bulk), *self.view.index.namespaces()})
-        name = pick_namespace(known, beginning) if known else ""
-        if name not in known:
-            url = self.session.config.public()["bulk_url"]
-            stored = f"stored are {', '.join(known)}" if known else _nothing_stored(url)
-            raise ConfigError(f"no such namespace: {beginning}; {stored}")
-        return name
 
     def with_keys(self, found: dict[str, StoredNamespace]) -> dict[str, StoredNamespace]:
         """Return the namespaces whose sealing keys are configured here and print a note for each
@@ -119,7 +125,7 @@ class Upkeep:
     def print_findings(self) -> None:
         """Print a line for each finding."""
         findings = self.counters.findings
-        self.session.out.table(("", "", ""), [(f.kind, f.key, f.detail) for f in findings])
+        self.session.out.table(("", "", "~"), [(f.kind, f.key, f.detail) for f in findings])
 
     def report_nothing(self) -> None:
         """Print that the store is empty, with its URL."""
@@ -157,42 +163,54 @@ def upkeep(
     *settings: object,
     writes: bool,
     workers: int,
+    namespace: str | None = None,
     deadline_s: float | None = None,
     restart: bool = False,
     resumable: bool = True,
 ) -> Iterator[Upkeep]:
     """Open store, index and the checkpoint of ``command``. ``settings`` are the values that select
-    its work; runs with equal settings share a checkpoint. Raises ``ConfigError`` for memory:
-    URLs, a missing folder, or a reader that would write."""
+    its work; runs with equal settings and the same ``namespace`` share a checkpoint. Raises
+    ``ConfigError`` for memory: URLs, a missing folder, a reader that would write, or a namespace
+    that does not exist."""
     refuse_memory(session, command)
     config = session.config
     if writes and config.role == "reader":
-        needed = COMMAND_ROLES[command][-1]
+        needed = next(
+            roles[-1]
+            for name, roles in COMMAND_ROLES.items()
+            if name.split()[0] == command and name.endswith("--apply")
+        )
         raise ConfigError(f"{command} writes, but role is reader: set role to {needed}")
     has_bulk = session.has_bulk()
     with session.backends() as backends:
         with session.out.waiting("checking store and index"):
             if has_bulk:
                 backends.bulk.check()
-            if has_bulk or not config.index_url.startswith("bulk:"):
+            if writes and (has_bulk or not config.index_url.startswith("bulk:")):
                 backends.index.check()
+            else:  # a check may write, and would create a missing index file
+                backends.index.lookup("0" * NAMESPACE_HEX, [bytes(PREFIX_HASH_BYTES)])
         view = BackendsView.of(
             config,
             (backends.bulk, backends.hot),
             backends.index,
             backends.admin,
             command=command,
-            seal_of=open_seals(session),
+            seal_of=open_seals(session.config),
         )
+        if namespace is not None:
+            namespace = find_namespace(view.bulk, view.index, namespace, must_exist=True)
         place = (config.bulk_url, config.index_url, config.s3_endpoint_url, config.redis_prefix)
-        file = checkpoint_file(cache_folder(), command, place, settings)
+        file = checkpoint_file(cache_folder(), command, place, (namespace, *settings))
         if restart:
             file.unlink(missing_ok=True)
         checkpoint = Checkpoint(file if resumable else None)
+        if checkpoint.resumed:
+            note_resumed(session, checkpoint.begun_s, checkpoint.done, checkpoint.items)
         pool = WorkPool(checkpoint, workers=workers, deadline_s=deadline_s)
         is_done = False
         try:
-            yield Upkeep(session, view, pool, checkpoint)
+            yield Upkeep(session, view, pool, checkpoint, namespace)
             is_done = pool.ending in ("complete", "limit")
         except StoreUnavailable as exc:
             if not checkpoint.is_kept:
@@ -200,6 +218,20 @@ def upkeep(
             raise StoreUnavailable(f"{exc}; {_GO_ON}") from exc
         finally:
             checkpoint.close(complete=is_done)
+
+
+def refuse_contradiction(*, apply: bool, dry_run: bool) -> None:
+    """Raise ``ConfigError`` if both options are given."""
+    if apply and dry_run:
+        raise ConfigError("--apply and --dry-run exclude each other: use one of them")
+
+
+def note_resumed(session: Session, begun_s: float, done: Collection[str], items: int) -> None:
+    """Print a note that this run continues one that began at ``begun_s``."""
+    session.out.note(
+        f"resuming the run begun {age(int(begun_s))} ago: {counted(items, 'entry', 'entries')} in "
+        f"{counted(len(done), 'part')} were done; --restart starts over"
+    )
 
 
 def refuse_memory(session: Session, command: str) -> None:
@@ -212,31 +244,11 @@ def refuse_memory(session: Session, command: str) -> None:
             )
 
 
-def open_seals(session: Session) -> Callable[[StoredNamespace], Seal | None]:
-    """Return a function that gives a namespace's seal; it raises ``ConfigError`` if the keys are
-    not configured here."""
-    # Once per tenant rather than per namespace: requesting keys may take seconds.
-    seal = lru_cache(
-        lambda tenant, seals: (
-            open_seal(session.config, tenant=tenant, seals=seals) if seals else None
-        )
-    )
-
-    def seal_of(namespace: StoredNamespace) -> Seal | None:
-        """The document names the seals, and the namespace is its digest, so it cannot be forged.
-        Without a document the configured seals apply."""
-        if not namespace.is_known:
-            return seal(None, session.config.seals)
-        return seal(namespace.tenant, namespace.seals)
-
-    return seal_of
-
-
 def seal_of(session: Session, backends: Backends, namespace: str) -> Seal | None:
     """Return the seal of the namespace's payloads. If the keys are not configured here, print a
     note and return None: then checks find damage only."""
     try:
-        return open_seals(session)(read_namespace(backends.bulk, namespace))
+        return open_seals(session.config)(read_namespace(backends.bulk, namespace))
     except ConfigError as exc:
         session.out.note(f"seals are not verified: {exc}")
         return None

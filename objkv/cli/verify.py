@@ -1,9 +1,11 @@
 """``objkv verify``: verify stored payloads and their index records."""
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 
+from objkv.cache.listed_index import GHOSTS_UNSEEN, is_listed
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import counted, size
 from objkv.cli.upkeep import (
@@ -25,6 +27,7 @@ from objkv.ops.backends_view import (
     stored_namespaces,
     stored_parts,
 )
+from objkv.ops.retrying import once
 from objkv.ops.runs import Counters
 from objkv.ops.sweep.survey import refuse_wrong_bulk
 from objkv.ops.verify import Verify, choose_sample, unindexed
@@ -50,8 +53,13 @@ def verify(
     every: Annotated[bool, typer.Option("--all", help="Check all payloads.")] = False,
     quarantine: Annotated[
         bool,
+        typer.Option("--quarantine", help="Report how --apply would repair payloads and records."),
+    ] = False,
+    apply: Annotated[
+        bool,
         typer.Option(
-            "--quarantine", help="Move bad payloads to quarantine/ (default: report only)."
+            "--apply",
+            help="With --quarantine: move bad payloads to quarantine/ and repair records.",
         ),
     ] = False,
     force: Annotated[
@@ -66,40 +74,43 @@ def verify(
     restart: Restart = False,
 ) -> int:
     """Verify stored payloads and their index records."""
+    if apply and not quarantine:
+        raise ConfigError("--apply needs --quarantine")
     with upkeep(
         session,
         "verify",
-        namespace,
-        quarantine,
-        writes=quarantine,
+        apply,
+        writes=apply,
         workers=workers,
+        namespace=namespace,
         deadline_s=deadline_s,
         restart=restart,
         resumable=every,
     ) as run:
-        chosen_of, is_empty = None, False
+        chosen_of, is_empty, refusal = None, False, None
         with run.interruptible():
             with session.out.waiting("reading namespaces"):
-                found, parts, indexed = _places(run, run.pick(namespace))
-            if quarantine and not force:
+                found, parts, indexed = _places(run)
+            if apply and not force:
                 refuse_wrong_bulk(run.view, indexed)
             work = Verify(
                 run.view,
                 found,
-                quarantine=quarantine,
+                quarantine=apply,
                 force=force,
                 budget=Budget(memory_bytes),
                 workers=workers,
             )
             most = None if every else sample
-            chosen_of = _check(
-                run, work, (parts, indexed), most=most, seed=seed, quarantine=quarantine
-            )
+            chosen_of = _check(run, work, (parts, indexed), most=most, seed=seed, apply=apply)
+            if quarantine and not apply and not force:
+                refusal = _refusal(run, work, indexed)
             is_empty = not parts and not indexed
         if is_empty and not session.out.machine:
             run.report_nothing()
         else:
-            _show(run, chosen_of, every=every, quarantine=quarantine)
+            how = {"every": every, "quarantine": quarantine, "applied": apply, "refusal": refusal}
+            _show(run, chosen_of, how)
         is_left = _is_bad_left(run.counters) or _is_index_lost(run.counters)
         return run.code(FOUND if is_left else FINE)
 
@@ -117,7 +128,7 @@ def _check(
     *,
     most: int | None,
     seed: int | None,
-    quarantine: bool,
+    apply: bool,
 ) -> int | None:
     """Check everything in these places, or a sample of ``most`` payloads; then return the number of
     payloads that the sample was chosen from."""
@@ -126,19 +137,31 @@ def _check(
     try:
         if most is None:
             run.run("checking payloads", work.parts(parts))
-            run.run("looking for missing payloads", work.missing(indexed))
+            run.run("looking for missing payloads", work.missing(indexed, run.expected()))
         else:
             with run.session.out.waiting("choosing a sample"):
                 sample = choose_sample(run.view, indexed, parts, size=most, seed=seed)
             chosen_of = sample.chosen_of
             run.run("checking payloads", work.sample(sample.keys))
             run.run("looking for records", unindexed(run.view, parts))
-        if quarantine and run.pool.ending == "complete":
+        if apply and run.pool.ending == "complete":
             run.run("quarantining", work.settle(run.counters))
     except ConfigError:  # findings under wrong settings must not be resumed
         run.checkpoint.close(complete=True)
         raise
     return chosen_of
+
+
+def _refusal(run: Upkeep, work: Verify, indexed: list[str]) -> str | None:
+    """Return why --apply would be refused; None if it would not."""
+    if work.refusal is not None:
+        return work.refusal
+    try:
+        refuse_wrong_bulk(run.view, indexed)
+        work.refuse_doubtful(run.counters)
+    except ConfigError as exc:
+        return str(exc)
+    return None
 
 
 def _is_index_lost(counters: Counters) -> bool:
@@ -149,21 +172,30 @@ def _is_index_lost(counters: Counters) -> bool:
     return without > (counts["listed"] - without if counts["listed"] else checked)
 
 
-def _places(
-    run: Upkeep, namespace: str | None
-) -> tuple[dict[str, StoredNamespace], list[NamespacePart], list[str]]:
-    view = run.view
+def _places(run: Upkeep) -> tuple[dict[str, StoredNamespace], list[NamespacePart], list[str]]:
+    view, namespace = run.view, run.namespace
     names = [name for name in stored_namespaces(view.bulk) if namespace in (None, name)]
     known = [] if view.is_own_index else view.index.namespaces()
     every = {name: read_namespace(view.bulk, name) for name in names}
     found = run.with_keys(every)
     skipped = every.keys() - found.keys()
     indexed = [name for name in known if namespace in (None, name) and name not in skipped]
-    return found, stored_parts(view.bulk, list(found)), indexed
+    return found, stored_parts(view.bulk, list(found), run.expected()), indexed
 
 
-def _show(run: Upkeep, chosen_of: int | None, *, every: bool, quarantine: bool) -> None:
-    """``chosen_of``: the number of payloads that a sample was chosen from."""
+def _plan(counts: Mapping[str, int]) -> str:
+    """Describe what --apply would do."""
+    steps = (
+        (counts["corrupt"] + counts["foreign"], "payload", "quarantine {}"),
+        (counts["missing"], "record", "remove {} of missing payloads"),
+        (counts["mismatch"] + counts["hot"], "record", "repair {}"),
+    )
+    return ", ".join(words.format(counted(n, what)) for n, what, words in steps if n)
+
+
+def _show(run: Upkeep, chosen_of: int | None, how: dict[str, Any]) -> None:
+    """``chosen_of``: the number of payloads that a sample was chosen from. ``how``: the options by
+    their JSON keys, and why --apply would be refused."""
     counters, out = run.counters, run.session.out
     counts = counters.counts
     checked = sum(counts[kind] for kind in ("ok", *_WRONG))
@@ -171,11 +203,11 @@ def _show(run: Upkeep, chosen_of: int | None, *, every: bool, quarantine: bool) 
     if out.machine:
         document = run.report(
             "verify",
-            every=every,
-            quarantine=quarantine,
+            **how,
             chosen_of=chosen_of,
             checked=checked,
             checked_bytes=nbytes,
+            ghosts_seen=not is_listed(once(run.view.index)),
             **{kind: counts[kind] for kind in ("ok", *_WRONG, "unindexed", "changed", *_DONE)},
         )
         out.document(document)
@@ -192,18 +224,24 @@ def _show(run: Upkeep, chosen_of: int | None, *, every: bool, quarantine: bool) 
     if _is_index_lost(counters):
         out.line(
             "most payloads have no record: the index was lost, or index_url or redis_prefix is "
-            "wrong; objkv rebuild restores the records",
+            "wrong; objkv rebuild --apply restores the records",
             "yellow",
         )
+    if is_listed(once(run.view.index)):
+        out.line(GHOSTS_UNSEEN, "yellow")
     run.print_findings()
     done = [f"{counts[kind]:,} {words}" for kind, words in _DONE.items() if counts[kind]]
     if done:
         out.line(", ".join(done))
-    elif wrong and not quarantine:
-        out.line("nothing was changed: add --quarantine to move bad payloads to quarantine/")
+    elif wrong and not how["quarantine"]:
+        out.line("nothing was changed: --quarantine --apply moves bad payloads to quarantine/")
+    elif wrong and how["refusal"]:
+        out.line(f"nothing was changed, and --apply would be refused: {how['refusal']}", "yellow")
+    elif wrong and not how["applied"]:
+        out.line(f"nothing was changed: --apply would {_plan(counts)}")
     elif wrong:
         out.line("nothing was changed: quarantining starts only after everything is checked")
-    if quarantine and counters.omitted:
+    if how["applied"] and counters.omitted:
         out.line(
             f"{counters.omitted:,} more bad payloads were found than one run handles: run the "
             "command again",

@@ -28,11 +28,13 @@ from objkv.cli.command import (
     command,
     ending_in_order,
 )
-from objkv.cli.output import Printer, size
+from objkv.cli.options import size_option, time_option
+from objkv.cli.output import Printer, age, counted, size
 from objkv.cli.upkeep import refuse_memory
 from objkv.config.urls import cache_folder
 from objkv.errors import ConfigError
 from objkv.ops.formats import printable
+from objkv.ops.listing import find_namespace
 from objkv.ops.runs import Checkpoint, Counters, checkpoint_file
 from objkv.ops.warm.prompts import read_prompts
 from objkv.ops.warm.report import WarmReport
@@ -119,7 +121,7 @@ def _show_warmed(out: Printer, report: WarmReport) -> None:
         rows.append(("too short", report.short, "shorter than one chunk, so not stored"))
     if report.failed:
         rows.append(("missing" if report.mode == "check" else "failed", report.failed, ""))
-    out.table(("", ">", ""), rows)
+    out.table(("", ">", "~"), rows)
     if report.mode == "check":
         return
     if report.asked_tokens:
@@ -135,7 +137,7 @@ def _show_warmed(out: Printer, report: WarmReport) -> None:
     if (answered and len(report.endpoints) > 1) or any(one.errors for one in report.endpoints):
         out.line()
         out.table(
-            ("endpoint", ">answers", ">tokens", ">errors", "state", "last error"),
+            ("endpoint", ">answers", ">tokens", ">errors", "state", "~last error"),
             [
                 (
                     one.name,
@@ -177,10 +179,10 @@ def _show_promotion(out: Printer, report: WarmReport) -> None:
     if copy.too_large:
         rows.append(("too large", copy.too_large, "above hot_payload_bytes_max"))
     if copy.over_budget:
-        rows.append(("not copied", copy.over_budget, "over --bytes-max"))
+        rows.append(("not copied", copy.over_budget, "over --promote-max"))
     if copy.failed:
         rows.append(("failed", copy.failed, ""))
-    out.table(("", ">", ""), rows)
+    out.table(("", ">", "~"), rows)
 
 
 def _show_failures(out: Printer, report: WarmReport) -> None:
@@ -188,7 +190,7 @@ def _show_failures(out: Printer, report: WarmReport) -> None:
         return
     out.line()
     shown = report.failures[:_SHOWN_MAX]
-    out.table(("not warmed", "why"), [(one.name, one.why) for one in shown])
+    out.table(("not warmed", "~why"), [(one.name, one.why) for one in shown])
     if more := max(report.failed, len(report.failures)) - len(shown):
         out.line(f"{more:,} more: --json lists the first thousand")
 
@@ -242,7 +244,11 @@ _ApiKey = Annotated[
 _Namespace = Annotated[
     str | None,
     typer.Option(
-        help="Namespace, or its start (default: found with a test request).", metavar="NS"
+        "--namespace",
+        "-n",
+        help="Namespace: its hex digits, MODEL or TENANT/MODEL, or a beginning (default: found "
+        "with a test request).",
+        metavar="NS",
     ),
 ]
 _Concurrency = Annotated[
@@ -251,21 +257,24 @@ _Concurrency = Annotated[
 ]
 _Attempts = Annotated[int, typer.Option(min=1, help="Attempts per prompt.", metavar="N")]
 _RequestS = Annotated[
-    float, typer.Option(min=0.1, help="Retry a request that takes longer.", metavar="SECONDS")
+    float,
+    time_option("Retry a request that takes longer", "--request-timeout", least=0.1, shown="10m"),
 ]
 _SaveS = Annotated[
     float,
-    typer.Option(
-        min=0.1,
-        help="Time limit from the answer to a prompt until its KV is saved.",
-        metavar="SECONDS",
+    time_option(
+        "Time limit from the answer to a prompt until its KV is saved",
+        "--save-timeout",
+        least=0.1,
+        shown="1m",
     ),
 ]
 _GoneS = Annotated[
-    float, typer.Option(min=0.0, help="Give up after this time without answers.", metavar="SECONDS")
+    float,
+    time_option("Give up after this time without answers", "--give-up-after", shown="2m"),
 ]
 _BytesMax = Annotated[
-    int | None, typer.Option(min=0, help="Copy at most this much, with --promote.", metavar="BYTES")
+    int | None, size_option("Copy at most this much, with --promote", "--promote-max")
 ]
 
 
@@ -304,6 +313,9 @@ def warm(
         raise ConfigError("--check and --promote exclude each other: use one of them")
     if engine_arg and model is None:
         raise ConfigError("--engine-arg needs --model")
+    if namespace is not None:
+        with session.backends() as backends:
+            namespace = find_namespace(backends.bulk, backends.index, namespace)
     options = WarmOptions(
         endpoints=endpoint or (),
         model=model,
@@ -347,6 +359,12 @@ def _remembering(
     where = (config.bulk_url, config.index_url, config.s3_endpoint_url, config.redis_prefix)
     what = (sorted(places), options.promote, options.namespace)
     checkpoint = Checkpoint(checkpoint_file(cache_folder(), "warm", where, what))
+    if checkpoint.resumed:
+        warmed = counted(checkpoint.counters.counts["warmed"], "prompt")
+        session.out.note(
+            f"resuming the run begun {age(int(checkpoint.begun_s))} ago, which warmed {warmed}; "
+            "stored prompts are skipped"
+        )
     kept: list[WarmReport] = []
     try:
         yield checkpoint, kept

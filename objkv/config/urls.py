@@ -16,6 +16,7 @@ _TLS_KINDS = tuple(kind.replace("redis", "rediss") for kind in _REDIS_KINDS)
 INDEX_SCHEMES = ("sqlite", "bulk", "memory", *_REDIS_KINDS, *_TLS_KINDS)
 
 _DIRECTORY_BUCKET = ("--x-s3", "--xa-s3")
+_HOST_PORT = re.compile(r"(\[[^\[\]]+\]|[^:\[\]]+)(:\d{1,5})?")
 _PARAMETER = re.compile(r"[?&][^=&]*(?:password|secret|token)[^=&]*=([^&]*)")
 
 
@@ -108,7 +109,9 @@ def check_url(name: str, url: str, known: tuple[str, ...]) -> None:
         kind = "sqlite" if "sqlite" in known else "file"
         raise ValueError(f"{name} {shown!r} is a path: write {kind}://{shown}")
     if scheme not in known:
-        raise ValueError(f"{name} {shown!r}: use one of {', '.join(known)}")
+        choices = f"use one of {', '.join(known)}"
+        hint = _s3_form(shown) if "s3" in known else ""
+        raise ValueError(f"{name} {shown!r}: {hint or choices}")
     if scheme == "bulk" and rest:
         raise ValueError(f"{name} {shown!r}: write bulk: only, the path comes from bulk_url")
     if scheme in ("file", "sqlite"):
@@ -117,6 +120,26 @@ def check_url(name: str, url: str, known: tuple[str, ...]) -> None:
     elif scheme not in ("memory", "bulk") and not _names_host(rest):
         what = "bucket" if scheme == "s3" else "host"
         raise ValueError(f"{name} {shown!r} names no {what}: write {scheme}://{what}")
+    # A wrong host is not shown: it may be part of a password that was not escaped.
+    elif "redis" in scheme and not all(map(_HOST_PORT.fullmatch, _places(url))):
+        raise ValueError(f"{name} {shown!r}: write each host as host:port, the port in digits")
+
+
+def _s3_form(url: str) -> str:
+    """Return how to write ``url``, which has no password, as a bucket; empty if it is none."""
+    scheme, _, rest = _parts(url)
+    if scheme in ("s3a", "s3n"):
+        return f"write s3://{rest}"
+    if scheme not in ("http", "https"):
+        return ""
+    host, _, path = rest.rpartition("@")[2].partition("/")
+    endpoint = f"{scheme}://{host}"
+    return f"write s3://{path.strip('/') or 'bucket'} and set s3_endpoint_url to {endpoint}"
+
+
+def _places(url: str) -> list[str]:
+    """Return the hosts, with their ports, of a URL that may have several."""
+    return urlsplit(url).netloc.rpartition("@")[2].split(",")
 
 
 def is_this_machine(host: str) -> bool:
@@ -145,8 +168,7 @@ def clear_hosts(url: str) -> list[str]:
         return []
     if parts.scheme not in ("http", *_REDIS_KINDS):
         return []
-    places = parts.netloc.rpartition("@")[2].split(",")
-    hosts = [re.sub(r":\d*$", "", place) for place in places]
+    hosts = [re.sub(r":\d*$", "", place) for place in _places(url)]
     return [host for host in hosts if not is_this_machine(host)]
 
 

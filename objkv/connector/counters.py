@@ -5,7 +5,8 @@ is exported as the connector's prefix plus ``<name>_total``, a gauge or histogra
 ``_total``.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from objkv.codec.payload import CODECS
 from objkv.net.breaker import DIRECTIONS
@@ -23,7 +24,9 @@ BREAKER_COUNTERS = {
         ("refused", "Calls refused because the {} circuit breaker was open."),
     )
 }
+_SWITCHED = {"admission_switched": "1 while an operator's switch decides about loads."}
 _QUOTA = {
+    "admission_switch_errors": "Failed reads of an operator's switch for loads.",
     "quota_errors": "Failed reads of a tenant's usage.",
     "sweeps": "Automatic sweeps of a local folder that was full.",
     "sweep_errors": "Automatic sweeps that failed.",
@@ -163,6 +166,56 @@ TIER_COUNTERS = {
 
 
 @dataclass(frozen=True, slots=True)
+class Family:
+    """One metric with labels, made of several counters or gauges."""
+
+    text: str
+    labels: tuple[str, ...]
+    parts: Mapping[str, tuple[str, ...]]
+    """The values of the labels by the counter's or gauge's own name."""
+
+
+_BREAKER = ("store", "direction")
+GAUGE_FAMILIES = {
+    "breaker_open": Family(
+        "1 while the circuit breaker is open.",
+        _BREAKER,
+        {f"breaker_open_{name}_{direction}": (name, direction) for name, direction in _EACH},
+    )
+}
+_BREAKER_FAMILIES = {
+    f"breaker_{what}": Family(
+        text,
+        _BREAKER,
+        {f"breaker_{what}_{name}_{direction}": (name, direction) for name, direction in _EACH},
+    )
+    for what, text in (
+        ("openings", "Times that the circuit breaker opened."),
+        ("refused", "Calls refused because the circuit breaker was open."),
+    )
+}
+
+
+def _store_family(text: str, read: str, write: str) -> Family:
+    calls = (("read", read), ("write", write))
+    parts = {f"{store}_{name}": (store, call) for store in ("bulk", "hot") for call, name in calls}
+    return Family(text, ("store", "call"), parts)
+
+
+COUNTER_FAMILIES = {
+    **_BREAKER_FAMILIES,
+    "save_codec": Family(
+        "Payloads saved, by codec of their frames; mixed: compressed and uncompressed frames.",
+        ("codec",),
+        {f"save_codec_{codec}": (codec,) for codec in (*CODECS, "mixed")},
+    ),
+    "store_calls": _store_family("Calls to the store, including failed ones.", "reads", "writes"),
+    "store_bytes": _store_family("Bytes read or written.", "read_bytes", "written_bytes"),
+    "store_errors": _store_family("Calls that failed.", "read_errors", "write_errors"),
+}
+
+
+@dataclass(frozen=True, slots=True)
 class MetricTable:
     """The metrics of one connector, by name."""
 
@@ -170,13 +223,29 @@ class MetricTable:
     counters: dict[str, str]
     gauges: dict[str, str]
     histograms: dict[str, str]
+    counter_families: Mapping[str, Family] = field(default_factory=dict)
+    """Replace their parts, which are still exported for one version."""
+    gauge_families: Mapping[str, Family] = field(default_factory=dict)
+
+    def help_of(self, name: str) -> str:
+        """Return the help text of a counter or gauge; a part of a family names its successor."""
+        text = (self.counters | self.gauges)[name]
+        for family, one in {**self.counter_families, **self.gauge_families}.items():
+            if name in one.parts:
+                return f"Deprecated, see {family}. {text}"
+        return text
 
 
-KV_METRICS = MetricTable("vllm:objkv_", COUNTERS, BREAKER_GAUGES, HISTOGRAMS)
-ENCODER_METRICS = MetricTable("vllm:objkv_encoder_", ENCODER_COUNTERS, BREAKER_GAUGES, {})
+_GAUGES = BREAKER_GAUGES | _SWITCHED
+KV_METRICS = MetricTable(
+    "vllm:objkv_", COUNTERS, _GAUGES, HISTOGRAMS, COUNTER_FAMILIES, GAUGE_FAMILIES
+)
+ENCODER_METRICS = MetricTable(
+    "vllm:objkv_encoder_", ENCODER_COUNTERS, _GAUGES, {}, _BREAKER_FAMILIES, GAUGE_FAMILIES
+)
 TIER_METRICS = MetricTable(
     "vllm:objkv_",
     TIER_COUNTERS,
-    {TIER + name: text for name, text in BREAKER_GAUGES.items()},
+    {TIER + name: text for name, text in _GAUGES.items()},
     {},
 )

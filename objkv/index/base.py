@@ -6,6 +6,7 @@ Every method may be called from many threads. It blocks until it returns, or rai
 (or a subclass) and nothing else.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -78,6 +79,28 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class Savings:
+    """The savings by loads in one namespace and month, as the loading replicas measured them."""
+
+    namespace: str
+    month: str
+    """By the replica's clock, UTC: ``2026-11``."""
+    loads: int = 0
+    """Loads of one request that succeeded as a whole."""
+    tokens: int = 0
+    """Tokens that they loaded."""
+    timed_tokens: int = 0
+    """Of these, tokens of replicas that had measured how long they compute one."""
+    compute_gpu_us: int = 0
+    """Computing time of ``timed_tokens`` at that pace, times the replica's GPUs."""
+    load_gpu_us: int = 0
+    """Duration of the loads of ``timed_tokens``, times the replica's GPUs."""
+
+    def __post_init__(self) -> None:
+        assert re.fullmatch(r"[0-9]{4}-[0-9]{2}", self.month)
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkEntry:
     """Identifies one chunk in calls to the index."""
 
@@ -127,6 +150,10 @@ class ReadIndex(Protocol):
         except when the store itself is the index: that one walks the whole store.
         """
 
+    def savings(self) -> list[Savings]:
+        """Return what loads have saved, sorted by namespace and month; empty if this index does not
+        keep it. Takes one round trip."""
+
     def check(self) -> None:
         """Make a cheap round trip. Raises ``StoreDenied`` with the fix or ``StoreUnavailable``."""
 
@@ -147,6 +174,10 @@ class WriteIndex(ReadIndex, Protocol):
 
     def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> None:
         """Count one hit for each record that exists, and renew its time to live."""
+
+    def credit(self, savings: Savings) -> None:
+        """Add to the totals of what loads saved. An index may send them later, and lose them if the
+        process is killed."""
 
     def forget(self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord) -> bool:
         """Delete one shard field if it equals ``expected``. Return True if this call deleted it.

@@ -8,7 +8,7 @@ import re
 from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
 from itertools import compress
 
-from objkv.index.base import Record, ShardRecord, Shards
+from objkv.index.base import Record, Savings, ShardRecord, Shards
 
 _NUMBER = "(?:0|[1-9][0-9]{0,17}+)"
 _NAME = "[A-Za-z0-9._:+-]{0,128}+"
@@ -88,6 +88,11 @@ class WrittenShards(Mapping[str, ShardRecord]):
     def __len__(self) -> int:
         return len(self._values) - self._values.count(b"")
 
+    def are_hot(self) -> bool:
+        """Whether all shards have hot copies. Decodes nothing."""
+        # The fourth of six parts; only numbers and quoted names precede it.
+        return b'",0,"' not in b"".join(self._values)
+
     def __repr__(self) -> str:
         return repr(self._shards())
 
@@ -108,6 +113,38 @@ def shards_of(record: Record | None, fields: Sequence[str]) -> Shards | None:
     return {name: record.shards[name] for name in fields if name in record.shards} or None
 
 
+def are_hot(shards: Shards) -> bool:
+    """Whether every payload of ``shards`` has a copy in the hot store."""
+    if isinstance(shards, WrittenShards):
+        return shards.are_hot()
+    return all(shard.hot for shard in shards.values())
+
+
 def is_shard_field(field: str) -> bool:
     """Whether a record's field names a shard, ``<group>.<shard>``. Other fields have no dot."""
     return "." in field
+
+
+SAVINGS_NUMBERS = ("loads", "tokens", "timed_tokens", "compute_gpu_us", "load_gpu_us")
+_SAVINGS = re.compile(rf"([^:]+):([0-9]{{4}}-[0-9]{{2}}):({'|'.join(SAVINGS_NUMBERS)})")
+
+
+def savings_fields(savings: Savings) -> dict[str, int]:
+    """Return the numbers that are not 0 by field, ``<namespace>:<month>:<number>``."""
+    numbers = {name: getattr(savings, name) for name in SAVINGS_NUMBERS}
+    start = f"{savings.namespace}:{savings.month}"
+    return {f"{start}:{name}": value for name, value in numbers.items() if value}
+
+
+def read_savings(numbers: Mapping[str, int]) -> list[Savings]:
+    """Return the savings in fields of ``savings_fields``, sorted. Other fields and negative numbers
+    are ignored."""
+    found: dict[tuple[str, str], dict[str, int]] = {}
+    for field, value in numbers.items():
+        match = _SAVINGS.fullmatch(field)
+        if match is not None and value >= 0:
+            found.setdefault((match[1], match[2]), {})[match[3]] = value
+    return [
+        Savings(namespace, month, *(of.get(name, 0) for name in SAVINGS_NUMBERS))
+        for (namespace, month), of in sorted(found.items())
+    ]

@@ -12,6 +12,7 @@ from objkv.index.base import (
     ChunkEntry,
     PruneIndex,
     Record,
+    Savings,
     ShardRecord,
     Shards,
     Usage,
@@ -35,7 +36,11 @@ INDEX_VERBS: Final[Mapping[str, Verb]] = {
     "scan": Verb("read", walks=True),
     "namespaces": Verb("read", _CALLS, walks=True),
     "usage": Verb("read", _CALLS, walks=True),
-    **{verb: Verb("write", _CALLS) for verb in ("publish", "touch", "forget", "lease", "release")},
+    "savings": Verb("read", _CALLS, walks=True),
+    **{
+        verb: Verb("write", _CALLS)
+        for verb in ("publish", "touch", "credit", "forget", "lease", "release")
+    },
 }
 """The counters of an index's guard: ``index_calls`` and ``index_errors`` over all verbs except
 scans, ``index_records_found`` and ``index_records_missing`` over all lookups. A scan is guarded and
@@ -81,6 +86,10 @@ class GuardedIndex:
         """See ``ReadIndex``."""
         return self._guard.call("usage", self._inner.usage)
 
+    def savings(self) -> list[Savings]:
+        """See ``ReadIndex``."""
+        return self._guard.call("savings", self._inner.savings)
+
     def check(self) -> None:
         """See ``ReadIndex``. The read-only role looks up one record instead, because an index's
         check may write."""
@@ -103,6 +112,11 @@ class GuardedIndex:
         """See ``WriteIndex``."""
         if self._guard.may_write:
             self._guard.call("touch", self._inner.touch, namespace, prefix_hashes, ttl_s=ttl_s)
+
+    def credit(self, savings: Savings) -> None:
+        """See ``WriteIndex``."""
+        if self._guard.may_write:
+            self._guard.call("credit", self._inner.credit, savings)
 
     def forget(self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord) -> bool:
         """See ``WriteIndex``."""

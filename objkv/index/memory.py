@@ -1,12 +1,13 @@
 """An index in this process's memory, for ``memory:`` and for tests. No other process sees it."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from threading import Lock
 
-from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards, Usage
-from objkv.index.fields import shards_of
+from objkv.index.base import ChunkEntry, Record, Savings, ShardRecord, Shards, Usage
+from objkv.index.fields import read_savings, savings_fields, shards_of
 from objkv.index.shapes import is_shapes
 
 _PURGE_AT_LEAST = 1024
@@ -21,6 +22,7 @@ class MemoryIndex:
         self._lock = Lock()
         self._records: dict[tuple[str, bytes], tuple[Record, float]] = {}
         self._leases: dict[str, tuple[str, float]] = {}
+        self._savings: Counter[str] = Counter()
         self._purge_at = _PURGE_AT_LEAST
 
     def __repr__(self) -> str:
@@ -63,6 +65,11 @@ class MemoryIndex:
         now_s = int(self._clock())
         return [Usage(name, *total, now_s) for name, total in sorted(totals.items())]
 
+    def savings(self) -> list[Savings]:
+        """See ``ReadIndex``."""
+        with self._lock:
+            return read_savings(self._savings)
+
     def check(self) -> None:
         """Always succeeds."""
 
@@ -96,6 +103,11 @@ class MemoryIndex:
                 if old := self._live(key):
                     touched = replace(old, hits=old.hits + 1, touched_s=int(self._clock()))
                     self._keep(key, touched, ttl_s)
+
+    def credit(self, savings: Savings) -> None:
+        """See ``WriteIndex``."""
+        with self._lock:
+            self._savings.update(savings_fields(savings))
 
     def forget(self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord) -> bool:
         """See ``WriteIndex``."""

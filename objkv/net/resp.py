@@ -6,6 +6,7 @@ reply through its own buffers and objects. Anything unusual goes through the cli
 gets no connection here repeats its call there.
 """
 
+import math
 import os
 import select
 import socket
@@ -21,6 +22,7 @@ import redis
 from redis import exceptions
 
 from objkv.net.deadline import bound_waits, can_wait, check_end, deadline_socket, ends_s
+from objkv.net.transport import explained
 
 Arrived = Callable[[int], None]
 Pool = Any
@@ -153,8 +155,9 @@ class RespConnection:
             poll.register(self.sock, select.POLLIN | select.POLLOUT)
         except ValueError as exc:  # another thread closed it together with its client
             raise exceptions.ConnectionError(_CLOSED) from exc
-        timeout_s = self._timeout_s
-        ready = poll.poll(None if timeout_s is None else 1000 * timeout_s)
+        left_s = ends_s() - time.monotonic()
+        timeout_s = left_s if self._timeout_s is None else min(left_s, self._timeout_s)
+        ready = poll.poll(None if timeout_s == math.inf else max(0.0, 1000 * timeout_s))
         if not ready:
             raise exceptions.TimeoutError("timeout on the socket")
         return ready[0][1] & ~select.POLLOUT != 0
@@ -366,15 +369,46 @@ class DeadlinePool(redis.BlockingConnectionPool):
 class _Deadline:
     """A mix-in for connection classes."""
 
+    host: str
+    port: int
     socket_connect_timeout: float
+    credential_provider: Any
+    _sock: socket.socket | None
+    _login_at_s = 0.0
+
+    def connect(self) -> None:
+        """Connect unless connected. A login that grew too old is renewed by connecting again."""
+        if self._sock is not None and self.should_reconnect():
+            self.disconnect()  # type: ignore[attr-defined]  # of the class after it, like all below
+        super().connect()  # type: ignore[misc]
+
+    def should_reconnect(self) -> bool:
+        """Whether to connect again before the next command: the server announced maintenance, or
+        the credentials of this login may have expired."""
+        login_s: float = getattr(self.credential_provider, "login_s", math.inf)
+        is_old = time.monotonic() - self._login_at_s > login_s
+        return is_old or bool(getattr(super(), "should_reconnect", bool)())  # new in redis-py 5.3
+
+    def connect_check_health(self, *args: Any, **options: Any) -> None:
+        """Connect and log in. The error explains a server that answers only with, or
+        only without, TLS."""
+        try:
+            super().connect_check_health(*args, **options)  # type: ignore[misc]
+        except (exceptions.ConnectionError, exceptions.TimeoutError) as exc:
+            tls = isinstance(self, redis.SSLConnection)
+            found = explained(exc, self.host, self.port, tls=tls)
+            if found is exc:
+                raise
+            raise found from exc
 
     def _connect(self) -> socket.socket:
         usual_s, left_s = self.socket_connect_timeout, ends_s() - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("the deadline passed")
+        self._login_at_s = time.monotonic()
         self.socket_connect_timeout = min(usual_s, left_s)
         try:
-            made: socket.socket = super()._connect()  # type: ignore[misc]  # of the class after it
+            made: socket.socket = super()._connect()  # type: ignore[misc]
             return deadline_socket(made)
         finally:
             self.socket_connect_timeout = usual_s

@@ -6,7 +6,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -16,7 +16,7 @@ from objkv.cache.chunks import shard_record
 from objkv.codec.payload import Header, header_bytes_needed, read_header
 from objkv.codec.seal import Seal
 from objkv.config import Config
-from objkv.errors import ConfigError, PayloadError
+from objkv.errors import PayloadError
 from objkv.index.base import ChunkEntry, PruneIndex, ReadIndex, Record, ShardRecord, WriteIndex
 from objkv.index.shapes import SHAPES_HASH
 from objkv.keys.chunk import ChunkKey
@@ -49,6 +49,7 @@ _HEADER_GUESS = 16 << 10
 _LENGTH_BYTES = 8
 _DOCUMENT_BYTES_MAX = 4 << 20
 """Longest identity document."""
+_NO_TOTALS: Final[Mapping[str, int]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,8 @@ class NamespacePart:
 
     namespace: str
     fan: str
+    payloads: float = 0.0
+    """The expected number of its payloads; 0 if unknown."""
 
     @property
     def name(self) -> str:
@@ -164,14 +167,22 @@ def stored_namespaces(bulk: ReadStore) -> list[str]:
     return [name for name in bulk.folders("") if _NAMESPACE.fullmatch(name)]
 
 
-def stored_parts(bulk: ReadStore, namespaces: Sequence[str]) -> list[NamespacePart]:
-    """Return the parts of ``namespaces`` that exist in the bulk store."""
-    return [
-        NamespacePart(name, fan)
-        for name in namespaces
-        for fan in bulk.folders(name)
-        if _FAN.fullmatch(fan)
-    ]
+def stored_parts(
+    bulk: ReadStore, namespaces: Sequence[str], totals: Mapping[str, int] = _NO_TOTALS
+) -> list[NamespacePart]:
+    """Return the parts of ``namespaces`` that exist in the bulk store. ``totals``: the expected
+    number of payloads per namespace."""
+    found = []
+    for name in namespaces:
+        fans = [fan for fan in bulk.folders(name) if _FAN.fullmatch(fan)]
+        found += [NamespacePart(name, fan, totals.get(name, 0) / len(fans)) for fan in fans]
+    return found
+
+
+def expected_payloads(index: ReadIndex, *, is_own_index: bool) -> dict[str, int]:
+    """Return the number of payloads per namespace by the index's totals, which may be wrong. A
+    store that is its own index has none."""
+    return {} if is_own_index else {one.namespace: one.payloads for one in index.usage()}
 
 
 def stored_entries(bulk: ReadStore, part: NamespacePart) -> Iterator[tuple[ChunkKey | None, Entry]]:
@@ -318,7 +329,6 @@ class Lease:
 
 
 DOCUMENT_BYTES_MAX: Final = 4 << 20
-_BEGINNING = re.compile(rf"[0-9a-f]{{1,{NAMESPACE_HEX}}}")
 
 
 def read_identity(bulk: ReadStore, namespace: str) -> Identity | None:
@@ -384,33 +394,3 @@ def _is_well_typed(identity: Identity) -> bool:
     are_known = all(group.kind in get_args(GroupKind) for group in groups)
     # ``type`` and not ``isinstance``: True is an int in Python.
     return {*map(type, texts)} <= {str} and {*map(type, numbers)} <= {int} and are_known
-
-
-def is_beginning(text: str) -> bool:
-    """Whether ``text`` may be the first hex digits of a namespace."""
-    return _BEGINNING.fullmatch(text) is not None
-
-
-def pick_namespace(known: Sequence[str], beginning: str | None) -> str:
-    """Return the one namespace that starts with ``beginning``; for None, the only namespace.
-
-    A complete name is returned unchecked, because an index may have forgotten it. Raises
-    ``ConfigError`` with the choices.
-    """
-    if beginning is not None and _BEGINNING.fullmatch(beginning) is None:
-        raise ConfigError(f"{beginning!r} is not a namespace; give 32 hex digits or the first few")
-    if beginning is not None and len(beginning) == NAMESPACE_HEX:
-        return beginning
-    found = [name for name in known if name.startswith(beginning or "")]
-    if len(found) == 1:
-        return found[0]
-    if not known:
-        raise ConfigError(
-            "the index has no namespaces; either no replica has saved yet, or index_url is wrong"
-        )
-    if beginning is None:
-        choices = ", ".join(sorted(known))
-        raise ConfigError(f"{len(known)} namespaces; choose one with --namespace: {choices}")
-    what = f"{len(found)} namespaces start" if found else "no namespace starts"
-    what += f" with {beginning}"
-    raise ConfigError(f"{what}; choose one of: {', '.join(sorted(found or known))}")

@@ -92,6 +92,16 @@ def span(seconds: float) -> str:
     return "0 s"
 
 
+def duration(seconds: float | None) -> str:
+    """``2.4 h``: GPU time, also below 0."""
+    if seconds is None:
+        return DASH
+    for length, unit in ((3_600, "h"), (60, "min")):
+        if abs(seconds) >= length:
+            return f"{seconds / length:,.1f} {unit}"
+    return f"{seconds:,.1f} s"
+
+
 def ago(moment_s: int | None, now_s: int) -> str:
     """``3 d ago``."""
     return DASH if moment_s is None else f"{span(now_s - moment_s)} ago"

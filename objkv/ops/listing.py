@@ -13,12 +13,17 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from objkv.cache.quota import read_tenant
-from objkv.errors import PayloadError, StoreError, UnclearName
+from objkv.errors import ConfigError, PayloadError, StoreError, UnclearName
 from objkv.index.base import ReadIndex, Record, Usage
 from objkv.index.shapes import is_shapes
 from objkv.keys.chunk import ChunkKey
-from objkv.keys.identity import NAMESPACE_HEX, identity_path
-from objkv.ops.backends_view import DOCUMENT_BYTES_MAX, read_identity, stored_namespaces
+from objkv.keys.identity import NAMESPACE_HEX, Identity, identity_path
+from objkv.ops.backends_view import (
+    DOCUMENT_BYTES_MAX,
+    read_identity,
+    read_namespace,
+    stored_namespaces,
+)
 from objkv.ops.formats import DASH, printable, size, span
 from objkv.stores.base import ReadStore
 
@@ -399,10 +404,14 @@ def _extend(parent: PrefixSummary | None, record: Record) -> PrefixSummary:
     )
 
 
-_WHOLE: Final = re.compile(rf"[0-9a-f]{{{NAMESPACE_HEX}}}")
 _HEX: Final = re.compile(rf"[0-9a-f]{{1,{NAMESPACE_HEX}}}")
+_CERTAIN: Final = 6
+"""Hex digits that are taken for the start of a hash before any model is compared with them."""
 _SHOWN: Final = 20
 """Namespaces that an error lists."""
+_NOTHING: Final = (
+    "the bulk store has no namespaces; either no replica has saved yet, or bulk_url is wrong"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,27 +447,44 @@ def named_namespaces(bulk: ReadStore) -> list[NamedNamespace]:
     return [_named_namespace(bulk, name) for name in stored_namespaces(bulk)]
 
 
-def find_namespace(bulk: ReadStore, index: ReadIndex, wanted: str | None) -> str:
-    """Return the one namespace called ``wanted``; for None, the only namespace.
+def find_identity(bulk: ReadStore, index: ReadIndex, wanted: str | None) -> Identity:
+    """Return the identity of the namespace called ``wanted``; for None, of the only one with KV.
+
+    Raises ``ConfigError``, ``PayloadError`` and ``StoreError``.
+    """
+    name = find_namespace(bulk, index, wanted)
+    identity = read_identity(bulk, name)
+    if identity is None:
+        raise ConfigError(
+            f"the bulk store has no {name}/identity.json; either no replica has saved there, or "
+            "bulk_url and index_url do not belong together"
+        )
+    return identity
+
+
+def find_namespace(
+    bulk: ReadStore, index: ReadIndex, wanted: str | None, *, must_exist: bool = False
+) -> str:
+    """Return the one namespace called ``wanted``; for None, the only one with KV chunks.
 
     ``wanted`` is the name's hex digits, ``MODEL`` or ``TENANT/MODEL``, or any unambiguous beginning
-    of one. A complete name of 32 hex digits is returned unchecked, without a request. ``index``
-    only supplies sizes for the choices in an error. Raises ``UnclearName`` with the choices and
-    ``StoreError``.
+    of one. A complete name of 32 hex digits is returned without a request, unless it
+    ``must_exist``. Hex digits also find a namespace that is only in the index. Raises
+    ``UnclearName`` with the choices and ``StoreError``.
     """
-    if wanted is not None and _WHOLE.fullmatch(wanted):
-        return wanted
-    names = stored_namespaces(bulk)
-    if not names:
-        raise UnclearName(
-            "the bulk store has no namespaces; either no replica has saved yet, or bulk_url is "
-            "wrong"
-        )
     if wanted is None:
-        if len(names) == 1:
-            return names[0]
-        raise _choose(f"{len(names)} namespaces; choose one with --namespace", bulk, index, names)
-    if wanted and len(wanted) >= 6 and _HEX.fullmatch(wanted):
+        return _only_namespace(bulk, index)
+    is_hex = _HEX.fullmatch(wanted) is not None
+    if is_hex and len(wanted) == NAMESPACE_HEX and not must_exist:
+        return wanted
+    if not wanted:
+        raise UnclearName("the name of the namespace is empty")
+    names = stored_namespaces(bulk)
+    if is_hex:
+        names = sorted({*names, *index.namespaces()})
+    if not names:
+        raise UnclearName(_NOTHING)
+    if is_hex and len(wanted) >= _CERTAIN:
         # Most names are given this way, and listing is cheaper than reading every document.
         found = [name for name in names if name.startswith(wanted)]
         if len(found) == 1:
@@ -473,9 +499,26 @@ def find_namespace(bulk: ReadStore, index: ReadIndex, wanted: str | None) -> str
         if len(matching) == 1:
             return matching[0]
         if matching:
-            what = f"{len(matching)} namespaces match {wanted}; choose one with --namespace"
+            what = f"{len(matching)} namespaces match {wanted}; choose one"
             raise _choose(what, bulk, index, matching)
     raise _choose(f"no namespace matches {wanted}; choose one of", bulk, index, names)
+
+
+def _only_namespace(bulk: ReadStore, index: ReadIndex) -> str:
+    names = index.namespaces() or stored_namespaces(bulk)
+    if len(names) > 1:
+        names = [name for name in names if _may_hold_chunks(bulk, name)]
+    if not names:
+        raise UnclearName(_NOTHING)
+    if len(names) == 1:
+        return names[0]
+    raise _choose(f"{len(names)} namespaces; choose one", bulk, index, names)
+
+
+def _may_hold_chunks(bulk: ReadStore, name: str) -> bool:
+    """Return False for encoder outputs and hand-offs, which no prompt can match."""
+    namespace = read_namespace(bulk, name)
+    return namespace.has_shapes or not namespace.is_known
 
 
 def _choose(what: str, bulk: ReadStore, index: ReadIndex, names: Sequence[str]) -> UnclearName:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from objkv.cache.pins import UNTIL_S_MAX, Pin, pin_path, read_pin, scan_pins
 from objkv.cache.pins import read_pins as read_pins
-from objkv.errors import ConfigError, PayloadError
+from objkv.errors import ConfigError, NotStored, PayloadError
 from objkv.index.base import PruneIndex, ReadIndex, Record
 from objkv.stores.base import PruneStore, ReadStore
 
@@ -34,6 +34,8 @@ class Pinned:
     """Bytes of the payloads in the index."""
     missing: int
     """Chunks without a record. Readers cannot find the chunks after the first of them."""
+    by: str | None = None
+    """Who pinned it, by their own statement; null if an older version did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class PinList:
 def chain_of(index: ReadIndex, namespace: str, leaf: bytes) -> list[Record]:
     """Return the records from the first chunk of a prompt to ``leaf``, with one lookup for each.
 
-    Raises ``ConfigError`` if one of them is missing.
+    Raises ``NotStored`` if one of them is missing.
     """
     chain: list[Record] = []
     wanted, end = leaf, None
@@ -56,10 +58,7 @@ def chain_of(index: ReadIndex, namespace: str, leaf: bytes) -> list[Record]:
         [record] = index.lookup(namespace, [wanted])
         if record is None or not record.shards or end not in (None, record.token_end):
             what = f"the chunk before token {chain[-1].token_start:,}" if chain else leaf.hex()
-            raise ConfigError(
-                f"{namespace}: {what} is not stored; objkv ls {namespace[:8]} lists the leaves "
-                "that can be pinned"
-            )
+            raise NotStored(f"{namespace}: {what} is not stored")
         chain.append(record)
         if record.token_start == 0:
             return chain[::-1]
@@ -77,7 +76,9 @@ class Pinner:
     ttl_s: int
     clock: Callable[[], float] = time.time
 
-    def pin(self, namespace: str, chain: Sequence[Record], *, until_s: int) -> Pinned:
+    def pin(
+        self, namespace: str, chain: Sequence[Record], *, until_s: int, by: str | None = None
+    ) -> Pinned:
         """Pin the prefix of these records, first chunk first, until ``until_s``.
 
         This replaces an earlier pin of the prefix, even a longer one. Chunks shared with other
@@ -88,11 +89,11 @@ class Pinner:
         if not now_s < until_s < UNTIL_S_MAX:
             raise ConfigError("a pin must end in the future and within 30,000 years")
         chunks = tuple(record.prefix_hash for record in chain)
-        pin = Pin(namespace, chunks, chain[-1].token_end, until_s, int(now_s))
+        pin = Pin(namespace, chunks, chain[-1].token_end, until_s, int(now_s), by)
         self.bulk.put(pin.path(), pin.document())
         missing = self._update(pin, "")
         nbytes = sum(record.nbytes for record in chain)
-        return Pinned(namespace, pin.leaf, pin.tokens, len(chunks), until_s, nbytes, missing)
+        return Pinned(namespace, pin.leaf, pin.tokens, len(chunks), until_s, nbytes, missing, by)
 
     def unpin(self, namespace: str, leaf: bytes) -> Pinned | None:
         """Remove the pin of the prefix that ends with ``leaf``; return None if there is none.
@@ -111,7 +112,7 @@ class Pinner:
         self._update(pin, without=path)
         self.bulk.delete(path)
         missing = self._update(pin, "")  # a concurrent update may have included this document
-        return Pinned(namespace, leaf, pin.tokens, len(pin.chunks), pin.until_s, 0, missing)
+        return Pinned(namespace, leaf, pin.tokens, len(pin.chunks), pin.until_s, 0, missing, pin.by)
 
     def _update(self, pin: Pin, without: str) -> int:
         """Set the end of each chunk's pin in the index, by all documents except ``without``.
@@ -187,5 +188,5 @@ def _described(index: ReadIndex, pin: Pin) -> Pinned:
     nbytes = sum(record.nbytes for record in records if record is not None)
     return Pinned(
         pin.namespace, pin.leaf, pin.tokens, len(pin.chunks), pin.until_s, nbytes,
-        records.count(None),
+        records.count(None), pin.by,
     )  # fmt: skip

@@ -54,7 +54,8 @@ class Rebuild:
         ``unreadable`` and ``foreign`` (claiming another key)."""
         for part in parts:
             seal = self._view.seal_of(namespaces[part.namespace])
-            yield Unit(f"records {part.name}", self._part_work(part, seal))
+            work = self._part_work(part, seal)
+            yield Unit(f"records {part.name}", work, items=part.payloads)
 
     def lost(
         self, parts: list[NamespacePart], namespaces: Mapping[str, StoredNamespace]
@@ -64,7 +65,8 @@ class Rebuild:
         headers of payloads with a record."""
         for part in parts if self._apply else ():
             seal = self._view.seal_of(namespaces[part.namespace])
-            yield Unit(f"lost {part.name}", self._lost_work(part, seal), again=True)
+            work = self._lost_work(part, seal)
+            yield Unit(f"lost {part.name}", work, again=True, items=part.payloads)
 
     def namespaces(self, namespaces: Mapping[str, StoredNamespace]) -> Iterator[Unit]:
         """Restore pins, the shards in use, and totals. Counts ``pins`` and ``shapes``."""

@@ -11,14 +11,14 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Lock
 from time import monotonic
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from objkv.config import make_private
 
@@ -110,8 +110,11 @@ class Checkpoint:
     def __init__(self, file: Path | None, *, clock: Callable[[], float] = time.time) -> None:
         """``file``: created if missing; None keeps nothing."""
         self._clock = clock
-        self._begun_s = self._written_s = clock()
+        self.begun_s = self._written_s = clock()
+        """When the first of the runs began."""
         self.done: set[str] = set()
+        self.items = 0
+        """The number of items, such as payloads, in the units that are done."""
         self.counters = Counters()
         self.resumed = False
         """Whether an earlier run is resumed."""
@@ -124,10 +127,11 @@ class Checkpoint:
         """Whether a later run can resume this one."""
         return self._fd >= 0
 
-    def finish(self, unit: str, found: Counters) -> None:
-        """Record that ``unit`` is done, with its counts and findings."""
+    def finish(self, unit: str, found: Counters, items: int = 0) -> None:
+        """Record that ``unit`` is done, with its counts, findings and number of items."""
         self.done.add(unit)
         self.counters.add(found)
+        self.items += items
         if self._clock() - self._written_s >= _WRITE_EVERY_S:
             self._write()
 
@@ -151,10 +155,12 @@ class Checkpoint:
             begun_s, done = float(kept["begun_s"]), {str(unit) for unit in kept["done"]}
             counters = Counters.parse(kept["tally"])
             known = kept["format"] == _FORMAT
+            items = int(kept.get("items", 0))
         except (AttributeError, KeyError, TypeError, ValueError):
             return  # empty, truncated, or from another version
         if known and 0 <= self._clock() - begun_s < AGE_MAX_S:
-            self._begun_s, self.done, self.counters = begun_s, done, counters
+            self.begun_s, self.done, self.counters = begun_s, done, counters
+            self.items = items
             self.resumed = bool(done)
 
     def _write(self) -> None:
@@ -163,8 +169,9 @@ class Checkpoint:
         self._written_s = self._clock()
         kept = {
             "format": _FORMAT,
-            "begun_s": self._begun_s,
+            "begun_s": self.begun_s,
             "done": sorted(self.done),
+            "items": self.items,
             "tally": self.counters.plain(),
         }
         # A file truncated by a crash is unreadable and is ignored.
@@ -197,15 +204,27 @@ def _locked(file: Path) -> int:
 
 
 Ending = Literal["complete", "interrupted", "deadline", "limit"]
-Check = Callable[[], None]
-OnProgress = Callable[[int, int], None]
-"""Called with the number of finished units and of all units."""
+OnProgress = Callable[[int, int | None], None]
+"""Called with the number of items that were begun, and an estimate of all of them: None while there
+is none. Items that an earlier run finished count in neither."""
 _AHEAD = 2
 """Running and queued units per thread."""
+_PROGRESS_S = 0.5
+"""Time between two reports of progress."""
 
 
 class Halted(Exception):
     """Raised in a unit when the run must end."""
+
+
+class UnitCheck(Protocol):
+    """Units call this regularly."""
+
+    def __call__(self, items: int = 1) -> None:
+        """Raise ``Halted`` if the run must end. ``items``: those that the unit begins now."""
+
+
+Check = UnitCheck
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +236,51 @@ class Unit:
     """Fills the counters, calls the check regularly, and does not catch its exceptions."""
     again: bool = False
     """Repeat the unit, and its counts, in a run that resumes another."""
+    items: float = 0.0
+    """The expected number of its items, such as payloads; 0 if unknown."""
+
+
+@dataclass(slots=True)
+class _Task:
+    """A unit that runs or waits for a thread."""
+
+    unit: Unit
+    items: int = 0
+    """Items begun. Only the unit's thread writes it."""
+
+
+class Forecast:
+    """Estimates the number of items of a batch from the units that have ended. For one thread."""
+
+    def __init__(self, units: Sequence[Unit], *, workers: int) -> None:
+        self._is_expected = all(unit.items for unit in units)
+        self._left = sum(map(self._weight, units))
+        self._ended = 0
+        self._ended_weight = 0.0
+        self._items = 0
+        # The first units to end are small ones: fewer than this say little about the others.
+        self._enough = min(workers, max(1, len(units) // 4))
+
+    def end(self, unit: Unit, items: int) -> None:
+        """Add a unit that has ended, with the number of its items."""
+        self._left -= self._weight(unit)
+        self._ended_weight += self._weight(unit)
+        self._ended += 1
+        self._items += max(1, items)
+
+    def progress(self, running: int) -> tuple[int, int | None]:
+        """Return the items begun and the estimate of all, given those of running units."""
+        begun = self._items + running
+        if self._ended >= self._enough:
+            scale = self._items / self._ended_weight
+        elif self._is_expected:
+            scale = 1.0
+        else:
+            return begun, None
+        return begun, self._items + max(running, round(self._left * scale))
+
+    def _weight(self, unit: Unit) -> float:
+        return unit.items if self._is_expected else 1.0
 
 
 class WorkPool:
@@ -253,20 +317,18 @@ class WorkPool:
         if self.ending != "complete":
             return
         pool = ThreadPoolExecutor(self._workers, thread_name_prefix="objkv-ops")
-        running: dict[Future[Counters | None], Unit] = {}
+        running: dict[Future[Counters | None], _Task] = {}
+        forecast = Forecast(left, workers=self._workers)
         try:
-            begun = self._begin(pool, left, running)
-            self._wait_for(
-                begun, running, lambda n: on_progress(len(every) - len(left) + n, len(every))
-            )
+            self._wait_for(self._begin(pool, left, running), running, forecast, on_progress)
         except KeyboardInterrupt:
             self.halt("interrupted")
         finally:
             self._stop.set()
             pool.shutdown(wait=True, cancel_futures=True)
-            for future, unit in running.items():  # units that ended during an interrupt
+            for future, task in running.items():  # units that ended during an interrupt
                 if not future.cancelled() and future.exception() is None:
-                    self._take(unit, future.result())
+                    self._take(task, future.result())
             if self.ending == "complete":
                 self._stop.clear()
 
@@ -288,44 +350,51 @@ class WorkPool:
         self,
         pool: ThreadPoolExecutor,
         left: list[Unit],
-        running: dict[Future[Counters | None], Unit],
+        running: dict[Future[Counters | None], _Task],
     ) -> Iterator[None]:
         """Submit as many units as fit at each step; end when all are submitted."""
         for unit in left:
             while len(running) >= _AHEAD * self._workers:
                 yield
-            running[pool.submit(self._work, unit)] = unit
+            task = _Task(unit)
+            running[pool.submit(self._work, task)] = task
 
     def _wait_for(
         self,
         begun: Iterator[None],
-        running: dict[Future[Counters | None], Unit],
-        on_progress: Callable[[int], None],
+        running: dict[Future[Counters | None], _Task],
+        forecast: Forecast,
+        on_progress: OnProgress,
     ) -> None:
-        done = 0
-        on_progress(done)
+        on_progress(*forecast.progress(0))
         while next(begun, None) or running:
-            ended, _ = wait(running, return_when=FIRST_COMPLETED)
+            ended, _ = wait(running, timeout=_PROGRESS_S, return_when=FIRST_COMPLETED)
             for future in ended:
-                done += self._take(running[future], future.result())
+                task = running[future]
+                self._take(task, future.result())
                 del running[future]
-            on_progress(done)
+                forecast.end(task.unit, task.items)
+            on_progress(*forecast.progress(sum(task.items for task in running.values())))
 
-    def _take(self, unit: Unit, found: Counters | None) -> bool:
+    def _take(self, task: _Task, found: Counters | None) -> None:
         if found is None:
-            return False
-        if unit.again:
+            return
+        if task.unit.again:
             with self._lock:
                 self.partial.add(found)
         else:
-            self._checkpoint.finish(unit.name, found)
-        return True
+            self._checkpoint.finish(task.unit.name, found, max(1, task.items))
 
-    def _work(self, unit: Unit) -> Counters | None:
+    def _work(self, task: _Task) -> Counters | None:
         found = Counters()
+
+        def check(items: int = 1) -> None:
+            self.check()
+            task.items += items
+
         try:
             self.check()
-            unit.work(found, self.check)
+            task.unit.work(found, check)
         except BaseException as exc:
             with self._lock:
                 self.partial.add(found)

@@ -1,7 +1,7 @@
 """Inspects the payloads of one chunk: their headers, and whether every byte is correct."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
@@ -15,7 +15,7 @@ from objkv.codec.payload import (
 )
 from objkv.codec.seal import Seal
 from objkv.codec.values import ENCRYPTED
-from objkv.errors import PayloadError
+from objkv.errors import ConfigError, PayloadError
 from objkv.index.base import ReadIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
@@ -24,6 +24,7 @@ from objkv.stores.base import ReadStore
 BEGINNING_CHARS_MIN = 4
 _BEGINNING = re.compile(rf"[0-9a-f]{{{BEGINNING_CHARS_MIN},40}}")
 _MATCHES_MAX = 1_000
+_CHOICES = 5
 
 Verdict = Literal["ok", "corrupt", "missing"]
 
@@ -98,6 +99,17 @@ def find_payloads(
                 continue
             found.setdefault((key.namespace, key.prefix_hash), []).append(key)
     return found
+
+
+def choose_chunk(found: Collection[tuple[str, bytes]], beginning: str) -> tuple[str, bytes] | None:
+    """Return the one chunk of ``found``, by namespace and prefix hash; None if there is none.
+
+    Raises ``ConfigError`` with the choices if several start with ``beginning``.
+    """
+    if len(found) > 1:
+        choices = ", ".join(digest.hex() for _, digest in sorted(found)[:_CHOICES])
+        raise ConfigError(f"{len(found)} chunks start with {beginning}; give one of {choices}")
+    return next(iter(found), None)
 
 
 def promised_payloads(index: ReadIndex, namespace: str, prefix_hash: bytes) -> list[ChunkKey]:

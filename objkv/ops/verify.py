@@ -75,7 +75,7 @@ def unindexed(view: BackendsView, parts: Sequence[NamespacePart]) -> Iterator[Un
     def work(counters: Counters, check: Check) -> None:
         for part in parts:
             for batch in stored_payloads(view, part):
-                check()
+                check(len(batch))
                 for stored in batch:
                     counters.count("listed")
                     if stored.shard is None:
@@ -116,6 +116,19 @@ class _Share:
     seen: int = 0
     wrong: int = 0
 
+    @property
+    def is_most(self) -> bool:
+        """Whether so many are bad that the cause is elsewhere."""
+        return self.wrong >= MOST_AT_LEAST and 2 * self.wrong > self.seen
+
+    def refusal(self, why: str) -> str:
+        """Return the reason why nothing is quarantined. ``why`` describes the bad ones."""
+        return (
+            f"{self.wrong} of {self.seen} payloads are bad, {why}: nothing was quarantined; check "
+            "the keys and settings, and that bulk_url and index_url belong together; objkv verify "
+            "without --apply lists the payloads, --force quarantines them"
+        )
+
 
 class Verify:
     """Makes the units of work of ``objkv verify``. They count the verdicts ``ok``, ``unindexed``
@@ -143,33 +156,38 @@ class Verify:
         self._force = force
         self._lock = Lock()
         self._payloads, self._records = _Share(), _Share()
+        self.refusal: str | None = None
+        """Why bad payloads must not be quarantined without ``force``; None if they may be."""
 
     def parts(self, parts: Sequence[NamespacePart]) -> Iterator[Unit]:
         """Check every indexed payload; every payload if the folder is its own index."""
         for part in parts:
-            yield Unit(f"payloads {part.name}", self._part_work(part))
+            yield Unit(f"payloads {part.name}", self._part_work(part), items=part.payloads)
 
-    def missing(self, names: Sequence[str]) -> Iterator[Unit]:
-        """Find the records of these namespaces whose payloads are gone."""
+    def missing(self, names: Sequence[str], totals: Mapping[str, int]) -> Iterator[Unit]:
+        """Find the records of these namespaces whose payloads are gone. ``totals``: the expected
+        number of payloads per namespace."""
         for name in names:
-            yield Unit(f"records {name}", self._missing_work(name))
+            items = totals.get(name, 0)
+            yield Unit(f"records {name}", self._missing_work(name), items=items)
 
     def sample(self, keys: Sequence[ChunkKey]) -> Iterator[Unit]:
         """Check the payloads of these keys."""
         for key in keys:
-            yield Unit(f"payload {key.path()}", self._one_work(key))
+            yield Unit(f"payload {key.path()}", self._one_work(key), items=1)
 
     def settle(self, found: Counters) -> Iterator[Unit]:
         """Quarantine or repair the findings of the units above, also of earlier runs. Only findings
         kept by the counters are handled; a later run finds the others again.
 
-        Raises ``ConfigError`` before anything is changed if the sealing keys seem to be wrong.
+        Raises ``ConfigError`` before anything is changed, see ``refuse_doubtful``.
         """
         if not self._force:
-            self._refuse_wrong_keys(found)
+            self.refuse_doubtful(found)
         for start in range(0, len(found.findings), _FINDINGS_AT_ONCE):
             some = found.findings[start : start + _FINDINGS_AT_ONCE]
-            yield Unit(f"settle {start}", self._settle_work(some), again=True)
+            work = self._settle_work(some)
+            yield Unit(f"settle {start}", work, again=True, items=len(some))
 
     def _settle_work(self, findings: Sequence[Finding]) -> Callable[[Counters, Check], None]:
         def work(counters: Counters, check: Check) -> None:
@@ -181,7 +199,15 @@ class Verify:
 
         return work
 
-    def _refuse_wrong_keys(self, found: Counters) -> None:
+    def refuse_doubtful(self, found: Counters) -> None:
+        """Raise ``ConfigError`` if most payloads are bad, or missing, or those of a namespace are
+        sealed with other keys. ``found`` includes earlier runs, which each saw only a part."""
+        counts = found.counts
+        bad, gone = counts["corrupt"] + counts["foreign"], counts["missing"]
+        seen = bad + sum(counts[kind] for kind in ("ok", "mismatch", "hot"))
+        for share in (_Share(seen, bad), _Share(seen + gone, gone)):
+            if share.is_most:
+                raise ConfigError(share.refusal("found by several runs"))
         for name in self._namespaces:
             seen, other = found.counts[f"seen {name}"], found.counts[f"other keys {name}"]
             if 2 * other > seen:
@@ -216,8 +242,8 @@ class Verify:
             records = (one for one in self._view.index.scan(name) if not is_shapes(one))
             with ThreadPoolExecutor(self._workers, thread_name_prefix="objkv-heads") as pool:
                 while batch := list(islice(records, _RECORDS_AT_ONCE)):
-                    check()
                     keys = [key for record in batch for key in record_keys(name, record)]
+                    check(len(keys))
                     found = looks(bulk, pool, keys, at_once=self._workers)
                     gone = [key for key, one in zip(keys, found, strict=True) if one is None]
                     self._judge_all(self._records, len(keys), len(gone), "they are missing")
@@ -247,14 +273,11 @@ class Verify:
         with self._lock:
             share.seen += seen
             share.wrong += wrong
-            is_most = wrong > 0 and share.wrong >= MOST_AT_LEAST and 2 * share.wrong > share.seen
-        if is_most and self._quarantine and not self._force:
-            raise ConfigError(
-                f"{share.wrong} of {share.seen} payloads are bad, the last one with {why!r}: "
-                "nothing was quarantined; check the keys and settings, and that bulk_url and "
-                "index_url belong together; objkv verify without --quarantine lists the payloads, "
-                "--force quarantines them"
-            )
+            is_most = wrong > 0 and share.is_most
+        if is_most and not self._force:
+            self.refusal = share.refusal(f"the last one with {why!r}")
+            if self._quarantine:
+                raise ConfigError(self.refusal)
 
     def _set_right(self, key: ChunkKey, verdict: str) -> str | None:
         """Repair or quarantine a payload; return the counter to increment, or None."""

@@ -62,6 +62,18 @@ class Unfinished:
     """Seconds since the epoch, by the store's clock."""
 
 
+@dataclass(frozen=True, slots=True)
+class LifecycleRules:
+    """The rules of a bucket for objkv's payloads by their age, in days; None without a rule."""
+
+    expire_days: int | None
+    """Deletes them, at the earliest by the rule that does so first. 0 for a rule with a date."""
+    abort_days: int | None
+    """Aborts unfinished uploads."""
+    archive_days: int | None
+    """Moves them to a storage class from which they cannot be read at once."""
+
+
 class ReadStore(Protocol):
     """A store that can be read."""
 

@@ -17,6 +17,7 @@ from redis import exceptions
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.net.resp import CLIENT_ERRORS, RespConnection, RespConnections, packed
+from objkv.net.transport import WrongTransport
 from objkv.stores.base import (
     Arrived,
     Buffer,
@@ -323,6 +324,8 @@ def _translated(verb: str, key: str) -> Iterator[None]:
 
 def _translation(reason: str, exc: Exception) -> StoreError:
     words = str(exc)
+    if isinstance(exc, WrongTransport):
+        return StoreDenied(reason)
     if isinstance(exc, _DENIED) or words.startswith(_DENIED_WORDS):
         return StoreDenied(
             f"{reason}: check the Redis user, its password and its ACL (see `objkv access`)"

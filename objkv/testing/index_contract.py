@@ -14,7 +14,7 @@ from threading import Barrier
 
 import pytest
 
-from objkv.index.base import ChunkEntry, PruneIndex, Record, ShardRecord, Usage
+from objkv.index.base import ChunkEntry, PruneIndex, Record, Savings, ShardRecord, Usage
 from objkv.index.shapes import SHAPES_HASH
 from objkv.testing.clock import ManualClock
 
@@ -486,6 +486,23 @@ class IndexContract:
         index.pin(NAMESPACE, prefix_hash(1), until_s=2**33, ttl_s=LONG_S)
         index.lease("x", "me", ttl_ms=1000)
         assert usage(index) == {NAMESPACE: (5, 1)}
+
+    # savings: what loads saved
+
+    def test_savings_are_added_up_by_namespace_and_month(self, index: PruneIndex) -> None:
+        assert index.savings() == []
+        first = Savings(NAMESPACE, "2026-10", 1, 512, 512, 90_000, 7_000)
+        index.credit(first)
+        index.credit(Savings(NAMESPACE, "2026-11", 1, 64))
+        index.credit(replace(first, loads=2, compute_gpu_us=10_000))
+        index.credit(Savings(OTHER, "2026-11", loads=1))
+        assert index.savings() == [
+            Savings(NAMESPACE, "2026-10", 3, 1_024, 1_024, 100_000, 14_000),
+            Savings(NAMESPACE, "2026-11", 1, 64),
+            Savings(OTHER, "2026-11", 1),
+        ]
+        assert index.usage() == []
+        assert index.namespaces() == []
 
     def test_concurrent_publishes_are_all_added_up(self, index: PruneIndex) -> None:
         entries = [chunk(number) for number in range(1, 13)]

@@ -74,3 +74,22 @@ output "kms_key_arns" {
   description = "Keys that encrypt the bucket and the index; null for keys that AWS owns."
   value       = { bucket = local.bucket.kms_key_arn, index = module.index.kms_key_arn }
 }
+
+output "helm_values" {
+  description = "Values for the chart in examples/kubernetes, by tenant (\"\" if the place is shared), without passwords."
+  value = {
+    for tenant, place in module.roles.places : tenant => {
+      redisPrefix = place.redis_prefix
+      redisUsers  = length(local.with_password) > 0
+      settings    = local.everybody
+      roles = {
+        for key, grant in module.roles.grants : grant.role => {
+          settings = merge(
+            { OBJKV_BULK_URL = "s3://${local.bucket.bucket}/${place.prefix}" },
+            tenant == "" ? {} : { OBJKV_TENANT = tenant },
+          )
+        } if grant.tenant == tenant
+      }
+    }
+  }
+}

@@ -78,7 +78,8 @@ def ends(home: Path) -> Iterator[Backends]:
 def run(home: Path) -> Run:
     def run(*arguments: str, stdin: str = "") -> Ran:
         result = CliRunner().invoke(app, list(arguments), input=stdin)
-        if "--json" in arguments and result.stdout:
+        is_json = {"--json", "json"} & set(arguments) and "table" not in arguments
+        if is_json and result.stdout:
             command = next(word for word in arguments if word in DOCUMENTS)
             assert faults_of(command, json.loads(result.stdout)) == []
         assert "Traceback (most" not in result.stderr + result.stdout or "--debug" in arguments

@@ -11,6 +11,7 @@ from tokenizers.models import WordLevel
 
 from objkv.assembly.backends import Backends
 from objkv.errors import StoreUnavailable
+from objkv.index.base import Savings
 from objkv.ops.audit.audit import Audit
 from objkv.ops.audit.report import AuditReport, FindingKind
 from objkv.ops.audit.walk import AuditWalk
@@ -18,7 +19,7 @@ from objkv.stores.local import LocalStore
 from objkv.testing.damage import DamagedStore, Defects
 from tests.cli.conftest import Machine, Run, refused
 from tests.support.audit import save_with_tokens
-from tests.support.samples import IDENTITY, NAMESPACE, save_identity
+from tests.support.samples import IDENTITY, NAMESPACE, save, save_identity
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -136,18 +137,48 @@ def test_wrong_options_are_told_before_anything_is_walked(
     run: Run, machine: Machine, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.fill()
+    (home / "ls.json").write_text('{"command": "ls"}')
     monkeypatch.setattr(LocalStore, "scan", lambda *_: pytest.fail("walked"))
     for options, words in (
         (("--html", f"{home}/none/report.html"), "--html"),
         (("--html", str(home)), "--html"),
+        (("--since", f"{home}/none.json"), "--since"),
+        (("--since", f"{home}/ls.json"), "not the output of objkv audit --json"),
         (("--show-text",), "--tokenizer"),
         (("--tokenizer", f"{home}/none.json"), "tokenizer.json"),
-        (("--namespace", "ffff"), "no namespace starts with ffff"),
+        (("--namespace", "ffff"), "no namespace matches ffff"),
         (("--index-url", "memory:"), "memory:"),
     ):
         ran = run("audit", *options)
         assert ran.code == 2, options
         assert words in ran.err
+
+
+def test_answers_to_auditors_are_a_few_lines(run: Run, machine: Machine, home: Path) -> None:
+    leaf = machine.fill()[-1]
+    before = home / "before.json"
+    before.write_text(run("audit", "--json").out)
+    machine.index.touch(NAMESPACE, [bytes.fromhex(leaf)], ttl_s=3_600)
+    assert "saved: unknown, no replica has reported" in run("audit").out
+    machine.index.credit(Savings(NAMESPACE, "2026-11", 3, 4_096, 4_096, 7_400_000_000, 200_000_000))
+    run("pin", leaf, "--by", "ada")
+    save(machine.bulk, machine.index, [5] * 16)
+    ran = run(
+        "audit", "--since", str(before), "--price-gpu-hour", "2.5", "--html", f"{home}/p.html"
+    )
+    assert ran.code == 0
+    for line in (
+        "saved: 4,096 tokens loaded since 2026-11: 2.0 h of GPU time, $5.00 "
+        "(computing 2.1 h, loading 3.3 min)",
+        "provenance: of 7 headers read, 7 unsealed; no token ids; written by host-1",
+        ": +1 chunks, +",
+        "verdict fine then, fine now",
+    ):
+        assert line in ran.out, ran.out
+    [pinned] = [line for line in ran.out.splitlines() if line.startswith(leaf[:12])]
+    assert "  ada  " in pinned
+    page = (home / "p.html").read_text()
+    assert all(words in page for words in (">ada<", "$5.00", "Changes since", "host-1"))
 
 
 def test_one_namespace_is_audited_alone(run: Run, ends: Backends) -> None:

@@ -164,7 +164,7 @@ def test_an_unreachable_store_is_told_as_everywhere(
     ("options", "message"),
     [
         (("--plot", "ratios.pdf"), "must end in .png or .svg"),
-        (("--plot", "nowhere/ratios.png"), "the folder does not exist"),
+        (("--plot", "nowhere/ratios.png"), "give a file name in an existing directory"),
     ],
 )
 def test_wrong_usage_is_told_before_anything_is_measured(
@@ -182,7 +182,7 @@ def test_a_plot_without_matplotlib_says_how_to_install_it(
     monkeypatch.setattr(bench_output, "find_spec", lambda _: None)
     ran = run("bench", "lookup", "--plot", str(tmp_path / "x.png"))
     assert ran.code == 2
-    assert 'pip install "objkv[plot]"' in ran.err
+    assert "pip install 'objkv[plot]'" in ran.err
     assert "codecs" not in ran.err
 
 

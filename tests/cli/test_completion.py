@@ -1,6 +1,7 @@
 """Completion in real shells: the candidates are those of the command line, and no Python starts."""
 
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -33,6 +34,7 @@ def options_of(path: str) -> set[str]:
         for parameter in tree()[path].params
         if hasattr(parameter, "is_flag") and not parameter.hidden
         for option in parameter.opts
+        if option.startswith("--")
     }
     return found | {"--help"}
 
@@ -105,12 +107,8 @@ class Shell:
 
 
 def broken(word: str) -> Iterator[str]:
-    """The words that bash makes of one: it also splits at ``=``."""
-    if word.startswith("--") and "=" in word:
-        option, _, value = word.partition("=")
-        yield from (option, "=", value) if value else (option, "=")
-    else:
-        yield word
+    """The words that bash makes of one: it also splits at ``=`` and ``:``."""
+    yield from [part for part in re.split("([=:])", word) if part] or [""]
 
 
 def quoted(word: str) -> str:
@@ -139,7 +137,8 @@ def test_every_command_and_option_is_a_candidate(shell: Shell) -> None:
     found = shell.complete([[*path.split(), ""] for path in visible])
     assert [bare(one) for one in found] == list(visible.values())
     found = shell.complete([[*path.split(), "--"] for path in tree()])
-    assert dict(zip(tree(), found, strict=True)) == {path: options_of(path) for path in tree()}
+    long = {path: {one for one in options_of(path) if one.startswith("--")} for path in tree()}
+    assert dict(zip(tree(), found, strict=True)) == long
 
 
 def test_fixed_values_are_candidates_behind_a_space_and_an_equals_sign(shell: Shell) -> None:
@@ -176,9 +175,12 @@ def test_options_follow_arguments_and_free_text_has_no_candidates(shell: Shell) 
         ["objkv", "ls", "--limit="],
         ["objkv", "nothing", ""],
         ["objkv", "ls", ""],
+        ["objkv", "--config", "ls", "--bulk-url", "file:///x", "sweep", "--stra"],
+        ["objkv", "--index-url=redis://ls:1", "-o", "wide", "bench", "store", "--qu"],
     ]
     found = [one - {""} for one in shell.complete(lines)]
-    assert found == [{"--prefixes"}, {"--tenant"}, {"--quick"}, *[set()] * 4]
+    wanted = [{"--prefixes"}, {"--tenant"}, {"--quick"}, *[set()] * 4, {"--strangers"}, {"--quick"}]
+    assert found == wanted
 
 
 def test_a_tab_is_quick(shell: Shell) -> None:

@@ -43,6 +43,13 @@ def test_two_namespaces_are_compared_by_their_beginnings(run: Run, two: Machine)
     assert "tenants never share" in ran.out
 
 
+@pytest.mark.parametrize("command", [("ls",), ("diff", NAMESPACE)])
+def test_an_unclear_name_suggests_no_option_that_the_command_lacks(
+    run: Run, two: Machine, command: tuple[str, ...]
+) -> None:
+    refused(run(*command, IDENTITY.model), f"2 namespaces match {IDENTITY.model}; choose one\n")
+
+
 def test_a_replica_shares_with_itself(run: Run, two: Machine) -> None:
     ran = run("diff", NAMESPACE, NAMESPACE[:6])
     assert (ran.code, ran.err) == (0, "")
@@ -97,10 +104,10 @@ def test_a_namespace_that_is_not_there_is_2_with_those_that_are_close(
 @pytest.mark.parametrize(
     ("argument", "words"),
     [
-        ("xyz", "is not a namespace"),
-        ("0" * 31 + "G", "is not a namespace"),
-        ("/nowhere/identity.json", "No such file"),
-        ("nowhere.log", "No such file"),
+        ("xyz", "xyz is not a file, and no namespace matches xyz"),
+        ("0" * 31 + "G", "no namespace matches"),
+        ("/nowhere/identity.json", "/nowhere/identity.json is not a file"),
+        ("nowhere.log", "nowhere.log is not a file"),
     ],
 )
 def test_what_is_neither_is_2(run: Run, two: Machine, argument: str, words: str) -> None:

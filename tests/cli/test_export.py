@@ -98,7 +98,7 @@ def test_what_is_exported_comes_back_byte_for_byte(
 ) -> None:
     machine.fill()
     exported(run, out, "--namespace", NAMESPACE)
-    ran = run("import", str(out), "--json", *elsewhere)
+    ran = run("import", str(out), "--apply", "--json", *elsewhere)
     assert (ran.code, ran.document["added"], ran.document["new_namespaces"]) == (0, 6, 1)
     assert "is new in this cache" in ran.err
     there = LocalStore(tmp_path / "other")
@@ -110,7 +110,7 @@ def test_what_is_exported_comes_back_byte_for_byte(
     [shapes] = SqliteIndex(tmp_path / "other.sqlite").lookup(NAMESPACE, [SHAPES_HASH])
     assert shapes is not None
     assert len(shapes.shards) == 2
-    again = run("import", str(out), "--json", *elsewhere)
+    again = run("import", str(out), "--apply", "--json", *elsewhere)
     assert (again.code, again.document["present"], again.document["added"]) == (0, 6, 0)
 
 
@@ -120,7 +120,7 @@ def test_a_record_that_was_lost_comes_back_with_an_import(
     machine.fill()
     exported(run, out, "--namespace", NAMESPACE)
     machine.index.drop(NAMESPACE, prefix_hashes(NAMESPACE, TOKENS, CHUNK)[1])
-    document = run("import", str(out), "--json").document
+    document = run("import", str(out), "--apply", "--json").document
     assert (document["present"], document["indexed"]) == (4, 2)
     stdin = " ".join(map(str, TOKENS))
     assert run("match", "--json", stdin=stdin).document["usable_tokens"] == 3 * CHUNK
@@ -131,11 +131,11 @@ def test_payloads_can_be_compressed_on_their_way_in(
 ) -> None:
     machine.fill()
     exported(run, out, "--namespace", NAMESPACE)
-    assert run("import", str(out), "--codec", "zstd", *elsewhere).code == 0
+    assert run("import", str(out), "--apply", "--codec", "zstd", *elsewhere).code == 0
     files = list((tmp_path / "other").rglob("*.safetensors"))
     assert {read_header(file.read_bytes()).codec for file in files} == {"zstd"}
     assert run("verify", "--all", *elsewhere).code == 0
-    assert run("import", str(out), "--codec", "best", *elsewhere).code == 2
+    assert run("import", str(out), "--apply", "--codec", "best", *elsewhere).code == 2
 
 
 def test_a_prompt_exports_what_of_it_would_be_served(run: Run, machine: Machine, out: Path) -> None:
@@ -199,7 +199,7 @@ def test_what_was_changed_on_the_way_is_refused_and_the_rest_is_brought_in(
     changed[-1] ^= 1
     first.write_bytes(changed)
     second.unlink()
-    ran = run("import", str(out), "--json", *elsewhere)
+    ran = run("import", str(out), "--apply", "--json", *elsewhere)
     assert ran.code == 1
     told = {kind: ran.document[kind] for kind in ("added", "refused", "missing")}
     assert told == {"added": 4, "refused": 1, "missing": 1}
@@ -219,7 +219,7 @@ def test_a_payload_under_another_name_is_refused(
     old, new = (str(file.relative_to(out)) for file in (second, first))
     text = "\n".join(lines).replace(sums[old], sums[new]) + "\n"
     (out / "manifest.jsonl").write_text(text)
-    document = run("import", str(out), "--json", *elsewhere).document
+    document = run("import", str(out), "--apply", "--json", *elsewhere).document
     assert document["refused"] == 1
     assert "claims to be" in document["findings"][0]["detail"]
 
@@ -235,11 +235,11 @@ def test_a_foreign_namespace_is_refused_unless_its_identity_comes_along(
         document.unlink(missing_ok=True)
         if wrong is not None:
             document.write_bytes(wrong)
-        refused(run("import", str(out), *elsewhere), "a foreign namespace")
+        refused(run("import", str(out), "--apply", *elsewhere), "a foreign namespace")
         assert list((tmp_path / "other").rglob("*.safetensors")) == []
     LocalStore(tmp_path / "other").put(identity_path(NAMESPACE), IDENTITY.canonical())
     document.unlink(missing_ok=True)
-    assert run("import", str(out), *elsewhere).code == 0
+    assert run("import", str(out), "--apply", *elsewhere).code == 0
 
 
 def test_layers_that_the_model_does_not_have_are_refused(
@@ -256,7 +256,7 @@ def test_layers_that_the_model_does_not_have_are_refused(
     machine.bulk.put(key.path(), payload)
     machine.index.publish(chunk, {key.field: record_of(read_header(payload))}, ttl_s=60)
     exported(run, out, "--namespace", name)
-    ran = run("import", str(out), "--json", *elsewhere)
+    ran = run("import", str(out), "--apply", "--json", *elsewhere)
     assert (ran.code, ran.document["refused"]) == (1, 1)
     assert "its layers differ from those of group 0" in ran.document["findings"][0]["detail"]
 
@@ -283,7 +283,7 @@ def test_a_spoilt_manifest_is_refused_before_anything_is_touched(
     exported(run, out, "--namespace", NAMESPACE)
     manifest = out / "manifest.jsonl"
     manifest.write_text(spoil(manifest.read_text()))
-    refused(run("import", str(out), *elsewhere), "manifest.jsonl: ")
+    refused(run("import", str(out), "--apply", *elsewhere), "manifest.jsonl: ")
 
 
 def test_a_sealed_namespace_is_exported_plain_and_sealed_anew(
@@ -303,12 +303,12 @@ def test_a_sealed_namespace_is_exported_plain_and_sealed_anew(
     assert {(h.marks.signed_by, h.marks.encrypted_by) for h in plain} == {("", "")}
     (out / "manifest.jsonl").rename(out / "manifest.jsonl.part")
     assert exported(run, out, "--namespace", name)["kept"] == len(plain) > 0
-    assert run("import", str(out), *elsewhere).code == 0
+    assert run("import", str(out), "--apply", *elsewhere).code == 0
     there = [read_header(f.read_bytes()) for f in (home / "other").rglob("*.safetensors")]
     assert {(h.marks.signed_by, h.marks.encrypted_by) for h in there} == {("one", "one")}
     assert run("verify", "--all", *elsewhere).code == 0
     monkeypatch.delenv("OBJKV_ENCRYPTION_KEYS_FILE")
-    assert run("import", str(out), *elsewhere).code == 2
+    assert run("import", str(out), "--apply", *elsewhere).code == 2
 
 
 @pytest.mark.parametrize(
@@ -346,21 +346,12 @@ def test_more_than_the_quota_allows_is_not_brought_in(
     machine.fill()
     exported(run, out, "--namespace", NAMESPACE)
     monkeypatch.setenv("OBJKV_QUOTA_BYTES", "10000")
-    ran = run("import", str(out), *elsewhere)
+    planned = run("import", str(out), "--json", *elsewhere)
+    assert (planned.code, planned.err.count("refuse")) == (1, 0)
+    assert "would exceed quota_bytes" in planned.document["refusal"]
+    assert "--apply would be refused: tenant default" in run("import", str(out), *elsewhere).out
+    ran = run("import", str(out), "--apply", *elsewhere)
     assert (ran.code, "would exceed quota_bytes" in ran.err) == (2, True)
-
-
-def test_a_dry_run_changes_nothing(
-    run: Run, machine: Machine, out: Path, elsewhere: tuple[str, ...], tmp_path: Path
-) -> None:
-    machine.fill()
-    exported(run, out, "--namespace", NAMESPACE)
-    ran = run("import", str(out), "--dry-run", *elsewhere)
-    assert ran.code == 0
-    assert "6 payloads" in ran.out
-    document = run("import", str(out), "--dry-run", "--json", *elsewhere).document
-    assert (document["manifest"]["payloads"], document["new"]) == (6, [NAMESPACE])
-    assert list((tmp_path / "other").rglob("*")) == []
 
 
 def test_an_import_that_goes_on_believes_the_cache_and_not_what_it_did_before(
@@ -384,13 +375,13 @@ def test_an_import_that_goes_on_believes_the_cache_and_not_what_it_did_before(
 
     with monkeypatch.context() as patch:
         patch.setattr(LocalStore, "put_if_absent", put_some)
-        assert run("import", str(out), "--workers", "1", *elsewhere).code != 0
+        assert run("import", str(out), "--apply", "--workers", "1", *elsewhere).code != 0
     there = list((tmp_path / "other").rglob("*.safetensors"))
     assert len(there) == 3
     for file in there:
         file.unlink()
     (tmp_path / "other.sqlite").unlink()
-    ran = run("import", str(out), "--workers", "1", "--json", *elsewhere)
+    ran = run("import", str(out), "--apply", "--workers", "1", "--json", *elsewhere)
     assert (ran.code, ran.document["added"]) == (0, 6)
     assert len(list((tmp_path / "other").rglob("*.safetensors"))) == 6
 
@@ -415,10 +406,10 @@ def test_what_is_stored_already_does_not_count_twice_against_a_quota(
     SqliteIndex(tmp_path / "other.sqlite").publish(chunk, {"0.L0-2_H0-2": huge}, ttl_s=600)
     monkeypatch.setenv("OBJKV_QUOTA_BYTES", str(nbytes))
     for added in (6, 0):
-        ran = run("import", str(out), "--json", *elsewhere)
+        ran = run("import", str(out), "--apply", "--json", *elsewhere)
         assert (ran.code, ran.document["added"]) == (0, added), ran.err
     monkeypatch.setenv("OBJKV_QUOTA_BYTES", str(nbytes - 1))
-    assert run("import", str(out), *elsewhere).code == 0, "nothing is added"
+    assert run("import", str(out), "--apply", *elsewhere).code == 0, "nothing is added"
 
 
 OBJKV = Path(sys.executable).with_name("objkv")
@@ -549,7 +540,7 @@ def test_an_export_that_is_interrupted_keeps_what_it_has_and_goes_on(
     assert not (out / "manifest.jsonl").exists()
     there = len(list(out.rglob("*.safetensors")))
     assert 0 < first["exported"] <= there < PROMPTS
-    assert run("import", str(out), "--dry-run").code == 2
+    assert run("import", str(out)).code == 2
 
     second = run(*arguments[:5], "--json").document
     assert (second["ending"], second["kept"]) == ("complete", there)

@@ -120,11 +120,11 @@ def test_wrong_usage_is_told_before_anything_runs(
     run: Run, found: list[GpuStage], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    refused(run("gpu-check", "--out", str(tmp_path / "file")), "this is not a folder")
+    refused(run("gpu-check", "--out", str(tmp_path / "file")), "is not a directory")
 
     refused(run("gpu-check", "--model", "x", "--random"), "bring a model of their own")
     refused(run("gpu-check", "--model", str(tmp_path)), "has no config.json")
-    refused(run("gpu-check", "--out", str(tmp_path / "file" / "x")), "Not a directory")
+    refused(run("gpu-check", "--out", str(tmp_path / "file" / "x")), "is not a directory")
 
     def elsewhere() -> Path:
         raise ConfigError("in a clone of the project only")

@@ -118,8 +118,9 @@ def test_names_from_the_store_cannot_drive_the_terminal(run: Run, machine: Machi
     ("arguments", "words"),
     [
         (("--bulk", "--prefixes"), "--bulk counts namespaces"),
-        (("xyz",), "is not a namespace"),
-        (("ff",), "no namespace starts with ff"),
+        (("xyz",), "no namespace matches xyz"),
+        (("",), "the name of the namespace is empty"),
+        (("ff",), "no namespace matches ff"),
         (("--limit", "0"), "--limit"),
         (("--nonsense",), "No such option"),
     ],
@@ -149,3 +150,15 @@ def test_a_tree_shows_what_prompts_share_and_where_they_part(run: Run, machine: 
     assert (len(document["branches"]), document["omitted"]) == (2, 1)
     assert document["branches"][0]["leaves"] == 2
     assert run("ls", "--tree", "--prefixes").code == 2
+
+
+@pytest.mark.parametrize(
+    "words", [("ls",), ("ls", "--bulk"), ("audit",), ("verify",), ("match", "--tokens", "1 2 3")]
+)
+def test_a_command_that_reads_creates_no_index(
+    run: Run, machine: Machine, home: Path, words: tuple[str, ...]
+) -> None:
+    save_identity(machine.bulk)
+    save(machine.bulk, None)
+    run(*words)
+    assert [file.name for file in (home / "objkv").iterdir() if "index" in file.name] == []

@@ -108,7 +108,7 @@ def test_several_namespaces_must_be_chosen_from(run: Run, machine: Machine, prom
         (("--text", "a", "--tokenizer", "/nowhere"), "/nowhere is not a file"),
         (("--lora-digest", "xyz"), "not hex digits"),
         (("--namespace", "xyz"), "the bulk store has no namespaces"),
-        ((), "the index has no namespaces"),
+        ((), "the bulk store has no namespaces"),
     ],
 )
 def test_wrong_usage_is_2_and_a_sentence(run: Run, arguments: tuple[str, ...], words: str) -> None:

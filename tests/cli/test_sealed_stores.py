@@ -94,7 +94,7 @@ def test_each_namespace_is_verified_as_it_is_sealed(
 def test_without_keys_what_is_sealed_is_left_alone(
     run: Run, machine: Machine, keys: dict[str, ChunkKey]
 ) -> None:
-    ran = run("verify", "--all", "--quarantine", "--json")
+    ran = run("verify", "--all", "--quarantine", "--apply", "--json")
     assert (ran.code, ran.document["ok"], ran.document["findings"]) == (0, 1, [])
     assert "keys are not configured" in ran.err
     assert all(machine.bulk.get(key.path()) for key in keys.values())

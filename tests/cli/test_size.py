@@ -94,7 +94,7 @@ def test_prompts_shorter_than_a_chunk_are_told(run: Run) -> None:
         (("--model", "/nowhere/llama"), "--model /nowhere/llama: no such directory"),
         ((*TINY, "--rate", "-1"), "--rate -1: must be 0 to 1,000,000,000"),
         ((*TINY, "--codec-ratio", "0"), "--codec-ratio 0: must be 0.1 to 100"),
-        ((*TINY, "--used", "nan"), "--used nan: must be 0 to "),
+        ((*TINY, "--used", "nan"), "'nan' is not a duration"),
         ((*TINY, "--kv-dtype", "int3"), "--kv-dtype int3"),
         ((*TINY, "--stored", "2"), "--stored 2: must be 0 to 1"),
         ((*TINY, "--price-gb-month", "nan"), "price"),

@@ -24,6 +24,8 @@ from objkv.ops.sweep.sweep import Sweep
 from objkv.telemetry import NullRecorder
 from objkv.testing.damage import IDENTITY, DamagedStore, Defects, main
 from tests.cli.conftest import Run, refused
+from tests.support.samples import CHUNK, save, save_identity
+from tests.support.samples import NAMESPACE as TINY
 from tests.support.upkeep import (
     NAMESPACE,
     check_that_a_wiped_index_is_restored,
@@ -51,13 +53,13 @@ def test_a_folder_that_is_its_own_index_is_verified_and_swept(run: Run, tmp_path
             assert found(run("verify", "--json", *options, *urls).document) == wrong
         old = {"old_epoch": planted["old_epoch"]}
         assert found(run("sweep", "--json", "--grace-s", "0", *urls).document) == old
-        run("verify", "--all", "--quarantine", *urls)
+        run("verify", "--all", "--quarantine", "--apply", *urls)
         run("sweep", "--apply", "--grace-s", "0", *urls)
         left = [entry.key for entry in ends.bulk.scan("") if "/shapes/" not in entry.key]
         assert sorted(left) == sorted([*planted["good"], identity_path(NAMESPACE)])
         assert run("verify", "--all", *urls).code == 0
-        assert run("rebuild", "--json", *urls).document["own_index"] is True
-        said = run("rebuild", *urls)
+        assert run("rebuild", "--apply", "--json", *urls).document["own_index"] is True
+        said = run("rebuild", "--apply", *urls)
         assert (said.code, said.out) == (
             0, "the bulk folder is its own index; no rebuild is needed\n",
         )  # fmt: skip
@@ -82,11 +84,13 @@ def test_sealed_payloads_are_held_against_their_keys(
     )
     wrong = planted_as(planted, corrupt=("header", "frame"), foreign=("foreign",))
     assert found(run("verify", "--all", "--json").document) == wrong
-    assert run("rebuild", "--json").document["present"] == 32
+    assert run("rebuild", "--apply", "--json").document["present"] == 32
     keys("wrong")
     assert run("verify", "--all", "--json").document["corrupt"] == 34
-    refused(run("verify", "--all", "--quarantine", "--json"), "check the keys and settings")
-    assert run("rebuild", "--json").document["unreadable"] >= 14
+    refused(
+        run("verify", "--all", "--quarantine", "--apply", "--json"), "check the keys and settings"
+    )
+    assert run("rebuild", "--apply", "--json").document["unreadable"] >= 14
     for kind in ("SIGNING", "ENCRYPTION"):
         monkeypatch.delenv(f"OBJKV_{kind}_KEYS_FILE")
     for command in ("verify", "rebuild"):
@@ -116,7 +120,7 @@ def test_few_payloads_are_not_taken_out_of_use_because_keys_are_wrong(
     good = maker.plant(Defects(good=10, frame=1))["good"]
     before = records(ends, NAMESPACE)
     write(os.urandom(32).hex())
-    refused = run("verify", *how, "--quarantine")
+    refused = run("verify", *how, "--quarantine", "--apply")
     assert refused.code == 2, refused.out
     assert (
         "payloads are sealed with keys other than the configured ones (signing ['key-1'])"
@@ -126,27 +130,35 @@ def test_few_payloads_are_not_taken_out_of_use_because_keys_are_wrong(
     assert records(ends, NAMESPACE) == before
     assert not list(ends.bulk.scan("quarantine/"))
     write(right)
-    mended = run("verify", "--all", "--quarantine", "--json").document
+    mended = run("verify", "--all", "--quarantine", "--apply", "--json").document
     assert (mended["resumed"], mended["ok"], mended["quarantined"]) == (False, 10, 1)
     write(os.urandom(32).hex())
-    assert run("verify", *how, "--quarantine", "--force", "--json").document["quarantined"] == 10
+    assert (
+        run("verify", *how, "--quarantine", "--apply", "--force", "--json").document["quarantined"]
+        == 10
+    )
     write(right)
     chunks = tmp_path / "objkv" / "chunks"
     for path in good:  # the way back
         (chunks / path).parent.mkdir(parents=True, exist_ok=True)
         (chunks / "quarantine" / path).rename(chunks / path)
-    assert run("rebuild", "--json").document["restored"] == 10
+    assert run("rebuild", "--apply", "--json").document["restored"] == 10
     assert run("verify", "--all", "--json").document["ok"] == 10
 
 
 def test_nothing_is_taken_out_of_use_before_all_is_judged(run: Run, ends: Backends) -> None:
     DamagedStore(ends).plant(Defects(good=3, frame=25))
     before = records(ends, NAMESPACE)
-    refused = run("verify", "--all", "--quarantine")
+    refused = run("verify", "--all", "--quarantine", "--apply")
     assert (refused.code, "nothing was quarantined" in refused.err) == (2, True)
     assert records(ends, NAMESPACE) == before
     assert not list(ends.bulk.scan("quarantine/"))
-    assert run("verify", "--all", "--quarantine", "--force", "--json").document["quarantined"] == 25
+    assert (
+        run("verify", "--all", "--quarantine", "--apply", "--force", "--json").document[
+            "quarantined"
+        ]
+        == 25
+    )
 
 
 @pytest.mark.parametrize("command", ["verify", "sweep", "rebuild"])
@@ -190,7 +202,7 @@ def test_pinned_payloads_are_not_swept_although_their_record_is_gone(
     ends.bulk.put(pin.path(), pin.document())
     document = run("sweep", "--apply", "--grace-s", "0", "--json").document
     assert (found(document), document["kept"]["pinned"]) == ({}, 1)
-    assert run("rebuild", "--json").document["pins"] == 1
+    assert run("rebuild", "--apply", "--json").document["pins"] == 1
     [record] = ends.index.lookup(NAMESPACE, [key.prefix_hash])
     assert record is not None
     assert record.pinned_until_s == pin.until_s
@@ -226,7 +238,10 @@ def test_an_index_of_another_bucket_is_not_emptied(
         "--bulk-url", f"file://{tmp_path}/other",
         "--index-url", f"sqlite://{tmp_path}/objkv/index.sqlite",
     )  # fmt: skip
-    for command, code in ((("sweep", "--apply"), 1), (("verify", "--all", "--quarantine"), 2)):
+    for command, code in (
+        (("sweep", "--apply"), 1),
+        (("verify", "--all", "--quarantine", "--apply"), 2),
+    ):
         ran = run(*command, *other)
         assert ran.code == code, ran.out
     assert len(records(ends, NAMESPACE)) == 8
@@ -256,12 +271,12 @@ def test_an_index_that_is_lost_while_it_is_rebuilt_is_rebuilt_all_the_same(
         publish(*told, **ttl)
 
     monkeypatch.setattr(SqliteIndex, "publish", lost)
-    first = run("rebuild", "--workers", "1", "--json")
+    first = run("rebuild", "--apply", "--workers", "1", "--json")
     monkeypatch.setattr(SqliteIndex, "publish", publish)
     if ending == "broke off":
         assert first.code == 2
         wipe(ends)
-        again = run("rebuild", "--workers", "1", "--json")
+        again = run("rebuild", "--apply", "--workers", "1", "--json")
         assert again.document["resumed"]
         assert again.document["unreadable"] == 1
     left_over = records(ends, NAMESPACE)
@@ -284,11 +299,11 @@ def test_records_are_not_forgotten_because_the_bulk_store_is_another_one(
         for path in planted["good"][:count]:
             ends.bulk.delete(path)
         for how in (("--all",), ("--sample", "60")):
-            refused = run("verify", *how, "--quarantine", "--restart", "--json")
+            refused = run("verify", *how, "--quarantine", "--apply", "--restart", "--json")
             assert refused.code == 2, refused.out
             assert why in refused.err
         assert len(records(ends, NAMESPACE)) > before // 2
-    forced = run("verify", "--all", "--quarantine", "--restart", "--force", "--json")
+    forced = run("verify", "--all", "--quarantine", "--apply", "--restart", "--force", "--json")
     assert forced.code == 0
     assert records(ends, NAMESPACE) == {}
 
@@ -371,12 +386,12 @@ def test_people_see_what_was_found(run: Run, ends: Backends) -> None:
     said = run("verify", "--all").out
     assert "checked 9 payloads" in said
     assert f"corrupt  {planted['frame'][0]}" in said
-    assert "add --quarantine to move bad payloads" in said
+    assert "--quarantine --apply moves bad payloads to quarantine/" in said
     said = run("sweep", "--grace-s", "0").out
     assert f"orphan  {planted['orphan'][0]}" in said
     assert "nothing was deleted: add --apply to delete" in said
     assert "deleted 1, " in run("sweep", "--grace-s", "0", "--apply").out
-    assert "had a correct record" in run("rebuild").out
+    assert "had a correct record" in run("rebuild", "--apply").out
 
 
 def test_a_sweep_shows_some_of_each_category(run: Run, ends: Backends) -> None:
@@ -436,7 +451,7 @@ def test_a_namespace_is_named_by_its_beginning(run: Run, ends: Backends, command
     absent = "0" if NAMESPACE[0] != "0" else "1"
     for name in (absent, absent * 32):
         assert run(command, *options, "--namespace", name).code == 2
-    assert "no such namespace" in run(command, "--namespace", absent * 32).err
+    assert "no namespace matches" in run(command, "--namespace", absent * 32).err
 
 
 @pytest.mark.parametrize("options", [("--all",), ()])
@@ -451,7 +466,7 @@ def test_an_index_that_knows_little_is_no_fine_one(
     ran = run("verify", *options)
     assert (ran.code, "objkv rebuild" in ran.out) == (1, True)
     assert "8 more have no record" in ran.out
-    assert run("rebuild").code == 0
+    assert run("rebuild", "--apply").code == 0
     assert run("verify", *options).code == 0
 
 
@@ -526,13 +541,9 @@ def test_strangers_alone_are_seen_and_swept_when_named(run: Run, ends: Backends)
 
 def advice(report: Any) -> dict[str, list[list[str]]]:
     """The commands that an audit advises, by the kind of finding."""
+    commands = r"objkv ((?:sweep|verify|rebuild)(?: --[a-z]+)*(?: -n [0-9a-f]{32})?)"
     return {
-        one["kind"]: [
-            command.split()
-            for command in re.findall(
-                r"objkv ((?:sweep|verify|rebuild)(?: --[a-z]+)*)", one["remedy"]
-            )
-        ]
+        one["kind"]: [command.split() for command in re.findall(commands, one["remedy"])]
         for one in report["findings"]["counts"]
         if one["count"]
     }
@@ -565,9 +576,26 @@ def test_the_advice_of_an_audit_fixes_what_it_is_about(
         assert set(advice(run("audit", "--json").document)) <= {"old_epoch", "leftover"}
 
 
+@pytest.mark.parametrize("others", [0, 12])
+def test_an_audit_advises_what_deletes_the_payloads_of_one_namespace_without_records(
+    run: Run, ends: Backends, monkeypatch: pytest.MonkeyPatch, others: int
+) -> None:
+    DamagedStore(ends).plant(Defects(good=12, orphan=others // 6))
+    save_identity(ends.bulk)
+    save(ends.bulk, None, tuple(range(20 * CHUNK)))
+    monkeypatch.setenv("OBJKV_SWEEP_GRACE_S", "0")
+    commands = advice(run("audit", "--json").document)["orphan"]
+    assert commands[0] == ["rebuild", "--apply"]
+    assert commands[-1] == ["sweep", "--apply", "--force", "-n", TINY]
+    for command in commands[1:]:
+        run(*command)
+    assert advice(run("audit", "--json").document) == {}
+    assert run("verify", "--all", "--json").document["checked"] == 12
+
+
 def test_an_audit_says_until_when_a_sweep_keeps_what_is_fresh(run: Run, ends: Backends) -> None:
     DamagedStore(ends).plant(Defects(good=4, short=1))
-    assert run("verify", "--all", "--quarantine").code == 0
+    assert run("verify", "--all", "--quarantine", "--apply").code == 0
     [leftover] = [
         one for one in run("audit", "--json").document["findings"]["counts"] if one["count"]
     ]

@@ -148,7 +148,7 @@ def test_what_is_stored_is_checked_without_anybody_who_computes(
         (("-", "--model", "x", "--engine-arg", "a"), "write NAME=VALUE"),
         (("-", "--endpoint", "x", "--lora", "a=b"), "b is neither a folder nor a digest"),
         (("-", "--endpoint", "x", "--index-url", "memory:"), "index_url is memory:"),
-        (("--promote",), "the index has no namespaces"),
+        (("--promote",), "the bulk store has no namespaces"),
     ],
 )
 def test_wrong_usage_is_a_sentence(
@@ -221,7 +221,7 @@ def test_what_is_in_a_bucket_becomes_hot_in_redis(
         url = f"{valkey.url}/0"
         save_identity(machine.bulk)
         keys = save(machine.bulk, None)
-        assert run("rebuild", "--index-url", url).code == 0
+        assert run("rebuild", "--apply", "--index-url", url).code == 0
         ran = run("warm", "--promote", "--index-url", url, "--json")
         assert (ran.code, ran.document["failures"]) == (0, [])
         assert ran.document["promotion"]["promoted"] == len(keys)

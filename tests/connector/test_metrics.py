@@ -8,7 +8,15 @@ import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
-from objkv.connector.counters import BREAKER_GAUGES, BUCKETS_S, COUNTERS, HISTOGRAMS
+from objkv.connector.counters import (
+    BREAKER_GAUGES,
+    BUCKETS_S,
+    COUNTERS,
+    ENCODER_METRICS,
+    HISTOGRAMS,
+    KV_METRICS,
+    MetricTable,
+)
 from objkv.connector.encoder.connector import ObjKVECPromMetrics
 from objkv.connector.metrics import (
     ObjKVPromMetrics,
@@ -116,7 +124,27 @@ def test_gauges_follow_the_state_and_counters_add_up(
     assert registry.get_sample_value(prefix + NAME, {"engine": "0"}) == 1
     refused = f"{prefix}breaker_refused_bulk_write_total"
     assert registry.get_sample_value(refused, {"engine": "0"}) == 8
+    labels = {"engine": "0", "store": "bulk", "direction": "write"}
+    assert registry.get_sample_value(f"{prefix}breaker_open", labels) == 1
+    assert registry.get_sample_value(f"{prefix}breaker_refused_total", labels) == 8
+    others = labels | {"store": "index"}
+    assert registry.get_sample_value(f"{prefix}breaker_open", others) == 0
     assert NAME not in {metric.name for metric in REGISTRY.collect()}
+
+
+@pytest.mark.parametrize("table", [KV_METRICS, ENCODER_METRICS])
+def test_parts_of_families_are_metrics_and_name_their_successor(table: MetricTable) -> None:
+    for families, names in (
+        (table.counter_families, table.counters),
+        (table.gauge_families, table.gauges),
+    ):
+        assert not families.keys() & names.keys()
+        for name, family in families.items():
+            assert len(set(family.parts.values())) == len(family.parts)
+            for part, values in family.parts.items():
+                assert len(values) == len(family.labels)
+                assert table.help_of(part).startswith(f"Deprecated, see {name}. ")
+    assert table.help_of("saves") == table.counters["saves"]
 
 
 def test_of_several_ranks_one_that_is_open_counts() -> None:

@@ -115,5 +115,5 @@ def verify_all(view: BackendsView) -> Counters:
     work = Verify(view, found, quarantine=False, budget=Budget(1 << 30), workers=2)
     pool.run(work.parts(stored_parts(view.bulk, names)))
     if not view.is_own_index:
-        pool.run(work.missing(view.index.namespaces()))
+        pool.run(work.missing(view.index.namespaces(), {}))
     return checkpoint.counters

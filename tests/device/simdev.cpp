@@ -606,6 +606,10 @@ struct HostMemory final : at::HostAllocator {
     return std::all_of(registered.begin(), registered.end(),
                        [](const auto& entry) { return is_alive(entry); });
   }
+  void forget_dead() {
+    Lock held(lock);
+    std::erase_if(registered, [](const auto& entry) { return !is_alive(entry); });
+  }
   void add(const at::Tensor& memory) {
     count("register");
     TORCH_CHECK(memory.is_cpu() && memory.is_contiguous() && memory.nbytes(), "not host memory");
@@ -1101,6 +1105,7 @@ void settle() {  // waits until all streams have done their work, failed or not
 }
 void register_host(const at::Tensor& memory) { host_memory().add(memory); }
 void unregister_host(int64_t address) { host_memory().remove(address); }
+void forget_dead_hosts() { host_memory().forget_dead(); }
 std::string take_error() {
   host_memory().check_all_alive();
   Lock held(ledger().lock);
@@ -1159,6 +1164,7 @@ TORCH_LIBRARY(simdev, m) {
   m.def("register_host(Tensor memory) -> ()", simdev::register_host);
   m.def("unregister_host(int address) -> ()", simdev::unregister_host);
   m.def("kernel_view(Tensor t) -> Tensor", simdev::kernel_view);
+  m.def("forget_dead_hosts() -> ()", simdev::forget_dead_hosts);
   m.def("take_error() -> str", simdev::take_error);
   m.def("counts(bool reset) -> (str[] calls, int[] threads, int[] numbers)", simdev::counts);
 }

@@ -41,7 +41,7 @@ class NoCompilerError(RuntimeError):
 # Building and loading
 
 
-def library() -> Path:
+def built_device() -> Path:
     """Return the built library, after building it if the source or PyTorch changed.
     Raises ``NoCompilerError``. Any number of processes can call this at the same time."""
     root = Path(torch.__file__).parent
@@ -77,7 +77,7 @@ def load() -> None:
     """Make the device available in this process. Further calls do nothing."""
     if "sim" in vars(torch):
         return
-    torch.ops.load_library(str(library()))
+    torch.ops.load_library(str(built_device()))
     torch.utils.rename_privateuse1_backend("sim")
     torch._register_device_module("sim", _module())
     add_driver("sim", DRIVER)
@@ -250,12 +250,14 @@ def relax() -> None:
 
 
 def reset() -> None:
-    """Finish all work, and forget all delays, costs, faults and counters."""
+    """Finish all work, and forget all delays, costs, faults, counters, and registrations of memory
+    that has been freed."""
     relax()
     torch.ops.simdev.settle()
     torch.ops.simdev.set_cost(0.0, 0.0, 0.0, 0.0, False)
     DRIVER.use_batch_copy(False)
     torch.ops.simdev.take_error()
+    torch.ops.simdev.forget_dead_hosts()
     torch.ops.simdev.counts(True)
 
 

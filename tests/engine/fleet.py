@@ -176,6 +176,22 @@ def slow_gets(_llm: Any, seconds: float) -> None:
     LocalStore.get_into = slowed(LocalStore.get_into)  # type: ignore[method-assign]
 
 
+def order_admission(llm: Any, words: list[str]) -> None:
+    """Run ``objkv admission`` with these words, and wait until this replica follows."""
+    from typer.testing import CliRunner
+
+    from objkv.cache import switch
+    from objkv.cli.app import app
+
+    ran = CliRunner().invoke(app, ["admission", *words])
+    assert ran.exit_code == 0, ran.output
+    vars(switch)["_INTERVAL_S"] = 0.2  # after the pause that has begun
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    followed = scheduler.connector._scheduler.switch
+    wanted = next((mode for mode in switch.MODES if mode in words), "always")
+    wait_until(lambda: followed.mode == wanted, f"the replica to follow {words}")
+
+
 def asked(gate: Path) -> Path:
     """What ``hold_gets`` makes when somebody waits at its gate."""
     return gate.with_name(f"{gate.name}.asked")

@@ -27,7 +27,9 @@ from tests.engine.nursery import Fork, Nursery
 ROOT = Path(__file__).resolve().parents[2]
 REPLICA = "tests.engine.replica"
 LOG_TAIL_LINES = 60
-_ENVIRONMENT = {
+VLLM_CACHE = {"VLLM_CACHE_ROOT": str(ROOT / ".cache" / "vllm")}
+"""Where vLLM notes what each model class can do. To find that out it starts a process of 10 s."""
+_ENVIRONMENT = VLLM_CACHE | {
     "HF_HUB_OFFLINE": "1",
     "NO_COLOR": "1",
     "PYTHONFAULTHANDLER": "1",

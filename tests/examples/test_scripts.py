@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.harness import VLLM_CACHE
 from tests.engine.test_share_isolation import make_adapter
 from tests.examples.places import EXAMPLES, ROOT, need
 from tests.support.servers.ports import free_port
@@ -26,7 +27,7 @@ def run(folder: Path, *command: str, **variables: str) -> str:
     """Run an example as a user does, from another folder, with nothing of objkv configured."""
     settings = ("OBJKV_", "VLLM_", "AWS_", "PYTHONHASHSEED")
     own = {name: value for name, value in os.environ.items() if not name.startswith(settings)}
-    told = {
+    told = VLLM_CACHE | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "XDG_CACHE_HOME": str(folder / "cache"),
         "HF_HUB_OFFLINE": "1",

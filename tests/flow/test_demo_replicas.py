@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.engine.cache import scenario
+from tests.engine.harness import VLLM_CACHE
 from tests.support.servers.redis import wait_until
 
 pytestmark = [
@@ -31,7 +32,7 @@ PATIENCE_S = 300
 def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*COMMAND, *arguments],
-        env={**os.environ, "XDG_CACHE_HOME": str(folder)},
+        env={**os.environ, **VLLM_CACHE, "XDG_CACHE_HOME": str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import redis
 
 from objkv.errors import StoreUnavailable
-from objkv.index.base import Usage
+from objkv.index.base import Savings, Usage
 from objkv.index.redis.index import PendingTotals, RedisIndex, read_totals
 from objkv.testing.clock import ManualClock
 from objkv.testing.index_contract import FIELD, LONG_S, NAMESPACE, OTHER, chunk, prefix_hash, shard
@@ -143,3 +144,29 @@ def test_what_no_objkv_wrote_into_the_totals_is_left_out() -> None:
         b"f:nbytes": b"0",
     }
     assert read_totals(reply) == [Usage("a", 7, 1, 0), Usage("b", 0, 2, 0)]
+
+
+def test_savings_are_sent_within_seconds_and_when_the_index_closes(
+    client: redis.Redis, valkey: RedisServer
+) -> None:
+    index, clock = RedisIndex(valkey.client()), ManualClock()
+    index._savings = PendingTotals("objkv:u:savings", clock=clock)
+    one = Savings(NAMESPACE, "2026-11", loads=1, tokens=256)
+    index.credit(one)
+    assert RedisIndex(client).savings() == []
+    clock.advance(5)
+    index.credit(one)
+    assert RedisIndex(client).savings() == [replace(one, loads=2, tokens=512)]
+    index.credit(one)
+    index.close()
+    assert RedisIndex(client).savings() == [replace(one, loads=3, tokens=768)]
+
+
+def test_what_others_wrote_among_savings_is_ignored(client: redis.Redis) -> None:
+    index = RedisIndex(client)
+    index.credit(Savings(NAMESPACE, "2026-11", loads=1))
+    client.hset("objkv:u:savings", mapping={
+        f"{NAMESPACE}:2026-11:tokens": "-5", f"{NAMESPACE}:later:loads": "3", "x": "1",
+        f"{NAMESPACE}:2026-11:joules": "7", f"{NAMESPACE}:2026-11:timed_tokens": "many",
+    })  # fmt: skip
+    assert index.savings() == [Savings(NAMESPACE, "2026-11", loads=1)]

@@ -105,6 +105,7 @@ def test_a_forked_child_uses_connections_of_its_own(tmp_path: Path) -> None:
 
 def test_threads_keep_no_more_connections_than_were_in_use_at_once(tmp_path: Path) -> None:
     index = SqliteIndex(tmp_path / "index.sqlite", busy_ms=240_000)
+    index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
     for _ in range(3):
         at_once([lambda: get(index)] * 4)
     assert 1 <= len(index._file._idle) <= 4

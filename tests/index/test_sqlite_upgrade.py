@@ -74,7 +74,8 @@ def test_pins_without_an_end_get_one(tmp_path: Path) -> None:
 def test_of_many_who_open_it_one_upgrades_it(tmp_path: Path) -> None:
     path = tmp_path / "index.sqlite"
     old_file(path)
-    indexes = [SqliteIndex(path, busy_ms=240_000) for _ in range(8)]
+    now = time.time()
+    indexes = [SqliteIndex(path, busy_ms=240_000, clock=lambda: now) for _ in range(8)]
     assert at_once([index.usage for index in indexes]) == [indexes[0].usage()] * 8
 
 

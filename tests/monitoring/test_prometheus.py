@@ -37,6 +37,20 @@ from tests.support.servers.redis import valkey_server, wait_until
 ANSWERS_S = 180.0
 
 
+def test_every_alert_links_to_a_section_of_the_runbook() -> None:
+    page = (ROOT / "docs" / "operations" / "runbook.md").read_text()
+    anchors = {
+        re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-")
+        for title in re.findall(r"^## (.+)$", page, re.MULTILINE)
+    }
+    urls = [rule["annotations"]["runbook_url"] for rule in alerts()]
+    assert len({url.partition("#")[0] for url in urls}) == 1
+    for url in urls:
+        start, _, anchor = url.partition("#")
+        assert start.endswith("/docs/operations/runbook.html")
+        assert not anchor or anchor in anchors, url
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     need_prometheus()
@@ -151,8 +165,12 @@ def known() -> dict[str, set[str]]:
         names |= {f"{table.prefix}{name}_total" for name in table.counters}
         names |= {table.prefix + name for name in table.gauges}
         names |= {f"{table.prefix}{name}_bucket" for name in table.histograms}
-    told = dict.fromkeys(names | of_vllm(), OF_A_REPLICA)
-    return told | {name: {*one.labels, "instance", "job"} for name, one in METRICS.items()}
+    found = dict.fromkeys(names | of_vllm(), OF_A_REPLICA)
+    for table in (KV_METRICS, ENCODER_METRICS):
+        for families, ending in ((table.counter_families, "_total"), (table.gauge_families, "")):
+            for name, family in families.items():
+                found[f"{table.prefix}{name}{ending}"] = OF_A_REPLICA | {*family.labels}
+    return found | {name: {*one.labels, "instance", "job"} for name, one in METRICS.items()}
 
 
 @pytest.mark.parametrize("query", [q for _, q in QUERIES], ids=[name for name, _ in QUERIES])
@@ -201,7 +219,7 @@ def test_panels_do_not_lie_on_each_other_and_say_what_they_show() -> None:
 def test_every_alert_says_what_it_means_and_what_to_do() -> None:
     for rule in alerts():
         assert rule["labels"]["severity"] in ("info", "warning", "critical"), rule["alert"]
-        assert rule["annotations"].keys() == {"summary", "description"}
+        assert rule["annotations"].keys() == {"summary", "description", "runbook_url"}
         assert rule["annotations"]["summary"].startswith("objkv: ")
 
 

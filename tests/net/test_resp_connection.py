@@ -1,12 +1,14 @@
 """One connection, read and written directly, against the other end of a socket."""
 
 import socket
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis import exceptions
 
+from objkv.net.deadline import EndsBy
 from objkv.net.resp import RespConnection, packed
 from tests.net.resp_wires import Connection, beside, wire
 
@@ -83,6 +85,15 @@ def test_a_server_that_stops_reading_is_waited_for_no_longer_than_told() -> None
         line.send(b"head", memoryview(bytes(8 << 20)), b"tail")
     with pytest.raises(exceptions.TimeoutError):
         line.wait_to_receive()
+
+
+def test_a_wait_for_a_server_that_stops_reading_ends_with_the_call() -> None:
+    line, _theirs = wire(timeout_s=600.0)
+    with EndsBy(time.monotonic() + 0.2):
+        while line.offer(memoryview(bytes(1 << 20))):
+            pass
+        with pytest.raises(exceptions.TimeoutError):
+            line.wait_to_receive()
 
 
 def test_a_line_without_an_end_is_refused() -> None:

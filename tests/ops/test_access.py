@@ -61,7 +61,7 @@ def test_only_who_sweeps_deletes_and_only_who_saves_puts_payloads() -> None:
     assert actions(access("reader")) == {"s3:ListBucket", "s3:GetObject"}
     saves = {"s3:PutObject", "s3:AbortMultipartUpload"}
     assert actions(access("writer")) == actions(access("reader")) | saves
-    sweeps = {"s3:DeleteObject", "s3:PutObject"}
+    sweeps = {"s3:DeleteObject", "s3:PutObject", "s3:GetLifecycleConfiguration"}
     assert actions(access("sweeper")) == actions(access("reader")) | sweeps
     policy = access("sweeper").iam
     assert policy is not None
@@ -227,3 +227,13 @@ def test_a_directory_bucket_grants_sessions_and_readers_get_only_those_that_read
 def test_tenants_cannot_be_kept_apart_in_a_directory_bucket() -> None:
     with pytest.raises(ConfigError, match="use one bucket per tenant"):
         access("writer", "a", **DIRECTORY)
+
+
+def test_a_put_with_an_acl_needs_a_second_right() -> None:
+    config = Config(bulk_url="s3://bucket/p", s3_acl="bucket-owner-full-control")
+    for role in ("writer", "sweeper"):
+        iam = access_of(config, role).iam
+        assert iam is not None
+        actions = [one["Action"] for one in iam["Statement"]]
+        assert any({"s3:PutObject", "s3:PutObjectAcl"} <= set(one) for one in actions)
+    assert "Acl" not in str(access_of(config, "reader").iam)

@@ -35,7 +35,7 @@ def test_one_of_a_machines_replicas_sweeps_and_not_again_soon(tmp_path: Path) ->
     replicas = [relief(index, program, recorder, FILE=str(file)) for _ in range(3)]
     assert [replica() for replica in replicas] == [True, False, False]
     assert not replicas[0]()
-    assert file.read_text() == "rebuild --json\nsweep --apply --json --force\n"
+    assert file.read_text() == "rebuild --apply --json\nsweep --apply --json --force\n"
     assert (recorder.value("sweeps"), recorder.value("sweep_errors")) == (1, 0)
 
 

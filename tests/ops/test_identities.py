@@ -1,4 +1,4 @@
-"""Untrusted identity documents, and namespaces given by their first digits."""
+"""Untrusted identity documents."""
 
 import hashlib
 import json
@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from objkv.errors import ConfigError, PayloadError
+from objkv.errors import PayloadError
 from objkv.keys.encoder import EncoderIdentity
 from objkv.keys.identity import canonical_json, identity_path
 from objkv.ops.backends_view import (
     DOCUMENT_BYTES_MAX,
     HANDOFF_LAYOUT,
     parse_identity,
-    pick_namespace,
     read_identity,
 )
 from objkv.ops.warm.lookup import known_identities
@@ -64,36 +63,6 @@ def test_what_is_no_document_is_refused(document: bytes) -> None:
 def test_a_document_written_otherwise_but_equal_is_accepted() -> None:
     document = json.dumps(IDENTITY.document(), indent=2).encode()
     assert parse_identity(document, NAMESPACE) == IDENTITY
-
-
-ONE, OTHER = "ab" * 16, "ac" * 16
-
-
-def test_a_namespace_is_picked_by_its_beginning() -> None:
-    assert pick_namespace([ONE], None) == ONE
-    assert pick_namespace([ONE, OTHER], "ab") == ONE
-    assert pick_namespace([ONE, OTHER], OTHER) == OTHER
-    assert pick_namespace([], OTHER) == OTHER
-
-
-@pytest.mark.parametrize(
-    ("known", "beginning", "wanted"),
-    [
-        ([], None, "the index has no namespaces"),
-        ([], "ab", "the index has no namespaces"),
-        ([ONE, OTHER], None, f"2 namespaces; choose one with --namespace: {ONE}, {OTHER}"),
-        ([ONE, OTHER], "a", "2 namespaces start with a;"),
-        ([ONE, OTHER], "ff", f"no namespace starts with ff; choose one of: {ONE}, {OTHER}"),
-        ([ONE], "xyz", "is not a namespace"),
-        ([ONE], "AB", "is not a namespace"),
-        ([ONE], "", "is not a namespace"),
-    ],
-)
-def test_a_choice_that_is_none_lists_the_choices(
-    known: list[str], beginning: str | None, wanted: str
-) -> None:
-    with pytest.raises(ConfigError, match=wanted):
-        pick_namespace(known, beginning)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from html import unescape
 
 import pytest
 
+from objkv.ops.audit.figures import savings_audit
 from objkv.ops.audit.html.page import html_report
 from objkv.ops.audit.html.plots import _ticks
 from objkv.ops.audit.html.remarks import remarks
@@ -52,6 +53,11 @@ def empty_report() -> AuditReport:
         cost=CostAudit(Prices(0.0, 0.0, 0.0), 0.0, 0.0, None, 0.0, 0.0, None, None, ()),
         findings=FindingsAudit((), (), 0),
         differences=(),
+        savings=savings_audit([], None),
+        provenance=(),
+        pins=(),
+        lifecycle=None,
+        changes=None,
         problems=(),
     )
 

@@ -1,6 +1,7 @@
 """Units of work by several threads: each is done once, whatever ends the run."""
 
 import os
+import random
 import signal
 from collections import Counter
 from dataclasses import replace
@@ -17,6 +18,7 @@ from objkv.ops.runs import (
     Checkpoint,
     Counters,
     Finding,
+    Forecast,
     Unit,
     WorkPool,
     checkpoint_file,
@@ -52,13 +54,13 @@ class Work:
 
 
 def test_all_units_are_done_once_and_counted() -> None:
-    work, checkpoint, told = Work(), Checkpoint(None), []
+    work, checkpoint, reports = Work(), Checkpoint(None), []
     pool = WorkPool(checkpoint, workers=4)
-    pool.run(work.units(50), lambda done, total: told.append((done, total)))
+    pool.run(work.units(50), lambda done, total: reports.append((done, total)))
     assert pool.ending == "complete"
     assert set(work.done.values()) == {1}
     assert (checkpoint.counters.counts["done"], checkpoint.counters.nbytes["done"]) == (50, 50)
-    assert (told[0], told[-1]) == ((0, 50), (50, 50))
+    assert (reports[0], reports[-1]) == ((0, None), (50, 50))
 
 
 def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -166,3 +168,54 @@ def test_findings_beyond_the_bound_are_counted() -> None:
     assert len(both.findings) + both.omitted == both.counts["orphan"]
     assert Counters.parse(both.plain()) == both
     assert both.findings[0] == Finding("orphan", "0", 2)
+
+
+@pytest.mark.parametrize("expected", [0.0, 60.0, 100.0])
+def test_what_is_left_falls_while_parts_are_done(expected: float) -> None:
+    """256 parts of about 100 payloads, 16 at once and each payload equally fast: the forecast is
+    near the truth once 16 parts have ended, whatever was expected, and so time left falls."""
+    chance = random.Random(7)
+    units = [Unit(str(n), lambda *_: None, items=expected) for n in range(256)]
+    sizes = {unit.name: chance.randint(80, 120) for unit in units}
+    every, waiting, forecast = sum(sizes.values()), list(units), Forecast(units, workers=16)
+    running: dict[str, int] = {}
+    left = []
+    while waiting or running:
+        while waiting and len(running) < 16:
+            running[waiting.pop(0).name] = 0
+        for name in list(running):
+            running[name] += 1
+            if running[name] == sizes[name]:
+                forecast.end(units[int(name)], running.pop(name))
+        done, total = forecast.progress(sum(running.values()))
+        if total is not None and done > every // 10:
+            assert total == pytest.approx(every, rel=0.15)
+            left.append(total - done)
+        elif not expected and done < 16 * 80:
+            assert total is None
+    assert (done, total) == (every, every)
+    tenths = left[:: len(left) // 9]
+    assert tenths == sorted(tenths, reverse=True)
+
+
+def test_items_that_are_counted_beforehand_are_the_total_from_the_start() -> None:
+    reports: list[tuple[int, int | None]] = []
+
+    def work(counters: Counters, check: Check) -> None:
+        for _ in range(5):
+            check(2)
+
+    units = [Unit(str(number), work, items=10) for number in range(3)]
+    WorkPool(Checkpoint(None), workers=1).run(units, lambda *both: reports.append(both))
+    assert (reports[0], reports[-1]) == ((0, 30), (30, 30))
+    assert {total for _, total in reports} == {30}
+
+
+def test_a_checkpoint_counts_the_items_that_are_done(tmp_path: Path) -> None:
+    first = Checkpoint(tmp_path / "file")
+    first.finish("1", Counters(), 20)
+    first.finish("2", Counters(), 22)
+    first.close(complete=False)
+    again = Checkpoint(tmp_path / "file")
+    assert (again.resumed, again.items, again.begun_s) == (True, 42, first.begun_s)
+    again.close(complete=True)

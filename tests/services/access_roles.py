@@ -7,6 +7,7 @@ from dataclasses import replace
 from objkv.assembly.backends import Backends, check_backends, open_backends
 from objkv.assembly.redis import connect_redis
 from objkv.cache.chunks import CacheSettings, ChunkCache, SaveOutcome
+from objkv.cache.switch import SWITCH_PATH
 from objkv.codec.payload import Claim, read_header
 from objkv.config import Config, Role
 from objkv.index.base import ChunkEntry, Usage
@@ -137,7 +138,8 @@ def sweep(config: Config) -> None:
         assert bulk.head(KEY.path()) is not None
         assert bulk.folders("") == [NAMESPACE]
         assert KEY.path() in [entry.key for entry in bulk.scan(f"{NAMESPACE}/")]
-        for path in (f"{NAMESPACE}/pins/{HASH.hex()}.json", f"quarantine/{KEY.path()}"):
+        pin = f"{NAMESPACE}/pins/{HASH.hex()}.json"
+        for path in (pin, f"quarantine/{KEY.path()}", SWITCH_PATH):
             bulk.put(path, DOCUMENT)
             bulk.delete(path)
             assert bulk.get(path) is None

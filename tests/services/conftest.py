@@ -15,6 +15,7 @@ from tests.support.servers.fixtures import (
     s3_prefixes,
     s3_server,
     sentinel,
+    valkey,
 )
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "s3_prefixes",
     "s3_server",
     "sentinel",
+    "valkey",
 ]
 
 HERE = Path(__file__).parent

@@ -1,5 +1,6 @@
 """The bucket rights of each role on a real S3 server: enough for its work, nothing beyond it."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -255,13 +256,13 @@ def test_operators_do_all_that_they_do_with_a_sweepers_rights(fleet: Fleet, home
         assert last.hex()[:12] in run(fleet, "sweeper", "pin", "--list")
         run(fleet, "sweeper", "unpin", last.hex())
         ends.bulk.put(keys[2].path(), b"not a payload")
-        run(fleet, "sweeper", "verify", "--all", "--quarantine", "--force")
+        run(fleet, "sweeper", "verify", "--all", "--quarantine", "--apply", "--force")
         assert ends.bulk.get(keys[2].path()) is None
         # On this server a value belongs to its writer, whatever the bucket's owner.
         assert f"quarantine/{keys[2].path()}" in [entry.key for entry in ends.bulk.scan("")]
         assert ends.index.lookup(FLEETS, [last]) == [None]
         ends.admin.drop(FLEETS, first)
-        run(fleet, "sweeper", "rebuild")
+        run(fleet, "sweeper", "rebuild", "--apply")
         assert ends.index.lookup(FLEETS, [first]) != [None]
         ends.admin.drop(FLEETS, second)
         run(fleet, "sweeper", "sweep", "--apply", "--grace-s", "0", "--force")
@@ -269,7 +270,63 @@ def test_operators_do_all_that_they_do_with_a_sweepers_rights(fleet: Fleet, home
         assert ends.bulk.get(keys[0].path()) is not None
 
 
-@pytest.mark.parametrize("words", [("pin", "00" * 20), ("rebuild",), ("sweep", "--apply")])
+@pytest.fixture
+def rules(s3_server: S3Server) -> Iterator[Callable[[int], None]]:
+    """Sets the bucket's lifecycle rule; it is removed at the end."""
+    client = open_s3_client(s3_config(s3_server))
+
+    def expire(days: int) -> None:
+        elsewhere = {"ID": "x", "Status": "Enabled", "Filter": {"Prefix": "other/"}}
+        off = {"ID": "off", "Status": "Disabled", "Filter": {"Prefix": ""}}
+        ours = {"ID": "ours", "Status": "Enabled", "Filter": {"Prefix": ""}}
+        every = [elsewhere | {"Expiration": {"Days": 1}}, off | {"Expiration": {"Days": 2}}]
+        every += [ours | {"Expiration": {"Days": days}}]
+        client.put_bucket_lifecycle_configuration(
+            Bucket=BUCKET, LifecycleConfiguration={"Rules": every}
+        )
+
+    yield expire
+    client.delete_bucket_lifecycle(Bucket=BUCKET)
+    client.close()
+
+
+def test_lifecycle_rules_are_read_and_judged_with_a_sweepers_rights(
+    fleet: Fleet, home: None, rules: Callable[[int], None]
+) -> None:
+    with fleet.everything() as ends:
+        save_identity(ends.bulk)
+        save(ends.bulk, ends.index)
+
+    def audited(role: Role) -> dict[str, Any]:
+        report = json.loads(run(fleet, role, "audit", "--json"))
+        found: dict[str, Any] = report["lifecycle"]
+        return found
+
+    assert audited("sweeper")["status"] == "none"
+    rules(1)
+    found = audited("sweeper")
+    assert (found["status"], found["expire_days"], found["abort_days"]) == ("conflicts", 1, None)
+    assert "deletes payloads 1 day after" in run(fleet, "sweeper", "doctor")
+    found = audited("reader")
+    assert (found["status"], found["expire_days"]) == ("unknown", None)
+    assert "s3:GetLifecycleConfiguration" in found["detail"]
+    rules(30)
+    assert audited("sweeper")["status"] == "fits"
+
+
+def test_a_readers_reports_state_that_ghosts_are_not_seen(fleet: Fleet, home: None) -> None:
+    with fleet.everything() as ends:
+        save_identity(ends.bulk)
+        save(ends.bulk, ends.index)
+    for role, seen in (("reader", False), ("sweeper", True)):
+        for words in (("audit",), ("verify", "--all")):
+            assert ("(ghosts) are not seen" in run(fleet, role, *words)) is not seen
+        assert json.loads(run(fleet, role, "verify", "--json"))["ghosts_seen"] is seen
+
+
+@pytest.mark.parametrize(
+    "words", [("pin", "00" * 20), ("rebuild", "--apply"), ("sweep", "--apply")]
+)
 def test_what_a_role_may_not_do_is_a_sentence(
     fleet: Fleet, home: None, words: tuple[str, ...]
 ) -> None:

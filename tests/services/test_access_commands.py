@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import objkv
 from objkv.cli.app import app
-from objkv.config import Role
+from objkv.config import Resolved, Role
 from objkv.ops.backends_view import read_identity
 from objkv.ops.doctor.access import COMMAND_ROLES, ROLES
 from tests.services.access_fleet import Fleet
@@ -20,25 +21,30 @@ pytestmark = [pytest.mark.service, pytest.mark.xdist_group("ceph")]
 LINES = {
     "access": "access --role reader",
     "bench lookup": "bench lookup --rounds 1",
-    "diff": f"diff {NAMESPACE} {NAMESPACE}",
-    "export": "export --out {out} --namespace " + NAMESPACE,
+    "diff": f"diff acme/tiny {NAMESPACE}",
+    "export": "export --out {out} -n acme/tiny",
     "exporter": "exporter --once",
+    "import --apply": "import {exported} --apply",
     "import": "import {exported}",
-    "ls NAMESPACE": f"ls {NAMESPACE}",
+    "ls NAMESPACE": "ls default/tiny",
     "match": "match --tokens {tokens}",
-    "pin": "pin {leaf}",
-    "show": "show {leaf}",
+    "pin": "pin {leaf:.6}",
+    "show": "show {leaf:.6} -n tiny",
     "size": "size --layers 2 --kv-heads 2 --head-size 8",
     "sweep --apply": "sweep --apply --force --grace-s 0",
     "top": "top --once --every 0.2 --endpoint http://127.0.0.1:9",
-    "unpin": "unpin {leaf}",
-    "verify": "verify --all",
-    "verify --quarantine": "verify --all --quarantine --force",
+    "unpin": "unpin {leaf:.6} -n tiny",
+    "verify": f"verify --all -n {NAMESPACE[:6]}",
+    "verify --quarantine": "verify --all --quarantine",
+    "verify --quarantine --apply": "verify --all --quarantine --apply --force",
 }
 """Command lines that differ from the name of the command."""
-FOUND = {"top": 3}
-"""Exit codes other than 0 of commands that work: no replica answers."""
-CHANGES = ("import", "pin", "rebuild", "sweep --apply", "unpin", "verify --quarantine")
+FOUND = {"import": 1, "top": 3, "verify --quarantine": 1}
+"""Exit codes other than 0 of commands that work: no replica answers, or something is left to do."""
+CHANGES = (
+    *("admission never", "import", "import --apply", "pin", "rebuild --apply", "sweep --apply"),
+    *("unpin", "verify --quarantine", "verify --quarantine --apply"),
+)
 """Commands that need stores of their own."""
 SHOWN = dict.fromkeys(("ls", "ls NAMESPACE", "ls --prefixes", "ls --tree", "audit"), NAMESPACE[:8])
 
@@ -57,15 +63,15 @@ def prepare(fleet: Fleet, command: str) -> str:
         for name in ends.index.namespaces():
             for record in list(ends.index.scan(name)):
                 ends.admin.drop(name, record.prefix_hash)
-        if command == "import":
+        if command.startswith("import"):
             return ""
         save_identity(ends.bulk)
         keys = save(ends.bulk, ends.index)
         if command == "sweep --apply":
             ends.admin.drop(NAMESPACE, keys[2].prefix_hash)
-        if command == "verify --quarantine":
+        if command.startswith("verify --quarantine"):
             ends.bulk.put(keys[2].path(), b"not a payload")
-        if command == "rebuild":
+        if command == "rebuild --apply":
             ends.admin.drop(NAMESPACE, keys[0].prefix_hash)
     return keys[2].prefix_hash.hex()
 
@@ -110,3 +116,21 @@ def test_a_router_finds_prompts_with_the_rights_of_a_reader(fleet: Fleet) -> Non
         assert record is not None
         [found] = ends.index.find(NAMESPACE, [record.prefix_hash], list(record.shards))
         assert found is not None
+
+
+def test_a_client_needs_the_rights_of_a_reader_for_all_but_pins(fleet: Fleet) -> None:
+    leaf = prepare(fleet, "match")
+    config = fleet.config(**fleet.settings["reader"])
+    with objkv.Client(Resolved(config, {}), fleet.opened("reader")) as client:
+        assert [one.model for one in client.namespaces()] == ["acme/tiny"]
+        assert client.match(TOKENS, namespace="acme/tiny").end == "complete"
+        assert client.explain(TOKENS[:-1]).cause == "nothing"
+        assert {chunk.prefix_hash for chunk in client.chunks()} >= {leaf}
+        assert client.audit().totals.chunks == 3
+        assert client.warm([list(TOKENS)], check=True).is_complete
+        assert client.pins() == []
+        with pytest.raises(objkv.StoreDenied, match="set role to sweeper"):
+            client.pin(TOKENS)
+    config = fleet.config(**fleet.settings["sweeper"])
+    with objkv.Client(Resolved(config, {}), fleet.opened("sweeper")) as client:
+        assert client.unpin(client.pin(leaf=leaf)).chunks == 3

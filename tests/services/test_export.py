@@ -39,9 +39,9 @@ def test_what_goes_into_real_servers_comes_out_byte_for_byte(
     first, second = tmp_path / "first", tmp_path / "second"
     assert run("export", "--out", str(first), "--namespace", NAMESPACE).code == 0
     use_servers(monkeypatch, s3_server, next(s3_prefixes), own_valkey)
-    brought = run("import", str(first), "--json").document
+    brought = run("import", str(first), "--apply", "--json").document
     assert (brought["added"], brought["refused"], brought["busy"]) == (6, 0, 0)
-    again = run("import", str(first), "--json").document
+    again = run("import", str(first), "--apply", "--json").document
     assert (again["added"], again["present"]) == (0, 6)
     with open_backends(load_config({}), NullRecorder()) as ends:
         [shapes] = ends.index.lookup(NAMESPACE, [SHAPES_HASH])

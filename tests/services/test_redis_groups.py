@@ -183,5 +183,5 @@ def test_a_sentinel_that_is_gone_is_not_needed(sentinel: ServerGroup) -> None:
 
 
 def test_a_service_that_no_sentinel_knows_is_unavailable(sentinel: ServerGroup) -> None:
-    with pytest.raises(StoreUnavailable, match="No master found"):
+    with pytest.raises(StoreUnavailable, match="no Sentinel has a live primary 'other'"):
         opened(sentinel.url.replace("service=objkv", "service=other")).check()

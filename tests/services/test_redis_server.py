@@ -81,7 +81,7 @@ def test_tls_with_the_wrong_authority_is_denied_with_what_to_set(
 
 
 def test_a_plain_client_at_a_tls_server_gets_an_error(redis_tls: RedisServer) -> None:
-    with pytest.raises(StoreUnavailable):
+    with pytest.raises(StoreDenied, match="requires TLS: write rediss"):
         opened(redis_tls.url.replace("rediss", "redis")).check()
 
 

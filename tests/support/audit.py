@@ -107,7 +107,7 @@ class Auditor:
 
     def records(self) -> None:
         """Read the index."""
-        self._run(self.walk.records(self.places.indexed))
+        self._run(self.walk.records(self.places.indexed, self.places.totals))
 
     def payloads(self) -> None:
         """List the bulk store."""

@@ -65,7 +65,7 @@ def check_that_all_is_found_and_mended(run: Run, ends: Backends) -> None:
     assert found(swept.document) == useless
     assert (swept.code, swept.document["removed"]) == (1, 0)
 
-    rebuilt = run("rebuild", "--dry-run", "--json")
+    rebuilt = run("rebuild", "--json")
     unreadable = planted_as(planted, unreadable=("header", "short", "empty"), foreign=("foreign",))
     assert found(rebuilt.document) == unreadable
     counted = {kind: rebuilt.document[kind] for kind in ("restored", "corrected", "present")}
@@ -75,7 +75,7 @@ def check_that_all_is_found_and_mended(run: Run, ends: Backends) -> None:
         "present": ALL.good + ALL.old_epoch + ALL.frame + len(planted["hot"]),
     }
 
-    mended = run("verify", "--all", "--quarantine", "--json")
+    mended = run("verify", "--all", "--quarantine", "--apply", "--json")
     assert (mended.code, found(mended.document)) == (0, wrong)
     right = run("verify", "--all", "--json")
     assert (right.code, found(right.document)) == (0, {})
@@ -104,11 +104,11 @@ def check_that_a_wiped_index_is_restored(run: Run, ends: Backends) -> None:
     kept = run("sweep", "--apply", "--grace-s", "0", "--json")
     assert (kept.code, kept.document["applied"], kept.document["removed"]) == (1, False, 0)
     assert "objkv rebuild" in kept.document["doubts"][0]["why"]
-    restored = run("rebuild", "--json").document
+    restored = run("rebuild", "--apply", "--json").document
     assert restored["restored"] == sum(len(one.shards) for one in before.values())
     assert records(ends, NAMESPACE) == before
     again = ends.index.lookup(NAMESPACE, [SHAPES_HASH])[0]
     assert again is not None
     assert shapes is not None
     assert again.shards.keys() == shapes.shards.keys()
-    assert run("rebuild", "--json").document["restored"] == 0
+    assert run("rebuild", "--apply", "--json").document["restored"] == 0

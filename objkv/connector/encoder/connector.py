@@ -75,7 +75,7 @@ def open_encoder_scheduler(
     if saving:
         warn_of_sudden_end(vllm_config)
     roles = EncoderRoles(
-        loads=transfer.is_ec_consumer and config.admission != "never",
+        loads=transfer.is_ec_consumer,
         saves=saving,
         steps_overlap=vllm_config.max_concurrent_batches > 1,
     )
@@ -87,9 +87,17 @@ def open_encoder_scheduler(
         ttl_s=config.ttl_s,
     )
     fetcher = EncoderFetcher(reader, backends.index, limits, recorder)
-    return EncoderSchedulerSide(
-        roles, form, identity, fetcher, bulk=backends.bulk, recorder=recorder
+    side = EncoderSchedulerSide(
+        roles,
+        form,
+        identity,
+        fetcher,
+        bulk=backends.bulk,
+        admission=config.admission,
+        recorder=recorder,
     )
+    side.switch.start()
+    return side
 
 
 def open_encoder_worker(

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from objkv.cache.admission import Mode
+from objkv.cache.switch import AdmissionSwitch
 from objkv.connector.encoder.fetch import EncoderFetcher, State
 from objkv.connector.encoder.items import (
     EncoderPlan,
@@ -65,11 +67,10 @@ class EncoderSchedulerSide:
         fetcher: EncoderFetcher,
         *,
         bulk: WriteStore,
+        admission: Mode = "always",
         recorder: MemoryRecorder,
     ) -> None:
-        self._roles = roles
-        self._fetcher = fetcher
-        self._recorder = recorder
+        self._roles, self._fetcher, self._recorder = roles, fetcher, recorder
         self._reported: dict[str, float] = {}
         # No adapter is read if adapters do not change encoder outputs.
         self.adapters = Adapters(fetcher.submit if form.tower_lora else _do_nothing)
@@ -82,6 +83,7 @@ class EncoderSchedulerSide:
         self._local: dict[str, None] = {}
         """Known identifiers in vLLM's own encoder cache, the oldest first."""
         self._namespace = ReplicaNamespace(identity, bulk, fetcher.submit, writes=roles.saves)
+        self.switch = AdmissionSwitch(admission, bulk, self._namespace, recorder)
         self._namespace.announce()
         logger.info(
             "objkv encoder cache ready model=%s namespace=%s", identity.model, self._namespace.name
@@ -101,6 +103,8 @@ class EncoderSchedulerSide:
         self._asking = None
         tracked = self._asking = self._track(request)
         if not self._roles.loads or computed >= tracked.end:
+            return True
+        if not tracked.asked and self.switch.mode == "never":
             return True
         if not tracked.asked:
             if not self._items.name(tracked):
@@ -208,6 +212,7 @@ class EncoderSchedulerSide:
 
     def close(self) -> None:
         """Stop the background threads."""
+        self.switch.close()
         self._fetcher.close()
 
     def _track(self, request: "Request") -> TrackedMedia:

@@ -9,11 +9,13 @@ Source of the call order: vLLM 0.31-0.33,
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
 from objkv.cache.lookup import LookupService, Records
 from objkv.cache.match import usable_chunks
+from objkv.cache.switch import AdmissionSwitch
 from objkv.config import Config
 from objkv.connector.guard import guarded
 from objkv.connector.kv.events import NoEvents
@@ -160,18 +162,18 @@ class SchedulerSide:
         requests: RequestTracker,
         timing: Timing,
         namespace: ReplicaNamespace[Identity],
+        switch: AdmissionSwitch,
         recorder: Recorder,
         tracing: Tracing,
     ) -> None:
         self._config, self._roles, self._geometry = config, roles, geometry
         self._index, self._lookups = index, lookups
         self._requests, self._timing = requests, timing
-        self._namespace, self._tracing = namespace, tracing
+        self._namespace, self._tracing, self.switch = namespace, tracing, switch
         self._trust = BlockTrust(roles.steps_in_flight, ranks=geometry.ranks)
         self._saves = SavePlanner(config, geometry, requests, self._trust, loads=roles.loads)
         self._sync_gate = SyncGate(config.step_load_deadline_ms / 1000)
-        self._hits = HitCounters(recorder)
-        self._loads = ReliedLoads(geometry.block_tokens)
+        self._hits, self._loads = HitCounters(recorder), ReliedLoads(geometry.block_tokens)
         self._held, self._sync_loads, self._wait_left_s = set[str](), False, _MATCH_WAIT_S
         self._waiting: int | None = None
         self.may_reuse: Callable[[], bool] = lambda: True
@@ -286,6 +288,7 @@ class SchedulerSide:
             request.request_id, tracked.namespace, moves, usable.sync, tracked.traceparent
         )
         self._hits.planned(plan, *span)
+        self._timing.load_planned(plan.request_id, tokens)
         self._loads.plan(plan)
 
     def plan_step(self, output: "SchedulerOutput") -> StepPlan:
@@ -358,6 +361,8 @@ class SchedulerSide:
                 self._timing.received(request_id)
             for plan in succeeded:
                 self._touch(plan)
+            for savings in self._timing.take_savings():
+                self._lookups.submit(partial(self._index.credit, savings))
         except Exception:
             logger.exception("report of the workers not read")
         whole = map(self._requests.get, output.failed_recving or ())
@@ -417,6 +422,7 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Stop the background threads."""
+        self.switch.close()
         self._lookups.close()
         self._tracing.close()
 

@@ -11,13 +11,13 @@ in ``v1/core/sched/scheduler.py``, which takes every step's events, and ``step_w
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from time import monotonic
+from time import gmtime, monotonic, strftime, time
 
 from objkv.cache.admission import STEP_TOKENS_MIN, AdmissionPolicy, ChunkSize, LoadTime, Tier
 from objkv.connector.kv.coverage import Coverage
 from objkv.connector.kv.metadata import StepReport
 from objkv.connector.model.groups import Geometry
-from objkv.index.base import Shards
+from objkv.index.base import Savings, Shards
 from objkv.transfer.plan import LoadPlan
 
 _LOADS_MAX = 4096
@@ -32,6 +32,8 @@ class _Load:
     tier: Tier
     share: float
     sync: bool
+    namespace: str
+    tokens: int
     slowest: LoadTime | None = None
 
 
@@ -46,20 +48,30 @@ class Timing:
         steps_in_flight: int,
         coverage: Coverage | None = None,
         clock: Callable[[], float] = monotonic,
+        wall: Callable[[], float] = time,
     ) -> None:
+        """``wall`` returns seconds since the epoch, for the month of savings."""
         self._admission = admission
         self._geometry = geometry
         self._clock = clock
+        self._wall = wall
         # One more than possible: a step that vLLM never ended must not shift all later ones.
         self._steps: deque[tuple[int, float]] = deque(maxlen=steps_in_flight + 1)
         self._ended = 0.0
         self._loads: dict[str, _Load] = {}
+        self._tokens: dict[str, int] = {}
+        self._savings: list[Savings] = []
         self._coverage = coverage or Coverage(geometry)
 
     @property
     def steps(self) -> int:
         """Number of steps in progress."""
         return len(self._steps)
+
+    def load_planned(self, request_id: str, tokens: int) -> None:
+        """Record that a load of ``tokens`` is in the next step's plan."""
+        if len(self._tokens) < _LOADS_MAX:
+            self._tokens[request_id] = tokens
 
     def step_planned(self, scheduled: Collection[int], loads: Iterable[LoadPlan]) -> None:
         """Record a planned step: ``scheduled`` tokens per request, and its loads."""
@@ -68,7 +80,11 @@ class Timing:
             if plan.sync:
                 tokens = 0
             if len(self._loads) < _LOADS_MAX:
-                self._loads[plan.request_id] = _Load(*self._tier_of(plan), plan.sync)
+                loaded = self._tokens.get(plan.request_id, 0)
+                self._loads[plan.request_id] = _Load(
+                    *self._tier_of(plan), plan.sync, plan.namespace, loaded
+                )
+        self._tokens.clear()
         self._steps.append((tokens, self._clock()))
 
     def step_ended(self) -> None:
@@ -84,9 +100,9 @@ class Timing:
         """Record the workers' report of their loads."""
         for request_id in report.failed:
             self._loads.pop(request_id, None)
-        for request_id, time in report.loaded.items():
+        for request_id, took in report.loaded.items():
             if (load := self._loads.get(request_id)) is not None:
-                load.slowest = max(load.slowest or time, time, key=lambda one: one.seconds)
+                load.slowest = max(load.slowest or took, took, key=lambda one: one.seconds)
                 if load.sync:
                     self.received(request_id)
 
@@ -94,13 +110,36 @@ class Timing:
         """Record that a load has ended on all workers. For a load between steps, workers may end in
         different steps."""
         load = self._loads.pop(request_id, None)
-        if load is not None and (time := load.slowest) is not None:
-            nbytes = int(time.nbytes * load.share)
-            self._admission.loaded(load.tier, LoadTime(nbytes, time.seconds, time.first_s))
+        if load is not None and (took := load.slowest) is not None:
+            nbytes = int(took.nbytes * load.share)
+            self._admission.loaded(load.tier, LoadTime(nbytes, took.seconds, took.first_s))
+            if load.tokens and len(self._savings) < _LOADS_MAX:
+                self._savings.append(self._saved(load, took.seconds))
+
+    def take_savings(self) -> list[Savings]:
+        """Return what the loads that ended since the last call saved."""
+        taken, self._savings = self._savings, []
+        return taken
+
+    def _saved(self, load: _Load, seconds: float) -> Savings:
+        month = strftime("%Y-%m", gmtime(self._wall()))
+        token_s, gpus = self._admission.seconds_per_token, self._geometry.ranks
+        if token_s is None:
+            return Savings(load.namespace, month, 1, load.tokens)
+        return Savings(
+            load.namespace,
+            month,
+            loads=1,
+            tokens=load.tokens,
+            timed_tokens=load.tokens,
+            compute_gpu_us=int(1e6 * gpus * load.tokens * token_s),
+            load_gpu_us=int(1e6 * gpus * seconds),
+        )
 
     def request_ended(self, request_id: str) -> None:
         """Forget the load of a request that ended."""
         self._loads.pop(request_id, None)
+        self._tokens.pop(request_id, None)
 
     def admit(
         self, found: Sequence[Shards | None], computed: int, end: int, *, waiting: int = 0
@@ -111,8 +150,8 @@ class Timing:
         ``found``: records per chunk of the prompt, complete for this replica up to ``end``.
         ``waiting``: number of requests behind this one.
         """
-        if self._admission.decided is not None:
-            return end if self._admission.decided else computed
+        if (decided := self._admission.decided) is not None:
+            return end if decided else computed
         size = self._geometry.chunk_tokens
         first = computed // size
         chunks = [

@@ -15,6 +15,7 @@ from objkv.assembly.backends import Backends
 from objkv.cache.admission import AdmissionPolicy
 from objkv.cache.chunks import ChunkCache
 from objkv.cache.lookup import LookupLimits, LookupService
+from objkv.cache.switch import AdmissionSwitch
 from objkv.codec.payload import payload_bytes_max
 from objkv.config import Config
 from objkv.connector.kv.coverage import open_coverage
@@ -103,7 +104,7 @@ def open_scheduler_side(
         miss_ttl_s=config.near_miss_ttl_ms / 1000,
         fields=geometry.all_fields(),
     )
-    return make_scheduler_side(
+    side = make_scheduler_side(
         safe_load_mode(vllm_config, geometry, config),
         roles,
         geometry,
@@ -113,6 +114,8 @@ def open_scheduler_side(
         recorder=recorder,
         tracing=open_tracing(),
     )
+    side.switch.start()
+    return side
 
 
 def make_scheduler_side(
@@ -126,7 +129,8 @@ def make_scheduler_side(
     recorder: Recorder,
     tracing: Tracing = NO_TRACING,
 ) -> SchedulerSide:
-    """Make the scheduler's side without vLLM's configuration, and store the identity document."""
+    """Make the scheduler's side without vLLM's configuration, and store the identity document. An
+    operator's switch is read once it is started."""
     shapes, coverage = open_coverage(config, geometry, index, writes=roles.saves)
     limits = LookupLimits(
         config.lookup_deadline_ms / 1000,
@@ -137,6 +141,7 @@ def make_scheduler_side(
     lookups = LookupService(shapes, fields, recorder, limits, tracing=tracing)
     namespace = ReplicaNamespace(identity, bulk, lookups.submit, writes=roles.saves)
     namespace.announce()
+    switch = AdmissionSwitch(config.admission, bulk, namespace, recorder)
     side = SchedulerSide(
         config,
         roles,
@@ -145,12 +150,13 @@ def make_scheduler_side(
         lookups=lookups,
         requests=RequestTracker(geometry, lookups, recorder, open_digests(), coverage),
         timing=Timing(
-            AdmissionPolicy(config.admission, recorder),
+            AdmissionPolicy(lambda: switch.mode, recorder),
             geometry,
             steps_in_flight=roles.steps_in_flight,
             coverage=coverage,
         ),
         namespace=namespace,
+        switch=switch,
         recorder=recorder,
         tracing=tracing,
     )

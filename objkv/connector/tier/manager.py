@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
+from objkv.cache.switch import AdmissionSwitch
 from objkv.config import Config
 from objkv.connector.guard import guarded, speak_as_vllm
 from objkv.connector.hooks import EngineHooks, holds_nothing
@@ -151,15 +152,16 @@ class ObjKVTier(SecondaryTierManager):
         self._row_count, row_bytes = _rows(primary_kv_view)
         engine = self._engine = find_engine(offloading_spec)
         identity = read_tier_identity(offloading_spec, engine, row_bytes, config, self._options)
-        self._recorder = MemoryRecorder()
+        self._recorder = numbers = MemoryRecorder()
         memory, queue_max = primary_kv_view.cast("B"), self._options.queue_max
-        form = identity.row_form()
-        self._store = TierStore(config, form, memory, self._recorder, queue_max=queue_max)
-        lookups, writes = self._store.lookups, config.role != "reader"
-        self.namespace = TierNamespace(identity, self._store.bulk, lookups.submit, writes=writes)
+        self._store = TierStore(config, identity.row_form(), memory, numbers, queue_max=queue_max)
+        submit, bulk, writes = self._store.lookups.submit, self._store.bulk, config.role != "reader"
+        self.namespace = TierNamespace(identity, bulk, submit, writes=writes)
+        self._switch = AdmissionSwitch(config.admission, bulk, self.namespace, numbers)
         self._closed = False
         self.adapters = TierAdapters(lambda: self.reset(clean=False))
         self._hooks = EngineHooks(self, _no_manager, patches=config.vllm_patches)
+        self._switch.start()
         self._log_ready(identity)
 
     def _read_options(self, options: Mapping[str, Any], spec: "OffloadingSpec") -> Config:
@@ -204,7 +206,7 @@ class ObjKVTier(SecondaryTierManager):
         """Return whether the chunk is stored, or RETRY while that is unknown, at most until the
         deadline."""
         namespace = self.namespace.of(req_context.req_id)
-        if namespace is None:
+        if namespace is None or self._switch.mode == "never":
             return LookupResult.MISS
         return self._store.lookups.ask(req_context.req_id, namespace, key)
 
@@ -258,6 +260,7 @@ class ObjKVTier(SecondaryTierManager):
         """Save queued chunks within ``drain_deadline_ms``, then stop. Idempotent."""
         if not self._closed:
             self._closed = True
+            self._switch.close()
             self._store.close()
 
     # Events and metrics.

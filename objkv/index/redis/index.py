@@ -18,12 +18,28 @@ import redis
 from redis import exceptions
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
-from objkv.index.base import SCAN_DENIED, ChunkEntry, Record, ShardRecord, Shards, Usage
-from objkv.index.fields import decode_shard, encode_shard, is_shard_field, shards_of
+from objkv.index.base import (
+    SCAN_DENIED,
+    ChunkEntry,
+    Record,
+    Savings,
+    ShardRecord,
+    Shards,
+    Usage,
+)
+from objkv.index.fields import (
+    decode_shard,
+    encode_shard,
+    is_shard_field,
+    read_savings,
+    savings_fields,
+    shards_of,
+)
 from objkv.index.redis.find import Finder
 from objkv.index.redis.scripts import DROP, FORGET, LEASE, PIN, PUBLISH, RELEASE, TOUCH, Script
 from objkv.index.shapes import FIELDS_MAX, SHAPES_HASH
 from objkv.keys.prefix import PREFIX_HASH_BYTES
+from objkv.net.transport import WrongTransport
 
 Command = tuple[str | bytes | int, ...]
 _FLUSH_S = 5.0
@@ -52,11 +68,8 @@ class PendingTotals:
 
     def add(self, namespace: str, prefix_hash: bytes, nbytes: int, payloads: int) -> None:
         """Add published bytes and payloads, or subtract removed ones with negative numbers."""
-        if prefix_hash == SHAPES_HASH:
-            return
-        with self._lock:
-            self._pending[f"{namespace}:nbytes"] += nbytes
-            self._pending[f"{namespace}:payloads"] += payloads
+        if prefix_hash != SHAPES_HASH:
+            self.keep({f"{namespace}:nbytes": nbytes, f"{namespace}:payloads": payloads})
 
     def take(self, *, early: bool = False) -> dict[str, int]:
         """Return and clear the changes by field if they are due, or always if ``early``."""
@@ -82,9 +95,9 @@ class PendingTotals:
         """Return the commands that add ``taken``."""
         return [("HINCRBY", self.key, field, change) for field, change in taken.items()]
 
-    def put_back(self, taken: Mapping[str, int]) -> None:
-        """Keep changes that could not be sent. Some may have arrived after all, so the totals can
-        end up too high, but never too low."""
+    def keep(self, taken: Mapping[str, int]) -> None:
+        """Keep changes until the next sending: new ones, and those that could not be sent. Some of
+        these may have arrived after all, so the totals can end up too high, but never too low."""
         with self._lock:
             for field, change in taken.items():
                 self._pending[field] += change
@@ -168,8 +181,14 @@ def _meaning(exc: Exception) -> tuple[type[StoreError], str]:
         words
     ):
         return StoreDenied, f"{words}: {_rights_fix(words)}"
+    for cause in chain:
+        if isinstance(cause, WrongTransport):
+            return StoreDenied, str(cause)
     if any(isinstance(cause, _LOGIN) for cause in chain) or _LOGIN_WORDS.search(words):
-        return StoreDenied, f"{words}: check redis_username and redis_password"
+        return (
+            StoreDenied,
+            f"{words}: check redis_username and redis_password, or redis_credentials",
+        )
     if "Cluster mode is not enabled" in words:
         return StoreDenied, f"{words}: use redis:// or rediss:// in index_url"
     if isinstance(exc, exceptions.OutOfMemoryError) or "OOM" in words:
@@ -234,6 +253,7 @@ class RedisIndex:
         self._clock = clock
         self._finder = Finder(client)
         self._totals = PendingTotals(f"{prefix}:u:totals")
+        self._savings = PendingTotals(f"{prefix}:u:savings")
         self._key = re.compile(
             rf"{re.escape(prefix)}:i:([^:]+):([0-9a-f]{{{2 * PREFIX_HASH_BYTES}}})".encode("ascii")
         )
@@ -301,12 +321,25 @@ class RedisIndex:
     def usage(self) -> list[Usage]:
         """See ``ReadIndex``. Returns running totals, without recent changes that other processes
         have not sent yet."""
-        changes = self._totals.take(early=True)
-        [reply] = self._flushed(changes, ("HGETALL", self._totals.key))
+        return read_totals(self._read("usage", self._totals))
+
+    def savings(self) -> list[Savings]:
+        """See ``ReadIndex``. Like ``usage``, lacks numbers of killed processes."""
+        reply = self._read("savings", self._savings)
+        numbers = {
+            field.decode("utf-8", "replace"): int(value)
+            for field, value in reply.items()
+            if _NUMBER.fullmatch(value)
+        }
+        return read_savings(numbers)
+
+    def _read(self, verb: str, totals: PendingTotals) -> dict[bytes, bytes]:
+        """Send this process's changes of ``totals``, and return all of its fields."""
+        [reply] = self._flushed(totals, totals.take(early=True), ("HGETALL", totals.key))
         if isinstance(reply, Exception):
-            with translated("usage"):
+            with translated(verb):
                 raise reply
-        return read_totals(reply)
+        return dict(reply)
 
     def check(self) -> None:
         """See ``ReadIndex``. Runs a script, which needs most of the rights that objkv needs."""
@@ -315,9 +348,10 @@ class RedisIndex:
     def close(self) -> None:
         """See ``ReadIndex``."""
         with translated("close"):
-            if changes := self._totals.take(early=True):
-                with suppress(StoreError):
-                    self._flushed(changes)
+            for totals in (self._totals, self._savings):
+                if changes := totals.take(early=True):
+                    with suppress(StoreError):
+                        self._flushed(totals, changes)
             self._finder.close()
             self._client.close()
 
@@ -348,6 +382,12 @@ class RedisIndex:
             if isinstance(reply, Exception) and not isinstance(reply, exceptions.NoScriptError):
                 with translated("touch"):
                     raise reply
+
+    def credit(self, savings: Savings) -> None:
+        """See ``WriteIndex``. Sends the sums every few seconds."""
+        self._savings.keep(savings_fields(savings))
+        if changes := self._savings.take():
+            self._flushed(self._savings, changes)
 
     def forget(self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord) -> bool:
         """See ``WriteIndex``."""
@@ -384,7 +424,7 @@ class RedisIndex:
             with translated("set usage"):
                 run(*replaced(self._totals.key, usage))
         except StoreError:
-            self._totals.put_back(counted)
+            self._totals.keep(counted)
             raise
 
     def _chunk(self, namespace: str, prefix_hash: bytes) -> str:
@@ -398,23 +438,25 @@ class RedisIndex:
             try:
                 if not changes:
                     return run(*known)
-                [reply] = self._flushed(changes, known)
+                [reply] = self._flushed(self._totals, changes, known)
                 if isinstance(reply, Exception):
                     raise reply
                 return reply
             except exceptions.NoScriptError:
                 return run(*script.full(key, *args))
 
-    def _flushed(self, changes: Mapping[str, int], *commands: Command) -> list[Any]:
-        """Return the replies to ``commands``. Sends changes of the totals first, and puts back the
+    def _flushed(
+        self, totals: PendingTotals, changes: Mapping[str, int], *commands: Command
+    ) -> list[Any]:
+        """Return the replies to ``commands``. Sends changes of ``totals`` first, and puts back the
         failed ones."""
         try:
-            replies = self._pipelined([*self._totals.commands(changes), *commands])
+            replies = self._pipelined([*totals.commands(changes), *commands])
         except StoreError:
-            self._totals.put_back(changes)
+            totals.keep(changes)
             raise
         pairs = zip(changes.items(), replies, strict=False)
-        self._totals.put_back(dict(pair for pair, reply in pairs if isinstance(reply, Exception)))
+        totals.keep(dict(pair for pair, reply in pairs if isinstance(reply, Exception)))
         return replies[len(changes) :]
 
     def _pipelined(self, commands: Sequence[Command]) -> list[Any]:

@@ -207,8 +207,8 @@ _REFUSED = {
 class SqliteFile:
     """Connections to one file: one per call in flight, kept for reuse. Safe across ``fork``.
 
-    Opens nothing before the first call. ``busy_ms`` bounds how long a call waits for another
-    writer.
+    Opens nothing before the first call, and creates nothing before the first write. ``busy_ms``
+    bounds how long a call waits for another writer.
     """
 
     def __init__(self, path: Path, *, busy_ms: int) -> None:
@@ -224,7 +224,21 @@ class SqliteFile:
 
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
-        """Borrow a connection. Each statement sees one state of the file."""
+        """Borrow a connection. Each statement sees one state of the file. A missing file is not
+        created: it reads as an empty one."""
+        if os.path.lexists(self.path):
+            with self._borrow() as connection:
+                yield connection
+            return
+        with (
+            translated(self.path),
+            closing(sqlite3.connect(":memory:", isolation_level=None)) as empty,
+        ):
+            create(empty)
+            yield empty
+
+    @contextmanager
+    def _borrow(self) -> Iterator[sqlite3.Connection]:
         with translated(self.path):
             place = self._look()
             with self._lock:
@@ -249,7 +263,7 @@ class SqliteFile:
     @contextmanager
     def write(self) -> Iterator[sqlite3.Connection]:
         """Borrow a connection inside one transaction, committed unless the block raises."""
-        with self.read() as connection:
+        with self._borrow() as connection:
             connection.execute("BEGIN IMMEDIATE")
             try:
                 yield connection

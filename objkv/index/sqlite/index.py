@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards, Usage
-from objkv.index.fields import decode_shard, encode_shard
+from objkv.index.base import ChunkEntry, Record, Savings, ShardRecord, Shards, Usage
+from objkv.index.fields import decode_shard, encode_shard, read_savings, savings_fields
 from objkv.index.shapes import SHAPES_HASH
 from objkv.index.sqlite.file import SqliteFile, nbytes_of
 
@@ -55,6 +55,13 @@ SELECT namespace, t.nbytes - ifnull(e.nbytes, 0) AS nbytes,
 FROM totals t LEFT JOIN expired e USING (namespace)
 WHERE t.payloads > ifnull(e.payloads, 0) ORDER BY namespace
 """
+# Rows without payloads, which ``_USAGE`` and older versions skip: no new table, so that an objkv
+# of an earlier version on this machine can still open the file.
+_CREDIT = """
+INSERT INTO totals (namespace, nbytes, payloads) VALUES (?, ?, 0)
+ON CONFLICT (namespace) DO UPDATE SET nbytes = nbytes + excluded.nbytes
+"""
+_SAVINGS = "SELECT namespace, nbytes FROM totals WHERE payloads = 0 AND namespace LIKE '%:%:%'"
 _LEASE = """
 INSERT INTO leases (name, owner, ends_s) VALUES (?, ?, ?)
 ON CONFLICT (name) DO UPDATE SET owner = excluded.owner, ends_s = excluded.ends_s
@@ -63,7 +70,7 @@ WHERE leases.owner = excluded.owner OR leases.ends_s <= ?
 
 
 class SqliteIndex:
-    """Implements ``PruneIndex``. The first call creates the file and its folder.
+    """Implements ``PruneIndex``. The first write creates the file and its folder.
 
     ``busy_ms`` bounds how long a call waits for another process's write. ``clock`` returns seconds
     since the epoch. Survives ``fork``, and writers that are killed at any moment.
@@ -140,6 +147,13 @@ class SqliteIndex:
             rows = connection.execute(_USAGE, (now, SHAPES_HASH)).fetchall()
         return [Usage(name, nbytes, payloads, int(now)) for name, nbytes, payloads in rows]
 
+    def savings(self) -> list[Savings]:
+        """See ``ReadIndex``."""
+        with self._file.read() as connection:
+            rows = connection.execute(_SAVINGS).fetchall()
+        # Another program may have stored text: SQLite columns hold any type.
+        return read_savings({str(field): value for field, value in rows if type(value) is int})
+
     def check(self) -> None:
         """See ``ReadIndex``. Also proves that the file is writable."""
         with self._file.write() as connection:
@@ -179,6 +193,11 @@ class SqliteIndex:
                 connection.execute(
                     _TOUCH + _marks(part), (int(now), now + ttl_s, namespace, now, *part)
                 )
+
+    def credit(self, savings: Savings) -> None:
+        """See ``WriteIndex``."""
+        with self._file.write() as connection:
+            connection.executemany(_CREDIT, savings_fields(savings).items())
 
     def forget(self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord) -> bool:
         """See ``WriteIndex``."""

@@ -6,11 +6,16 @@ A walk that stopped early yields the figures of the parts it covered.
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from tokenizers import Tokenizer
 
+from objkv.cache.listed_index import GHOSTS_UNSEEN, is_listed
+from objkv.config import Config
+from objkv.ops.audit.answers import LifecycleAudit
+from objkv.ops.audit.changes import changes_since
 from objkv.ops.audit.figures import (
     LIST_PRICES,
     Basis,
@@ -20,18 +25,44 @@ from objkv.ops.audit.figures import (
     read_ages,
     read_cost,
     read_growth,
+    savings_audit,
     tenant_audits,
     totals,
 )
-from objkv.ops.audit.findings import Walked, foreign_folders, problems, read_findings, with_force
+from objkv.ops.audit.findings import (
+    Walked,
+    foreign_folders,
+    lost_namespaces,
+    problems,
+    read_findings,
+    with_force,
+)
 from objkv.ops.audit.identities import Facts, compare, read_facts
-from objkv.ops.audit.report import AuditReport, Ending, Prices, RootAudit, TreeNode
+from objkv.ops.audit.provenance import read_active_pins, read_provenance
+from objkv.ops.audit.report import (
+    AuditReport,
+    Ending,
+    IdentityDifference,
+    NamespaceAudit,
+    Prices,
+    RootAudit,
+    TreeNode,
+)
 from objkv.ops.audit.spool import AuditSpool, make_chunks
 from objkv.ops.audit.text import TextReader, with_texts
 from objkv.ops.audit.tree import Tree, read_roots, read_tree
-from objkv.ops.audit.walk import AuditView, part_unit, records_unit
-from objkv.ops.backends_view import NamespacePart, stored_namespaces, stored_parts
-from objkv.ops.sweep.survey import old_epochs
+from objkv.ops.audit.walk import AuditView, AuditWalk, part_unit, records_unit
+from objkv.ops.backends_view import (
+    BackendsView,
+    NamespacePart,
+    expected_payloads,
+    stored_namespaces,
+    stored_parts,
+)
+from objkv.ops.doctor.lifecycle import LifecycleVerdict, ReadRules, judge_rules
+from objkv.ops.retrying import once
+from objkv.ops.runs import Unit
+from objkv.ops.sweep.survey import old_epochs, with_earlier
 
 DIFFERENCES_MAX = 50
 ROOTS_MAX = 50
@@ -54,10 +85,37 @@ class AuditOptions:
     """Quota per tenant; 0 for none."""
     roots_max: int = ROOTS_MAX
     prices: Prices = LIST_PRICES
+    since: AuditReport | None = None
+    """An earlier report to compare with."""
     tokenizer: Tokenizer | None = None
     """None to omit texts."""
     show_text: bool = False
     workers: int = 16
+
+
+def audit_options(config: Config, version: str) -> AuditOptions:
+    """Return the part of the options that comes from the settings. ``version`` is objkv's."""
+    public = config.public()
+    return AuditOptions(
+        version=version,
+        bulk_url=public["bulk_url"],
+        index_url=public["index_url"],
+        ttl_s=config.ttl_s,
+        grace_s=config.sweep_grace_s,
+        quota_bytes=config.quota_bytes,
+    )
+
+
+def audit_view(view: BackendsView, lifecycle: ReadRules) -> AuditView:
+    """Return the read-only part of ``view``. ``lifecycle`` reads the bucket's lifecycle rules."""
+    return AuditView(
+        bulk=view.bulk,
+        index=view.index,
+        is_own_index=view.is_own_index,
+        seal_of=view.seal_of,
+        unfinished=view.bulk.unfinished,
+        lifecycle=lifecycle,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +133,8 @@ class Places:
     """Folders of the bulk store that objkv did not create."""
     only: str | None = None
     """The one namespace to walk; None for all."""
+    totals: Mapping[str, int] = field(default_factory=dict)
+    """The expected number of payloads per namespace."""
 
     def units(self) -> list[str]:
         """Return the names of all units of the walk."""
@@ -87,14 +147,27 @@ def find_places(view: AuditView, only: str | None = None) -> Places:
     names = [name for name in every if only in (None, name)]
     indexed = [] if view.is_own_index else view.index.namespaces()
     documents = {name: read_facts(view.bulk, name) for name in every}
+    totals = expected_payloads(view.index, is_own_index=view.is_own_index)
     return Places(
         facts={name: documents[name] for name in names},
         old=old_epochs(one.namespace for one in documents.values()),
-        parts=stored_parts(view.bulk, names),
+        parts=stored_parts(view.bulk, names, totals),
+        totals=totals,
         indexed=[name for name in indexed if only in (None, name)],
         others=() if only else foreign_folders(view.bulk.folders(""), every),
         only=only,
     )
+
+
+def walk_stages(walk: AuditWalk, places: Places) -> Iterator[tuple[str, Iterable[Unit]]]:
+    """Yield the stages of a walk in order, each with a name for people."""
+    namespaces = {name: one.namespace for name, one in places.facts.items()}
+    yield "reading records", walk.records(places.indexed, places.totals)
+    yield "listing payloads", walk.payloads(places.parts, namespaces)
+    yield "listing leftovers", walk.leftovers(places.only)
+    if not walk.view.is_own_index:
+        every = sorted({*namespaces, *places.indexed})
+        yield "rechecking findings", walk.second_looks(every)
 
 
 @dataclass(slots=True)
@@ -141,14 +214,19 @@ class Audit:
             young_s=self.spool.begun_s - options.grace_s,
         )
         facts = self.places.facts
+        kept = with_earlier(
+            lost_namespaces(self.spool, expired_s=now_s - options.ttl_s),
+            {name: one.namespace for name, one in facts.items()},
+            self.places.old,
+        )
         every_name: dict[str, Facts | None] = {**dict.fromkeys(walked), **facts}
         namespaces = namespace_audits(found, every_name, wrong, has_index=has_index)
-        largest = [facts[one.namespace] for one in namespaces if one.namespace in facts]
-        differences, differences_omitted = compare(self.view.bulk, largest, most=DIFFERENCES_MAX)
+        differences, differences_omitted = self._differences(namespaces)
         tree, nodes, roots = self._shapes(has_index=has_index)
         growth = read_growth(self.spool, now_s)
         every = totals(namespaces, found, has_index=has_index)
-        units = self.places.units()
+        answers, unread = self._answers(namespaces, now_s)
+        basis = Basis(options.prices, now_s, has_index)
         report = AuditReport(
             made_s=int(now_s),
             begun_s=int(self.spool.begun_s),
@@ -156,8 +234,8 @@ class Audit:
             bulk_url=options.bulk_url,
             index_url=options.index_url,
             ending=ending,
-            parts_done=sum(unit in self.spool.done for unit in units),
-            parts=len(units),
+            parts_done=sum(unit in self.spool.done for unit in self.places.units()),
+            parts=len(self.places.units()),
             resumed=self.spool.resumed,
             totals=every,
             namespaces=namespaces,
@@ -168,22 +246,53 @@ class Audit:
             tree=nodes,
             ages=read_ages(self.spool, now_s, has_index=has_index),
             growth=growth,
-            cost=read_cost(
-                self.spool, namespaces, found, growth, Basis(options.prices, now_s, has_index)
-            ),
-            findings=with_force(findings, every),
+            cost=read_cost(self.spool, namespaces, found, growth, basis),
+            findings=with_force(findings, every, wrong, kept),
             differences=differences,
             differences_omitted=differences_omitted,
+            namespace=self.places.only,
+            **answers,
+            changes=None,
             problems=(),
         )
+        changes, doubts = changes_since(options.since, report)
+        omitted, others = tree.namespaces_omitted, self.places.others
+        met = [*sorted(met), *unread, *doubts]
         found_problems = problems(
-            report,
-            walked,
-            others=self.places.others,
-            met=sorted(met),
-            namespaces_omitted=tree.namespaces_omitted,
+            report, walked, others=others, met=met, namespaces_omitted=omitted
         )
-        return replace(report, problems=found_problems)
+        return replace(report, changes=changes, problems=found_problems)
+
+    def _differences(
+        self, namespaces: Sequence[NamespaceAudit]
+    ) -> tuple[tuple[IdentityDifference, ...], int]:
+        """Return differences between the namespaces' identities, and the number of further ones."""
+        facts = self.places.facts
+        known = [facts[one.namespace] for one in namespaces if one.namespace in facts]
+        return compare(self.view.bulk, known, most=DIFFERENCES_MAX)
+
+    def _answers(
+        self, namespaces: Sequence[NamespaceAudit], now_s: float
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Return the report's fields about savings, provenance, pins and lifecycle rules, and
+        sentences about what could not be read. Raises ``StoreError``."""
+        view, facts, options = self.view, self.places.facts, self.options
+        known = [facts[one.namespace].namespace for one in namespaces if one.namespace in facts]
+        provenance, unread = read_provenance(self.spool, view.bulk, known, workers=options.workers)
+        pins, unreadable = read_active_pins(view.bulk, facts, now_s=now_s)
+        pinned_s = max((pin.until_s - pin.created_s for pin in pins), default=0)
+        rules = judge_rules(view.lifecycle, options.ttl_s, pinned_s=pinned_s)
+        only = self.places.only
+        savings = [one for one in view.index.savings() if only in (None, one.namespace)]
+        fields = {
+            "savings": savings_audit(savings, options.prices.gpu_hour),
+            "provenance": provenance,
+            "pins": pins,
+            "lifecycle": None if rules is None else _lifecycle(rules),
+        }
+        ghosts = [GHOSTS_UNSEEN] if is_listed(once(view.index)) else []
+        conflict = [rules.detail] if rules is not None and rules.status == "conflicts" else []
+        return fields, [*ghosts, *conflict, *([unread] if unread else []), *unreadable]
 
     def _shapes(
         self, *, has_index: bool
@@ -197,3 +306,8 @@ class Audit:
         namespaces = {name: fact.namespace for name, fact in facts.items()}
         reader = TextReader(self.view, namespaces, options.tokenizer, options.show_text)
         return tree, *with_texts(self.spool, tree, roots, reader, workers=options.workers)
+
+
+def _lifecycle(found: LifecycleVerdict) -> LifecycleAudit:
+    detail = f"{found.detail}; {found.fix}" if found.fix else found.detail
+    return LifecycleAudit(found.status, found.rules.expire_days, found.rules.abort_days, detail)

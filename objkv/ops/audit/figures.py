@@ -4,8 +4,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
+from objkv.index.base import Savings
+from objkv.ops.audit.answers import SavingsAudit, SavingsMonth
 from objkv.ops.audit.identities import Facts
 from objkv.ops.audit.report import (
     AgeBucket,
@@ -368,4 +370,38 @@ def read_cost(
         else storage + requests + _MONTH_DAYS * more / _GB * prices.gb_month,
         unused=None if unused is None else unused / _GB * prices.gb_month,
         tenants=tuple(sorted(tenants, key=lambda one: (-one.month, one.tenant or ""))),
+    )
+
+
+_US: Final = 1e6
+_HOUR_S: Final = 3_600
+
+
+def savings_audit(savings: Sequence[Savings], gpu_hour: float | None) -> SavingsAudit:
+    """Return what these savings add up to, and their price at ``gpu_hour`` dollars."""
+    if not savings:
+        return SavingsAudit(None, None, None, None, None, None, None, None, ())
+    timed = [one for one in savings if one.timed_tokens]
+    compute_s = sum(one.compute_gpu_us for one in timed) / _US if timed else None
+    load_s = sum(one.load_gpu_us for one in timed) / _US if timed else None
+    gpu_s = None if compute_s is None or load_s is None else compute_s - load_s
+    return SavingsAudit(
+        first_month=min(one.month for one in savings),
+        loads=sum(one.loads for one in savings),
+        tokens=sum(one.tokens for one in savings),
+        timed_tokens=sum(one.timed_tokens for one in savings),
+        compute_gpu_s=compute_s,
+        load_gpu_s=load_s,
+        gpu_s=gpu_s,
+        usd=None if gpu_s is None or gpu_hour is None else gpu_s / _HOUR_S * gpu_hour,
+        months=tuple(
+            SavingsMonth(
+                one.namespace,
+                one.month,
+                one.loads,
+                one.tokens,
+                (one.compute_gpu_us - one.load_gpu_us) / _US if one.timed_tokens else None,
+            )
+            for one in savings
+        ),
     )

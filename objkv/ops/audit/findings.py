@@ -1,10 +1,11 @@
 """The faults that an audit found: counts by kind and namespace, and the first few by name."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
+from objkv.cache.switch import OPERATOR_FOLDER
 from objkv.ops.audit.figures import namespace_names
 from objkv.ops.audit.report import (
     AuditFinding,
@@ -17,6 +18,7 @@ from objkv.ops.audit.report import (
 from objkv.ops.audit.spool import AuditSpool
 from objkv.ops.backends_view import QUARANTINE
 from objkv.ops.formats import noun, span
+from objkv.ops.sweep.survey import looks_lost
 
 FIRST_MAX = 100
 """Findings listed by name, per kind."""
@@ -24,13 +26,15 @@ HEADER_BYTES_MIN = 4_096
 """The shortest header. A shorter payload is corrupt."""
 REMEDIES: dict[FindingKind, str] = {
     "ghost": "objkv sweep --apply forgets them; until then each one costs a failed load",
-    "orphan": "objkv rebuild restores their records, or objkv sweep --apply deletes them",
+    "orphan": "objkv rebuild --apply restores their records, or objkv sweep --apply deletes them",
     "stranger": "objkv sweep --apply --strangers deletes them",
-    "corrupt": "objkv verify --all --quarantine quarantines them",
+    "corrupt": "objkv verify --all --quarantine --apply quarantines them",
     "expired": "objkv sweep --apply deletes them; they were not used for ttl_s",
     "old_epoch": "objkv sweep --apply deletes them; they belong to an earlier weights_epoch",
     "leftover": "objkv sweep --apply deletes files of killed writers and quarantined payloads",
 }
+_DOUBTED: tuple[FindingKind, ...] = ("orphan", "expired", "old_epoch")
+"""Kinds that a sweep keeps in a namespace that seems to have lost its records."""
 _GRACED: tuple[FindingKind, ...] = ("orphan", "stranger", "old_epoch", "leftover")
 """Kinds that a sweep keeps until they are older than ``sweep_grace_s``."""
 _GHOSTS = """
@@ -76,6 +80,14 @@ SELECT p.ns, p.hash, p.field, p.nbytes, p.modified_s,
     ELSE 'its record states ' || s.nbytes || ' bytes' END
 FROM main.payloads p LEFT JOIN main.shards s USING (ns, hash, field)
 WHERE p.nbytes < 4096 OR p.nbytes <> s.nbytes
+"""
+# Payloads that a sweep judges a namespace by: younger than ttl_s, and not superseded.
+_YOUNG = """
+SELECT p.ns, count(*), sum(s.nbytes IS NULL)
+FROM main.payloads p LEFT JOIN main.shards s USING (ns, hash, field)
+JOIN temp.walked w ON w.ns = p.ns
+WHERE p.modified_s > ? AND w.has_records AND w.is_known AND NOT w.is_old
+GROUP BY p.ns
 """
 _FOUND = "SELECT ns, key, nbytes, modified_s, detail FROM main.found WHERE kind = ?"
 
@@ -152,19 +164,55 @@ def read_findings(
     return FindingsAudit(counts, first, seen.counts.total() - len(first)), seen.wrong
 
 
-def with_force(findings: FindingsAudit, totals: AuditTotals) -> FindingsAudit:
-    """Return ``findings`` with advice that a sweep follows although index and bulk store do not
-    match at all."""
+def lost_namespaces(spool: AuditSpool, *, expired_s: float) -> set[str]:
+    """Return the namespaces whose payloads a sweep keeps, because most of those written after
+    ``expired_s`` have no record. Needs the table of ``read_findings``."""
+    names = namespace_names(spool)
+    rows = spool.rows(_YOUNG, (expired_s,))
+    return {names[ns] for ns, young, lost in rows if looks_lost(young, lost)}
+
+
+def with_force(
+    findings: FindingsAudit,
+    totals: AuditTotals,
+    wrong: Mapping[tuple[str, str], int],
+    kept: Collection[str],
+) -> FindingsAudit:
+    """Return ``findings`` with advice that a sweep follows, although index and bulk store do not
+    match at all, or not in the namespaces ``kept``. ``wrong``: number of findings by kind and
+    namespace."""
     counts = {one.kind: one.count for one in findings.counts}
     is_index_empty = totals.payloads and totals.records == 0
     is_mismatch = is_index_empty and counts["orphan"] + counts["expired"]
     if not (is_mismatch or (counts["ghost"] and not totals.payloads)):
-        return findings
+        by_kind = (
+            _with_kept(one, {name: wrong.get((one.kind, name), 0) for name in sorted(kept)})
+            for one in findings.counts
+        )
+        return replace(findings, counts=tuple(by_kind))
     forced = (
         replace(one, remedy=one.remedy.replace("sweep --apply", "sweep --apply --force"))
         for one in findings.counts
     )
     return replace(findings, counts=tuple(forced))
+
+
+def _with_kept(found: FindingCount, kept: Mapping[str, int]) -> FindingCount:
+    """Return ``found`` with the command that also deletes what a sweep keeps. ``kept``: findings
+    of this kind by namespace."""
+    names = [name for name, number in kept.items() if number]
+    if found.kind not in _DOUBTED or not names:
+        return found
+    command = f"sweep --apply --force -n {names[0]}"
+    if kept[names[0]] == found.count:
+        return replace(found, remedy=found.remedy.replace("sweep --apply", command))
+    others = f" (and so for {_listed(names[1:])})" if len(names) > 1 else ""
+    number = sum(kept.values())
+    return replace(
+        found,
+        remedy=f"{found.remedy}; a sweep keeps {number:,} of them, because most young payloads of "
+        f"their namespace have no record: objkv {command} deletes them{others}",
+    )
 
 
 def _remedy(kind: FindingKind, seen: _Seen, *, young_s: float) -> str:
@@ -253,7 +301,7 @@ def problems(
 
 def foreign_folders(folders: Sequence[str], namespaces: Sequence[str]) -> list[str]:
     """Return the folders of the bulk store that objkv did not create."""
-    return [name for name in folders if name not in namespaces and name != QUARANTINE]
+    return [name for name in folders if name not in (*namespaces, QUARANTINE, OPERATOR_FOLDER)]
 
 
 def _early(report: AuditReport) -> Iterator[str]:
@@ -285,13 +333,14 @@ def _mismatched(report: AuditReport) -> Iterator[str]:
     if totals.payloads and not totals.records and counts["orphan"] + counts["expired"]:
         yield (
             "the index has no record of any payload: either it was lost, index_url or redis_prefix "
-            "belongs to another bucket, or all records have expired; objkv rebuild restores it"
+            "belongs to another bucket, or all records have expired; objkv rebuild --apply "
+            "restores it"
         )
     elif lost > _FEW and lost > _MOST * totals.payloads:
         yield (
             f"{lost:,} of {totals.payloads:,} payloads have no record although they are younger "
             "than ttl_s: either most of the index was lost, or it belongs to another bucket; "
-            "objkv rebuild restores it"
+            "objkv rebuild --apply restores it"
         )
     if counts["ghost"] and not totals.payloads:
         yield (

@@ -9,6 +9,8 @@ code that shows them masks or escapes them.
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from objkv.ops.audit.answers import LifecycleAudit, PinAudit, ProvenanceAudit, SavingsAudit
+
 NodeKind = Literal["chunks", "other"]
 
 
@@ -272,6 +274,8 @@ class Prices:
     """Price of 10^9 bytes for a month."""
     per_1000_puts: float
     per_1000_gets: float
+    gpu_hour: float | None = None
+    """Price of one GPU for an hour; None if not given, because it has no list price."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,6 +370,58 @@ class IdentityDifference:
     """The fields to change, without those that follow from them."""
 
 
+AuditVerdict = Literal["corrupt", "faults", "interrupted", "deadline", "fine"]
+ChangeKind = Literal["new", "gone", "grown", "shrunk", "same"]
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceChange:
+    """A namespace in two audits; numbers are 0 where it does not exist."""
+
+    namespace: str
+    model: str | None
+    kind: ChangeKind
+    """By bytes."""
+    chunks_then: int
+    chunks: int
+    nbytes_then: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FindingChange:
+    """The findings of one kind in two audits."""
+
+    kind: FindingKind
+    count_then: int
+    count: int
+    new: int | None
+    """Findings of this audit that the earlier one did not have; None if one of the two listed only
+    some of them."""
+    fixed: int | None
+    """Findings of the earlier audit that this one does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChangesAudit:
+    """The differences from an earlier audit of the same store."""
+
+    made_s: int
+    """When the earlier report was made."""
+    verdict_then: AuditVerdict
+    verdict: AuditVerdict
+    chunks: int
+    """Increase of chunks, as all of these; negative for a decrease."""
+    payloads: int
+    nbytes: int
+    hits: int | None
+    """Increase of hits; records that expired took theirs with them."""
+    namespaces: tuple[NamespaceChange, ...]
+    """Those that changed, by the size of the change."""
+    findings: tuple[FindingChange, ...]
+    """Kinds that one of the two audits found."""
+
+
 @dataclass(frozen=True, slots=True)
 class AuditReport:
     """The whole report."""
@@ -407,11 +463,21 @@ class AuditReport:
     differences: tuple[IdentityDifference, ...]
     differences_omitted: int
     """Pairs of namespaces that are not listed."""
+    namespace: str | None
+    """The one namespace that was audited; None for all."""
+    savings: SavingsAudit
+    provenance: tuple[ProvenanceAudit, ...]
+    """In the order of ``namespaces``; without those that have no payload."""
+    pins: tuple[PinAudit, ...]
+    """Active pins, the next to end first; at most 1,000."""
+    lifecycle: LifecycleAudit | None
+    """None if the bulk store is not a bucket."""
+    changes: ChangesAudit | None
+    """None unless an earlier audit was given."""
     problems: tuple[str, ...]
     """Sentences that qualify the numbers, worst first."""
 
 
-AuditVerdict = Literal["corrupt", "faults", "interrupted", "deadline", "fine"]
 _FAULTS: Final[tuple[FindingKind, ...]] = ("ghost", "orphan", "stranger")
 
 

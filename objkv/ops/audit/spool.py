@@ -165,6 +165,10 @@ class AuditSpool:
         with self._lock, self._translated():
             return self._db.execute(statement, values).rowcount
 
+    def items(self) -> int:
+        """Return the number of payloads read so far, here or in an earlier run."""
+        return int(self.some("SELECT count(*) FROM payloads")[0][0])
+
     def some(self, statement: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
         """Return all rows of ``statement``. Safe from threads; for few rows."""
         with self._lock, self._translated():

@@ -5,7 +5,7 @@ the bulk store is its own index, the walk reads the headers of payloads.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
@@ -28,6 +28,7 @@ from objkv.ops.backends_view import (
     stored_entries,
     stored_header,
 )
+from objkv.ops.doctor.lifecycle import ReadRules
 from objkv.ops.runs import Check, Counters, Unit
 from objkv.stores.base import Entry, ReadStore, Unfinished
 
@@ -46,6 +47,8 @@ class AuditView:
     """See ``BackendsView.seal_of``."""
     unfinished: Callable[[], Iterable[Unfinished]] = tuple
     """Unfinished writes of killed writers in the bulk store."""
+    lifecycle: ReadRules = lambda: None
+    """See ``objkv.ops.doctor.lifecycle``."""
 
 
 @dataclass(slots=True)
@@ -59,17 +62,19 @@ class AuditWalk:
     problems: set[str] = field(default_factory=set)
     """Parts that this run could not read, in sentences."""
 
-    def records(self, names: Sequence[str]) -> Iterator[Unit]:
-        """Yield units that read the records of these namespaces."""
+    def records(self, names: Sequence[str], totals: Mapping[str, int]) -> Iterator[Unit]:
+        """Yield units that read the records of these namespaces. ``totals``: the expected number of
+        payloads per namespace."""
         for name in names:
-            yield self._unit(records_unit(name), self._records_work(name))
+            yield self._unit(records_unit(name), self._records_work(name), totals.get(name, 0))
 
     def payloads(
         self, parts: Sequence[NamespacePart], namespaces: dict[str, StoredNamespace]
     ) -> Iterator[Unit]:
         """Yield units that list ``parts`` of the bulk store."""
         for part in parts:
-            yield self._unit(part_unit(part), self._part_work(part, namespaces[part.namespace]))
+            work = self._part_work(part, namespaces[part.namespace])
+            yield self._unit(part_unit(part), work, part.payloads)
 
     def leftovers(self, only: str | None = None) -> Iterator[Unit]:
         """Yield a unit that lists unfinished writes and the quarantine, of one namespace or all."""
@@ -84,18 +89,18 @@ class AuditWalk:
         for name in names:
             yield Unit(f"again {name}", self._again_work(name), again=True)
 
-    def _unit(self, name: str, work: Callable[[Check], None]) -> Unit:
+    def _unit(self, name: str, work: Callable[[Check], None], items: float = 0.0) -> Unit:
         def whole(counters: Counters, check: Check) -> None:
             work(check)
             self.spool.finish(name)
 
-        return Unit(name, whole)
+        return Unit(name, whole, items=items)
 
     def _records_work(self, name: str) -> Callable[[Check], None]:
         def work(check: Check) -> None:
             records = (one for one in self.view.index.scan(name) if not is_shapes(one))
             while batch := list(islice(records, CHUNKS_AT_ONCE)):
-                check()
+                check(sum(len(record.shards) for record in batch))
                 self.spool.add_records(SeenRecord(name, record, True) for record in batch)
 
         return work
@@ -109,7 +114,7 @@ class AuditWalk:
                 pins = read_pins(self.view.bulk, part.namespace)
             entries = stored_entries(self.view.bulk, part)
             while batch := list(islice(entries, CHUNKS_AT_ONCE)):
-                check()
+                check(0 if self.view.is_own_index else len(batch))
                 found = [(key, entry) for key, entry in batch if key is not None]
                 for key, entry in batch:
                     if key is None:
@@ -179,7 +184,7 @@ class AuditWalk:
         def work(counters: Counters, check: Check) -> None:
             doubtful = self._doubtful(name)
             for start in range(0, len(doubtful), CHUNKS_AT_ONCE):
-                check()
+                check(len(doubtful[start : start + CHUNKS_AT_ONCE]))
                 self._look_again(doubtful[start : start + CHUNKS_AT_ONCE])
 
         return work

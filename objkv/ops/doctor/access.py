@@ -17,6 +17,7 @@ ROLES: Final[tuple[Role, ...]] = get_args(Role)
 PASSWORD: Final = "PASSWORD"  # noqa: S105  # stands for one
 PINS: Final = "*/pins/*"
 QUARANTINE: Final = "quarantine/*"
+OPERATOR: Final = "operator/*"
 """The only paths that a sweeper writes, below the prefix. ``*`` matches any characters."""
 
 _CONNECT: Final = ("ping", "client|setname")
@@ -55,18 +56,21 @@ _EVERY: Final = ROLES
 COMMAND_ROLES: Final[dict[str, tuple[Role, ...]]] = {
     **dict.fromkeys(
         (
-            *("access", "audit", "bench lookup", "diff", "doctor", "export", "exporter", "ls"),
-            *("ls NAMESPACE", "ls --bulk", "ls --prefixes", "ls --tree", "match", "pin --list"),
-            *("show", "size", "sweep", "top", "verify"),
+            *("access", "admission", "audit", "bench lookup", "diff", "doctor", "export"),
+            *("exporter", "import"),
+            *("ls", "ls NAMESPACE", "ls --bulk", "ls --prefixes", "ls --tree", "match"),
+            *("pin --list", "rebuild", "show", "size", "sweep", "top", "verify"),
+            "verify --quarantine",
         ),
         _EVERY,
     ),
-    "import": ("writer",),
+    "admission never": ("writer", "sweeper"),
+    "import --apply": ("writer",),
     "pin": ("writer", "sweeper"),
-    "rebuild": ("writer", "sweeper"),
+    "rebuild --apply": ("writer", "sweeper"),
     "unpin": ("sweeper",),
     "sweep --apply": ("sweeper",),
-    "verify --quarantine": ("sweeper",),
+    "verify --quarantine --apply": ("sweeper",),
 }
 """The roles whose rights are enough for a command. Commands for a local machine (``demo``,
 ``gpu-check``, ``completion``) need no role, and ``warm`` uses a replica's."""
@@ -124,6 +128,10 @@ def access_of(
             iam = directory_policy(role, arn, kms_key_arn=kms_key_arn)
         else:
             iam = iam_policy(role, f"arn:aws:s3:::{parts.netloc}", prefix, kms_key_arn=kms_key_arn)
+        if config.s3_acl is not None:  # a put with an ACL needs a second right
+            for statement in iam["Statement"]:
+                if "s3:PutObject" in statement["Action"]:
+                    statement["Action"].append("s3:PutObjectAcl")
     if config.index_url.startswith("redis"):
         settings["redis_prefix"] = "-".join(filter(None, (config.redis_prefix, tenant)))
         settings["redis_username"] = f"{settings['redis_prefix']}-{role}"
@@ -156,8 +164,13 @@ def iam_policy(
         statements += [_allowed("Save", ["s3:PutObject", "s3:AbortMultipartUpload"], f"{inside}*")]
     if role == "sweeper":
         statements += [
+            _allowed("Judge", ["s3:GetLifecycleConfiguration"], bucket_arn),
             _allowed("Sweep", ["s3:DeleteObject"], f"{inside}*"),
-            _allowed("Keep", ["s3:PutObject"], f"{inside}{PINS}", f"{inside}{QUARANTINE}"),
+            _allowed(
+                "Keep",
+                ["s3:PutObject"],
+                *(f"{inside}{path}" for path in (PINS, QUARANTINE, OPERATOR)),
+            ),
         ]
     if kms_key_arn is not None:
         statements.append(kms_statement(role, kms_key_arn))

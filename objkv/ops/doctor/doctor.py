@@ -3,6 +3,7 @@
 import os
 import stat
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 from urllib.parse import urlsplit
 
+from objkv.cache.switch import read_switches
 from objkv.codec.seal import Seal
 from objkv.config import Config, Resolved, Role, clear_hosts, local_path
-from objkv.errors import ObjkvError
+from objkv.errors import ObjkvError, PayloadError, pip_install
 from objkv.index.base import WriteIndex
+from objkv.ops.doctor.lifecycle import ReadRules, check_lifecycle
 from objkv.ops.doctor.probes import BAD, Area, Check, failure, probe_index_as, probe_store_as
 from objkv.ops.doctor.server import ServerFacts, judge_server
 from objkv.stores.base import PruneStore
@@ -40,7 +43,9 @@ def check_login(config: Config) -> list[Check]:
     url = config.index_url
     if not url.startswith("redis") or not clear_hosts(url.replace("rediss", "redis", 1)):
         return []
-    if config.redis_password or config.redis_cert_file or urlsplit(url).password:
+    if config.redis_password or config.redis_credentials or config.redis_cert_file:
+        return []
+    if urlsplit(url).password:
         return []
     detail = "no user and password are set: if the server answers, every client has all rights"
     fix = "create a user for each role (objkv access) and disable the user default"
@@ -147,7 +152,7 @@ def check_engine(installed: Installed = installed_version) -> Check:
         detail = f"{distribution} {version}"
         if VERSION_MIN <= _numbers(version) < VERSION_END:
             return Check("engine", "vLLM", "ok", detail)
-        fix = f"install a supported version, {_WINDOW}: pip install 'objkv[vllm]'"
+        fix = f"install a supported version, {_WINDOW}: {pip_install('vllm')}"
         return Check("engine", "vLLM", "failed", detail, fix)
     detail = "not installed here; only replicas need it"
     return Check("engine", "vLLM", "ok", detail)
@@ -174,6 +179,7 @@ _UNCONDITIONAL = Check(
     "the server ignores If-None-Match: objkv checks first, but concurrent writers may both write",
     "nothing is lost, but bytes are sent twice; upgrade the server if that matters",
 )
+_CLEAR_FIX: Final = "objkv admission clear (with --namespace for one namespace) ends it"
 _OWN_INDEX = Check("index", "check", "ok", "the bulk folder is its own index")
 
 
@@ -214,6 +220,8 @@ class Patient:
     """The recorder of the bulk store."""
     open_seal: Callable[[], Seal | None] = lambda: None
     """Returns the seal of payloads, or None without one."""
+    read_rules: ReadRules = lambda: None
+    """See ``objkv.ops.doctor.lifecycle``."""
 
 
 def examine(resolved: Resolved, patient: Patient) -> DoctorReport:
@@ -225,14 +233,18 @@ def examine(resolved: Resolved, patient: Patient) -> DoctorReport:
     index = [_OWN_INDEX] if own else _examine_index(patient, role)
     # Index and hot store share one server: one report of a failure is enough.
     hot = [] if index[0].status in BAD else _examine_hot(patient, role)
+    bulk = _examine_bulk(patient, role)
+    reached = not any(check.status in BAD for check in bulk)
     checks = [
-        *_examine_bulk(patient, role),
+        *bulk,
+        *(check_lifecycle(patient.read_rules, resolved.config.ttl_s) if reached else ()),
         *_examine_reach(resolved, "bulk", "index"),
         *index,
         *_examine_reach(resolved, "index", "bulk"),
         *hot,
         *check_privacy(resolved.config),
         *_examine_seal(patient),
+        *_examine_switch(patient),
         *check_transport(resolved.config),
         *check_login(resolved.config),
         check_engine(),
@@ -265,6 +277,22 @@ def _examine_seal(patient: Patient) -> list[Check]:
     except ObjkvError as exc:
         return [failure("seal", "keys", exc)]
     return [] if seal is None else [Check("seal", "keys", "ok", seal.key_ids)]
+
+
+def _examine_switch(patient: Patient) -> list[Check]:
+    """A warning while an operator's switch decides about loads."""
+    try:
+        with closing(patient.open_bulk()) as bulk:
+            orders = [one for one in read_switches(bulk) if one.until_s > time.time()]
+    except PayloadError as exc:
+        fix = "give an order again, or end it with objkv admission clear"
+        return [Check("bulk", "admission", "warning", str(exc), fix)]
+    except ObjkvError:  # the checks of the store report it
+        return []
+    return [
+        Check("bulk", "admission", "warning", f"{one.scope()}: {one.describe()}", _CLEAR_FIX)
+        for one in orders
+    ]
 
 
 def _examine_reach(resolved: Resolved, area: End, other: End) -> list[Check]:

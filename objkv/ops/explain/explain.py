@@ -12,9 +12,10 @@ from math import isfinite
 from time import monotonic
 from typing import Final
 
+from objkv.cache.switch import in_force, read_switches
 from objkv.codec.seal import Seal
 from objkv.config.urls import without_password
-from objkv.errors import ConfigError, PayloadError
+from objkv.errors import ConfigError, PayloadError, StoreError
 from objkv.index.base import Record
 from objkv.keys.chunk import ChunkKey
 from objkv.ops.backends_view import QUARANTINE, record_keys, stored_header
@@ -52,6 +53,7 @@ def explain_match(question: Question) -> Explanation:
             "whether every byte of the chunks before it is correct: only headers were read "
             "(objkv verify reads every byte)"
         )
+    found.advice += _orders(question)
     return Explanation(
         cause=found.cause,
         sentence=found.sentence,
@@ -78,13 +80,25 @@ def _unstopped(question: Question) -> Explanation:
     if report.chunks:
         untold += [
             "whether every byte is correct: only headers were read (objkv verify reads every byte)",
-            "whether a replica loads it or recomputes it: use --endpoint to query a replica",
+            "whether a replica loads or recomputes it (objkv match --endpoint queries a replica)",
         ]
     evidence = (why,) if why else ()
     return Explanation(
-        "nothing", sentence, None, None, None, None, report.usable_tokens, evidence, (),
-        tuple(untold),
+        "nothing", sentence, None, None, None, None, report.usable_tokens, evidence,
+        tuple(_orders(question)), tuple(untold),
     )  # fmt: skip
+
+
+def _orders(question: Question) -> list[str]:
+    """Return a sentence if an operator has switched loads of this namespace off."""
+    try:
+        orders = read_switches(question.bulk)
+    except (PayloadError, StoreError):  # replicas follow none either
+        return []
+    order = in_force(orders, question.report.namespace, now_s=question.clock())
+    if order is None or order.mode != "never":
+        return []
+    return [f"nothing is loaded now: {order.describe()}; objkv admission clear ends it"]
 
 
 def _first_spoilt(question: Question, usable: int) -> tuple[int, Findings] | None:
@@ -134,7 +148,7 @@ def _spoilt(kind: str, detail: str) -> Findings:
         "corrupt",
         "its payload is corrupt, so replicas refuse it and recompute the chunk",
         [detail],
-        ["objkv verify --all --quarantine moves it away; the next save replaces it"],
+        ["objkv verify --all --quarantine --apply moves it; the next save replaces it"],
         [],
     )
 
@@ -183,7 +197,7 @@ def _unindexed(question: Question, keys: Sequence[ChunkKey]) -> Findings:
             "corrupt",
             "its payload in the bulk store is corrupt and has no record, so no replica loads it",
             [f"{one.key}: {one.problem}" for one in corrupt],
-            ["objkv verify --all --quarantine moves it away; the next save replaces it"],
+            ["objkv verify --all --quarantine --apply moves it; the next save replaces it"],
         )
     written = max((one.created_s or 0 for one in reports), default=0)
     age_s = max(0, int(question.clock()) - written)
@@ -203,7 +217,7 @@ def _unindexed(question: Question, keys: Sequence[ChunkKey]) -> Findings:
         "unindexed",
         sentence,
         evidence,
-        ["objkv rebuild restores its record; a longer ttl_s keeps records longer"],
+        ["objkv rebuild --apply restores its record; a longer ttl_s keeps records longer"],
         ["whether the record expired, was evicted by Redis, or was never published"],
     )
 

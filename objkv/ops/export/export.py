@@ -78,13 +78,15 @@ class Export:
     ) -> Iterator[Unit]:
         """Yield units that export these parts of the bulk store."""
         for part in parts:
-            yield Unit(f"export {part.name}", self._part_work(part, namespaces), again=True)
+            work = self._part_work(part, namespaces)
+            yield Unit(f"export {part.name}", work, again=True, items=part.payloads)
 
     def keys(self, keys: Sequence[ChunkKey], seal: Seal | None) -> Iterator[Unit]:
         """Yield units that export these payloads, which have records."""
         for start in range(0, len(keys), _KEYS_AT_ONCE):
             some = keys[start : start + _KEYS_AT_ONCE]
-            yield Unit(f"export {start}", self._keys_work(some, seal), again=True)
+            work = self._keys_work(some, seal)
+            yield Unit(f"export {start}", work, again=True, items=len(some))
 
     def _part_work(
         self, part: NamespacePart, namespaces: Mapping[str, StoredNamespace]

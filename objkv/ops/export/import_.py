@@ -230,7 +230,7 @@ class Import:
         for start in range(0, len(lines), _LINES_AT_ONCE):
             some = lines[start : start + _LINES_AT_ONCE]
             # Repeated in every run: chunks of an earlier run may be deleted since.
-            yield Unit(f"import {start}", self._work(some), again=True)
+            yield Unit(f"import {start}", self._work(some), again=True, items=len(some))
 
     def shapes(self) -> Iterator[Unit]:
         """Yield units that publish the stored shards, so that replicas of every shape find them.

@@ -13,7 +13,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Final
 
-from objkv.errors import ConfigError, ObjkvError
+from objkv.errors import ConfigError, ObjkvError, pip_install
 from objkv.ops.bench.gpu import SIMULATED, measure_device, rows_of
 from objkv.ops.bench.harness import BenchRow, Tell, describe_machine
 from objkv.ops.gpu_check.replicas import Sharing
@@ -62,7 +62,7 @@ class GpuChecks:
         """Run all stages. Yield the report so far after each of them, and once more at the end.
         Raises ``ConfigError`` if there is no device."""
         if find_spec("torch") is None or find_spec("vllm") is None:
-            raise ConfigError("gpu-check needs vLLM: pip install 'objkv[vllm]'")
+            raise ConfigError(f"gpu-check needs vLLM: {pip_install('vllm')}")
         facts: Facts = {}
         report = GpuReport(
             objkv=metadata.version("objkv"),

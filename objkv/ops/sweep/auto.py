@@ -30,7 +30,7 @@ _BOUND_S = 300.0
 """Time limit of a rebuild or a sweep; the next one resumes it."""
 _GRACE_S = 10.0
 _SAID_BYTES = 500
-_REBUILD = ("rebuild", "--json")
+_REBUILD = ("rebuild", "--apply", "--json")
 _SWEEP = ("sweep", "--apply", "--json")
 _FORCE = "--force"
 _REBUILT = (0, 1)

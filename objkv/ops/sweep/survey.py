@@ -3,8 +3,8 @@ store and index belong together."""
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 
 from objkv.cache.pins import read_pins
@@ -14,6 +14,7 @@ from objkv.ops.backends_view import (
     BackendsView,
     NamespacePart,
     StoredNamespace,
+    expected_payloads,
     read_namespace,
     record_keys,
     stored_namespaces,
@@ -45,6 +46,8 @@ class Survey:
     """Namespaces that differ from another one only by an earlier epoch."""
     only: str | None = None
     """The only namespace swept; None for all."""
+    totals: Mapping[str, int] = field(default_factory=dict)
+    """The expected number of payloads per namespace."""
 
 
 def survey(
@@ -54,9 +57,9 @@ def survey(
     every = {name: read_namespace(view.bulk, name) for name in stored_namespaces(view.bulk)}
     old = old_epochs(every.values())
     indexed: Sequence[str] = () if view.is_own_index else view.index.namespaces()
-    counted: set[str] = set()
+    counted, totals = set[str](), expected_payloads(view.index, is_own_index=view.is_own_index)
     if not view.is_own_index:
-        counted = {*indexed, *every, *(usage.namespace for usage in view.index.usage())}
+        counted = {*indexed, *every, *totals}
     if only is not None:
         every = {name: found for name, found in every.items() if name == only}
         indexed = [name for name in indexed if name == only]
@@ -64,12 +67,13 @@ def survey(
     now_s = clock()
     return Survey(
         namespaces=every,
-        parts=stored_parts(view.bulk, list(every)),
+        parts=stored_parts(view.bulk, list(every), totals),
         indexed=indexed,
         counted=sorted(counted),
         pins={name: _pinned(view.bulk, name, now_s) for name in every},
         old=old & every.keys(),
         only=only,
+        totals=totals,
     )
 
 
@@ -115,13 +119,13 @@ def find_doubts(
         parts = [part for part in found.parts if part.namespace == name]
         count = _count(view, parts, clock())
         seen, known = seen + count.seen, known + count.known
-        if count.young >= _YOUNG_MIN and count.young_lost > _MOST * count.young:
+        if looks_lost(count.young, count.young_lost):
             doubts.append(
                 Doubt(
                     name,
                     f"the index has no record of most payloads in {name} that are younger than "
-                    "ttl_s: it looks wiped, or belongs to another bucket; run objkv rebuild, or "
-                    "sweep with --force to delete them",
+                    "ttl_s: it looks wiped, or belongs to another bucket; run objkv rebuild "
+                    "--apply, or sweep with --force to delete them",
                 )
             )
     if seen and not known:
@@ -129,8 +133,8 @@ def find_doubts(
             Doubt(
                 None,
                 "the index has no record of any payload: it was wiped, belongs to another bucket, "
-                "or all records have expired; run objkv rebuild, or sweep with --force to delete "
-                "all",
+                "or all records have expired; run objkv rebuild --apply, or sweep with --force to "
+                "delete all",
             )
         ]
     try:
@@ -140,16 +144,29 @@ def find_doubts(
     return tuple(doubts)
 
 
-def doubted(found: Survey, doubts: Iterable[Doubt]) -> frozenset[str]:
-    """Return the doubted namespaces, with their earlier epochs: records show whether those are
-    still in use."""
-    names = {one.namespace for one in doubts}
-    rests = {one.rest for name, one in found.namespaces.items() if name in names}
+def looks_lost(young: int, lost: int) -> bool:
+    """Whether so many of the ``young`` payloads of a namespace are ``lost``, without a record, that
+    a sweep keeps them."""
+    return young >= _YOUNG_MIN and lost > _MOST * young
+
+
+def with_earlier(
+    names: Collection[str], namespaces: Mapping[str, StoredNamespace], old: Collection[str]
+) -> frozenset[str]:
+    """Return the namespaces ``names`` with their earlier epochs among ``old``: records show whether
+    those are still in use."""
+    rests = {one.rest for name, one in namespaces.items() if name in names}
     return frozenset(
         name
-        for name, one in found.namespaces.items()
-        if one.is_known and one.rest in rests and (name in names or name in found.old)
+        for name, one in namespaces.items()
+        if one.is_known and one.rest in rests and (name in names or name in old)
     )
+
+
+def doubted(found: Survey, doubts: Iterable[Doubt]) -> frozenset[str]:
+    """Return the doubted namespaces, with their earlier epochs."""
+    names = {one.namespace for one in doubts if one.namespace is not None}
+    return with_earlier(names, found.namespaces, found.old)
 
 
 @dataclass(slots=True)

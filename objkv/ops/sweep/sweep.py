@@ -72,7 +72,7 @@ class Sweep:
         if {"orphan", "expired", "old_epoch", "stranger"}.isdisjoint(self._limits.only):
             return
         for part in self._found.parts:
-            yield Unit(f"payloads {part.name}", self._part_work(part))
+            yield Unit(f"payloads {part.name}", self._part_work(part), items=part.payloads)
 
     def documents(self) -> Iterator[Unit]:
         """Remove documents of old epochs without payloads, and of ended pins. Counted as
@@ -177,7 +177,8 @@ class Sweep:
         """Sweep records without payloads, and set the totals to the exact counts."""
         if "ghost" in self._limits.only:
             for name in self._found.counted:
-                yield Unit(f"records {name}", self._ghost_work(name))
+                items = self._found.totals.get(name, 0)
+                yield Unit(f"records {name}", self._ghost_work(name), items=items)
 
     def quotas(self, quota_bytes: int, *, high_percent: int, low_percent: int) -> Iterator[Unit]:
         """For tenants above ``high_percent`` of their quota, evict the ends of the least used
@@ -195,8 +196,8 @@ class Sweep:
             records = (one for one in self._view.index.scan(name) if not is_shapes(one))
             with ThreadPoolExecutor(self._workers, thread_name_prefix="objkv-heads") as pool:
                 while batch := list(islice(records, _RECORDS_AT_ONCE)):
-                    check()
                     keys = [(key, one) for one in batch for key in record_keys(name, one)]
+                    check(len(keys))
                     entries = looks(
                         self._view.bulk, pool, [key for key, _ in keys], at_once=self._workers
                     )

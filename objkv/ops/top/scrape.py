@@ -106,6 +106,8 @@ def values_of(text: str) -> dict[str, float]:
             value = float(sample.value)
             if name.endswith(("_bucket", "_created")) or value != value:
                 continue
+            if "direction" in sample.labels:  # as names had it before
+                name = f"{name}_{sample.labels.get('store')}_{sample.labels['direction']}"
             old = values.get(name, 0.0)
             is_state = "_breaker_open_" in name or name.endswith("_seconds_max")
             values[name] = max(old, value) if is_state else old + value

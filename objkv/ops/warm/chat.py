@@ -54,7 +54,7 @@ class LocalTokenizer:
             raise ConfigError(f"{name}: messages need a chat template, but {self._folder} has none")
         if options.get("continue_final_message"):
             raise ConfigError(
-                f"{name}: continue_final_message needs the endpoint's tokenizer: remove --tokenizer"
+                f"{name}: continue_final_message works only with a server's own tokenizer"
             )
         messages = [_message(message, name) for message in chat.messages]
         try:
@@ -105,8 +105,7 @@ def _message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the message as vLLM passes it to the template: with parsed tool-call arguments."""
     if message.get("content") is not None and not isinstance(message["content"], str):
         raise ConfigError(
-            f"{name}: content in parts needs the endpoint's tokenizer: remove --tokenizer, or "
-            "write the content as text"
+            f"{name}: content in parts works only with a server's own tokenizer: write it as text"
         )
     calls = message.get("tool_calls")
     if not isinstance(calls, list):

@@ -20,7 +20,7 @@ from pathlib import Path
 from threading import Lock, Thread
 from typing import IO, Any, Final, cast
 
-from objkv.errors import ConfigError
+from objkv.errors import ConfigError, pip_install
 from objkv.ops.programs import die_with_parent
 from objkv.ops.warm.prefill import PrefillError, PrefillReply, PrefillRequest
 from objkv.ops.warm.prompts import WarmPrompt
@@ -66,7 +66,7 @@ class EngineProcess:
         is not installed."""
         if find_spec("vllm") is None:
             raise ConfigError(
-                "--model needs vLLM, which is not installed here: pip install 'objkv[vllm]', or "
+                f"--model needs vLLM, which is not installed here: {pip_install('vllm')}, or "
                 "use --endpoint"
             )
         self._job = job

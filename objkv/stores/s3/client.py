@@ -13,7 +13,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakKeyDictionary
 
 import boto3
 from botocore.awsrequest import (
@@ -39,7 +38,7 @@ from botocore.exceptions import (
 )
 from urllib3.exceptions import HTTPError
 
-from objkv.config import Config, is_directory_bucket, refuse_clear
+from objkv.config import Config, refuse_clear
 from objkv.config.urls import passwords_in
 from objkv.errors import ConfigError, StoreBusy, StoreDenied, StoreError, StoreUnavailable
 from objkv.net.deadline import EndsBy, deadline_socket, ends_s, is_trial
@@ -103,6 +102,11 @@ _FIX = {
         "the object was moved to an archive: remove the lifecycle rule that does this"
     ),
 }
+_DEMANDS = (
+    "; a bucket may also demand encryption (s3_sse), an ACL (s3_acl), a checksum (s3_checksum) or "
+    "signed bodies (s3_signed_payloads)"
+)
+"""Added to a refused put: S3 does not say which condition of a policy failed."""
 _LATER = {"RequestTimeout", "RequestTimeoutException", "SlowDown", "Throttling", "NoSuchUpload"}
 _BUSY = {"SlowDown", "Throttling"}
 _LAST_S: ContextVar[float] = ContextVar("last_s", default=math.inf)
@@ -249,7 +253,7 @@ def _client_config(config: Config) -> ClientConfig:
         max_pool_connections=config.bulk_calls_max + config.s3_ranges_max,
         tcp_keepalive=True,
         # Payloads have their own checksums, and many servers refuse or ignore S3's. A hash of the
-        # body in the signature would halve the speed of a put: see docs/decisions/0009.
+        # body in the signature triples the time of a put on loopback: see docs/decisions/0009.
         s3={
             "addressing_style": config.s3_addressing,
             "payload_signing_enabled": config.s3_signed_payloads,
@@ -312,8 +316,10 @@ def translated(verb: str, place: str) -> Iterator[None]:
 def _answered(what: str, exc: ClientError) -> StoreError:
     status, code = error_code(exc)
     reason = f"{what}: HTTP {status} {code}".rstrip()
+    demands = _DEMANDS if what.startswith("put") else ""
     if code in _FIX:
-        return StoreDenied(f"{reason}: {_FIX[code]}")
+        fix = _FIX[code] + (demands if code == "AccessDenied" else "")
+        return StoreDenied(f"{reason}: {fix}")
     if status in (429, 503) or code in _BUSY:
         return StoreBusy(reason)
     if asks_for_later(exc):
@@ -321,7 +327,7 @@ def _answered(what: str, exc: ClientError) -> StoreError:
     if status in (301, 307):
         return StoreDenied(f"{reason}: {_FIX['PermanentRedirect']}")
     if status in (401, 403):
-        return StoreDenied(f"{reason}: {_FIX['AccessDenied']}")
+        return StoreDenied(f"{reason}: {_FIX['AccessDenied']}{demands}")
     return StoreError(f"{reason}: {exc.response.get('Error', {}).get('Message', '')}")
 
 
@@ -369,54 +375,3 @@ class CallDeadline:
     def client(self) -> AbstractContextManager[None]:
         """Bound the client's requests in this context."""
         return begun_by(self.last_s, self.end_s)
-
-
-def head(client: "S3Client", place: dict[str, Any], key: str) -> Any | None:
-    """Return the client's response to HEAD of ``place``, or None if the key does not exist. ``key``
-    is used in the message."""
-    with translated("head", key):
-        try:
-            return client.head_object(**place)
-        except ClientError as exc:
-            if is_absent(client, place, exc):
-                return None
-            raise
-
-
-_LIST_DENIED_S = 15.0
-"""How long a refused listing is not repeated: short, so that misses are misses again soon after
-revoked rights return."""
-_list_denied: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
-"""When each client may list again, as a time of ``time.monotonic``."""
-
-
-def is_absent(client: "S3Client", place: dict[str, Any], error: ClientError) -> bool:
-    """Whether ``error``, the response to a request for ``place``, means that the key does not
-    exist. Raises the client's exceptions other than ``ClientError``.
-
-    S3 returns 404 for a missing key to anyone with permission to list. If that permission has a
-    condition on the prefix, some servers (Ceph 16.2) return 403, because a get names no prefix.
-    Servers that honour the condition allow a listing of this one key, which decides at the cost of
-    one more request. Directory buckets cannot list single keys, but their sessions may list
-    everything, so a missing key is always a 404.
-
-    A refused listing is remembered, so that a role that may not list pays one request per miss. The
-    403 stays a refusal: it may just as well mean that the role may not read.
-    """
-    if is_missing(error):
-        return True
-    status, code = error_code(error)
-    if status != 403 or code not in ("AccessDenied", "403", "Forbidden"):
-        return False  # the response to a HEAD has no S3 code
-    if is_directory_bucket(place["Bucket"]):
-        return False
-    if time.monotonic() < _list_denied.get(client, 0.0):
-        return False
-    try:
-        page = client.list_objects_v2(Bucket=place["Bucket"], Prefix=place["Key"], MaxKeys=1)
-    except ClientError as exc:
-        if error_code(exc)[0] == 403:
-            _list_denied[client] = time.monotonic() + _LIST_DENIED_S
-        return False
-    # Listings are ordered, so the key itself would be the first of all keys that start with it.
-    return all(found["Key"] != place["Key"] for found in page.get("Contents", ()))

@@ -41,6 +41,10 @@ class Chunked(WireFailed):
     """A value in chunks, whose length is unknown: the client must read it."""
 
 
+class NotSent(WireFailed):
+    """The request was not sent at all, so the server cannot have carried it out."""
+
+
 class NoResponse(WireFailed):
     """The server closed the connection before it sent a byte of the response."""
 
@@ -315,6 +319,8 @@ class HttpResponse:
         length = "0" if self.status == 204 else self.headers.get("content-length", "")
         if not length.isdecimal():
             raise ValueError("a response of unknown length")
+        self.is_repeated = False
+        """Whether an earlier attempt was sent and lost: the server may have carried it out."""
         self.left = int(length)
         """Bytes of the body that are still unread."""
         self._connection = connection

@@ -11,8 +11,9 @@ from botocore.exceptions import ClientError
 
 from objkv.errors import StoreUnavailable
 from objkv.stores.base import Arrived, check_fits, copy_into
+from objkv.stores.s3.absent import Absence
 from objkv.stores.s3.body import VALUE_BYTES_MAX, read_all, read_exactly
-from objkv.stores.s3.client import CallDeadline, error_code, is_absent
+from objkv.stores.s3.client import CallDeadline, error_code
 from objkv.stores.s3.helpers import Helper, HelperPool, Piece, Team
 from objkv.stores.s3.http import HttpResponse, WireFailed, strong_tag
 from objkv.stores.s3.wire import Wire
@@ -47,9 +48,15 @@ class S3Reader:
     """
 
     def __init__(
-        self, client: "S3Client", wire: Wire, pool: HelperPool, *, range_bytes: int
+        self,
+        client: "S3Client",
+        wire: Wire,
+        pool: HelperPool,
+        *,
+        range_bytes: int,
     ) -> None:
         self.client: Any = client
+        self.absence = Absence(client)
         self.wire = wire
         self.pool = pool
         self.range_bytes = range_bytes
@@ -70,9 +77,10 @@ class S3Reader:
             except ClientError as exc:
                 if start is not None and error_code(exc)[0] == 416:
                     return b""  # the range starts after the end, so the key exists
-                if is_absent(self.client, place, exc):
+                if self.absence.is_absent(place, exc):
                     return None
                 raise
+            self.absence.note_read(place)
             is_part = answer["ResponseMetadata"]["HTTPStatusCode"] == 206
             nbytes_max = end - start if is_part and start is not None else VALUE_BYTES_MAX
             value = read_all(answer, deadline.end_s, nbytes_max)
@@ -96,7 +104,9 @@ class S3Reader:
                     response.fill(view, end_s, reading.first_grew)
             else:
                 reading.run(response)
-            return reading.finish()
+            nbytes = reading.finish()
+        self.absence.note_read(get.place)
+        return nbytes
 
     def read_by_client(self, get: Get) -> int | None:
         """Read with the client, which retries, follows redirects and explains errors. Calls
@@ -111,9 +121,10 @@ class S3Reader:
             try:
                 answer = self.client.get_object(**get.place)
             except ClientError as exc:
-                if is_absent(self.client, get.place, exc):
+                if self.absence.is_absent(get.place, exc):
                     return None
                 raise
+            self.absence.note_read(get.place)
             if answer.get("ContentLength") is None:  # sent in chunks
                 value = read_all(answer, get.deadline.end_s)
                 return copy_into(get.key, value, get.buffer, get.arrived)

@@ -5,7 +5,7 @@ once. A put is one conditional request, so exactly one of many writers wins. Val
 ``multipart_bytes`` are uploaded in parts. The client handles everything unusual.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +16,14 @@ from objkv.stores.base import (
     Arrived,
     Buffer,
     Entry,
+    LifecycleRules,
     Unfinished,
     check_key,
     check_prefix,
     copy_into,
     is_key,
 )
-from objkv.stores.s3.client import CallDeadline, attempt_s, error_code, head, translated
+from objkv.stores.s3.client import CallDeadline, attempt_s, error_code, translated
 from objkv.stores.s3.demands import PutDemands
 from objkv.stores.s3.helpers import HelperPool
 from objkv.stores.s3.http import WireFailed
@@ -34,6 +35,8 @@ from objkv.telemetry import NullRecorder, Recorder
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
 
+_ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")
+
 
 class S3Store:
     """Values as objects ``<prefix>/<key>`` in ``bucket``. Closing the store closes ``client``.
@@ -42,8 +45,8 @@ class S3Store:
     ignore it; the store finds out by repeating its first successful put. For these servers it uses
     HEAD and PUT instead, counted as ``s3_unconditional_puts``, and two simultaneous writers may
     both get True. The same can happen to two writers of a value above ``multipart_bytes`` if the
-    server ignores the condition when an upload is completed (Ceph 16). A put whose response was
-    lost and that the client retried returns False although it wrote.
+    server ignores the condition when an upload is completed (Ceph 16). A put that was
+    repeated because its response was lost returns True if the stored value has its bytes.
 
     The caller and up to ``ranges_max`` threads of the store read values above ``range_bytes`` in
     ranges and upload parts. For ``hedge_percent_max`` see ``Hedge``. ``is_direct=False`` sends
@@ -51,8 +54,8 @@ class S3Store:
     client opens sessions there and signs with them.
 
     ``deadline_s`` bounds each call, and so does an enclosing ``EndsBy``: no attempt starts that may
-    exceed it, and nothing continues after it. Reads need permission to list: without it S3 returns
-    403 instead of 404 for a missing key.
+    exceed it, and nothing continues after it. Without permission to list, S3 returns 403 instead of
+    404 for a missing key: see ``Absence``.
     """
 
     def __init__(
@@ -81,8 +84,10 @@ class S3Store:
         self._pool = HelperPool(ranges_max)
         self._wire = Wire(client, place, hedge, is_direct=is_direct, recorder=recorder)
         self._reader = S3Reader(client, self._wire, self._pool, range_bytes=range_bytes)
-        demands, sizes = demands or PutDemands(), {"multipart_bytes": multipart_bytes}
-        self._writer = S3Writer(client, self._wire, self._pool, demands, recorder=recorder, **sizes)
+        shared = client, self._wire, self._pool, self._reader.absence
+        self._writer = S3Writer(
+            *shared, demands or PutDemands(), multipart_bytes=multipart_bytes, recorder=recorder
+        )
 
     def __repr__(self) -> str:
         return f"<S3Store s3://{self._bucket}/{self._prefix} at {self._endpoint}>"
@@ -128,7 +133,7 @@ class S3Store:
         the response to a HEAD does not distinguish them."""
         place = self._place(key)
         with self._deadline().client():
-            found = head(self._client, place, key)
+            found = self._reader.absence.head(place, key)
         if found is None:
             return None
         return Entry(key, found["ContentLength"], found["LastModified"].timestamp())
@@ -198,6 +203,38 @@ class S3Store:
                 raise
         return True
 
+    def lifecycle(self) -> LifecycleRules:
+        """Return what the bucket's lifecycle rules do to values below the prefix. Raises
+        ``StoreDenied`` without ``s3:GetLifecycleConfiguration``."""
+        with self._deadline().client(), translated("lifecycle", self._bucket):
+            try:
+                found = self._client.get_bucket_lifecycle_configuration(Bucket=self._bucket)
+            except ClientError as exc:
+                if error_code(exc)[1] != "NoSuchLifecycleConfiguration":
+                    raise
+                return LifecycleRules(None, None, None)
+        rules = [rule for rule in found.get("Rules", ()) if self._applies(rule)]
+        expiries = [rule.get("Expiration", {}) for rule in rules]
+        moves = [move for rule in rules for move in rule.get("Transitions", ())]
+        aborts = [rule.get("AbortIncompleteMultipartUpload", {}) for rule in rules]
+        return LifecycleRules(
+            expire_days=_fewest([*expiries, *({"Days": 0} for one in expiries if "Date" in one)]),
+            abort_days=_fewest(aborts, "DaysAfterInitiation"),
+            archive_days=_fewest([one for one in moves if one.get("StorageClass") in _ARCHIVES]),
+        )
+
+    def _applies(self, rule: dict[str, Any]) -> bool:
+        """Whether a rule is on and covers payloads, which have no tags."""
+        chosen = rule.get("Filter", {})
+        chosen = chosen.get("And", chosen)
+        prefix = chosen.get("Prefix", rule.get("Prefix", ""))
+        return (
+            rule.get("Status") == "Enabled"
+            and not chosen.keys() & {"Tag", "Tags"}
+            and (prefix.startswith(self._prefix) or self._prefix.startswith(prefix))
+            and not prefix.startswith(f"{self._prefix}quarantine")
+        )
+
     def check(self) -> None:
         """List one object: the response to a listing reports the error, the response to a HEAD does
         not."""
@@ -238,3 +275,7 @@ class S3Store:
             if page is None:
                 return
             yield page
+
+
+def _fewest(places: Sequence[dict[str, Any]], name: str = "Days") -> int | None:
+    return min((one[name] for one in places if name in one), default=None)

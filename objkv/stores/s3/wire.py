@@ -20,6 +20,7 @@ from objkv.stores.s3.http import (
     HttpResponse,
     KeptConnections,
     NoResponse,
+    NotSent,
     WireFailed,
 )
 from objkv.stores.s3.signing import S3Endpoint, find_endpoint
@@ -147,9 +148,9 @@ class Wire:
         """
         found = self._find()
         if found is None:
-            raise WireFailed("direct requests are not possible")
+            raise NotSent("direct requests are not possible")
         if self._chunked_until_s and time.monotonic() < self._chunked_until_s.get(method, 0.0):
-            raise WireFailed("the server responds in chunks")
+            raise NotSent("the server responds in chunks")
         endpoint, pool = found
         head = endpoint.signed(self._client, method, key, extra)
         for is_fresh in (False, True):
@@ -181,6 +182,7 @@ class Wire:
             else:
                 if response.status in _RELEARN:
                     self._found = None
+                response.is_repeated = is_fresh
                 return response
             if helper is not None:  # the server had closed an idle connection
                 helper.let_go()

@@ -4,6 +4,7 @@ Both send straight from the caller's buffer; only bytes in flight are in the soc
 Servers without conditional requests get the closest substitute.
 """
 
+import hashlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,11 +14,12 @@ from urllib.parse import quote
 from botocore.exceptions import BotoCoreError, ClientError
 
 from objkv.errors import StoreError, StoreUnavailable
-from objkv.stores.s3.body import BufferReader
-from objkv.stores.s3.client import CallDeadline, asks_for_later, begun_by, error_code, head
+from objkv.stores.s3.absent import Absence
+from objkv.stores.s3.body import BufferReader, read_all
+from objkv.stores.s3.client import CallDeadline, asks_for_later, begun_by, error_code
 from objkv.stores.s3.demands import PutDemands
 from objkv.stores.s3.helpers import Helper, HelperPool, Piece, Team
-from objkv.stores.s3.http import HttpResponse, WireFailed, check_time
+from objkv.stores.s3.http import HttpResponse, NotSent, WireFailed, check_time
 from objkv.stores.s3.wire import Wire
 from objkv.telemetry import Recorder
 
@@ -54,6 +56,7 @@ class S3Writer:
         client: "S3Client",
         wire: Wire,
         pool: HelperPool,
+        absence: Absence,
         demands: PutDemands,
         *,
         multipart_bytes: int,
@@ -62,6 +65,7 @@ class S3Writer:
         self._client: Any = client
         self._wire = wire
         self._pool = pool
+        self._absence = absence
         self._demands = demands
         self._multipart_bytes = multipart_bytes
         self._recorder = recorder
@@ -116,16 +120,18 @@ class S3Writer:
         with self._wire.ask("PUT", put.key, extra, end_s, body=lambda: put.view) as response:
             response.text(end_s)
             if response.status == _EXISTS and if_absent:
-                return False
-            _check_ok(response)
-            return True
+                is_repeated = response.is_repeated
+            else:
+                _check_ok(response)
+                return True
+        return is_repeated and self._is_own(put)
 
     def _is_large(self, view: memoryview) -> bool:
         return len(view) > self._multipart_bytes
 
     def _exists(self, put: Put) -> bool:
         with put.deadline.client():
-            return head(self._client, put.place, put.key) is not None
+            return self._absence.head(put.place, put.key) is not None
 
     def _send(self, put: Put, **options: Any) -> None:
         body = BufferReader(put.view)
@@ -134,13 +140,18 @@ class S3Writer:
 
     def _send_if_absent(self, put: Put) -> bool:
         with put.deadline.client():
+            was_sent = False
             if self.conditional:
-                with suppress(WireFailed):
+                try:
                     return self.put_directly(put, if_absent=True)
+                except WireFailed as exc:
+                    was_sent = not isinstance(exc, NotSent)
             if self.conditional is not False:
                 try:
                     self._send(put, IfNoneMatch="*")
                 except ClientError as exc:
+                    if error_code(exc)[0] == _EXISTS and (was_sent or _is_repeated(exc)):
+                        return self._is_own(put)
                     if not _is_refused(exc):
                         raise
                 else:
@@ -153,6 +164,21 @@ class S3Writer:
             self._send(put)
             self.conditional = False
             return True
+
+    def _is_own(self, put: Put) -> bool:
+        """Whether the stored value is that of ``put``, whose earlier attempt may have written it
+        although its response was lost. Equal bytes of another writer count too."""
+        with put.deadline.client(), suppress(ClientError, BotoCoreError, StoreError):
+            found = self._absence.head(put.place, put.key)
+            if found is None or found["ContentLength"] != len(put.view):
+                return False
+            digest = hashlib.md5(put.view, usedforsecurity=False).hexdigest()
+            if found["ETag"].strip('"') == digest:
+                return True
+            # With KMS, the ETag is not a digest of the value.
+            answer = self._client.get_object(**put.place)
+            return read_all(answer, put.deadline.end_s, len(put.view)) == put.view
+        return False
 
     def _refuses_a_second(self, put: Put) -> bool | None:
         """Whether the server honours the condition; None if the next put must find out. Repeating
@@ -264,6 +290,11 @@ class S3Writer:
 def _check_ok(response: HttpResponse) -> None:
     if response.status != 200:
         raise WireFailed(f"HTTP {response.status}")
+
+
+def _is_repeated(exc: ClientError) -> bool:
+    """Whether the client had sent the request before."""
+    return bool(exc.response.get("ResponseMetadata", {}).get("RetryAttempts"))
 
 
 def _is_refused(exc: ClientError) -> bool:

@@ -54,6 +54,21 @@ run "settings_of_each_role" {
   }
 }
 
+# A test renders the chart in examples/kubernetes with these values, and runs its commands on a Valkey
+# that has these users.
+run "the_chart_is_tested_with_these_values_and_users" {
+  variables {
+    redis_passwords = { for role in ["reader", "writer", "sweeper"] : role => "${role}-0123456789" }
+  }
+  assert {
+    condition = jsondecode(file("tests/chart.json")) == jsondecode(jsonencode({
+      helm_values = output.helm_values[""]
+      users       = { for key, user in module.index.users : key => user.user_name }
+    }))
+    error_message = jsonencode(output.helm_values[""])
+  }
+}
+
 run "users_have_the_rights_of_their_roles" {
   assert {
     condition = module.index.users == {
@@ -131,6 +146,10 @@ run "tenants_are_apart" {
       OBJKV_TTL_S          = "86400"
     }
     error_message = "environment of a tenant's writer"
+  }
+  assert {
+    condition     = output.helm_values["a"].redisPrefix == "objkv-a" && output.helm_values["a"].roles["writer"].settings == { OBJKV_BULK_URL = "s3://kv-test/objkv/a", OBJKV_TENANT = "a" }
+    error_message = "values of a tenant's chart"
   }
   assert {
     condition     = startswith(output.redis_access_strings["a-reader"], "on ~objkv-a:* -@all ")

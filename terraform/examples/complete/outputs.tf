@@ -3,6 +3,11 @@ output "environments" {
   value       = module.objkv.environments
 }
 
+output "helm_values" {
+  description = "Values for the chart in examples/kubernetes, by tenant (\"\" if the place is shared), without passwords."
+  value       = module.objkv.helm_values
+}
+
 output "role_arns" {
   description = "IAM roles for Pod Identity associations, by the same keys."
   value       = module.objkv.role_arns

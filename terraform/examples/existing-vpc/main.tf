@@ -41,6 +41,10 @@ output "environments" {
   value = module.objkv.environments
 }
 
+output "helm_values" {
+  value = module.objkv.helm_values
+}
+
 output "policy_arns" {
   value = module.objkv.policy_arns
 }

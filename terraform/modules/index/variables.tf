@@ -113,7 +113,7 @@ variable "shards" {
 }
 
 variable "replicas_per_shard" {
-  description = "Replicas of each shard, in other availability zones. With 0 the index is empty after a failure, until saves or objkv rebuild refill it."
+  description = "Replicas of each shard, in other availability zones. With 0 the index is empty after a failure, until saves or objkv rebuild --apply refill it."
   type        = number
   default     = 1
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from vllm.v1.outputs import KVConnectorOutput
 
+from objkv.cache.admission import LoadTime
 from objkv.connector.kv import scheduler as module
 from objkv.connector.kv.metadata import LostLoad, StepReport
 from objkv.connector.kv.scheduler import HitCounters, SchedulerSide, SyncGate
@@ -100,6 +101,25 @@ def test_while_the_gate_is_closed_loads_are_planned_between_steps() -> None:
     side.update(KVConnectorOutput(finished_recving={"between"}))
     assert not loads_between_steps(side, "within again")
     side.close()
+
+
+@pytest.mark.parametrize("mode", ["layerwise", "async"])
+def test_a_load_is_credited_in_the_index_once_it_has_succeeded(mode: str) -> None:
+    publish_prompt(index := MemoryIndex(), [7] * 70)
+    side = scheduler_side(index, load_mode=mode)
+    for name, seconds in (("first", 0.5), ("failed", None)):
+        between = loads_between_steps(side, name)
+        report = StepReport(failed={name})
+        if seconds is not None:
+            report = StepReport(loaded={name: LoadTime(100, seconds, 0.1)})
+        finished = {name} if between else set()
+        output = KVConnectorOutput(kv_connector_worker_meta=report, finished_recving=finished)
+        side.update(output)
+    wait_until(lambda: bool(index.savings()))
+    side.close()
+    [savings] = index.savings()
+    assert (savings.namespace, savings.loads, savings.tokens) == (side.namespace, 1, 64)
+    assert savings.timed_tokens == 0  # no step was long enough to measure
 
 
 def test_waiting_requests_are_counted_once_a_step_and_without_the_request_itself(

@@ -8,7 +8,7 @@ from objkv.cache.admission import AdmissionPolicy, ChunkSize, LoadTime, Tier
 from objkv.connector.kv.metadata import StepReport
 from objkv.connector.kv.timing import Timing
 from objkv.connector.model.groups import Geometry
-from objkv.index.base import ShardRecord
+from objkv.index.base import Savings, ShardRecord
 from objkv.keys.identity import GroupIdentity
 from objkv.testing.clock import ManualClock
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
@@ -28,6 +28,7 @@ class Notes:
         self.loads: list[tuple[Tier, LoadTime]] = []
         self.asked: list[ChunkSize] = []
         self.waiting = 0
+        self.seconds_per_token: float | None = None
 
     def computed(self, tokens: int, seconds: float) -> None:
         self.steps.append((tokens, seconds))
@@ -112,6 +113,34 @@ def test_a_load_from_both_tiers_tells_of_bulk_with_the_bytes_that_came_from_ther
     timing.step_planned([0], [plan("both", HOT, COLD, HOT, HOT)])
     told(timing, {"both": LoadTime(400, 1.0, 0.5)})
     assert notes.loads == [("bulk", LoadTime(100, 1.0, 0.5))]
+
+
+def test_a_load_is_credited_with_the_computing_that_it_replaced() -> None:
+    notes = Notes()
+    geometry = Geometry((GROUP,), chunk_tokens=64, block_tokens=16, tp_size=2)
+    admission = cast("AdmissionPolicy", notes)
+    timing = Timing(admission, geometry, steps_in_flight=2, wall=lambda: 1_795_300_000.0)
+
+    def load(request_id: str, *, planned: int, sync: bool = False) -> None:
+        timing.load_planned(request_id, planned)
+        timing.step_planned([0], [plan(request_id, COLD, sync=sync)])
+        told(timing, {request_id: LoadTime(100, 0.25, 0.1)})
+
+    load("unmeasured", planned=48)
+    notes.seconds_per_token = 0.01
+    load("between", planned=64)
+    load("within", planned=32, sync=True)
+    timing.load_planned("failed", 64)
+    timing.step_planned([0], [plan("failed", COLD)])
+    timing.reported(StepReport(failed={"failed"}))
+    timing.received("failed")
+    name, month = "n" * 32, "2026-11"
+    assert timing.take_savings() == [
+        Savings(name, month, loads=1, tokens=48),
+        Savings(name, month, 1, 64, 64, compute_gpu_us=1_280_000, load_gpu_us=500_000),
+        Savings(name, month, 1, 32, 32, compute_gpu_us=640_000, load_gpu_us=500_000),
+    ]
+    assert timing.take_savings() == []
 
 
 def test_a_step_that_mostly_generates_says_nothing_of_prompts() -> None:

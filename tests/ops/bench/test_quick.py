@@ -94,7 +94,7 @@ def test_nothing_is_left_there_either_when_it_fails(
 def test_transfers_are_measured_on_any_device(tmp_path: Path) -> None:
     simulated = pytest.importorskip("tests.device.simulated")
     try:
-        simulated.library()
+        simulated.built_device()
     except simulated.NoCompilerError as missing:
         pytest.skip(str(missing))
     section = bench_simulated(quick(tmp_path))

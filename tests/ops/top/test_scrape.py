@@ -55,6 +55,12 @@ def test_of_what_is_open_the_largest_counts() -> None:
     assert values_of(TEXT)["vllm_objkv_breaker_open_bulk_read"] == 1
 
 
+def test_a_breaker_with_labels_is_read_like_one_with_them_in_its_name() -> None:
+    name = 'vllm:objkv_breaker_open{{engine="{}",store="bulk",direction="read"}} {}'
+    text = "\n".join(name.format(engine, value) for engine, value in ((0, 1), (1, 1), (2, 0)))
+    assert values_of(f"{text}\n") == {"vllm_objkv_breaker_open_bulk_read": 1}
+
+
 def test_ends_are_told_apart_and_what_is_no_number_is_left_out() -> None:
     values = values_of(TEXT)
     assert (values["objkv_up:bulk"], values["objkv_up:index"]) == (1, 0)

@@ -141,10 +141,13 @@ def test_a_template_of_its_own_file_is_preferred(folder: Path, tmp_path: Path) -
     ("request_of", "words"),
     [
         ({"messages": [{"role": "judge", "content": "x"}]}, "no such role: judge"),
-        ({"messages": [USER], "continue_final_message": True}, "needs the endpoint's tokenizer"),
+        (
+            {"messages": [USER], "continue_final_message": True},
+            "only with a server's own tokenizer",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]},
-            "content in parts needs the endpoint's tokenizer",
+            "content in parts works only with a server's own tokenizer",
         ),
         ({"messages": [USER], "chat_template": "{{ ''.__class__.__mro__ }}"}, "unsafe"),
         ({"messages": [USER], "chat_template": "{% for %}"}, "the chat template failed"),

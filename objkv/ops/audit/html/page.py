@@ -24,8 +24,8 @@ _BADGES: Final = {
     "deadline": "Timed out", "fine": "No faults",
 }  # fmt: skip
 _FORMATS: Final = (
-    "ago", "brief", "count", "dollars", "moment", "noun", "sentence", "share", "size", "times",
-    "with_commands",
+    "ago", "brief", "count", "dollars", "duration", "moment", "noun", "sentence", "share", "size",
+    "times", "with_commands",
 )  # fmt: skip
 # These would end the script element around the data or start another element.
 _UNSAFE: Final = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028"}

@@ -1,0 +1,227 @@
+"""An operator's switch that decides about loads before every replica's own settings.
+
+One small document in the bulk store holds it, so that it works with any index and needs no rights
+that replicas do not have. Each replica reads it in the background; no request waits for it.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from threading import Event, Thread
+from time import gmtime, strftime, time
+from typing import Final, Protocol, Self, get_args
+
+from objkv.cache.admission import Mode
+from objkv.errors import ConfigError, PayloadError, StoreError
+from objkv.stores.base import ReadStore, WriteStore
+from objkv.telemetry import Recorder
+
+logger = logging.getLogger(__name__)
+
+OPERATOR_FOLDER: Final = "operator"
+"""Folder of the bulk store for documents by which operators direct all replicas."""
+SWITCH_PATH: Final = f"{OPERATOR_FOLDER}/admission.json"
+MODES: Final[tuple[Mode, ...]] = get_args(Mode)
+_FORMAT: Final = 1
+_DOCUMENT_BYTES_MAX: Final = 512 << 10
+"""Fits ``_SWITCHES_MAX`` orders of the longest texts."""
+_SWITCHES_MAX: Final = 200
+_UNTIL_S_MAX: Final = 1 << 40
+AUTHOR_CHARS_MAX: Final = 200
+_NAMESPACE_CHARS_MAX: Final = 200
+_INTERVAL_S: Final = 20.0
+_CLOSE_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """One order of an operator."""
+
+    mode: Mode
+    namespace: str | None
+    """The only namespace that it is for; None for the whole fleet."""
+    until_s: int
+    """Seconds since the epoch, by the operator's clock. Replicas ignore it from then on."""
+    created_s: int
+    by: str
+    """Who gave it, by their own statement; at most ``AUTHOR_CHARS_MAX`` characters."""
+
+    def __post_init__(self) -> None:
+        # No assertions: python -O leaves them out, and the document is untrusted.
+        if not (
+            self.mode in MODES
+            and (self.namespace is None or 0 < len(self.namespace) <= _NAMESPACE_CHARS_MAX)
+            and 0 < self.until_s < _UNTIL_S_MAX
+            and len(self.by) <= AUTHOR_CHARS_MAX
+        ):
+            raise ValueError("an order's values are out of bounds")
+
+    def scope(self) -> str:
+        """Return whom it is for, in words."""
+        return "all replicas" if self.namespace is None else f"replicas of {self.namespace[:8]}"
+
+    def describe(self) -> str:
+        """Return the order in words, without its namespace."""
+        until = strftime("%Y-%m-%d %H:%M UTC", gmtime(self.until_s))
+        return f"admission is {self.mode} until {until}, by {self.by}"
+
+
+def read_switches(bulk: ReadStore) -> tuple[Switch, ...]:
+    """Return all orders, also ended ones; none without a document. Raises ``StoreError``, and
+    ``PayloadError`` if objkv did not write the document."""
+    document = bulk.get_range(SWITCH_PATH, 0, _DOCUMENT_BYTES_MAX)
+    return () if document is None else _parse(document)
+
+
+def set_switch(bulk: WriteStore, switch: Switch) -> None:
+    """Give an order, in place of an earlier one for the same namespace or for the fleet.
+
+    If two operators change the document at the same moment, the later one wins. Raises
+    ``StoreError``, and ``ConfigError`` if there are too many orders.
+    """
+    _write(bulk, [switch, *_others(bulk, switch.namespace, switch.created_s)])
+
+
+def clear_switch(bulk: WriteStore, namespace: str | None, *, now_s: float) -> None:
+    """End the order for ``namespace``, or with None the one for the fleet. Raises
+    ``StoreError``."""
+    _write(bulk, _others(bulk, namespace, now_s))
+
+
+def in_force(switches: Iterable[Switch], namespace: str | None, *, now_s: float) -> Switch | None:
+    """Return the order that replicas of ``namespace`` follow: their own before the fleet's."""
+    fleet = None
+    for switch in switches:
+        if switch.until_s > now_s and switch.namespace in (None, namespace):
+            if switch.namespace is not None:
+                return switch
+            fleet = switch
+    return fleet
+
+
+class Named(Protocol):
+    """A replica's namespace, which changes when its weights do."""
+
+    name: str
+
+
+class AdmissionSwitch:
+    """Whether one replica loads, by its settings and an operator's order.
+
+    After ``start``, a thread reads the document three times a minute. If that fails, the last order
+    stays in force until its own end.
+    """
+
+    def __init__(
+        self,
+        configured: Mode,
+        bulk: ReadStore,
+        namespace: Named,
+        recorder: Recorder,
+        *,
+        clock: Callable[[], float] = time,
+    ) -> None:
+        """``configured`` applies without an order. Does not close ``bulk``."""
+        self._configured: Mode = configured
+        self._bulk = bulk
+        self._namespace = namespace
+        self._recorder = recorder
+        self._clock = clock
+        self._switches: tuple[Switch, ...] = ()
+        self._shown: Switch | None = None
+        self._closed = Event()
+        self._thread: Thread | None = None
+
+    def start(self) -> Self:
+        """Read the document now and then, from now on. Does not wait."""
+        self._thread = Thread(target=self._watch, name="objkv-switch", daemon=True)
+        self._thread.start()
+        return self
+
+    @property
+    def mode(self) -> Mode:
+        """The mode that applies now. Never waits."""
+        found = self._order() if self._switches else None
+        return self._configured if found is None else found.mode
+
+    def read(self) -> None:
+        """Read the document. For the thread, and for tests in its place. Never raises."""
+        try:
+            self._switches = read_switches(self._bulk)
+        except (StoreError, PayloadError):
+            self._recorder.count("admission_switch_errors")
+        self._show()
+
+    def close(self) -> None:
+        """Stop the thread. Waits at most a second for a reading in progress. Idempotent."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_S)
+
+    def __repr__(self) -> str:
+        return f"<AdmissionSwitch {self.mode}>"
+
+    def _order(self) -> Switch | None:
+        return in_force(self._switches, self._namespace.name, now_s=self._clock())
+
+    def _watch(self) -> None:
+        while True:
+            try:
+                self.read()
+            except Exception:  # a bug; without this thread no order would arrive
+                self._recorder.count("admission_switch_errors")
+            if self._closed.wait(_INTERVAL_S):
+                return
+
+    def _show(self) -> None:
+        found = self._order()
+        if found == self._shown:
+            return
+        self._shown = found
+        self._recorder.level("admission_switched", float(found is not None))
+        if found is None:
+            logger.warning("operator's order ended admission=%s", self._configured)
+        else:
+            logger.warning(
+                "operator's order admission=%s until_s=%d by=%s",
+                found.mode,
+                found.until_s,
+                found.by,
+            )
+
+
+def _others(bulk: ReadStore, namespace: str | None, now_s: float) -> list[Switch]:
+    try:
+        kept = read_switches(bulk)
+    except PayloadError:  # the new document replaces it
+        kept = ()
+    return [one for one in kept if one.namespace != namespace and one.until_s > now_s]
+
+
+def _write(bulk: WriteStore, switches: list[Switch]) -> None:
+    if len(switches) > _SWITCHES_MAX:
+        raise ConfigError(
+            f"more than {_SWITCHES_MAX} orders are in force: end some with objkv admission clear -n"
+        )
+    values = {"format": _FORMAT, "switches": [asdict(one) for one in switches]}
+    bulk.put(SWITCH_PATH, json.dumps(values).encode("ascii"))
+
+
+def _parse(document: bytes) -> tuple[Switch, ...]:
+    try:
+        values = json.loads(document)
+        if values["format"] != _FORMAT or len(values["switches"]) > _SWITCHES_MAX:
+            raise ValueError
+        found = tuple(Switch(**one) for one in values["switches"])
+        if not all(
+            type(one.until_s) is type(one.created_s) is int
+            and type(one.by) is str
+            and (one.namespace is None or type(one.namespace) is str)
+            for one in found
+        ):
+            raise ValueError
+        return tuple(replace(one, by="".join(filter(str.isprintable, one.by))) for one in found)
+    # The document is untrusted, so any failed check of its values is its fault.
+    except (KeyError, RecursionError, TypeError, ValueError) as exc:
+        raise PayloadError(f"{SWITCH_PATH} is not a document of objkv") from exc

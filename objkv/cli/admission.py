@@ -1,0 +1,108 @@
+"""``objkv admission``: an operator's switch for loads, for a whole fleet or one namespace."""
+
+import time
+from dataclasses import dataclass
+from getpass import getuser
+from socket import gethostname
+from typing import Annotated
+
+import typer
+
+from objkv.cache.admission import Mode
+from objkv.cache.switch import (
+    AUTHOR_CHARS_MAX,
+    MODES,
+    Switch,
+    clear_switch,
+    read_switches,
+    set_switch,
+)
+from objkv.cli.command import FINE, Session, command
+from objkv.cli.options import time_option
+from objkv.errors import ConfigError
+from objkv.ops.formats import span
+from objkv.ops.listing import find_namespace
+
+_CLEAR = "clear"
+_LASTS_S_MAX = 366 * 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionOrders:
+    """The orders that operators gave."""
+
+    orders: tuple[Switch, ...]
+    """In force now. The one for a namespace goes before the one for the fleet."""
+
+
+@command
+def admission(
+    session: Session,
+    mode: Annotated[
+        str | None,
+        typer.Argument(
+            help=f"{', '.join(MODES)}, or {_CLEAR} to end the order; omit it to show the orders.",
+            metavar="[MODE]",
+        ),
+    ] = None,
+    for_: Annotated[
+        float | None,
+        time_option("Duration of the order", "--for", least=1, most=_LASTS_S_MAX, shown="1h"),
+    ] = None,
+    namespace: Annotated[
+        str | None,
+        typer.Option("--namespace", "-n", help="Only replicas of this namespace.", metavar="NAME"),
+    ] = None,
+) -> int:
+    """Switch loads off or on in running replicas, for a limited time.
+
+    An order goes before every replica's own settings. Replicas follow it within a minute.
+    """
+    if mode not in (None, _CLEAR, *MODES):
+        raise ConfigError(f"{mode}: give one of {', '.join(MODES)}, or {_CLEAR}")
+    if mode in (None, _CLEAR) and for_ is not None:
+        raise ConfigError("--for needs a mode, such as: objkv admission never --for 1h")
+    if mode is not None and session.config.role == "reader":
+        raise ConfigError("the role reader cannot switch replicas; set role to sweeper")
+    if mode is not None and session.config.bulk_url.startswith("memory:"):
+        raise ConfigError("memory: is private to each replica, so no order can reach it")
+    lasts_s = int(for_ or 3600)
+    with session.backends() as backends:
+        scope = None
+        if namespace is not None:
+            scope = find_namespace(backends.bulk, backends.index, namespace)
+        now_s = int(time.time())
+        if mode == _CLEAR:
+            clear_switch(backends.bulk, scope, now_s=now_s)
+        elif mode is not None:
+            order = Switch(_mode(mode), scope, now_s + lasts_s, now_s, _author())
+            set_switch(backends.bulk, order)
+        there = session.has_bulk()
+        orders = read_switches(backends.bulk) if there else ()
+    orders = tuple(one for one in orders if one.until_s > now_s and _covers(one, scope))
+    if session.out.machine:
+        session.out.document(AdmissionOrders(orders))
+        return FINE
+    if not orders:
+        session.out.line("no order: each replica's own settings decide about loads")
+    for one in orders:
+        left = span(one.until_s - now_s)
+        session.out.line(f"{one.scope()}: {one.describe()}, {left} left")
+    if mode is not None:
+        session.out.line("replicas follow within a minute")
+    return FINE
+
+
+def _covers(order: Switch, scope: str | None) -> bool:
+    return scope is None or order.namespace in (None, scope)
+
+
+def _author() -> str:
+    try:
+        return f"{getuser()}@{gethostname()}"[:AUTHOR_CHARS_MAX]
+    except (KeyError, OSError):  # a user without a name, as in containers
+        return gethostname()[:AUTHOR_CHARS_MAX]
+
+
+def _mode(text: str) -> Mode:
+    return next(mode for mode in MODES if mode == text)

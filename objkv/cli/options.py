@@ -1,0 +1,166 @@
+"""The options that all commands share, and options that take a duration or a size.
+
+Settings are imported when an option is parsed: ``--help`` needs none of them.
+"""
+
+import math
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import typer
+
+from objkv.errors import ConfigError
+
+Output = Literal["table", "json", "wide"]
+
+_RENAMED: Final = {
+    "bytes-max": "promote-max",
+    "deadline-s": "deadline",
+    "gone-s": "give-up-after",
+    "grace-s": "grace",
+    "memory-bytes": "memory",
+    "request-s": "request-timeout",
+    "save-s": "save-timeout",
+}
+"""Names of the previous version, which still work in this one, and today's; without dashes."""
+
+
+def current_name(option: str) -> str:
+    """Return today's name of an option. Both are without dashes."""
+    return _RENAMED.get(option, option)
+
+
+@dataclass(frozen=True, slots=True)
+class CommonOptions:
+    """The options of every command, given before or after its name."""
+
+    bulk_url: Annotated[
+        str | None, typer.Option(help="Bulk store; overrides OBJKV_BULK_URL.", metavar="URL")
+    ] = None
+    index_url: Annotated[
+        str | None, typer.Option(help="Index; overrides OBJKV_INDEX_URL.", metavar="URL")
+    ] = None
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file; overrides OBJKV_CONFIG_FILE.", metavar="FILE")
+    ] = None
+    output: Annotated[
+        Output | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="table fits the terminal, wide cuts nothing, json is one document.",
+        ),
+    ] = None
+    json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False
+    no_color: Annotated[bool, typer.Option("--no-color", help="Print without colors.")] = False
+    debug: Annotated[bool, typer.Option("--debug", help="Show where errors come from.")] = False
+
+    def __post_init__(self) -> None:
+        if self.json and self.output not in (None, "json"):
+            raise typer.BadParameter(f"--json and -o {self.output} exclude each other")
+
+    @property
+    def form(self) -> Output:
+        """The form of the result."""
+        return "json" if self.json else self.output or "table"
+
+    def then(self, later: "CommonOptions") -> "CommonOptions":
+        """Return these options with those of ``later``, which were given after the command."""
+        form = self if not later.json and later.output is None else later
+        return replace(
+            later,
+            bulk_url=self.bulk_url if later.bulk_url is None else later.bulk_url,
+            index_url=self.index_url if later.index_url is None else later.index_url,
+            config=self.config if later.config is None else later.config,
+            output=form.output,
+            json=form.json,
+            no_color=self.no_color or later.no_color,
+            debug=self.debug or later.debug,
+        )
+
+
+def time_option(
+    text: str, *names: str, least: float = 0.0, most: float = math.inf, shown: str = ""
+) -> Any:
+    """Return an option that takes a duration, as ``float`` seconds. ``least`` and ``most`` are in
+    seconds. ``text`` has no full stop. ``shown``: the default as the help shows it."""
+
+    def parse(given: str | float) -> float:
+        from objkv.config.units import parse_duration
+
+        value = _parsed(lambda text: float(parse_duration(text)), given)
+        if not least <= value <= most:
+            bounds = f"at least {least:g} s" if most == math.inf else f"{least:g} to {most:g} s"
+            raise typer.BadParameter(f"{given}: must be {bounds}")
+        return value
+
+    return typer.Option(
+        *names,
+        help=f"{text} (30s, 2h, 7d; a plain number is seconds).{_default(shown)}",
+        metavar="TIME",
+        parser=parse,
+        show_default=False,
+    )
+
+
+def size_option(text: str, *names: str, least: int = 0, shown: str = "") -> Any:
+    """Return an option that takes a size, as ``int`` bytes. ``text`` and ``shown`` as above."""
+
+    def parse(given: str | float) -> int:
+        from objkv.config.units import parse_size
+
+        value = int(_parsed(parse_size, given))
+        if value < least:
+            raise typer.BadParameter(f"{given}: must be at least {least} bytes")
+        return value
+
+    return typer.Option(
+        *names,
+        help=f"{text} (512MiB, 10GiB; a plain number is bytes).{_default(shown)}",
+        metavar="SIZE",
+        parser=parse,
+        show_default=False,
+    )
+
+
+def check_file(option: str, file: Path) -> None:
+    """Raise ``ConfigError`` unless ``file`` can be written; before a long run."""
+    folder = file.absolute().parent
+    if file.is_dir() or not folder.is_dir():
+        raise ConfigError(f"{option} {file}: give a file name in an existing directory")
+    _check_entry(option, file, folder)
+
+
+def check_folder(option: str, folder: Path) -> None:
+    """Raise ``ConfigError`` unless files can be written to ``folder``, which may not exist yet;
+    before a long run."""
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir():
+        raise ConfigError(f"{option} {folder}: {place} is not a directory")
+    _check_entry(option, folder, place)
+
+
+def _check_entry(option: str, wanted: Path, folder: Path) -> None:
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as exc:
+        raise ConfigError(f"{option} {wanted}: cannot write to {folder}: {exc.strerror}") from exc
+
+
+def _default(shown: str) -> str:
+    return f" Default: {shown}." if shown else ""
+
+
+def _parsed(parse: Callable[[str], float], given: str | float) -> float:
+    if not isinstance(given, str):  # the default
+        return given
+    try:
+        return parse(given)
+    except ValueError as exc:
+        raise typer.BadParameter(str(exc)) from exc

@@ -1,0 +1,446 @@
+"""The client: namespaces, matches, chunks, audits, pins and warming, without torch and vLLM."""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from threading import Lock
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from objkv.assembly.backends import Backends, open_backends, read_lifecycle
+from objkv.assembly.seal import open_seals
+from objkv.client.chunks import Chunks
+from objkv.client.matching import Matcher, encoded
+from objkv.client.results import Match, Namespace, PinnedPrefix
+from objkv.config import Resolved, resolve_config
+from objkv.errors import ConfigError, NotStored, PayloadError
+from objkv.index.base import Record
+from objkv.index.guarded import for_operators
+from objkv.keys.prefix import PREFIX_HASH_BYTES, PromptExtras, prefix_hashes
+from objkv.ops.audit.audit import Audit, audit_options, audit_view, find_places, walk_stages
+from objkv.ops.audit.report import AuditReport
+from objkv.ops.audit.spool import AuditSpool
+from objkv.ops.audit.walk import AuditWalk
+from objkv.ops.backends_view import BackendsView, read_identity, read_namespace, stored_namespaces
+from objkv.ops.explain.causes import Explanation, Question
+from objkv.ops.explain.explain import explain_match
+from objkv.ops.listing import find_namespace
+from objkv.ops.match import match_prompt
+from objkv.ops.pin import Pinned, Pinner, chain_of, list_pins
+from objkv.ops.runs import Checkpoint, WorkPool
+from objkv.ops.warm.chat import LocalTokenizer
+from objkv.ops.warm.prompts import to_prompt
+from objkv.telemetry import NullRecorder
+
+if TYPE_CHECKING:
+    from objkv.ops.warm.report import WarmReport
+
+logger = logging.getLogger(__name__)
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
+"""Text, token ids, chat messages, or a request of OpenAI's API as a dict."""
+_WORKERS = 16
+_WEEK_S = 7 * 24 * 3600.0
+
+
+def open(
+    *,
+    bulk_url: str | None = None,
+    index_url: str | None = None,
+    config: "str | PathLike[str] | None" = None,
+    tokenizer: "str | PathLike[str] | None" = None,
+    **settings: Any,
+) -> "Client":
+    """Open the stores of a fleet.
+
+    Connects to nothing: the first call does. Settings that are not given come from the TOML file
+    and from ``OBJKV_*`` variables, as in replicas.
+
+    Args:
+        bulk_url: the bulk store, e.g. ``s3://bucket/prefix``.
+        index_url: the index, e.g. ``rediss://host:6379/0``.
+        config: a TOML file with settings, instead of ``OBJKV_CONFIG_FILE``.
+        tokenizer: the model's folder or its ``tokenizer.json``, for prompts of text and messages.
+            Loaded at the first such prompt.
+        settings: other settings by name, e.g. ``role="reader"``.
+
+    Raises ``ConfigError``.
+    """
+    given = {"bulk_url": bulk_url, "index_url": index_url}
+    overrides = {name: value for name, value in given.items() if value is not None} | settings
+    file = None if config is None else Path(config)
+    resolved = resolve_config(overrides, file=file, origin="the arguments of objkv.open")
+    return Client(resolved, open_backends(resolved.config, NullRecorder()), tokenizer)
+
+
+class Client:
+    """The stores of a fleet, opened by ``objkv.open``. A context manager that closes them.
+
+    Many threads may use one client. Every call waits a bounded time for a store, and raises a
+    subclass of ``ObjkvError`` or nothing: ``ConfigError`` for wrong settings and arguments,
+    ``StoreError`` for a store that fails or refuses.
+    """
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        backends: Backends,
+        tokenizer: "str | PathLike[str] | None" = None,
+    ) -> None:
+        self._resolved = resolved
+        self._config = resolved.config
+        self._open: Backends | None = backends
+        self._place = tokenizer
+        self._tokenizer: LocalTokenizer | None = None
+        self._lock = Lock()
+        self._matcher = Matcher(backends.bulk, backends.index, ttl_s=self._config.ttl_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        public = self._config.public()
+        return f"<objkv.Client of {public['bulk_url']} and {public['index_url']}>"
+
+    def close(self) -> None:
+        """Close the connections. Idempotent."""
+        backends, self._open = self._open, None
+        if backends is not None:
+            backends.close()
+
+    def namespaces(self) -> list[Namespace]:
+        """Return the namespaces of the bulk store.
+
+        Takes one listing, and one get per namespace.
+        """
+        bulk = self._backends.bulk
+        return [self._namespace(name) for name in stored_namespaces(bulk)]
+
+    def match(
+        self,
+        prompt: Prompt,
+        *,
+        namespace: str | None = None,
+        cache_salt: str | None = None,
+        lora_digest: str | None = None,
+    ) -> Match:
+        """Return which prefix of a prompt is stored.
+
+        Usually takes one round trip to the index, and no payload is read. Names of namespaces are
+        looked up again after half a minute.
+
+        Args:
+            prompt: token ids (fastest as a list or an ``array`` of type ``I``), text, chat
+                messages, or a request of OpenAI's API as a dict. Text and messages need the
+                ``tokenizer`` of ``objkv.open``.
+            namespace: hex digits, ``MODEL``, ``TENANT/MODEL`` or any unambiguous beginning. Needed
+                only if there are several namespaces.
+            cache_salt: the ``cache_salt`` of the request, if it has one.
+            lora_digest: the content digest of the request's adapter, in hex digits.
+
+        Raises ``UnclearName`` with the choices if ``namespace`` fits none or several.
+        """
+        self._check_open()
+        tokens, extras = self._read(prompt, cache_salt, lora_digest)
+        return self._matcher.match(self._matcher.known(namespace), tokens, extras)
+
+    def explain(
+        self,
+        prompt: Prompt,
+        *,
+        namespace: str | None = None,
+        cache_salt: str | None = None,
+        lora_digest: str | None = None,
+    ) -> Explanation:
+        """Return why a match ends where it does, with evidence and advice.
+
+        Reads headers of payloads and may scan the index, so it takes seconds: for people, not for
+        requests. Takes the arguments of ``match``.
+        """
+        backends = self._backends
+        tokens, extras = self._read(prompt, cache_salt, lora_digest)
+        known = self._matcher.known(namespace)
+        try:
+            seal = open_seals(self._config)(read_namespace(backends.bulk, known.name))
+        except ConfigError as exc:
+            logger.warning("seals are not verified reason=%s", exc)
+            seal = None
+        question = Question(
+            bulk=backends.bulk,
+            index=backends.index,
+            identity=known.identity,
+            tokens=tokens,
+            extras=extras,
+            report=match_prompt(backends.index, known.identity, tokens, extras),
+            seal=seal,
+            ttl_s=self._config.ttl_s,
+        )
+        return explain_match(question)
+
+    def chunks(self, namespace: str | None = None) -> Chunks:
+        """Return the chunks of one namespace or of all: iterate over them, or get a table with
+        ``to_pandas()`` or ``to_arrow()``."""
+        backends = self._backends
+
+        def names() -> list[str]:
+            self._check_open()
+            if namespace is None:
+                return backends.index.namespaces()
+            return [find_namespace(backends.bulk, backends.index, namespace)]
+
+        return Chunks(backends.index, names)
+
+    def audit(
+        self,
+        namespace: str | None = None,
+        *,
+        deadline_s: float | None = None,
+        on_progress: Callable[[str, int, int | None], None] = lambda stage, done, total: None,
+    ) -> AuditReport:
+        """Compare the bulk store with the index, and report contents, owners, usage, cost and
+        faults of one namespace or of all.
+
+        Lists every payload and reads every record, which takes minutes for millions of chunks.
+        Changes nothing, and reads no payload.
+
+        Args:
+            namespace: as for ``match``.
+            deadline_s: start no new work after this time; ``ending`` is then ``deadline``.
+            on_progress: called with a stage's name, the number of its items that were begun, and an
+                estimate of all, or None while there is none.
+        """
+        backends, config = self._backends, self._config
+        self._refuse_memory("an audit")
+        from objkv import __version__  # late: objkv itself offers this module
+
+        view = audit_view(
+            BackendsView.of(
+                config,
+                (backends.bulk, backends.hot),
+                backends.index,
+                backends.admin,
+                command="audit",
+                seal_of=open_seals(config),
+            ),
+            partial(read_lifecycle, config),
+        )
+        with closing(AuditSpool(None)) as spool:
+            walk = AuditWalk(view, spool, _WORKERS)
+            only = None
+            if namespace is not None:
+                only = find_namespace(view.bulk, view.index, namespace)
+            places = find_places(view, only)
+            pool = WorkPool(Checkpoint(None), workers=_WORKERS, deadline_s=deadline_s)
+            for stage, units in walk_stages(walk, places):
+                pool.run(units, partial(on_progress, stage))
+            assert pool.ending != "limit"
+            options = audit_options(config, __version__)
+            return Audit(view, spool, places, options).report(pool.ending, walk.problems)
+
+    def pin(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        leaf: str | None = None,
+        for_s: float = _WEEK_S,
+        namespace: str | None = None,
+        cache_salt: str | None = None,
+        lora_digest: str | None = None,
+    ) -> PinnedPrefix:
+        """Protect a stored prefix from expiry and eviction.
+
+        Replaces an earlier pin of the same prefix. Needs the role sweeper.
+
+        Args:
+            prompt: the prompt whose stored prefix is pinned, as for ``match``.
+            leaf: instead of a prompt, the prefix hash of the last chunk to pin.
+            for_s: seconds until the pin ends.
+
+        Raises ``NotStored`` if no chunk of the prompt, or not every chunk up to ``leaf``, is
+        stored.
+        """
+        if (prompt is None) == (leaf is None):
+            raise ConfigError("give either a prompt or a leaf")
+        if not math.isfinite(for_s):
+            raise ConfigError(f"for_s is {for_s}: a pin must end")
+        pinner = self._pinner()
+        known, index = self._matcher.known(namespace), self._backends.index
+        if leaf is not None:
+            chain = chain_of(index, known.name, _hash(leaf))
+        else:
+            assert prompt is not None
+            tokens, extras = self._read(prompt, cache_salt, lora_digest)
+            hashes = prefix_hashes(known.name, tokens, known.identity.chunk_tokens, extras)
+            chain = _leading(index.lookup(known.name, hashes) if hashes else [])
+            if not chain:
+                raise NotStored(f"{known.name}: no chunk of this prompt is stored")
+        return _pin(pinner.pin(known.name, chain, until_s=int(time.time() + for_s)))
+
+    def unpin(self, pin: PinnedPrefix | str, *, namespace: str | None = None) -> PinnedPrefix:
+        """Remove a pin; normal expiry applies again. Needs the role sweeper.
+
+        ``pin``: a result of ``pin`` or ``pins``, or its leaf. Raises ``NotStored`` if there is no
+        such pin.
+        """
+        pinner = self._pinner()
+        leaf = pin if isinstance(pin, str) else pin.leaf
+        where = namespace if isinstance(pin, str) else pin.namespace
+        name = self._matcher.known(where).name
+        done = pinner.unpin(name, _hash(leaf))
+        if done is None:
+            raise NotStored(f"{name}: {leaf} is not pinned")
+        return _pin(done)
+
+    def pins(self, namespace: str | None = None) -> list[PinnedPrefix]:
+        """Return the pins of one namespace or of all, the next to end first."""
+        backends = self._backends
+        if namespace is None:
+            names = stored_namespaces(backends.bulk)
+        else:
+            names = [self._matcher.known(namespace).name]
+        found = list_pins(backends.bulk, backends.index, names, now_s=time.time())
+        for problem in found.problems:
+            logger.warning("a pin is unreadable reason=%s", problem)
+        return [_pin(one) for one in found.pins]
+
+    def warm(
+        self,
+        /,
+        prompts: Iterable[Any],
+        *,
+        endpoints: Sequence[str] = (),
+        model: str | None = None,
+        promote: bool = False,
+        check: bool = False,
+        **options: Any,
+    ) -> "WarmReport":
+        """Compute and save ``prompts`` in advance, with this client's settings.
+
+        Takes the arguments of ``objkv.warm``. With ``promote`` and ``check``, ``tokenizer`` is by
+        default that of the client.
+        """
+        from objkv.assembly.warming import WarmOptions, warm_prompts  # late: a client of HTTP
+
+        self._check_open()
+        if (promote or check) and self._place is not None:
+            options.setdefault("tokenizer", Path(self._place))
+        chosen = WarmOptions(
+            endpoints=endpoints, model=model, promote=promote, check=check, **options
+        )
+        return warm_prompts(self._resolved, prompts, chosen)
+
+    @property
+    def _backends(self) -> Backends:
+        if self._open is None:
+            raise ConfigError("the client is closed")
+        return self._open
+
+    def _check_open(self) -> None:
+        """Raise ``ConfigError`` after ``close``."""
+        assert self._backends
+
+    def _namespace(self, name: str) -> Namespace:
+        try:
+            identity = read_identity(self._backends.bulk, name)
+        except PayloadError as exc:
+            return Namespace(name, None, None, None, None, None, str(exc))
+        if identity is None:
+            return Namespace(name, None, None, None, None, None, "no identity document")
+        return Namespace(
+            name=name,
+            model=identity.model,
+            tenant=identity.tenant,
+            kv_dtype=identity.kv_dtype,
+            chunk_tokens=identity.chunk_tokens,
+            weights_epoch=identity.weights_epoch,
+            problem=None,
+        )
+
+    def _read(
+        self, prompt: Prompt, cache_salt: str | None, lora_digest: str | None
+    ) -> tuple[Sequence[int], PromptExtras]:
+        """Return a prompt's token ids, and what else names its KV."""
+        try:
+            digest = None if lora_digest is None else bytes.fromhex(lora_digest)
+        except ValueError:
+            raise ConfigError(f"lora_digest {lora_digest!r}: not hex digits") from None
+        given: Any = prompt
+        if hasattr(given, "tolist") and not isinstance(given, Sequence):
+            given = given.tolist()  # from an array of numpy or torch
+        if isinstance(given, Sequence) and not isinstance(given, str | bytes):
+            if not given or not isinstance(given[0], Mapping):
+                return encoded(given), PromptExtras(lora_digest=digest, salt=cache_salt)
+            given = {"messages": given}
+        one = to_prompt(given, "prompt")
+        extras = PromptExtras(lora_digest=digest, salt=cache_salt or one.salt)
+        if one.tokens is not None:
+            return encoded(one.tokens), extras
+        return encoded(self._loaded_tokenizer().tokenize(one)), extras
+
+    def _loaded_tokenizer(self) -> LocalTokenizer:
+        with self._lock:
+            if self._tokenizer is None:
+                if self._place is None:
+                    raise ConfigError(
+                        "text and messages need the model's tokenizer: give objkv.open "
+                        "tokenizer=, the model's folder or its tokenizer.json, or use token ids, "
+                        "which POST /tokenize of a server returns"
+                    )
+                self._tokenizer = LocalTokenizer(Path(self._place))
+            return self._tokenizer
+
+    def _pinner(self) -> Pinner:
+        backends = self._backends
+        return Pinner(backends.bulk, for_operators(backends.admin), self._config.ttl_s)
+
+    def _refuse_memory(self, what: str) -> None:
+        for name in ("bulk_url", "index_url"):
+            if getattr(self._config, name).startswith("memory:"):
+                raise ConfigError(
+                    f"{name} is memory:, which only this process can read: {what} needs a store "
+                    "that it shares with the replicas"
+                )
+
+
+def _leading(records: Sequence[Record | None]) -> list[Record]:
+    """Return the records of the stored prefix."""
+    chain = []
+    for record in records:
+        if record is None or not record.shards:
+            break
+        chain.append(record)
+    return chain
+
+
+def _hash(leaf: str) -> bytes:
+    try:
+        found = bytes.fromhex(leaf)
+    except ValueError:
+        found = b""
+    if len(found) != PREFIX_HASH_BYTES:
+        raise ConfigError(f"{leaf!r} is not the prefix hash of a chunk, which has 40 hex digits")
+    return found
+
+
+def _pin(one: Pinned) -> PinnedPrefix:
+    return PinnedPrefix(
+        namespace=one.namespace,
+        leaf=one.leaf.hex(),
+        tokens=one.tokens,
+        chunks=one.chunks,
+        until_s=one.until_s,
+        nbytes=one.nbytes,
+        missing=one.missing,
+    )

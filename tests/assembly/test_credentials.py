@@ -1,0 +1,94 @@
+"""Providers of credentials are the operator's code: they may raise or block in any way."""
+
+import asyncio
+from threading import Event, Thread
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import redis
+
+from objkv.assembly import credentials
+from objkv.assembly.credentials import RenewedCredentials, load_credentials
+from objkv.errors import ConfigError
+from objkv.redact import forget_secrets, keep_secret
+
+
+def provider_that(act: Any) -> RenewedCredentials:
+    class Provider:
+        def get_credentials(self) -> Any:
+            return act()
+
+    return RenewedCredentials(Provider, 9.0, name="m:f")
+
+
+@pytest.mark.parametrize("kind", [SystemExit, asyncio.CancelledError, KeyboardInterrupt, OSError])
+def test_whatever_a_provider_raises_is_a_server_that_is_unavailable(
+    kind: type[BaseException],
+) -> None:
+    def act() -> Any:
+        raise kind("gone")
+
+    with pytest.raises(redis.ConnectionError, match=f"m:f failed: {kind.__name__}: gone"):
+        provider_that(act).get_credentials()
+
+
+def test_a_process_without_room_for_a_thread_is_a_server_that_is_unavailable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(thread: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    provider = provider_that(lambda: ("user", "word"))
+    with monkeypatch.context() as patched:
+        patched.setattr(Thread, "start", start)
+        with pytest.raises(redis.ConnectionError, match="can't start new thread"):
+            provider.get_credentials()
+    assert provider.get_credentials() == ("user", "word")
+
+
+def test_a_providers_own_timeout_is_not_taken_for_ours() -> None:
+    def act() -> Any:
+        raise TimeoutError("the token service")
+
+    with pytest.raises(redis.ConnectionError, match="failed: TimeoutError: the token service"):
+        provider_that(act).get_credentials()
+
+
+def test_a_provider_that_never_returns_costs_fewer_and_fewer_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate, now_s, calls = Event(), [1000.0], 0
+
+    def act() -> Any:
+        nonlocal calls
+        calls += 1
+        gate.wait(60)
+        return ("user", "password-1")
+
+    monkeypatch.setattr(credentials, "WAIT_S", 0.001)
+    monkeypatch.setattr(credentials, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(credentials, "ends_s", lambda: now_s[0] + 60.0)
+    renewed = provider_that(act)
+    for _ in range(600):  # an hour, a login every six seconds
+        with pytest.raises(redis.ConnectionError, match="returned nothing"):
+            renewed.get_credentials()
+        now_s[0] += 6.0
+    assert 2 <= calls <= 8
+    gate.set()
+    monkeypatch.setattr(credentials, "WAIT_S", 30.0)
+    assert renewed.get_credentials() == ("user", "password-1")
+
+
+def test_the_reason_of_a_failed_import_shows_no_secret(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_secret("hunter2-hunter2")
+    (tmp_path / "providers_of_mine.py").write_text("raise RuntimeError('hunter2-hunter2')")
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        with pytest.raises(ConfigError, match="RuntimeError") as caught:
+            load_credentials("providers_of_mine:f", 9.0)
+        assert "hunter2" not in str(caught.value)
+    finally:
+        forget_secrets()

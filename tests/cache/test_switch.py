@@ -1,0 +1,198 @@
+"""An operator's switch goes before the settings, ends by itself, and never harms a replica."""
+
+import json
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from objkv.cache.admission import AdmissionPolicy, ChunkSize
+from objkv.cache.switch import (
+    SWITCH_PATH,
+    AdmissionSwitch,
+    Switch,
+    clear_switch,
+    in_force,
+    read_switches,
+    set_switch,
+)
+from objkv.errors import ConfigError, PayloadError, StoreUnavailable
+from objkv.stores.memory import MemoryStore
+from objkv.telemetry import MemoryRecorder
+
+NOW_S = 1_800_000_000
+OURS, THEIRS = "a" * 32, "b" * 32
+
+
+def order(mode: Any = "never", namespace: str | None = None, lasts_s: int = 3600) -> Switch:
+    return Switch(mode, namespace, NOW_S + lasts_s, NOW_S, "ops@desk")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = float(NOW_S)
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def replica(bulk: Any, clock: Clock | None = None) -> tuple[AdmissionSwitch, MemoryRecorder]:
+    recorder = MemoryRecorder()
+    ours = SimpleNamespace(name=OURS)
+    return AdmissionSwitch("always", bulk, ours, recorder, clock=clock or Clock()), recorder
+
+
+def test_an_order_is_followed_until_its_end_and_goes_before_the_settings() -> None:
+    bulk, clock = MemoryStore(), Clock()
+    switch, recorder = replica(bulk, clock)
+    policy = AdmissionPolicy(lambda: switch.mode, recorder)
+    chunks = [ChunkSize(1000, 256, "bulk")]
+    switch.read()
+    assert (switch.mode, policy.admit(chunks)) == ("always", 1)
+
+    set_switch(bulk, order("never"))
+    assert policy.admit(chunks) == 1  # not read yet
+    switch.read()
+    assert (switch.mode, policy.admit(chunks)) == ("never", 0)
+    assert recorder.value("admission_switched") == 1
+
+    clock.now_s += 3600
+    assert (switch.mode, policy.admit(chunks)) == ("always", 1)
+    switch.read()
+    assert recorder.value("admission_switched") == 0
+
+
+def test_an_order_for_a_namespace_goes_before_that_for_the_fleet() -> None:
+    bulk = MemoryStore()
+    set_switch(bulk, order("never"))
+    set_switch(bulk, order("always", THEIRS))
+    switch, _ = replica(bulk)
+    switch.read()
+    assert switch.mode == "never"
+    set_switch(bulk, order("auto", OURS))
+    switch.read()
+    assert switch.mode == "auto"
+    assert len(read_switches(bulk)) == 3
+    clear_switch(bulk, OURS, now_s=NOW_S)
+    clear_switch(bulk, None, now_s=NOW_S)
+    switch.read()
+    assert switch.mode == "always"
+    assert [one.namespace for one in read_switches(bulk)] == [THEIRS]
+
+
+def test_a_later_order_replaces_an_earlier_one_and_ended_ones_go() -> None:
+    bulk = MemoryStore()
+    set_switch(bulk, order("never", THEIRS, lasts_s=-10))
+    set_switch(bulk, order("never"))
+    set_switch(bulk, order("always"))
+    assert read_switches(bulk) == (order("always"),)
+    assert in_force(read_switches(bulk), OURS, now_s=NOW_S) == order("always")
+
+
+class Failing(MemoryStore):
+    def get_range(self, key: str, start: int, end: int) -> bytes | None:
+        raise StoreUnavailable("down")
+
+
+def test_without_an_answer_the_last_order_stays_in_force_until_its_end() -> None:
+    bulk, clock = MemoryStore(), Clock()
+    set_switch(bulk, order("never"))
+    switch, recorder = replica(bulk, clock)
+    switch.read()
+    switch._bulk = Failing()
+    switch.read()
+    assert switch.mode == "never"
+    assert recorder.value("admission_switch_errors") == 1
+    clock.now_s += 3600
+    switch.read()
+    assert switch.mode == "always"
+
+
+DOCUMENT = {"format": 1, "switches": [{
+    "mode": "never", "namespace": None, "until_s": NOW_S + 60, "created_s": NOW_S, "by": "x"
+}]}  # fmt: skip
+
+
+def changed(**values: Any) -> bytes:
+    return json.dumps(DOCUMENT | {"switches": [DOCUMENT["switches"][0] | values]}).encode()  # type: ignore[index]  # JSON
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        b"",
+        b"[]",
+        b"\xff",
+        b"[" * 60_000,
+        b'{"format": 2, "switches": []}',
+        b'{"format": 1, "switches": 7}',
+        b'{"format": 1, "switches": [{}]}',
+        json.dumps(DOCUMENT | {"switches": DOCUMENT["switches"] * 201}).encode(),  # type: ignore[operator]  # JSON
+        changed(mode="sometimes"),
+        changed(mode=["never"]),
+        changed(until_s="soon"),
+        changed(until_s=1 << 60),
+        changed(until_s=True),
+        changed(namespace=7),
+        changed(namespace="a" * 10_000),
+        changed(by="a" * 10_000),
+        changed(by=None),
+        changed(extra=1),
+        changed(namespace=["a"]),
+        changed(by=["a"]),
+    ],
+)
+def test_a_document_that_objkv_did_not_write_orders_nothing(document: bytes) -> None:
+    bulk = MemoryStore()
+    bulk.put(SWITCH_PATH, document)
+    with pytest.raises(PayloadError):
+        read_switches(bulk)
+    switch, recorder = replica(bulk)
+    switch.read()
+    assert switch.mode == "always"
+    assert recorder.value("admission_switch_errors") == 1
+    set_switch(bulk, order("never"))  # and an operator's next order replaces it
+    switch.read()
+    assert switch.mode == "never"
+
+
+def test_more_orders_than_replicas_read_are_refused() -> None:
+    bulk = MemoryStore()
+    for number in range(200):
+        by = "\N{SNOWMAN}" * 200
+        set_switch(bulk, replace(order("never", f"{number:0200d}"), by=by))
+    assert len(read_switches(bulk)) == 200
+    with pytest.raises(ConfigError, match="more than 200"):
+        set_switch(bulk, order("never"))
+    set_switch(bulk, order("always", f"{7:0200d}"))
+    assert len(read_switches(bulk)) == 200
+
+
+def test_control_characters_of_a_name_are_not_logged() -> None:
+    bulk = MemoryStore()
+    bulk.put(SWITCH_PATH, changed(by="\x1b[31mops\n"))
+    assert [one.by for one in read_switches(bulk)] == ["[31mops"]
+
+
+def test_the_thread_reads_at_once_and_ends() -> None:
+    read = threading.Event()
+
+    class Watched(MemoryStore):
+        def get_range(self, key: str, start: int, end: int) -> bytes | None:
+            found = super().get_range(key, start, end)
+            read.set()
+            return found
+
+    bulk = Watched()
+    set_switch(bulk, order("never"))
+    read.clear()
+    switch, _ = replica(bulk)
+    switch.start()
+    assert read.wait(60)
+    switch.close()
+    switch.close()
+    assert switch._thread is not None
+    assert not switch._thread.is_alive()
+    assert switch.mode == "never"

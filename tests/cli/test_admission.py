@@ -1,0 +1,112 @@
+"""``objkv admission``: orders to running replicas."""
+
+import json
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from objkv.cache.switch import SWITCH_PATH, AdmissionSwitch
+from objkv.ops.audit.findings import foreign_folders
+from objkv.telemetry import NullRecorder
+from tests.cli.conftest import Machine, Run, refused
+from tests.support.samples import NAMESPACE, TOKENS
+
+
+def followed(machine: Machine, namespace: str = NAMESPACE) -> Any:
+    """The order that a replica of ``namespace`` follows after its next reading."""
+    ours = SimpleNamespace(name=namespace)
+    switch = AdmissionSwitch("auto", machine.bulk, ours, NullRecorder())
+    switch.read()
+    return None if switch.mode == "auto" else switch.mode
+
+
+def test_an_order_reaches_the_fleet_until_it_is_cleared(machine: Machine, run: Run) -> None:
+    machine.fill()
+    assert "each replica's own settings decide" in run("admission").out
+    ran = run("admission", "never", "--for", "2h")
+    assert ran.code == 0
+    assert "all replicas: admission is never until" in ran.out
+    assert "within a minute" in ran.out
+    assert followed(machine) == "never"
+    assert re.search(r"[12] h left", run("admission").out)
+    assert "admission is never" in run("doctor").out
+    run("admission", "clear")
+    assert followed(machine) is None
+    assert "admission is" not in run("doctor").out
+
+
+def test_an_order_for_one_namespace_leaves_the_others_alone(machine: Machine, run: Run) -> None:
+    machine.fill()
+    run("admission", "never", "-n", NAMESPACE[:8])
+    assert (followed(machine), followed(machine, "b" * 32)) == ("never", None)
+    run("admission", "always")
+    assert (followed(machine), followed(machine, "b" * 32)) == ("never", "always")
+    assert len(run("admission", "--json").document["orders"]) == 2
+    run("admission", "clear", "-n", NAMESPACE[:8])
+    assert followed(machine) == "always"
+
+
+def test_the_document_says_who_and_until_when(machine: Machine, run: Run) -> None:
+    machine.fill()
+    [order] = run("admission", "never", "--for", "90s", "--json").document["orders"]
+    assert order["until_s"] - order["created_s"] == 90
+    assert order["by"]
+    stored = json.loads(machine.bulk.get(SWITCH_PATH) or b"")
+    assert stored["switches"] == [order]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("admission", "sometimes"), "auto, always, never"),
+        (("admission", "--for", "1h"), "needs a mode"),
+        (("admission", "clear", "--for", "1h"), "needs a mode"),
+        (("admission", "never", "--for", "soon"), "not a duration"),
+        (("admission", "never", "--for", "400d"), "must be"),
+        (("admission", "never", "-n", "ffffff"), "ffffff"),
+    ],
+)
+def test_what_cannot_be_ordered_changes_nothing(
+    machine: Machine, run: Run, words: tuple[str, ...], reason: str
+) -> None:
+    machine.fill()
+    refused(run(*words), reason)
+    assert machine.bulk.get(SWITCH_PATH) is None
+
+
+def test_a_long_name_of_a_user_is_cut(
+    machine: Machine, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.fill()
+    monkeypatch.setenv("LOGNAME", "a" * 250)
+    assert run("admission", "never").code == 0
+    assert followed(machine) == "never"
+
+
+def test_a_reader_may_look_and_not_order(
+    machine: Machine, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.fill()
+    monkeypatch.setenv("OBJKV_ROLE", "reader")
+    assert run("admission").code == 0
+    refused(run("admission", "never"), "role")
+    assert machine.bulk.get(SWITCH_PATH) is None
+
+
+def test_an_explained_match_names_the_order(machine: Machine, run: Run) -> None:
+    machine.fill()
+    run("admission", "never")
+    ran = run("match", "--explain", stdin=json.dumps(list(TOKENS)))
+    assert "nothing is loaded now: admission is never" in ran.out
+
+
+def test_neither_an_audit_nor_a_sweep_takes_the_order_for_a_stranger(
+    machine: Machine, run: Run
+) -> None:
+    machine.fill()
+    run("admission", "never")
+    assert foreign_folders(machine.bulk.folders(""), [NAMESPACE]) == []
+    assert run("sweep", "--apply", "--force", "--grace-s", "0").code == 0
+    assert followed(machine) == "never"

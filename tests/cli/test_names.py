@@ -1,0 +1,127 @@
+"""Every command takes a namespace by its model, its tenant and model, or a beginning of its hash,
+and a chunk by a beginning of its hash."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from objkv.cli import audit as audit_module
+from objkv.cli import upkeep as upkeep_module
+from objkv.cli.app import all_commands
+from objkv.keys.identity import Identity
+from tests.cli.conftest import Machine, Run, refused
+from tests.support.samples import IDENTITY, NAMESPACE, TOKENS, save_identity
+
+NAMES = ("acme/tiny", "default/ti", NAMESPACE[:3])
+OTHER = replace(IDENTITY, model="Qwen/Qwen3-0.6B", tenant="blue")
+PROMPT = json.dumps(list(TOKENS))
+COMMANDS = {
+    "admission": "admission -n {name} --json",
+    "audit": "audit -n {name} --json",
+    "diff": "diff {name} {name} --json",
+    "export": "export --out {out} -n {name} --json",
+    "ls": "ls {name} --json",
+    "ls --bulk": "ls --bulk {name} --json",
+    "match": "match -n {name} --json",
+    "pin": "pin {leaf} -n {name} --json",
+    "pin --list": "pin --list -n {name} --json",
+    "unpin": "unpin {leaf} -n {name} --json",
+    "rebuild": "rebuild -n {name} --json",
+    "show": "show {leaf} -n {name} --json",
+    "sweep": "sweep -n {name} --json",
+    "verify": "verify -n {name} --json",
+    "warm": "warm - --check -n {name} --json",
+}
+
+NAMED = ("audit", "diff", "ls", "ls --bulk", "match", "pin", "show", "unpin")
+"""Commands whose documents name the namespace."""
+
+
+@pytest.fixture
+def leaf(machine: Machine) -> str:
+    """The first digits of a stored chunk. Its namespace is not the only one."""
+    save_identity(machine.bulk, OTHER)
+    return machine.fill()[2][:5]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_namespace_has_its_names_in_every_command(
+    run: Run, leaf: str, command: str, tmp_path: Path
+) -> None:
+    for number, name in enumerate(NAMES):
+        if command == "unpin":
+            assert run("pin", leaf).code == 0
+        words = COMMANDS[command].format(name=name, leaf=leaf, out=tmp_path / str(number))
+        ran = run(*words.split(), stdin=PROMPT)
+        assert (ran.code, ran.err) == (0, ""), name
+        if command in NAMED:
+            assert NAMESPACE in ran.out
+        assert OTHER.namespace() not in ran.out
+
+
+def test_every_command_with_a_namespace_has_the_short_option() -> None:
+    found = set()
+    for path, command in all_commands():
+        for parameter in command.params:
+            if "--namespace" in parameter.opts:
+                assert "-n" in parameter.opts, path
+                found.add(path.removeprefix("objkv "))
+    assert found == {line.split()[0] for line in COMMANDS.values() if "-n" in line.split()}
+
+
+@pytest.mark.parametrize("command", ["audit", "sweep", "verify", "rebuild"])
+def test_a_run_is_resumed_whichever_name_is_given(
+    run: Run, leaf: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module: Any = audit_module if command == "audit" else upkeep_module
+    file_of: Callable[..., Path] = module.checkpoint_file
+    files = set()
+
+    def noted(*given: object) -> Path:
+        files.add(file := file_of(*given))
+        return file
+
+    monkeypatch.setattr(module, "checkpoint_file", noted)
+    options = ("--all",) if command == "verify" else ()
+    for name in NAMES[1:]:
+        assert run(command, *options, "--namespace", name).code == 0
+    assert len(files) == 1
+    assert run(command, *options).code == 0
+    assert len(files) == 2
+
+
+def test_diff_takes_a_model_for_a_model_and_a_file_for_a_file(
+    run: Run, leaf: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("Qwen3-0.6B", "Qwen/Qwen3-0.6B", "blue/Qwen3-0.6B"):
+        document = run("diff", name, "acme/tiny", "--json").document
+        assert [document[side]["namespace"] for side in "ab"] == [OTHER.namespace(), NAMESPACE]
+    identity: Identity = replace(IDENTITY, tenant="red")
+    Path("Qwen3-0.6B").write_bytes(identity.canonical())
+    document = run("diff", "Qwen3-0.6B", "acme/tiny", "--json").document
+    assert document["a"]["namespace"] == identity.namespace()
+
+
+def test_an_unclear_name_lists_model_tenant_age_and_size(run: Run, machine: Machine) -> None:
+    machine.fill()
+    twin = replace(IDENTITY, tenant="blue")
+    save_identity(machine.bulk, twin)
+    for words in (
+        *(("ls", "tiny"), ("show", "abcd", "-n", "tiny"), ("pin", "abcd", "-n", "tiny")),
+        *(("verify", "-n", "tiny"), ("sweep", "-n", "tiny"), ("diff", "tiny", NAMESPACE)),
+    ):
+        ran = run(*words)
+        refused(ran, "2 namespaces match tiny", f"{twin.namespace()}  acme/tiny  tenant blue")
+        assert [line.startswith("  ") for line in ran.err.splitlines()] == [False, True, True]
+
+
+def test_the_first_digits_of_a_hash_are_enough_for_pin(run: Run, machine: Machine) -> None:
+    hashes = machine.fill()
+    assert run("pin", hashes[1][:6], "--json").document["leaf"] == hashes[1]
+    assert run("unpin", hashes[1][:6], "--json").document["leaf"] == hashes[1]
+    refused(run("pin", hashes[1][:3]), "at least the first 4")

@@ -1,0 +1,174 @@
+"""One vocabulary of options: forms of output, options before the command, durations, sizes, and
+outputs that cannot be written."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+from objkv.assembly.backends import Backends
+from objkv.cli.app import all_commands
+from objkv.cli.options import CommonOptions, current_name
+from objkv.ops.verify import Verify
+from objkv.ops.verify_payload import Budget
+from objkv.testing.damage import DamagedStore, Defects
+from tests.cli.conftest import Machine, Run, refused
+from tests.support.samples import NAMESPACE
+
+UNITS = ("-s", "-ms", "-seconds", "-bytes", "-mib", "-days")
+
+
+def test_every_form_of_output_is_an_option_of_every_command(run: Run, machine: Machine) -> None:
+    machine.fill()
+    document = run("ls", "--json").document["namespaces"]
+    assert run("ls", "-o", "json").document["namespaces"] == document
+    assert run("ls", "--output=json", "--json").document["namespaces"] == document
+    tables = [run("ls", "--prefixes", *form).out for form in ((), ("-o", "table"), ("-o", "wide"))]
+    assert len(set(tables)) == 1, "a pipe gets everything"
+    for form in ("table", "wide"):
+        refused(run("ls", "--json", "-o", form), f"--json and -o {form} exclude each other")
+        refused(run("--json", "-o", form, "ls"), f"--json and -o {form} exclude each other")
+    refused(run("ls", "-o", "yaml"), "'yaml' is not one of", "wide")
+
+
+def test_common_options_may_stand_before_the_command(
+    run: Run, machine: Machine, tmp_path: Path
+) -> None:
+    machine.fill()
+    chunks, index = tmp_path / "objkv" / "chunks", tmp_path / "objkv" / "index.sqlite"
+    there = (f"--bulk-url=file://{chunks}", "--index-url", f"sqlite://{index}")
+    settings = tmp_path / "settings.toml"
+    settings.write_text("ttl_s = 77\n")
+    document = run("ls", *there, "--json").document["namespaces"]
+    assert run(*there, "--json", "ls").document["namespaces"] == document
+    assert run(*there, "-o", "json", "ls").document["namespaces"] == document
+    listed = run("--config", str(settings), "--no-color", "--json", "doctor").document["settings"]
+    assert [one["value"] for one in listed if one["name"] == "ttl_s"] == [77]
+    refused(run("--config", "/nowhere.toml", "ls"), "/nowhere.toml")
+    assert (
+        run("--index-url", "redis://127.0.0.1:1", "ls", *there, "--json").document["namespaces"]
+        == document
+    )
+    assert "prefixes" not in run("--json", "ls", "--prefixes", "-o", "table").out
+    assert run("-o", "table", "ls", *there, "--json").document["namespaces"] == document
+    assert "Traceback (most" in run("ls", "--debug", "--index-url", "redis://127.0.0.1:1").err
+
+
+def test_each_common_option_is_kept_before_a_command() -> None:
+    before = CommonOptions("a", "b", Path("c"), "json", False, True, True)
+    assert before.then(CommonOptions()) == before
+    assert CommonOptions().then(before) == before
+    assert before.then(CommonOptions("x", output="wide")).form == "wide"
+    with pytest.raises(typer.BadParameter):
+        CommonOptions(output="table", json=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (("--ttl", "2h", "--sweep-every", "1d"), {"ttl_s": 7_200, "sweep_every_s": 86_400}),
+        (("--ttl", "7200", "--used", "1.5"), {"ttl_s": 7_200, "used_s": 1.5}),
+        (("--used", "90m"), {"used_s": 5_400}),
+    ],
+)
+def test_durations_have_units_and_plain_numbers_are_seconds(
+    run: Run, arguments: tuple[str, ...], wanted: dict[str, float]
+) -> None:
+    load = run("size", "--model", "llama-3.1-8b", "--json", *arguments).document["load"]
+    assert {name: load[name] for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("sweep", "--grace", "2 weeks"), "is not a duration"),
+        (("verify", "--memory", "much"), "is not a size"),
+        (("verify", "--memory", "0"), "must be at least 1 bytes"),
+        (("top", "--every", "2h"), "must be 0.2 to 3600 s"),
+        (("exporter", "--scan-every", "30s"), "must be at least 60 s"),
+        (("verify", "--deadline", "-1"), "is not a duration"),
+    ],
+)
+def test_a_wrong_duration_or_size_is_wrong_usage(
+    run: Run, arguments: tuple[str, ...], words: str
+) -> None:
+    refused(run(*arguments), words)
+
+
+def test_sizes_have_units(run: Run, ends: Backends, monkeypatch: pytest.MonkeyPatch) -> None:
+    DamagedStore(ends).plant(Defects(good=2))
+    seen = []
+
+    def budget(nbytes: int) -> Budget:
+        seen.append(nbytes)
+        return Budget(nbytes)
+
+    monkeypatch.setattr("objkv.cli.verify.Budget", budget)
+    for given in ("64MiB", "67108864"):
+        assert run("verify", "--memory", given, "--deadline", "1h").code == 0
+    assert seen == [64 << 20] * 2
+
+
+def test_names_have_no_units_and_the_old_names_still_work(run: Run, ends: Backends) -> None:
+    for path, command in all_commands():
+        names = [name for option in command.params for name in option.opts]
+        assert not [name for name in names if name.startswith("--") and name.endswith(UNITS)], path
+    assert current_name("grace-s") == "grace"
+    DamagedStore(ends).plant(Defects(good=2, orphan=1))
+    new, old = (run("sweep", option, "0", "--json").document for option in ("--grace", "--grace-s"))
+    assert new["categories"] == old["categories"]
+    assert new["categories"]["orphan"]["payloads"] == 1
+    assert run("verify", "--deadline-s", "60", "--memory-bytes", "1000000").code == 0
+    assert "--grace-s" not in run("sweep", "--help").out
+
+
+def test_outputs_that_cannot_be_written_are_found_before_anything_is_read(
+    run: Run, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*_: object, **__: object) -> None:
+        raise AssertionError("the store was read before the output was checked")
+
+    machine.fill()
+    (tmp_path / "file").touch()
+    for module in (
+        "export.upkeep",
+        "audit.upkeep",
+        "gpu_check.GpuChecks",
+        "bench.describe_machine",
+    ):
+        monkeypatch.setattr(f"objkv.cli.{module}", read)
+    export = ("export", "--namespace", NAMESPACE, "--out")
+    refused(run(*export, str(tmp_path / "file")), "is not a directory")
+    refused(run(*export, str(tmp_path / "file" / "inside")), "is not a directory")
+    refused(run(*export, "/proc/out"), "cannot write to /proc")
+    refused(run("gpu-check", "--out", "/proc/out"), "cannot write to /proc")
+    refused(run("bench", "lookup", "--plot", "/proc/ratios.svg"), "cannot write to /proc")
+    refused(run("audit", "--html", "/proc/report.html"), "cannot write to /proc")
+
+
+def test_a_resumed_run_says_so_at_its_start(
+    run: Run, ends: Backends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    DamagedStore(ends).plant(Defects(good=30))
+    checked, verify = [], Verify._verify
+
+    def interrupted(self: Verify, *arguments: object) -> None:
+        if len(checked) == 20:
+            raise KeyboardInterrupt
+        checked.append(1)
+        verify(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Verify, "_verify", interrupted)
+    first = run("verify", "--all", "--workers", "1")
+    assert (first.code, "resuming" in first.err) == (130, False)
+    monkeypatch.setattr(Verify, "_verify", verify)
+    again = run("verify", "--all", "--workers", "1", "--deadline", "0", "--json")
+    note = re.search(r"resuming the run begun .* ago: (\d+) entries in (\d+) parts were", again.err)
+    assert note is not None
+    assert 1 <= int(note[2]) <= int(note[1]) <= 20
+    assert "--restart starts over" in again.err
+    assert json.loads(again.out)["resumed"]
+    afresh = run("verify", "--all", "--restart")
+    assert (afresh.code, "resuming" in afresh.err) == (0, False)

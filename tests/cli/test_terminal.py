@@ -1,0 +1,206 @@
+"""Tables fit a terminal of 80 columns: short hashes, whole numbers. A pipe gets everything."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+
+from objkv.assembly.backends import Backends
+from objkv.cli import bench, demo, top
+from objkv.cli.output import Printer
+from objkv.cli.tables import shortened
+from objkv.ops.top.prefixes import HotPrefix, PrefixLook
+from objkv.ops.top.rates import Flow, ReplicaRow
+from objkv.ops.top.watch import View
+from objkv.testing.damage import DamagedStore, Defects
+from tests.cli import test_bench, test_demo
+from tests.cli.conftest import Machine, Run
+from tests.support.samples import NAMESPACE, TOKENS
+
+COLUMNS = 80
+HASH = re.compile(r"[0-9a-f]{32,}")
+PROGRAM = """
+import json, sys
+from objkv.cli.app import app
+from objkv.cli.output import Printer
+table = Printer.table
+def marked(self, columns, rows):
+    print("<table>", flush=True)
+    table(self, columns, rows)
+    print("</table>", flush=True)
+Printer.table = marked
+for line in json.loads(sys.argv[1]):
+    print("$", *line, flush=True)
+    try:
+        app(line)
+    except SystemExit as ended:
+        assert ended.code in (0, 1), (line, ended.code)
+"""
+
+
+def on_terminal(lines: list[list[str]], home: Path) -> dict[str, list[list[str]]]:
+    """Run commands in one process whose standard output is a terminal; each one's tables."""
+    screen, output = pty.openpty()
+    fcntl.ioctl(output, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
+    environment = {**os.environ, "XDG_CACHE_HOME": str(home), "NO_COLOR": "1", "TERM": "xterm"}
+    environment.pop("COLUMNS", None)
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, json.dumps(lines)],
+        stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.PIPE, env=environment,
+    ) as child:  # fmt: skip
+        os.close(output)
+        written = b""
+        try:
+            while piece := os.read(screen, 1 << 16):
+                written += piece
+        except OSError:  # the terminal's last writer has ended
+            pass
+        os.close(screen)
+        assert child.stderr is not None
+        errors = child.stderr.read().decode()
+    assert child.returncode == 0, errors
+    text = re.sub(r"\x1b\[[0-9;]*m", "", written.decode().replace("\r\n", "\n"))
+    return {
+        part.partition("\n")[0]: [
+            one.partition("</table>")[0].strip("\n").split("\n")
+            for one in part.split("<table>\n")[1:]
+        ]
+        for part in text.split("$ ")[1:]
+    }
+
+
+def test_each_table_fits_a_terminal_and_is_whole_in_a_pipe(
+    run: Run, ends: Backends, machine: Machine, home: Path
+) -> None:
+    whole, *_ = machine.fill()
+    DamagedStore(ends).plant(Defects(good=20, frame=2, header=1, orphan=3, ghost=2, stranger=2))
+    prompt = home / "prompt.json"
+    prompt.write_text(json.dumps(TOKENS))
+    [leaf] = [one["leaf"] for one in run("ls", NAMESPACE, "--json").document["prefixes"]][:1]
+    assert run("pin", leaf, "--namespace", NAMESPACE).code == 0
+    lines = [
+        ["ls"],
+        ["ls", "--bulk"],
+        ["ls", "--prefixes"],
+        ["ls", "--tree"],
+        ["show", whole],
+        ["match", "--tokens", str(prompt), "--namespace", NAMESPACE],
+        ["pin", "--list"],
+        ["verify", "--all"],
+        ["audit"],
+        ["sweep", "--grace", "0"],
+        ["rebuild"],
+        ["doctor", "--all"],
+        ["size", "--list"],
+        ["size", "--model", "llama-3.1-8b"],
+    ]
+    shown = on_terminal(lines, home)
+    for line in lines:
+        tables = shown[" ".join(line)]
+        assert tables, line
+        assert all(len(row) <= COLUMNS for table in tables for row in table), (line, tables)
+        if line[0] != "doctor":  # its text may quote some
+            assert not HASH.search(str(tables)), (line, tables)
+    head, first, *_ = shown["ls"][0]
+    assert head.split()[:5] == ["namespace", "model", "tenant", "chunks", "bytes"]
+    assert first.split()[0] in {name[:12] for name in ends.index.namespaces()}
+    assert len(head.split()) < len(run("ls").out.splitlines()[0].split()), "the last ones are gone"
+    piped = run("ls", "--prefixes").out
+    assert NAMESPACE in piped
+    assert max(map(len, piped.splitlines())) > COLUMNS
+    wide = on_terminal([["ls", "--prefixes", "-o", "wide"]], home)
+    assert "\n".join(next(iter(wide.values()))[0]).replace(" ", "") in piped.replace(" ", "")
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Printer:
+    monkeypatch.setenv("COLUMNS", str(COLUMNS))
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(type(sys.stdout), "isatty", lambda _: True)
+    return Printer(machine=False, color=False)
+
+
+def rows_with(text: str, *words: str) -> list[str]:
+    """The lines with one of ``words``, which begin rows of tables."""
+    found = [line for line in text.splitlines() if line.startswith(words)]
+    assert found, text
+    return found
+
+
+def test_tables_of_measurements_fit_too(
+    terminal: Printer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [row.name for row in (test_bench.REACHED, test_bench.MISSED)]
+    bench.print_report(terminal, test_bench.report(test_bench.REACHED, test_bench.MISSED))
+    out = capsys.readouterr().out
+    assert all(len(line) <= COLUMNS for line in rows_with(out, *names))
+    assert "objkv" in out
+    demo.print_report(terminal, test_demo.report(test_demo.rows()))
+    prompts = tuple(prompt.name for prompt in test_demo.PROMPTS)
+    assert all(
+        len(line) <= COLUMNS for line in rows_with(capsys.readouterr().out, "prompt ", *prompts)
+    )
+
+
+def test_top_keeps_why_a_replica_is_down(
+    terminal: Printer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem = "the connection was refused three times in a row"
+    rows = (
+        ReplicaRow("http://replica-1.example:8000", "up", None, Flow(), ()),
+        ReplicaRow("http://replica-2.example:8000", "down", problem, Flow(), ()),
+    )
+    prefix = HotPrefix(NAMESPACE, b"\x01" * 20, 5, 1.0, 512, 4096, 1 << 20, 0)
+    look = PrefixLook(0.0, (prefix,), 10, True)
+    top._print(terminal, View(rows, Flow(), (), None, (), look, ()))
+    out = capsys.readouterr().out
+    assert all(
+        len(line) <= COLUMNS for line in rows_with(out, "http://", "replica", NAMESPACE[:12])
+    )
+    assert "refused three" in " ".join(out.split())
+    assert NAMESPACE not in out
+
+
+def test_hashes_are_as_long_as_it_takes_to_tell_them_apart(
+    terminal: Printer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alike = ["a" * 14 + "b" * 26, "a" * 40]
+    terminal.table(("hash", ">n"), [(one, 1_234_567) for one in alike])
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["hash", "n"],
+        ["a" * 14 + "b", "1,234,567"],
+        ["a" * 15, "1,234,567"],
+    ]
+    assert shortened(f"{'1' * 32}/22/{'2' * 40}/0.0", 12) == f"{'1' * 12}…/22/{'2' * 12}…/0.0"
+    assert shortened("no hash: 1234567890123", 12) == "no hash: 1234567890123"
+
+
+def test_names_are_cut_and_columns_left_out_before_a_number_is(
+    terminal: Printer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns = ("name", ">first", ">second", "~notes", "last")
+    row = ("n" * 90, 10**30, 10**12, "one two three " * 4, "z" * 30)
+    terminal.table(columns, [row])
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= COLUMNS for line in lines)
+    assert lines[0].split() == ["name", "first", "second"]
+    assert lines[1].split()[0].endswith("n…")
+    assert lines[1].split()[1:] == [f"{10**30:,}", f"{10**12:,}"]
+    assert lines[2] == "cut to fit the terminal: -o wide shows everything"
+
+
+def test_a_pipe_has_no_width_even_with_forced_colors(
+    run: Run, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.fill()
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "40")
+    assert NAMESPACE in run("ls", "--prefixes", "--no-color").out

@@ -1,0 +1,181 @@
+"""The client on stores of one machine, and how it is opened and imported."""
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import objkv
+from objkv.client.matching import Matcher
+from objkv.errors import ConfigError, StoreUnavailable
+from objkv.index.memory import MemoryIndex
+from objkv.keys.prefix import PromptExtras
+from objkv.stores.memory import MemoryStore
+from tests.client.contract import ClientContract, SharedClientContract
+from tests.ops.warm.test_chat import folder as tokenizer_folder
+from tests.support.samples import NAMESPACE, TOKENS, save, save_identity
+
+__all__ = ["tokenizer_folder"]
+
+
+class TestMemory(ClientContract):
+    @pytest.fixture
+    def settings(self, tmp_path: Path) -> dict[str, str]:
+        return {"bulk_url": "memory:", "index_url": "memory:"}
+
+    def test_an_audit_of_memory_is_refused(self, client: objkv.Client) -> None:
+        for call in (client.audit, lambda: client.warm([[1]], check=True)):
+            with pytest.raises(ConfigError, match="bulk_url is memory:"):
+                call()
+
+
+class TestSqlite(SharedClientContract):
+    @pytest.fixture
+    def settings(self, tmp_path: Path) -> dict[str, str]:
+        return {
+            "bulk_url": f"file://{tmp_path}/chunks",
+            "index_url": f"sqlite://{tmp_path}/index.sqlite",
+        }
+
+
+class TestFolderAlone(SharedClientContract):
+    @pytest.fixture
+    def settings(self, tmp_path: Path) -> dict[str, str]:
+        return {"bulk_url": f"file://{tmp_path}/chunks", "index_url": "bulk:"}
+
+    def test_a_gap_is_named(self) -> None:  # type: ignore[override] # narrower on purpose
+        pytest.skip("a folder that is its own index looks no further than the first gap")
+
+
+def test_arguments_win_over_file_and_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "fleet.toml"
+    file.write_text(f'bulk_url = "file://{tmp_path}/a"\nindex_url = "bulk:"\n')
+    monkeypatch.setenv("OBJKV_INDEX_URL", "memory:")
+    with objkv.open(config=file, role="reader") as client:
+        assert repr(client) == f"<objkv.Client of file://{tmp_path}/a and memory:>"
+        with pytest.raises(objkv.StoreDenied, match="role reader does not allow writes"):
+            client.pin(TOKENS)
+    with pytest.raises(ConfigError, match=r"'bulk_uri' in the arguments of .*; did you"):
+        objkv.open(bulk_uri="file:///tmp/x")
+
+
+def test_reading_a_default_store_that_is_empty_creates_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in ("OBJKV_BULK_URL", "OBJKV_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    with objkv.open() as client:
+        assert client.namespaces() == []
+        assert list(client.chunks()) == []
+        assert client.pins() == []
+        assert client.audit().totals.chunks == 0
+    assert not (tmp_path / "objkv" / "chunks").exists()
+
+
+def test_an_async_client_opens_by_itself(tmp_path: Path) -> None:
+    async def ask() -> None:
+        async with objkv.open_async(bulk_url=f"file://{tmp_path}", index_url="bulk:") as client:
+            assert await client.namespaces() == []
+            assert "objkv.AsyncClient around <objkv.Client" in repr(client)
+
+    asyncio.run(ask())
+
+
+def test_text_and_messages_become_the_model_s_tokens(
+    tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    settings = {"bulk_url": f"file://{tmp_path}/chunks", "index_url": "bulk:"}
+    with objkv.open(**settings, tokenizer=tokenizer_folder) as client:
+        bulk = client._backends.bulk
+        save_identity(bulk)
+        text = client.match("weather in Paris? " * 10)
+        chat = client.match([{"role": "user", "content": "weather in Paris? " * 10}])
+        assert chat.prompt_tokens > text.prompt_tokens > 10
+        request = {"messages": [{"role": "user", "content": "hi"}], "cache_salt": "a"}
+        assert client.match(request).prompt_tokens < text.prompt_tokens
+        with pytest.raises(ConfigError, match="content in parts") as caught:
+            client.match([{"role": "user", "content": [{"type": "text", "text": "hi"}]}])
+        assert "--" not in str(caught.value)
+    with objkv.open(**settings, tokenizer=tmp_path / "none") as client:
+        assert client.namespaces()  # not loaded before its first use
+        with pytest.raises(ConfigError, match="does not exist"):
+            client.match("hi")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1e9
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class CountedStore(MemoryStore):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+        self.fails = False
+
+    def get_range(self, key: str, start: int, length: int) -> bytes | None:
+        self.reads += 1
+        if self.fails:
+            raise StoreUnavailable("gone")
+        return super().get_range(key, start, length)
+
+
+def test_names_are_kept_for_half_a_minute_and_while_the_store_fails() -> None:
+    bulk, index, clock = CountedStore(), MemoryIndex(), Clock()
+    save_identity(bulk)
+    save(bulk, index)
+    matcher = Matcher(bulk, index, ttl_s=3_600, clock=clock)
+
+    def chunks() -> int:
+        return matcher.match(matcher.known("acme/tiny"), TOKENS, PromptExtras()).chunks
+
+    assert chunks() == 3
+    read = bulk.reads
+    clock.now += 29
+    assert chunks() == 3
+    assert bulk.reads == read
+    clock.now += 2
+    bulk.fails = True
+    assert chunks() == 3
+    assert bulk.reads > read
+    with pytest.raises(StoreUnavailable):
+        matcher.known(NAMESPACE)
+
+
+IMPORTS = """
+import sys
+import objkv
+assert {"open", "open_async", "warm", "Client", "Match", "StoreError"} <= set(dir(objkv))
+objkv.open(bulk_url="memory:", index_url="memory:").namespaces()
+heavy = {"torch", "vllm", "transformers", "pandas", "pyarrow", "matplotlib", "httpx", "typer"}
+print(sorted(heavy & {name.partition(".")[0] for name in sys.modules}))
+assert all(getattr(objkv, name) is not None for name in objkv.__all__)
+assert not {"torch", "vllm"} & set(sys.modules)
+"""
+
+
+def test_the_client_imports_neither_torch_nor_vllm() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=280
+    )
+    assert (ran.returncode, ran.stdout) == (0, "[]\n"), ran.stdout + ran.stderr
+
+
+def test_a_missing_library_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with objkv.open(bulk_url="memory:", index_url="memory:") as client:
+        with pytest.raises(ConfigError, match=r"pip install 'objkv\[notebook\]'"):
+            client.chunks().to_pandas()
+        with pytest.raises(ConfigError, match="pip install pyarrow"):
+            client.chunks().to_arrow()

@@ -1,0 +1,162 @@
+"""Credentials that expire, on a real Valkey whose user gets a new password during the test."""
+
+import time
+from collections.abc import Iterator
+from threading import Event
+from typing import Any
+
+import pytest
+import redis
+
+from objkv.assembly import credentials
+from objkv.assembly.redis import connect_redis
+from objkv.config import Config
+from objkv.errors import ConfigError, StoreUnavailable
+from objkv.index.redis.index import RedisIndex
+from objkv.net.deadline import EndsBy
+from objkv.redact import without_secrets
+from objkv.stores.redis import RedisStore
+from tests.support.servers.redis import RedisServer
+
+pytestmark = pytest.mark.service
+HERE = __name__
+
+
+class Tokens:
+    """Returns the current token."""
+
+    def __init__(self) -> None:
+        self.token = "token-of-monday"
+        self.calls = 0
+        self.error: Exception | None = None
+        self.gate = Event()
+        self.gate.set()
+
+    def get_credentials(self) -> tuple[str, str]:
+        self.calls += 1
+        self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        return "replica", self.token
+
+
+TOKENS = Tokens()
+
+
+def provider() -> Tokens:
+    return TOKENS
+
+
+@pytest.fixture
+def tokens(valkey: RedisServer) -> Iterator[Tokens]:
+    TOKENS.__init__()  # type: ignore[misc]  # the provider of a process is made once
+    credentials._shared.cache_clear()
+    with valkey.client() as admin:
+        admin.flushall()
+        rotate(admin, TOKENS, TOKENS.token)
+        yield TOKENS
+        TOKENS.gate.set()
+        admin.execute_command("ACL", "DELUSER", "replica")
+
+
+def rotate(admin: redis.Redis, tokens: Tokens, token: str) -> None:
+    """Give the user a new password, and end all logins with the old one, as Entra does."""
+    admin.execute_command("ACL", "SETUSER", "replica", "reset", "on", f">{token}", "~*", "+@all")
+    admin.execute_command("CLIENT", "KILL", "USER", "replica", "SKIPME", "yes")
+    tokens.token = token
+
+
+def config_of(valkey: RedisServer, **settings: Any) -> Config:
+    given = {"index_url": valkey.url, "redis_credentials": f"{HERE}:provider"}
+    return Config.model_validate(given | settings)
+
+
+def test_a_password_that_rotates_costs_no_call(valkey: RedisServer, tokens: Tokens) -> None:
+    config = config_of(valkey)
+    store = RedisStore(connect_redis(config.index_url, config), prefix="p:", ttl_s=60)
+    buffer = bytearray(3)
+    with valkey.client() as admin:
+        for number in range(3):
+            store.put("k", b"abc")
+            assert store.get_into("k", memoryview(buffer)) == 3
+            rotate(admin, tokens, f"token-number-{number}")
+        assert store.get("k") == b"abc"
+    assert "token-number-2" not in without_secrets("AUTH replica token-number-2")
+    assert "token-" not in repr(store) + repr(config)
+
+
+def test_logins_are_renewed_while_connections_live(valkey: RedisServer, tokens: Tokens) -> None:
+    config = config_of(valkey, redis_login_s=1)
+    client = connect_redis(config.index_url, config)
+    index = RedisIndex(client)
+    store = RedisStore(client, prefix="p:", ttl_s=60)
+    store.put("k", b"abc")
+    index.check()
+    with valkey.client() as admin:
+        first = {one["id"] for one in admin.client_list() if one["user"] == "replica"}
+        assert first
+        time.sleep(1.1)  # logins must grow old
+        index.check()
+        assert store.get_into("k", memoryview(bytearray(3))) == 3
+        later = {one["id"] for one in admin.client_list() if one["user"] == "replica"}
+    assert later
+    assert not first & later
+    assert tokens.calls >= 2
+
+
+def test_a_provider_that_raises_is_a_server_that_is_unavailable(
+    valkey: RedisServer, tokens: Tokens
+) -> None:
+    config = config_of(valkey)
+    index = RedisIndex(connect_redis(config.index_url, config))
+    tokens.error = RuntimeError("no role; X-Amz-Signature=c0ffee11")
+    with pytest.raises(StoreUnavailable, match="RuntimeError: no role") as caught:
+        index.check()
+    assert "c0ffee11" not in str(caught.value) + repr(caught.value.__cause__)
+    tokens.error = None
+    index.check()
+
+
+def test_a_provider_that_blocks_ends_with_the_call(valkey: RedisServer, tokens: Tokens) -> None:
+    config = config_of(valkey)
+    index = RedisIndex(connect_redis(config.index_url, config))
+    tokens.gate.clear()
+    with EndsBy(time.monotonic() + 0.2), pytest.raises(StoreUnavailable):
+        index.check()
+    assert tokens.calls == 1
+    tokens.gate.set()
+    index.check()
+
+
+@pytest.mark.parametrize("found", [None, (), ("a", 1), ("a", "b", "c"), "user:password"])
+def test_other_results_are_refused_without_being_shown(found: Any) -> None:
+    class Wrong:
+        def get_credentials(self) -> Any:
+            return found
+
+    renewed = credentials.RenewedCredentials(Wrong, 9.0, name="m:f")
+    with pytest.raises(redis.ConnectionError, match=r"m:f must return") as caught:
+        renewed.get_credentials()
+    assert "password)" in str(caught.value)
+    assert "user:password" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"redis_credentials": "nowhere_at_all:f"}, "cannot be imported: ModuleNotFoundError"),
+        ({"redis_credentials": f"{HERE}:nothing"}, "cannot be imported: AttributeError"),
+        ({"redis_credentials": f"{HERE}:HERE"}, "is not callable"),
+        ({"index_url": "redis://u:pw-12@localhost"}, "remove user and password from index_url"),
+    ],
+)
+def test_wrong_settings_are_refused(settings: dict[str, str], words: str) -> None:
+    given = {"redis_credentials": f"{HERE}:provider", "index_url": "redis://localhost"} | settings
+    config = Config.model_validate(given)
+    with pytest.raises(ConfigError, match=words):
+        connect_redis(config.index_url, config)
+
+
+def test_a_login_has_one_source() -> None:
+    with pytest.raises(ValueError, match="remove redis_username and redis_password"):
+        Config(redis_credentials="a:b", redis_password="hush")
