@@ -39,6 +39,10 @@ def ls(
             metavar="NAMESPACE",
         ),
     ] = None,
+    namespace_option: Annotated[
+        str | None,
+        typer.Option("--namespace", "-n", help="The same as NAMESPACE.", metavar="NS"),
+    ] = None,
     prefixes: Annotated[
         bool,
         typer.Option("--prefixes", help="List prefixes, in all namespaces if none is given."),
@@ -56,6 +60,10 @@ def ls(
         raise ConfigError("--bulk counts namespaces; only the index can list prefixes")
     if prefixes and tree:
         raise ConfigError("give either --prefixes or --tree")
+    if namespace_option is not None:
+        if namespace is not None:
+            raise ConfigError("give the namespace once: as NAMESPACE or with -n")
+        namespace = namespace_option
     session.has_bulk()
     if bulk:
         _show_namespaces(session, _counted(session, namespace), None, limit)

@@ -133,7 +133,7 @@ def summary_lines(view: View) -> list[str]:
             f"{count} {'replica' if count == 1 else 'replicas'}, {down} down; hit rate -; "
             "- prompt tokens/s",
             "loads - hot, - bulk; saves -; refused -, missed -, dropped -",
-            "no replica answers: name the replicas with --endpoint URL",
+            "no replica answers: is vllm serve running there? --endpoint URL names another",
         ]
         return lines + _stored_lines(view)
     lines = [

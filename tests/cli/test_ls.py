@@ -118,6 +118,7 @@ def test_names_from_the_store_cannot_drive_the_terminal(run: Run, machine: Machi
     ("arguments", "words"),
     [
         (("--bulk", "--prefixes"), "--bulk counts namespaces"),
+        (("acme", "-n", "acme"), "give the namespace once"),
         (("xyz",), "no namespace matches xyz"),
         (("",), "the name of the namespace is empty"),
         (("ff",), "no namespace matches ff"),

@@ -25,6 +25,7 @@ COMMANDS = {
     "diff": "diff {name} {name} --json",
     "export": "export --out {out} -n {name} --json",
     "ls": "ls {name} --json",
+    "ls -n": "ls -n {name} --json",
     "ls --bulk": "ls --bulk {name} --json",
     "match": "match -n {name} --json",
     "pin": "pin {leaf} -n {name} --json",

@@ -143,6 +143,8 @@ complete -c objkv -n '__objkv_at objkv exporter' -l debug -d 'Show where errors 
 complete -c objkv -n '__objkv_at objkv exporter' -l help -d 'Show this message and exit.'
 
 complete -c objkv -n '__objkv_at objkv ls' -f
+complete -c objkv -n '__objkv_at objkv ls' -l namespace -r -f -d 'The same as NAMESPACE'
+complete -c objkv -n '__objkv_at objkv ls' -s n -r -f -d 'The same as NAMESPACE'
 complete -c objkv -n '__objkv_at objkv ls' -l prefixes -d 'List prefixes, in all namespaces if none is given'
 complete -c objkv -n '__objkv_at objkv ls' -l tree -d 'Draw prefixes as a tree of shared chunks'
 complete -c objkv -n '__objkv_at objkv ls' -l limit -r -f -d 'Rows to print'
