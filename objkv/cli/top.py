@@ -177,6 +177,8 @@ def replica_cells(row: ReplicaRow) -> list[str]:
     if row.state in ("down", "no objkv"):
         return [row.name, row.state, *[""] * 13, row.problem or ""]
     notes = [f"circuit open: {name.replace('_', ' ')}" for name in row.breakers_open]
+    if row.switched:
+        notes.insert(0, "operator's order")
     flow, known = row.flow, row.state != "new"
     return [
         row.name,

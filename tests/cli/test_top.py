@@ -99,7 +99,7 @@ def test_machines_get_one_document(run: Run, home: Path) -> None:
         "every_s",
     ]  # fmt: skip
     [row] = document["rows"]
-    assert list(row) == ["name", "state", "problem", "flow", "breakers_open"]
+    assert list(row) == ["name", "state", "problem", "flow", "breakers_open", "switched"]
     assert (row["state"], row["breakers_open"]) == ("up", ["bulk_write"])
     assert document["hit_rate"] == pytest.approx(0.25)
     assert document["prefixes"] is None
@@ -267,7 +267,7 @@ ROWS = (
     ReplicaRow("replica-one:8000", "up", None, BUSY, ("bulk_write",)),
     ReplicaRow("replica-two:8000", "down", "Connection refused", Flow(), ()),
     ReplicaRow("replica-three:8000", "new", None, Flow(running=2), ()),
-    ReplicaRow("replica-four:8000", "up", None, QUIET, ()),
+    ReplicaRow("replica-four:8000", "up", None, QUIET, (), switched=True),
 )
 PREFIX = HotPrefix("ab" * 16, b"\x01" * 20, 1234, 5.5, 512, 2048, 1 << 20, 1_700_000_000)
 VIEW = View(
@@ -305,6 +305,7 @@ def test_a_wide_terminal_shows_all_columns_and_a_narrow_one_fewer() -> None:
     assert "wait" in wide
     assert "wait" not in narrow
     assert "circuit open: bulk write" in wide
+    assert "operator's order" in wide
     assert "Connection refused" in wide
     assert "index DOWN" in wide
 

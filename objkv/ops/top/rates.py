@@ -8,6 +8,7 @@ from objkv.ops.top.scrape import Scrape
 
 _PREFIX: Final = "vllm_objkv_"
 _OPEN: Final = f"{_PREFIX}breaker_open_"
+_SWITCHED: Final = f"{_PREFIX}admission_switched"
 _REFUSALS: Final = ("admission_refused", "admission_cut", "load_refused", "lookup_refused")
 _MISSES: Final = ("load_failures", "lookup_errors", "lookup_deadlines")
 _DROPS: Final = ("save_drops", "saves_shed", "save_over_quota", "save_errors")
@@ -80,6 +81,8 @@ class ReplicaRow:
     problem: str | None
     flow: Flow
     breakers_open: tuple[str, ...]
+    switched: bool = False
+    """Whether an operator's order decides about its loads."""
 
 
 def row_of(name: str, before: Scrape | None, now: Scrape) -> ReplicaRow:
@@ -95,8 +98,9 @@ def row_of(name: str, before: Scrape | None, now: Scrape) -> ReplicaRow:
         for key, value in sorted(now.values.items())
         if key.startswith(_OPEN) and value > 0
     )
+    switched = now.values.get(_SWITCHED, 0.0) > 0
     if before is None or now.at_s <= before.at_s:
-        return ReplicaRow(name, "new", None, _levels(now), opened)
+        return ReplicaRow(name, "new", None, _levels(now), opened, switched)
     # Counters that decreased were reset: their values now are the growth since the restart.
     restarted = any(
         value < before.values.get(key, 0.0)
@@ -105,7 +109,8 @@ def row_of(name: str, before: Scrape | None, now: Scrape) -> ReplicaRow:
     )
     rates = _Rates(before.values if not restarted else {}, now)
     rates.seconds = now.at_s - before.at_s
-    return ReplicaRow(name, "restarted" if restarted else "up", None, rates.flow(), opened)
+    state = "restarted" if restarted else "up"
+    return ReplicaRow(name, state, None, rates.flow(), opened, switched)
 
 
 def total_of(rows: Iterable[ReplicaRow]) -> Flow:

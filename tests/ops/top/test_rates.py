@@ -79,6 +79,11 @@ def test_what_is_open_is_named() -> None:
     assert row(FIRST, now).breakers_open == ("bulk_read",)
 
 
+def test_an_operators_order_is_seen_at_the_first_scrape() -> None:
+    assert row(None, scrape(12, admission_switched=1.0)).switched
+    assert not row(None, scrape(12, admission_switched=0.0)).switched
+
+
 def test_more_hits_than_queries_compute_nothing() -> None:
     now = scrape(12, query_tokens_total=1000, hit_bulk_tokens_total=300)
     assert row(FIRST, now).flow.computed_tokens == 0
