@@ -142,7 +142,7 @@ def _print(session: Session, found: PinList) -> None:
     out = session.out
     if found.pins:
         out.table(
-            ("namespace", "leaf", "until", ">tokens", ">bytes", "by", "~notes", ">chunks"),
+            ("namespace", "leaf", ">until", ">tokens", ">bytes", "by", "~notes", ">chunks"),
             [
                 (
                     pin.namespace,

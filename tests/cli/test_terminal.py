@@ -85,7 +85,7 @@ def test_each_table_fits_a_terminal_and_is_whole_in_a_pipe(
     prompt = home / "prompt.json"
     prompt.write_text(json.dumps(TOKENS))
     [leaf] = [one["leaf"] for one in run("ls", NAMESPACE, "--json").document["prefixes"]][:1]
-    assert run("pin", leaf, "--namespace", NAMESPACE).code == 0
+    assert run("pin", leaf, "--by", "platform team of the search group", "-n", NAMESPACE).code == 0
     lines = [
         ["ls"],
         ["ls", "--bulk"],
@@ -109,6 +109,7 @@ def test_each_table_fits_a_terminal_and_is_whole_in_a_pipe(
         assert all(len(row) <= COLUMNS for table in tables for row in table), (line, tables)
         if line[0] != "doctor":  # its text may quote some
             assert not HASH.search(str(tables)), (line, tables)
+    assert re.search(r"\d\d:\d\d UTC  ", shown["pin --list"][0][1]), "the date is whole"
     head, first, *_ = shown["ls"][0]
     assert head.split()[:5] == ["namespace", "model", "tenant", "chunks", "bytes"]
     assert first.split()[0] in {name[:12] for name in ends.index.namespaces()}
