@@ -89,4 +89,4 @@ if not TYPE_CHECKING:  # a name that does not exist is an error for type checker
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

@@ -153,6 +153,7 @@ def test_names_are_kept_for_half_a_minute_and_while_the_store_fails() -> None:
 IMPORTS = """
 import sys
 import objkv
+assert dir(objkv) == sorted(objkv.__all__)
 assert {"open", "open_async", "warm", "Client", "Match", "StoreError"} <= set(dir(objkv))
 objkv.open(bulk_url="memory:", index_url="memory:").namespaces()
 heavy = {"torch", "vllm", "transformers", "pandas", "pyarrow", "matplotlib", "httpx", "typer"}
