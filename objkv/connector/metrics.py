@@ -124,7 +124,7 @@ class TableMetrics:
     ) -> dict[str, tuple[Any, tuple[str, ...]]]:
         """Return each part's metric and the values of its own labels."""
         kinds = (
-            (self.table.counter_families, partial(self._counter_cls)),
+            (self.table.counter_families, self._counter_cls),
             (self.table.gauge_families, partial(self._gauge_cls, multiprocess_mode=_LATEST)),
         )
         parts = dict[str, tuple[Any, tuple[str, ...]]]()
