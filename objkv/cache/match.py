@@ -19,12 +19,14 @@ def usable_chunks(
     groups: Sequence[GroupIdentity],
     chunk_tokens: int,
     stored: Stored | None = None,
+    lag: int = 0,
 ) -> int:
     """Return the length, in chunks, of the longest prefix that can be loaded for all groups.
 
     Args:
         found: one per chunk of the prompt, in order; None if nothing is stored.
         stored: the reader's need of a group; by default all of its layers and heads.
+        lag: how many tokens before the end of the last chunk the prefix ends.
     """
     stored = stored or covered
     whole = [(g, group) for g, group in enumerate(groups) if keeps_all(group)]
@@ -43,9 +45,10 @@ def usable_chunks(
             run + 1 if stored(held, g, group) else 0
             for run, (g, group) in zip(runs, others, strict=True)
         ]
-        tokens = end * chunk_tokens
+        tokens = end * chunk_tokens - lag
         if all(
             end - run <= needed_from(group, tokens) // chunk_tokens
+            and (not lag or ends_within(group, chunk_tokens, tokens))
             for run, (_, group) in zip(runs, others, strict=True)
         ):
             usable = end
@@ -85,6 +88,17 @@ def needed_from(group: GroupIdentity, end: int) -> int:
         case "mamba":
             return max(0, end - 1)
     return 0
+
+
+def ends_within(group: GroupIdentity, chunk_tokens: int, end: int) -> bool:
+    """Whether payloads hold what is needed to continue at ``end``, inside the last chunk."""
+    if keeps_all(group):
+        return True
+    held_from = chunk_tokens - stored_blocks(group, chunk_tokens) * group.block_size
+    first = needed_from(group, end)
+    chunks = range(first // chunk_tokens, -(-end // chunk_tokens))
+    starts = (max(first, chunk * chunk_tokens) - chunk * chunk_tokens for chunk in chunks)
+    return group.kind != "mamba" and all(start >= held_from for start in starts)
 
 
 def covered(shards: Shards, group_id: int, group: GroupIdentity) -> bool:

@@ -44,6 +44,10 @@ class GroupIdentity:
     state: str | None = None
     """``mamba``: structure of a rank's state, which its size alone does not determine. Omitted from
     the document of other kinds."""
+    page: int | None = None
+    """Bytes of one layer's block, for caches that cannot be divided by token: compressed states,
+    and sparse attention with an indexer. ``content`` repeats it. None, and omitted from the
+    document, for all others."""
 
     def __post_init__(self) -> None:
         assert (self.window is not None) == (self.kind in _WINDOWED)
@@ -53,6 +57,7 @@ class GroupIdentity:
         assert self.heads > 0
         assert self.content > 0
         assert self.block_size > 0
+        assert self.page in (None, self.content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +91,9 @@ class Identity:
         """Return the document as plain JSON values, including format and hash scheme."""
         document = {"format": FORMAT, "hash": HASH_SCHEME, **asdict(self)}
         for group in document["groups"]:
-            if group["state"] is None:
-                del group["state"]
+            for name in ("state", "page"):
+                if group[name] is None:
+                    del group[name]
         return document
 
     def canonical(self) -> bytes:

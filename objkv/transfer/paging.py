@@ -122,6 +122,12 @@ class PagedGroup:
             return block_ids
         return [b * self.split + part for b in block_ids for part in range(self.split)]
 
+    def clear(self, block_ids: Sequence[int]) -> None:
+        """Zero vLLM's blocks in all layers, in the order of the device's current stream."""
+        ids = torch.tensor(self.blocks(block_ids), dtype=torch.int64, device=self.device)
+        for cache in self.caches:
+            cache.index_fill_(0, ids, 0)
+
     def gather(
         self, lane: Lane, block_ids: Sequence[Sequence[int]], pages: Sequence[torch.Tensor]
     ) -> None:

@@ -401,6 +401,14 @@ def _unpack_moves(
     )
 
 
+class Blank(NamedTuple):
+    """Blocks of one group that are zeroed, because nothing is stored for them."""
+
+    group: int
+    block_ids: tuple[int, ...]
+    """Physical block ids, none of them the null block."""
+
+
 @dataclass(frozen=True, slots=True, init=False)
 class LoadPlan:
     """The chunks to load for one request, in the order in which they are needed."""
@@ -412,6 +420,7 @@ class LoadPlan:
     """Whether this step's forward pass needs them, layer by layer. Otherwise a later step does."""
     traceparent: str | None = None
     """Trace context of the request."""
+    blanks: tuple[Blank, ...] = ()
 
     def __init__(
         self,
@@ -420,6 +429,7 @@ class LoadPlan:
         moves: Iterable[LoadMove],
         sync: bool,
         traceparent: str | None = None,
+        blanks: tuple[Blank, ...] = (),
     ) -> None:
         """``moves``: packed here unless they are ``LoadMoves``."""
         packed = moves if isinstance(moves, LoadMoves) else LoadMoves.pack(moves)
@@ -428,6 +438,7 @@ class LoadPlan:
         object.__setattr__(self, "moves", packed)
         object.__setattr__(self, "sync", sync)
         object.__setattr__(self, "traceparent", traceparent)
+        object.__setattr__(self, "blanks", blanks)
 
 
 @dataclass(frozen=True, slots=True)

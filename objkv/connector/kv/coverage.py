@@ -30,6 +30,7 @@ class Coverage:
         """``is_mixed``: whether shards of other shapes are possible. If not, shards are only
         counted, and none is decoded."""
         self._is_mixed = is_mixed
+        self._geometry = geometry
         groups = range(len(geometry.groups))
         self._fields = [geometry.fields(group) for group in groups]
         self._count = len(geometry.all_fields())
@@ -107,12 +108,13 @@ class Coverage:
             group, shard = int(number), Shard.parse(text)
         except ValueError:
             return None
-        if not 0 <= group < len(self._wholes) or str(group) != number:
+        at = self._geometry.position(group)
+        if at is None or str(group) != number:
             return None
-        whole = self._wholes[group]
+        whole = self._wholes[at]
         if shard.layer_end > whole.layer_end or shard.head_end > whole.head_end:
             return None
-        return group, _bits(whole, shard)
+        return at, _bits(whole, shard)
 
     def _choose(self, group: int, fields: frozenset[str]) -> tuple[str, ...]:
         """Return about the fields that the first rank fetches. ``cover`` may find fewer, but takes

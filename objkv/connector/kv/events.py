@@ -57,7 +57,11 @@ class BlockEvents:
 
     def stored(self, request: "Request", move: ChunkMove) -> BlockStored | None:
         """Return the event that the chunk is stored, or None if vLLM has not hashed its blocks."""
-        identity, unit = self._geometry.groups[move.group], self._hash_tokens
+        group = self._geometry.position(move.group)
+        # Blocks are reported once, whatever caches they have, and a draft's do not count.
+        if group is None or self._geometry.is_draft(group) or not self._geometry.leads(group):
+            return None
+        identity, unit = self._geometry.groups[group], self._hash_tokens
         size, end = identity.block_size, move.token_end
         start = end - stored_blocks(identity, self._geometry.chunk_tokens) * size
         known = request.block_hashes
@@ -77,12 +81,13 @@ class BlockEvents:
             medium=MEDIUM,
             lora_name=None if lora is None else lora.name,
             extra_keys=_extra_keys(request, start, end, size),
-            group_idx=move.group,
+            group_idx=self._geometry.table(group),
         )
 
     def removed(self, group: int, hashes: list[Any]) -> BlockRemoved:
         """Return the event that a group's blocks, named by their reported hashes, are removed."""
-        return _made(BlockRemoved, block_hashes=hashes, medium=MEDIUM, group_idx=group)
+        table = self._geometry.table(group)
+        return _made(BlockRemoved, block_hashes=hashes, medium=MEDIUM, group_idx=table)
 
 
 def read_hash_tokens(
@@ -243,7 +248,7 @@ class EventLog(NoEvents):
             ttl_s: life of a record. A chunk that this replica has not saved or loaded for this long
                 is reported as removed.
         """
-        self._fields = [geometry.fields(group) for group in range(len(geometry.groups))]
+        self._fields = [_table_fields(geometry, group) for group in range(geometry.target_count)]
         self._blocks = blocks
         self._ttl_s = ttl_s
         self._chunks_max = chunks_max
@@ -386,6 +391,13 @@ def open_event_log(
         return NoEvents()
     hash_tokens = read_hash_tokens(vllm_config, kv_cache_config, geometry)
     return EventLog(geometry, BlockEvents(geometry, hash_tokens), ttl_s=config.ttl_s)
+
+
+def _table_fields(geometry: Geometry, group: int) -> frozenset[str]:
+    """Return the fields of all of the target's groups with the same block table."""
+    groups = range(geometry.target_count)
+    own = (geometry.fields(g) for g in groups if geometry.table(g) == geometry.table(group))
+    return frozenset[str]().union(*own)
 
 
 def _shrink(book: OrderedDict[Any, Any], size_max: int) -> None:

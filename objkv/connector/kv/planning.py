@@ -45,20 +45,25 @@ def load_moves(
     records: Sequence[Shards | None],
     blocks: BlockTable,
     span: tuple[int, int],
+    draft_end: int | None = None,
 ) -> LoadMoves:
     """Return the moves that fill exactly the blocks of tokens ``[start, end)``, in chunk order.
+    ``draft_end``: the end of those whose draft is stored. Default: ``end``.
 
     Blocks before ``start`` were computed or found locally, and other requests may share them. vLLM
     allocated the blocks that tokens after ``end`` need, and null blocks for the others.
     """
     start, end = span
     size = geometry.chunk_tokens
-    first, last = start // size, -(-end // size)
+    # A draft's blocks before the end may be in the payload of one more chunk.
+    first, last = start // size, min(-(-(end + geometry.lag) // size), len(records))
     stored = _stored_shards(geometry, records[first:last])
     chunks = np.arange(first, last)
     tables, ids, ids_before = [], [], 0
     for group, identity in enumerate(geometry.groups):
-        runs = _runs(identity, size, blocks[group], chunks, span)
+        until = end if draft_end is None or not geometry.is_draft(group) else draft_end
+        form = identity, size, geometry.lag_blocks(group)
+        runs = _runs(form, blocks[geometry.table(group)], chunks, (start, max(start, until)))
         table = np.zeros((len(Row), len(runs.starts)), np.int32)
         table[Row.CHUNK] = first + runs.chunks
         table[Row.KIND] = group + len(geometry.groups) * stored.patterns[runs.chunks]
@@ -106,7 +111,7 @@ def _stored_shards(geometry: Geometry, found: Sequence[Shards | None]) -> _Store
         records += known.values()
         if (pattern := patterns.get(fields)) is None:
             pattern = patterns[fields] = len(patterns)
-            kinds += [_kind(fields, group) for group in range(len(geometry.groups))]
+            kinds += [_kind(fields, geometry.number(g)) for g in range(len(geometry.groups))]
         chosen.append(pattern)
     numbers = np.array(chosen), np.array(starts)
     return _StoredShards(kinds, *numbers, RecordColumns.pack(records))
@@ -131,10 +136,16 @@ class _Runs(NamedTuple):
 
 
 def _runs(
-    identity: GroupIdentity, size: int, blocks: Sequence[int], chunks: Ints, span: tuple[int, int]
+    form: tuple[GroupIdentity, int, int],
+    blocks: Sequence[int],
+    chunks: Ints,
+    span: tuple[int, int],
 ) -> _Runs:
-    """``chunks``: the loaded chunks. ``span``: the loaded tokens."""
-    tokens, block_size = (chunks + 1) * size, identity.block_size
+    """``form``: the group, tokens per chunk, and how many blocks before its chunk's end a payload
+    ends. ``chunks``: the loaded chunks. ``span``: the loaded tokens."""
+    identity, size, lag = form
+    block_size = identity.block_size
+    tokens = (chunks + 1) * size - lag * block_size
     # Positions of blocks within the prompt: those of each chunk's payload, cut to the needed ones.
     held_from = tokens // block_size - stored_blocks(identity, size)
     first = np.maximum(held_from, span[0] // block_size)
@@ -174,11 +185,12 @@ def save_moves(
         tokens = computed.tokens
         ids = tuple(tokens[chunk * size : (chunk + 1) * size]) if keep_tokens else None
         digest = chain.token_digest(chunk)
-        for group, identity in enumerate(geometry.groups):
-            table = _held(identity, group, computed, size, chunk)
+        for group in range(len(geometry.groups)):
+            table = _held(geometry, group, computed, chunk)
             if not table or _NULL_BLOCK in table or is_stored(chunk, group):
                 continue
-            moves.append(SaveMove(_move(size, chain, (chunk, group), table, 0), digest, ids))
+            move = _move(size, chain, (chunk, geometry.number(group)), table)
+            moves.append(SaveMove(move, digest, ids))
     return moves
 
 
@@ -203,30 +215,29 @@ def states_after(
     for group, identity in enumerate(geometry.groups):
         if identity.kind != "mamba" or end is None or end % identity.block_size:
             continue
-        place = end // identity.block_size - 1
-        if 0 <= place < len(blocks[group]):
-            states[group, end] = blocks[group][place]
-    states |= {(group, tokens): block for group, block, tokens in offered}
+        place, table = end // identity.block_size - 1, blocks[geometry.table(group)]
+        if 0 <= place < len(table):
+            states[group, end] = table[place]
+    of_table = {geometry.table(group): group for group in range(len(geometry.groups))}
+    states |= {(of_table[g], n): block for g, block, n in offered if g in of_table}
     return states
 
 
-def _held(
-    identity: GroupIdentity, group: int, computed: Computed, size: int, chunk: int
-) -> tuple[int, ...]:
+def _held(geometry: Geometry, group: int, computed: Computed, chunk: int) -> tuple[int, ...]:
     """Return the blocks of the chunk's payload, or none if the state was not kept."""
+    identity, size = geometry.groups[group], geometry.chunk_tokens
     if identity.kind == "mamba":
         state = computed.states.get((group, (chunk + 1) * size))
         return () if state is None else (state,)
-    last = (chunk + 1) * size // identity.block_size
-    return tuple(computed.blocks[group][last - stored_blocks(identity, size) : last])
+    table = tuple(computed.blocks[geometry.table(group)])
+    last = (chunk + 1) * size // identity.block_size - geometry.lag_blocks(group)
+    first = last - stored_blocks(identity, size)
+    # Before the first chunk is nothing: its payload repeats a block, which is never loaded.
+    return (*table[:1] * max(0, -first), *table[max(0, first) : max(0, last)])
 
 
 def _move(
-    size: int,
-    chain: PrefixChain,
-    place: tuple[int, int],
-    blocks: tuple[int, ...],
-    first_block: int,
+    size: int, chain: PrefixChain, place: tuple[int, int], blocks: tuple[int, ...]
 ) -> ChunkMove:
     chunk, group = place
     return ChunkMove(
@@ -236,6 +247,6 @@ def _move(
         parent_hash=chain.parent(chunk),
         token_start=chunk * size,
         token_end=(chunk + 1) * size,
-        first_block=first_block,
+        first_block=0,
         block_ids=blocks,
     )

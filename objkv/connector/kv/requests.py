@@ -205,6 +205,10 @@ class TrackedRequest:
     again: set[int] = field(default_factory=set)
     """Planned chunks that must be saved again."""
     usable: "Usable | None" = None
+    local: int = 0
+    """Number of leading tokens that vLLM had when it last asked for a match."""
+    draft_complete: bool | None = None
+    """Whether all its draft KV is valid; None: not known yet. See ``DraftGaps``."""
     accounted: int = 0
     """Number of leading tokens that were computed here or loaded by objkv."""
     doubtful_until: int = 0

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from objkv.config import Config
 from objkv.connector.guard import guarded
+from objkv.connector.kv.drafts import DraftGaps
 from objkv.connector.kv.planning import Computed, save_moves, states_after
 from objkv.connector.kv.requests import RequestTracker, TrackedRequest
 from objkv.connector.model.groups import Geometry
@@ -148,6 +149,7 @@ class SavePlanner:
         geometry: Geometry,
         requests: RequestTracker,
         trust: BlockTrust,
+        drafts: DraftGaps,
         *,
         loads: bool,
     ) -> None:
@@ -155,7 +157,7 @@ class SavePlanner:
         self._config = config
         self._geometry = geometry
         self._requests = requests
-        self._trust = trust
+        self._trust, self._drafts = trust, drafts
         self._loads = loads
         self._due = DueSaves(requests)
 
@@ -184,9 +186,10 @@ class SavePlanner:
             return None
         request, size = tracked.request, self._geometry.chunk_tokens
         scheduled = output.num_scheduled_tokens.get(request.request_id)
-        computed = request.num_computed_tokens + (scheduled or 0)
+        proposed = output.scheduled_spec_decode_tokens.get(request.request_id, ())
+        computed = request.num_computed_tokens + (scheduled or 0) - len(proposed)
         # Only tokens that have ids and that the model accepted. With asynchronous scheduling
-        # and speculation, more tokens may be computed.
+        # and speculation, tokens of earlier steps may be rejected as well.
         with_decode = self._config.save_decode
         known = len(request.all_token_ids) if with_decode else request.num_prompt_tokens
         chunks: list[int] = []
@@ -244,6 +247,8 @@ class SavePlanner:
         corrupt."""
 
         def is_stored(chunk: int, group: int) -> bool:
+            if self._geometry.is_draft(group) and not self._drafts.is_complete(tracked):
+                return True  # it may not be stored
             if chunk in again or chunk >= len(tracked.records):
                 return False
             shards = tracked.records[chunk]
@@ -279,10 +284,11 @@ class BlockHeadroom:
         limits, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
         ahead = 0 if speculative is None else speculative.num_speculative_tokens or 0
         # For each request one block for the first token, and blocks for tokens that it may skip.
+        sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
         self._needed = sum(
-            -(-limits.max_num_batched_tokens // group.block_size)
-            + limits.max_num_seqs * (1 + -(-ahead // group.block_size))
-            for group in geometry.groups
+            -(-limits.max_num_batched_tokens // size)
+            + limits.max_num_seqs * (1 + -(-ahead // size))
+            for size in sizes
         )
 
     @guarded(True)

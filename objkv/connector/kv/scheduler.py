@@ -18,6 +18,7 @@ from objkv.cache.match import usable_chunks
 from objkv.cache.switch import AdmissionSwitch
 from objkv.config import Config
 from objkv.connector.guard import guarded
+from objkv.connector.kv.drafts import DraftGaps, draft_blanks
 from objkv.connector.kv.events import NoEvents
 from objkv.connector.kv.loads import ReliedLoads
 from objkv.connector.kv.metadata import StepPlan, StepReport
@@ -171,7 +172,10 @@ class SchedulerSide:
         self._requests, self._timing = requests, timing
         self._namespace, self._tracing, self.switch = namespace, tracing, switch
         self._trust = BlockTrust(roles.steps_in_flight, ranks=geometry.ranks)
-        self._saves = SavePlanner(config, geometry, requests, self._trust, loads=roles.loads)
+        self._drafts = DraftGaps(geometry)
+        self._saves = SavePlanner(
+            config, geometry, requests, self._trust, self._drafts, loads=roles.loads
+        )
         self._sync_gate = SyncGate(config.step_load_deadline_ms / 1000)
         self._hits, self._loads = HitCounters(recorder), ReliedLoads(geometry.block_tokens)
         self._held, self._sync_loads, self._wait_left_s = set[str](), False, _MATCH_WAIT_S
@@ -237,7 +241,8 @@ class SchedulerSide:
         self._hits.queried(request.request_id, computed)
         if tracked is None:
             return 0, False
-        tracked.accounted = computed
+        tracked.accounted = tracked.local = computed
+        tracked.draft_complete = None
         if (
             not self._roles.loads
             or not tracked.may_load
@@ -283,10 +288,19 @@ class SchedulerSide:
         assert usable is not None
         span = (usable.computed, usable.computed + tokens)
         tracked.accounted = span[1]
-        moves = load_moves(self._geometry, tracked.hashes.chain, usable.records, blocks, span)
+        draft_end = self._draft_end(usable.records, span)
+        chain, records = tracked.hashes.chain, usable.records
+        moves = load_moves(self._geometry, chain, records, blocks, span, draft_end)
         plan = LoadPlan(
-            request.request_id, tracked.namespace, moves, usable.sync, tracked.traceparent
+            request.request_id,
+            tracked.namespace,
+            moves,
+            usable.sync,
+            tracked.traceparent,
+            draft_blanks(self._geometry, blocks, (draft_end, span[1])),
         )
+        if plan.blanks:
+            self._drafts.lost(tracked, draft_end)
         self._hits.planned(plan, *span)
         self._timing.load_planned(plan.request_id, tokens)
         self._loads.plan(plan)
@@ -463,13 +477,35 @@ class SchedulerSide:
         return min(tokens, (num_tokens - 1) // step * step), True
 
     def _matched(self, records: Sequence[Shards | None]) -> int:
-        """Return how many leading tokens this replica can load."""
-        size, coverage = self._geometry.chunk_tokens, self._requests.coverage
+        """Return how many leading tokens this replica can load, whether or not the draft's KV is
+        stored too. A draft that needs the next token has none for the last block of a match, so the
+        match ends before it, as in vLLM's own prefix cache."""
+        size, lag = self._geometry.chunk_tokens, self._geometry.lag
+        groups = self._geometry.groups[: self._geometry.target_count]
+        end = usable_chunks(records, groups, size, self._is_readable, lag) * size - lag
+        if lag and self._geometry.windowed:
+            whole = usable_chunks(records, groups, size, self._is_readable)
+            before = usable_chunks(records[: max(0, whole - 1)], groups, size, self._is_readable)
+            end = max(end, before * size)
+        return max(0, end)
 
-        def is_readable(shards: Shards, group: int, _identity: GroupIdentity) -> bool:
-            return coverage.is_readable(shards, group)
+    def _is_readable(self, shards: Shards, group: int, _identity: GroupIdentity) -> bool:
+        return self._requests.coverage.is_readable(shards, group)
 
-        return usable_chunks(records, self._geometry.groups, size, is_readable) * size
+    def _draft_end(self, records: Sequence[Shards | None], span: tuple[int, int]) -> int:
+        """Return the end of the loaded tokens whose draft is stored, without a gap."""
+        geometry = self._geometry
+        drafts = range(geometry.target_count, len(geometry.groups))
+        if not drafts:
+            return span[1]
+        size, lag, readable = geometry.chunk_tokens, geometry.lag, self._requests.coverage
+        first = (span[0] + lag) // size
+        end = first * size
+        for shards in records[first : -(-(span[1] + lag) // size)]:
+            if shards is None or not all(readable.is_readable(shards, g) for g in drafts):
+                break
+            end += size
+        return min(span[1], max(span[0], end - lag))
 
     def _loads_within_step(self, num_tokens: int, matched: int, computed: int) -> bool:
         """Whether to load within the step. In mode ``auto`` that needs at least as many tokens to

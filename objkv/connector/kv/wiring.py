@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from itertools import cycle
 from pathlib import Path
@@ -375,6 +375,12 @@ def plan_wide(
     return WideSlabs(pairs=min(max(1, pairs), config.load_threads), slab_bytes=slab_bytes, pin=pin)
 
 
+def _states(page: int, cache: torch.Tensor) -> int:
+    """Return how many states a block of ``page`` bytes has. Some kernels divide each block."""
+    nbytes = cache[0].numel() * cache.element_size()
+    return int(cache.shape[2]) * max(1, page // nbytes)
+
+
 def read_pages(
     geometry: Geometry,
     ranks: tuple[int, int],
@@ -397,6 +403,9 @@ def read_pages(
                 "connector"
             )
         caches = [kv_caches[name] for name in shape.layers]
-        groups[g] = PagedGroup(shape, caches, quantised)
-        check_pages(groups[g], open_lane(groups[g].device))
+        if (page := geometry.groups[g].page) is not None:
+            shape = replace(shape, block_size=_states(page, caches[0]))
+        number = geometry.number(g)
+        groups[number] = PagedGroup(shape, caches, quantised)
+        check_pages(groups[number], open_lane(groups[number].device))
     return groups

@@ -77,7 +77,7 @@ class WorkerSide:
         tracing: Tracing,
     ) -> None:
         self._config, self._rank = config, rank
-        self._cache, self._tracing = cache, tracing
+        self._cache, self._tracing, self._groups = cache, tracing, groups
         self._loader, self._saver = loader, saver
         self._layers = {
             name: (g, i) for g, group in groups.items() for i, name in enumerate(group.shape.layers)
@@ -92,7 +92,7 @@ class WorkerSide:
         self._before_forward: Mark | None = None
         self._device = next((group.device for group in groups.values()), None)
         self._drops_tokens = geometry.windowed
-        self._fails_whole = geometry.windowed or len(geometry.groups) > 1
+        self._fails_whole = geometry.windowed or geometry.several_tables
         self._pid = getpid()
 
     def before_forward(self, plan: StepPlan) -> None:
@@ -121,6 +121,9 @@ class WorkerSide:
                 continue
             self._in_layers |= load.sync
             try:
+                for blank in load.blanks:
+                    if (group := self._groups.get(blank.group)) is not None:
+                        group.clear(blank.block_ids)
                 self._loader.submit(load, mark)
             except Exception:  # vLLM relies on these blocks: report that they failed
                 logger.exception("load not started, recomputing request=%s", load.request_id)

@@ -15,10 +15,13 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
 from objkv.cache.match import keeps_all, stored_blocks
+from objkv.connector.model.drafts import Draft
+from objkv.connector.model.parts import LayerPart
 from objkv.errors import ConfigError
 from objkv.keys.chunk import effective_chunk_tokens
 from objkv.keys.identity import GroupIdentity, GroupKind
@@ -31,11 +34,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftGroups:
+    """The groups of a draft, the last of a geometry."""
+
+    count: int
+    number: int
+    """Number of the first of them in keys, fields and plans."""
+    lags: bool
+    """Whether the KV of a draft depends on the next token. Its payloads then contain the blocks
+    from one ``block_tokens`` before their chunk to one before its end."""
+
+
+@dataclass(frozen=True, slots=True)
 class Geometry:
     """The groups of a model, and their division into chunks and shards."""
 
     groups: tuple[GroupIdentity, ...]
-    """Groups in vLLM's order. The index of a group is its id."""
+    """The target's groups in vLLM's order, then the draft's."""
     chunk_tokens: int
     block_tokens: int
     """Least common multiple of all block sizes. Matches begin and end at its multiples."""
@@ -46,6 +61,59 @@ class Geometry:
     canonical: bool = False
     """Whether each token's content is contiguous in its page, so that tokens can be moved into
     blocks of another size."""
+    tables: tuple[int, ...] = ()
+    """Number of vLLM's group, and so of the block table, of each group. (): they are the same."""
+    table_count: int = 0
+    """How many groups vLLM has. 0: as many as there are groups."""
+    drafted: DraftGroups | None = None
+    """The last groups, if they are a draft's."""
+
+    @property
+    def target_count(self) -> int:
+        """Number of the target's groups. They come first, and their index is their number."""
+        return len(self.groups) - (self.drafted.count if self.drafted else 0)
+
+    @property
+    def several_tables(self) -> bool:
+        """Whether vLLM has several groups, so that a block id alone does not identify a block."""
+        return (self.table_count or len(self.groups)) > 1
+
+    def table(self, group: int) -> int:
+        """Return the number of the block table that a group's layers use."""
+        return self.tables[group] if self.tables else group
+
+    def number(self, group: int) -> int:
+        """Return a group's number in keys, fields and plans. See ``Draft.number``."""
+        if self.drafted is None or group < self.target_count:
+            return group
+        return self.drafted.number + group - self.target_count
+
+    def position(self, number: int) -> int | None:
+        """Return the index of the group with a number, or None if it is another draft's."""
+        if 0 <= number < self.target_count:
+            return number
+        if self.drafted is None:
+            return None
+        at = number - self.drafted.number
+        return self.target_count + at if 0 <= at < self.drafted.count else None
+
+    def leads(self, group: int) -> bool:
+        """Whether a group is the first of the target's with its block table."""
+        first = [self.table(g) for g in range(self.target_count)].index(self.table(group))
+        return group == first
+
+    def is_draft(self, group: int) -> bool:
+        """Whether a group is a draft's: a chunk can be loaded without it."""
+        return group >= self.target_count
+
+    @property
+    def lag(self) -> int:
+        """Tokens at the end of a match for which a draft has no KV, see ``DraftGroups``."""
+        return self.block_tokens if self.drafted is not None and self.drafted.lags else 0
+
+    def lag_blocks(self, group: int) -> int:
+        """Return how many blocks before its chunk's end a group's payload ends."""
+        return self.lag // self.groups[group].block_size if self.is_draft(group) else 0
 
     @property
     def stored_groups(self) -> tuple[GroupIdentity, ...]:
@@ -53,7 +121,7 @@ class Geometry:
         size, the block size is listed as 1, so that it does not affect the identity."""
         return tuple(
             replace(group, block_size=1) if self._is_divisible(group) else group
-            for group in self.groups
+            for group in self.groups[: self.target_count]
         )
 
     @property
@@ -91,7 +159,8 @@ class Geometry:
         if not stored_blocks(self.groups[group], self.chunk_tokens):
             return frozenset()
         held = map(self.topology(group).held, range(self.ranks))
-        return frozenset(f"{group}.{share.shard}" for share in held if share is not None)
+        number = self.number(group)
+        return frozenset(f"{number}.{share.shard}" for share in held if share is not None)
 
     def all_fields(self) -> frozenset[str]:
         """Return the shard fields of all groups. A chunk with all of them is complete for this
@@ -120,7 +189,7 @@ class Geometry:
         )
 
     def _is_divisible(self, group: GroupIdentity) -> bool:
-        return self.canonical and keeps_all(group)
+        return self.canonical and keeps_all(group) and group.page is None
 
 
 PipelineStages = tuple[tuple[int, ...], ...]
@@ -239,29 +308,33 @@ _KINDS: dict[type[KVCacheSpec], GroupKind] = {
     FullAttentionSpec: "full",
     MLAAttentionSpec: "mla",
     SlidingWindowSpec: "sliding_window",
+    SlidingWindowMLASpec: "sliding_window",
     ChunkedLocalAttentionSpec: "chunked_local",
     MambaSpec: "mamba",
 }
 """Supported specs by exact type, because subclasses store other data in the blocks."""
 
 
-def read_group(vllm_config: "VllmConfig", group: "KVCacheGroupSpec") -> GroupIdentity:
-    """Convert a group. Raises ``ConfigError``, which names the fix, for an unsupported one."""
-    layers, spec = list(group.layer_names), group.kv_cache_spec
+def read_group(
+    vllm_config: "VllmConfig", part: LayerPart, draft: Draft | None = None
+) -> GroupIdentity:
+    """Convert a part of a group. Raises ``ConfigError``, which names the fix, for an unsupported
+    one. ``draft``: of the engine, if it has one."""
+    layers, spec = list(part.layers), part.spec
     kind = _KINDS.get(type(spec))
-    if kind is None or getattr(group, "host_resident", False):
+    if kind is None:
         raise ConfigError(
             f"objkv does not support the KV cache of {layers[0]} ({type(spec).__name__}): "
-            f"{_INSTEAD} use a model of full, sliding-window, chunked local, MLA and "
-            "linear attention or Mamba layers only"
+            f"{_INSTEAD} use ObjKVTier, which takes every cache that vLLM can offload, or a model "
+            "of full, sliding-window, chunked local, MLA and linear attention or Mamba layers only"
         )
     if isinstance(spec, MambaSpec):
         return _state(vllm_config, layers, spec)
     assert isinstance(spec, AttentionSpec)
-    if getattr(spec, "non_causal", False) or spec.tokens_per_state != 1:
+    if getattr(spec, "non_causal", False):
         raise ConfigError(
-            f"objkv cannot share the KV of {layers[0]}, because it depends on later tokens or has "
-            f"one state for several tokens: {_INSTEAD} use another model"
+            f"objkv cannot share the KV of {layers[0]}, because it depends on later tokens: "
+            f"{_INSTEAD} use another model"
         )
     # Two planes of two heads have the same shape as two heads, so any value is refused.
     if getattr(spec, "num_head_slots", None) is not None:
@@ -269,6 +342,11 @@ def read_group(vllm_config: "VllmConfig", group: "KVCacheGroupSpec") -> GroupIde
             f"objkv cannot share the KV of {layers[0]}, because its attention backend keeps K and "
             f"V in separate planes, which no other backend can read: {_INSTEAD} choose another "
             "attention backend or KV cache dtype"
+        )
+    if part.draft and kind not in ("full", "mla"):
+        raise ConfigError(
+            f"objkv does not support a draft with {kind} layers ({layers[0]}): {_INSTEAD} use "
+            "ObjKVTier, or a draft with full attention"
         )
     window = None
     if isinstance(spec, SlidingWindowSpec):
@@ -281,15 +359,46 @@ def read_group(vllm_config: "VllmConfig", group: "KVCacheGroupSpec") -> GroupIde
                 f"the local attention of {layers[0]} restarts every {window} tokens, inside blocks "
                 f"of {spec.block_size}: {_INSTEAD} set --block-size to a divisor of {window}"
             )
-    item = torch.empty((), dtype=spec.dtype).element_size()
+    heads, content, page = _page_shape(vllm_config, part, draft)
     return GroupIdentity(
         kind=kind,
         window=window,
         layers=tuple(layers),
-        heads=_total_heads(vllm_config, layers[0], spec),
-        content=spec.state_content_size_bytes // item,
+        heads=heads,
+        content=content,
         block_size=spec.block_size,
+        page=page,
     )
+
+
+def _page_shape(
+    vllm_config: "VllmConfig", part: LayerPart, draft: Draft | None
+) -> tuple[int, int, int | None]:
+    """Return heads over all ranks, elements per head and token, and bytes of a page that cannot be
+    divided by token."""
+    spec = part.spec
+    assert isinstance(spec, AttentionSpec)
+    item = torch.empty((), dtype=spec.dtype).element_size()
+    model_heads = _model_heads(vllm_config, part, draft)
+    if part.page is None:
+        heads = _total_heads(vllm_config, part.layers[0], spec, model_heads)
+        return heads, spec.state_content_size_bytes // item, None
+    if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
+        return 1, part.page, part.page
+    if part.draft:
+        here = max(1, model_heads // vllm_config.parallel_config.tensor_parallel_size)
+        return model_heads, part.page // (here * spec.block_size * item), None
+    raise ConfigError(
+        f"objkv does not support the KV cache of {part.layers[0]}, because layers of its group "
+        f"have other heads: {_INSTEAD} use ObjKVTier"
+    )
+
+
+def _model_heads(vllm_config: "VllmConfig", part: LayerPart, draft: Draft | None) -> int:
+    if part.draft:
+        assert draft is not None
+        return draft.heads
+    return int(vllm_config.model_config.get_total_num_kv_heads())
 
 
 def read_chunk_tokens(wish: int, groups: "Sequence[GroupIdentity]") -> int:
@@ -340,15 +449,17 @@ def _state(vllm_config: "VllmConfig", layers: list[str], spec: MambaSpec) -> Gro
     )
 
 
-def _total_heads(vllm_config: "VllmConfig", layer: str, spec: Any) -> int:
+def _total_heads(vllm_config: "VllmConfig", layer: str, spec: Any, model_heads: int) -> int:
+    """Return a layer's KV heads over all ranks. ``model_heads``: those of most layers."""
     if isinstance(spec, MLAAttentionSpec):
         return 1
-    total = int(vllm_config.model_config.get_total_num_kv_heads())
     tp_size = vllm_config.parallel_config.tensor_parallel_size
     heads = int(spec.num_kv_heads)
-    if heads * tp_size == total or (heads == 1 and tp_size > total):
-        return total
+    if heads > 1 or tp_size == 1:  # only single heads are on several ranks
+        return int(heads * tp_size)
+    if model_heads <= tp_size:
+        return int(model_heads)
     raise ConfigError(
-        f"objkv does not support the layout of {layer}, {heads} of {total} KV heads on each of "
-        f"{tp_size} ranks: {_INSTEAD} set tensor_parallel_size to 1"
+        f"objkv does not support the layout of {layer}, {heads} of {model_heads} KV heads on each "
+        f"of {tp_size} ranks: {_INSTEAD} set tensor_parallel_size to 1"
     )

@@ -8,6 +8,8 @@ import hashlib
 import json
 import logging
 import platform
+from collections.abc import Sequence
+from dataclasses import replace
 from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +18,20 @@ import torch
 from vllm.platforms import current_platform
 
 from objkv.config import Config
-from objkv.connector.model.groups import Geometry, read_chunk_tokens, read_group, whole_groups
+from objkv.connector.model.drafts import Draft, has_draft_kv, read_draft
+from objkv.connector.model.groups import (
+    DraftGroups,
+    Geometry,
+    PipelineStages,
+    read_chunk_tokens,
+    read_group,
+    whole_groups,
+)
 from objkv.connector.model.media import encoder_settings, kv_dtype_name, scales_follow_media
+from objkv.connector.model.parts import LayerPart, read_parts
 from objkv.connector.model.weights import local_folder, model_digest
 from objkv.errors import ConfigError
-from objkv.keys.identity import Identity, sealed_extra
+from objkv.keys.identity import GroupIdentity, Identity, sealed_extra
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -64,8 +75,13 @@ def read_geometry(
     """Read the geometry of the model. Raises ``ConfigError``, which names the fix, for unsupported
     configurations."""
     _refuse_unsupported(vllm_config)
-    whole, stages = whole_groups(vllm_config, kv_cache_config.kv_cache_groups)
-    groups = tuple(read_group(vllm_config, group) for group in whole)
+    _refuse_host(kv_cache_config)
+    draft = _read_draft(vllm_config, config)
+    parts = read_parts(kv_cache_config, draft.has if draft else lambda _: False)
+    stages: PipelineStages = ()
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        parts, stages = _whole_parts(vllm_config, kv_cache_config, parts)
+    groups = tuple(read_group(vllm_config, part, draft) for part in parts)
     return Geometry(
         groups=groups,
         chunk_tokens=read_chunk_tokens(config.chunk_tokens, groups),
@@ -73,7 +89,70 @@ def read_geometry(
         tp_size=vllm_config.parallel_config.tensor_parallel_size,
         stages=stages,
         canonical=not current_platform.is_cpu(),
+        tables=tuple(part.table for part in parts),
+        table_count=len(kv_cache_config.kv_cache_groups),
+        drafted=None if draft is None else _draft_groups(draft, parts, groups),
     )
+
+
+def _read_draft(vllm_config: "VllmConfig", config: Config) -> Draft | None:
+    if not has_draft_kv(vllm_config):
+        return None
+    model = vllm_config.speculative_config.draft_model_config
+    folder = local_folder(model.model, model.revision)
+    if vllm_config.load_config.load_format == "dummy":
+        weights = f"dummy:seed={model.seed}"
+    elif (digest := None if folder is None else model_digest(folder, config)) is not None:
+        weights = digest
+    elif model.revision is not None:
+        weights = f"revision:{model.revision}"
+    else:
+        raise ConfigError(
+            f"objkv cannot identify the weights of the draft {model.model!r}, because it cannot "
+            "read them here: serve it from a local folder, or set its 'revision'"
+        )
+    return read_draft(vllm_config, weights)
+
+
+def _draft_groups(
+    draft: Draft, parts: Sequence[LayerPart], groups: tuple[GroupIdentity, ...]
+) -> DraftGroups:
+    own = [group for part, group in zip(parts, groups, strict=True) if part.draft]
+    if not own or len(own) == len(groups):
+        raise ConfigError(
+            f"objkv cannot tell the layers of the draft ({draft.method}) from the target's: "
+            f"{_INSTEAD} use ObjKVTier"
+        )
+    size = min(group.block_size for group in own)
+    if draft.lags and draft.tokens >= size:
+        raise ConfigError(
+            f"objkv does not support {draft.tokens} speculative tokens in blocks of {size}: "
+            f"{_INSTEAD} set fewer, or a larger --block-size"
+        )
+    return DraftGroups(len(own), draft.number(own), draft.lags)
+
+
+def _whole_parts(
+    vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", parts: Sequence[LayerPart]
+) -> "tuple[list[LayerPart], PipelineStages]":
+    """Return the parts with the layers of all pipeline stages."""
+    if len(parts) != len(kv_cache_config.kv_cache_groups) or any(part.page for part in parts):
+        raise ConfigError(
+            "objkv does not support pipeline parallelism for caches of several shapes in one "
+            f"group: {_INSTEAD} set pipeline_parallel_size to 1, or use ObjKVTier"
+        )
+    whole, stages = whole_groups(vllm_config, kv_cache_config.kv_cache_groups)
+    layers = [tuple(group.layer_names) for group in whole]
+    return [replace(part, layers=own) for part, own in zip(parts, layers, strict=True)], stages
+
+
+def _refuse_host(kv_cache_config: "KVCacheConfig") -> None:
+    for group in kv_cache_config.kv_cache_groups:
+        if getattr(group, "host_resident", False):
+            raise ConfigError(
+                f"objkv does not support the KV cache of {group.layer_names[0]}, which vLLM keeps "
+                f"in host memory: {_INSTEAD} turn hisparse off"
+            )
 
 
 def read_identity(vllm_config: "VllmConfig", geometry: Geometry, config: Config) -> Identity:
@@ -159,7 +238,7 @@ def safe_load_mode(vllm_config: "VllmConfig", geometry: Geometry, config: Config
     if block ids could belong to several groups. Source: vLLM 0.31-0.33, ``update_from_output`` and
     ``_handle_invalid_blocks`` in ``v1/core/sched/scheduler.py``.
     """
-    several = len(geometry.groups) > 1
+    several = geometry.several_tables
     if config.load_mode == "async" or (vllm_config.max_concurrent_batches == 1 and not several):
         return config
     logger.warning(
@@ -220,12 +299,6 @@ def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
         raise ConfigError(
             "objkv cannot share KV if each replica calculates its own scales: "
             f"{_INSTEAD} turn calculate_kv_scales off"
-        )
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method not in ("ngram", "suffix"):
-        raise ConfigError(
-            f"objkv does not support speculative decoding with {speculative.method!r} yet: "
-            f"{_INSTEAD} use 'ngram', which stores no KV"
         )
 
 

@@ -304,7 +304,9 @@ def headroom(
     limits = SimpleNamespace(max_num_batched_tokens=TOKENS_MAX, max_num_seqs=REQUESTS_MAX)
     speculative = ahead and SimpleNamespace(num_speculative_tokens=ahead)
     of_vllm = SimpleNamespace(scheduler_config=limits, speculative_config=speculative)
-    caches = SimpleNamespace(**({} if zeroes is None else {"needs_kv_cache_zeroing": zeroes}))
+    own = [SimpleNamespace(kv_cache_spec=group) for group in geometry.groups]
+    zeroing = {} if zeroes is None else {"needs_kv_cache_zeroing": zeroes}
+    caches = SimpleNamespace(kv_cache_groups=own, **zeroing)
     pool = SimpleNamespace(get_num_free_blocks=lambda: free)
     manager = None if free is None else SimpleNamespace(block_pool=pool)
     return BlockHeadroom(cast("Any", of_vllm), cast("Any", caches), geometry, lambda: manager)

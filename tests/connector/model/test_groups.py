@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -10,16 +10,16 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
-    KVCacheGroupSpec,
+    HiddenStateCacheSpec,
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
     RSWASpec,
-    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
 from objkv.connector.model.groups import Geometry, read_chunk_tokens, read_group
+from objkv.connector.model.parts import LayerPart
 from objkv.errors import ConfigError
 from objkv.keys.identity import GroupIdentity
 
@@ -52,7 +52,7 @@ def config(*, tp_size: int = 2, **cache: Any) -> Any:
 
 
 def read(spec: KVCacheSpec, **more: Any) -> GroupIdentity:
-    return read_group(config(**more), KVCacheGroupSpec(["a", "b"], spec))
+    return read_group(config(**more), LayerPart(0, ("a", "b"), spec))
 
 
 @pytest.mark.parametrize(
@@ -98,11 +98,10 @@ def test_each_rank_holds_its_own_state() -> None:
         (STATE, {"use_replayssm": True}, "use_replayssm off"),
         (STATE, {"use_kda_recoverssm": True}, "use_kda_recoverssm off"),
         (RSWASpec(**PLAIN, rswa_window=64), {}, "RSWASpec"),
-        (SlidingWindowMLASpec(**PLAIN, sliding_window=64), {}, "SlidingWindowMLASpec"),
-        (MLAAttentionSpec(**PLAIN, tokens_per_state=4), {}, "several tokens"),
+        (HiddenStateCacheSpec(**PLAIN), {}, "HiddenStateCacheSpec"),
         (FullAttentionSpec(**PLAIN, non_causal=True), {}, "later tokens"),
         (ChunkedLocalAttentionSpec(**PLAIN, attention_chunk_size=100), {}, "divisor of 100"),
-        (FullAttentionSpec(**(PLAIN | {"num_kv_heads": 3})), {}, "set tensor_parallel_size"),
+        (FullAttentionSpec(**(PLAIN | {"num_kv_heads": 1})), {}, "set tensor_parallel_size"),
     ],
     ids=str,
 )
@@ -113,10 +112,10 @@ def test_what_is_refused_says_what_to_do(
         read(spec, **cache)
 
 
-def test_blocks_that_live_on_the_host_are_refused() -> None:
-    group = cast("Any", KVCacheGroupSpec(["a"], FullAttentionSpec(**PLAIN), host_resident=True))
-    with pytest.raises(ConfigError, match="FullAttentionSpec"):
-        read_group(config(), group)
+def test_layers_may_have_other_heads_than_most() -> None:
+    six = FullAttentionSpec(**(PLAIN | {"num_kv_heads": 3}))
+    assert read(six).heads == 6
+    assert read(FullAttentionSpec(**(PLAIN | {"num_kv_heads": 1})), tp_size=1).heads == 1
 
 
 def test_chunks_of_a_model_with_states_are_as_small_as_its_blocks_allow() -> None:

@@ -1,0 +1,60 @@
+"""Prefixes whose draft KV is missing on this replica, because a load found only the target's.
+
+Replicas without the draft store the target's layers alone. A replica with the draft loads these,
+and zeroes the draft's blocks. The output does not change, because the target decides on every
+proposed token. But what the draft computes afterwards depends on those zeros, also in requests that
+find the blocks in vLLM's own prefix cache. None of it may be stored, or every replica would load
+it.
+"""
+
+from collections import OrderedDict
+
+from objkv.connector.kv.planning import BlockTable
+from objkv.connector.kv.requests import TrackedRequest
+from objkv.connector.model.groups import Geometry
+from objkv.transfer.plan import Blank
+
+_GAPS_MAX = 65_536
+"""Gaps to remember, 100 bytes each. vLLM has long evicted the blocks of older ones."""
+
+
+class DraftGaps:
+    """Decides whether a request's draft KV may be stored. For the scheduler's thread only."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self._chunk_tokens = geometry.chunk_tokens
+        self._gaps: OrderedDict[bytes, None] = OrderedDict()
+        """Hashes of prefixes, in chunks. After each of them the draft's KV may be missing."""
+
+    def lost(self, tracked: TrackedRequest, end: int) -> None:
+        """Record a load without the draft's KV of tokens from ``end`` on."""
+        assert tracked.hashes is not None
+        tracked.draft_complete = False
+        prefix = tracked.hashes.chain.parent(end // self._chunk_tokens)
+        self._gaps[prefix] = None
+        self._gaps.move_to_end(prefix)
+        while len(self._gaps) > _GAPS_MAX:
+            self._gaps.popitem(last=False)
+
+    def is_complete(self, tracked: TrackedRequest) -> bool:
+        """Whether the draft's KV of the request depends on no gap. The hashes of its chunks must be
+        computed up to the first one to save."""
+        if tracked.draft_complete is None:
+            assert tracked.hashes is not None
+            chain, local = tracked.hashes.chain, tracked.local
+            chunks = range(-(-local // self._chunk_tokens) if self._gaps else 0)
+            tracked.draft_complete = not any(chain.parent(chunk) in self._gaps for chunk in chunks)
+        return tracked.draft_complete
+
+
+def draft_blanks(
+    geometry: Geometry, blocks: BlockTable, span: tuple[int, int]
+) -> tuple[Blank, ...]:
+    """Return the draft's blocks of tokens ``[start, end)``, which must be zeroed."""
+    found = []
+    for group in range(geometry.target_count, len(geometry.groups)):
+        size = geometry.groups[group].block_size
+        ids = blocks[geometry.table(group)][span[0] // size : span[1] // size]
+        if held := tuple(block for block in ids if block):
+            found.append(Blank(geometry.number(group), held))
+    return tuple(found)
