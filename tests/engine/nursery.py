@@ -93,7 +93,14 @@ def _preload() -> None:
     import vllm.lora.request
     from vllm import LLM
 
+    # vLLM starts a process of 10 s to look at each class of model, so that CUDA is not initialised.
+    # There is none here, and the replica imports the class anyway.
+    from vllm.model_executor.models import registry
+
     import objkv.connector  # noqa: F401
+
+    assert hasattr(registry, "_run_in_subprocess")
+    registry._run_in_subprocess = lambda look: look()
 
     assert LLM
     assert vllm.lora.request
