@@ -139,9 +139,12 @@ class Geometry:
         """Whether any group drops tokens.
 
         Then a match ends at a chunk's end, leaves a token to compute, and fails as a whole: the
-        tokens kept for its end cannot be used for another end.
+        tokens kept for its end cannot be used for another end. The same is true if vLLM has groups
+        that are not stored, such as the ring of tokens that are still to be compressed: it is empty
+        at the end of a block, but not one token earlier.
         """
-        return not all(keeps_all(group) for group in self.groups)
+        left_out = self.table_count > len(set(self.tables))
+        return left_out or not all(keeps_all(group) for group in self.groups)
 
     def topology(self, group: int) -> Topology:
         """Return the distribution of a group over the ranks."""

@@ -19,9 +19,6 @@ from typing import Any
 
 import torch
 
-from objkv.cache.match import needed_from
-from objkv.keys.identity import GroupIdentity
-
 _MODEL = Path(__file__).parents[3] / ".cache" / "models" / "notes"
 _HEADS = 4
 _PATIENCE_S = 120.0
@@ -32,12 +29,61 @@ class Layout:
     """A model's groups, each of one layer, and how vLLM is run."""
 
     kinds: tuple[tuple[str, int], ...]
-    """Per group its kind, and its window in tokens; 0 where it has none."""
+    """Per group its kind, and its window in tokens; 0 where it has none. Of ``compressed`` and
+    ``ring`` the second is the number of tokens that are compressed into one state."""
     block_sizes: tuple[int, ...]
     chunk_tokens: int = 8
     num_blocks: int = 64
     step_tokens: int = 32
     retention: int | None = 0
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's cache."""
+
+    name: str
+    table: int
+    """Number of its group."""
+    kind: str
+    window: int
+    block_size: int
+    words: int
+    """Numbers per token or state, at most 4."""
+
+    @property
+    def ratio(self) -> int:
+        """Tokens per state."""
+        return self.window if self.kind == "compressed" else 1
+
+    def needed(self, end: int) -> range:
+        """The tokens, or the last tokens of states, that are read to continue after ``end``."""
+        match self.kind:
+            case "compressed":
+                return range(self.window - 1, end, self.window)
+            case "ring":
+                return range(end // self.window * self.window, end)
+            case "sliding_window" | "window_mla" | "replayed":
+                return range(max(0, end - (self.window - 1)), end)
+            case "chunked_local":
+                return range(end // self.window * self.window, end)
+        return range(end)
+
+    def place(self, table: Sequence[int], token: int) -> tuple[int, int]:
+        """Block and slot of a token, or of the state that it completes."""
+        at = 0 if self.kind == "ring" else token // self.block_size
+        return table[at], token % self.block_size // self.ratio
+
+
+def layers_of(layout: Layout) -> list[Layer]:
+    """The layers of a model: one per group, or two of different widths."""
+    layers = []
+    for i, ((kind, window), size) in enumerate(zip(layout.kinds, layout.block_sizes, strict=True)):
+        widths = (4, 2) if kind in ("sparse", "compressed") else (4,)
+        for j, words in enumerate(widths):
+            name = f"layer.{'x' * i}{'.index' * j}"
+            layers.append(Layer(name, i, kind, window, size, words))
+    return layers
 
 
 @dataclass
@@ -48,6 +94,8 @@ class _Running:
     blocks: list[list[int]]
     computed: int
     state_at: int | None = None
+    since: int = 0
+    """Tokens that were computed when vLLM admitted it."""
 
 
 @dataclass
@@ -77,7 +125,10 @@ class Engine:
 
     def __init__(self, layout: Layout, folder: Path, **settings: Any) -> None:
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-        from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+        from vllm.v1.core.kv_cache_utils import (
+            generate_scheduler_kv_cache_config,
+            resolve_kv_cache_block_sizes,
+        )
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.structured_output import StructuredOutputManager
 
@@ -93,14 +144,14 @@ class Engine:
         self.worker.register_kv_caches(self.caches)
         self.scheduler: Any = Scheduler(
             vllm_config=self._config,
-            kv_cache_config=self._kv,
+            kv_cache_config=generate_scheduler_kv_cache_config([self._kv]),
             structured_output_manager=StructuredOutputManager(self._config),
             block_size=sizes[0],
             hash_block_size=sizes[1],
             log_stats=True,
         )
         self._sizes = sizes
-        self._groups = self.worker._geometry.groups
+        self._layers = layers_of(layout)
         self._running: dict[str, _Running] = {}
         self._count = 0
 
@@ -211,12 +262,14 @@ class Engine:
                 list(new.prompt_token_ids),
                 [list(ids) for ids in new.block_ids],
                 new.num_computed_tokens,
+                since=new.num_computed_tokens,
             )
         cached = output.scheduled_cached_reqs
         for i, name in enumerate(cached.req_ids):
             one, ids = self._running[name], cached.new_block_ids[i]
             one.computed = cached.num_computed_tokens[i]
             if name in cached.resumed_req_ids:
+                one.since = one.computed
                 one.blocks = [list(group) for group in ids]
                 one.state_at = None
             elif ids is not None:
@@ -229,11 +282,12 @@ class Engine:
             self._copy_states(self._running[name], count)
         for name in scheduled:
             self._look_at_states(name)
+            self._look(name, rings=True)  # the step's own tokens overwrite them
         # A layer writes the KV of all requests before any attends: they may share blocks at once.
         for name, count in scheduled.items():
             self._write(self._running[name], count)
         for name in scheduled:
-            self._look(name)
+            self._look(name, rings=False)
         sampled = {}
         for name, count in scheduled.items():
             one = self._running[name]
@@ -245,128 +299,170 @@ class Engine:
 
     def _copy_states(self, one: _Running, count: int) -> None:
         """``preprocess_mamba`` in ``v1/worker/mamba_utils.py``, without speculation."""
-        for g, group in enumerate(self._groups):
-            if group.kind != "mamba":
+        for layer in self._layers:
+            if layer.kind != "mamba":
                 continue
             before = one.state_at
             if before is None:
-                before = (one.computed - 1) // group.block_size
-            now = -(-(one.computed + count) // group.block_size) - 1
+                before = (one.computed - 1) // layer.block_size
+            now = -(-(one.computed + count) // layer.block_size) - 1
             if before not in (-1, now):
-                cache = self.caches[group.layers[0]]
-                cache[one.blocks[g][now]] = cache[one.blocks[g][before]]
-        sizes = [group.block_size for group in self._groups if group.kind == "mamba"]
+                cache, table = self.caches[layer.name], one.blocks[layer.table]
+                cache[table[now]] = cache[table[before]]
+        sizes = [layer.block_size for layer in self._layers if layer.kind == "mamba"]
         if sizes:
             one.state_at = -(-(one.computed + count) // sizes[0]) - 1
 
     def _look_at_states(self, name: str) -> None:
         """That each state the next tokens go on from is that of the tokens before."""
         one = self._running[name]
-        for g, group in enumerate(self._groups):
-            if group.kind == "mamba" and one.computed:
+        for layer in self._layers:
+            if layer.kind == "mamba" and one.computed:
                 assert one.state_at is not None
-                place = one.blocks[g][one.state_at]
+                place = one.blocks[layer.table][one.state_at]
                 assert place != 0, (name, "a state in the null block")
-                state = self.caches[group.layers[0]][place].flatten().contiguous()
+                state = self.caches[layer.name][place].flatten().contiguous()
                 expected = digest(one.tokens[: one.computed])
-                assert state.numpy().tobytes() == expected, (name, g, one.computed)
+                assert state.numpy().tobytes() == expected, (name, layer, one.computed)
 
-    def _look(self, name: str) -> None:
+    def _look(self, name: str, *, rings: bool) -> None:
         """That everything the next tokens read is what was computed for it, by whomever."""
         one = self._running[name]
-        for g, group in enumerate(self._groups):
-            cache = self.caches[group.layers[0]]
-            if group.kind == "mamba":
+        for layer in self._layers:
+            cache, table = self.caches[layer.name], one.blocks[layer.table]
+            if layer.kind == "mamba" or (layer.kind == "ring") != rings:
                 continue
-            for token in range(needed_from(group, one.computed), one.computed):
-                place = one.blocks[g][token // group.block_size]
-                assert place != 0, (name, g, token, "in the null block")
-                found = cache[place, :, token % group.block_size].flatten()
-                expected = self._content(group, one.tokens, token)
-                assert torch.equal(found, expected), (name, g, token, one.computed)
+            for token in layer.needed(one.computed):
+                if layer.kind == "replayed" and token < one.since:
+                    continue  # vLLM computes this window anew, with less of what came before
+                place, slot = layer.place(table, token)
+                assert place != 0, (name, layer, token, "in the null block")
+                found = cache[place, :, slot].flatten()
+                expected = self._content(layer, one.tokens, token)
+                assert torch.equal(found, expected), (name, layer, token, one.computed)
 
     def _write(self, one: _Running, count: int) -> None:
         end = one.computed + count
-        for g, group in enumerate(self._groups):
-            cache, table = self.caches[group.layers[0]], one.blocks[g]
-            if group.kind == "mamba":
+        for layer in self._layers:
+            cache, table = self.caches[layer.name], one.blocks[layer.table]
+            if layer.kind == "mamba":
                 state = torch.frombuffer(bytearray(digest(one.tokens[:end])), dtype=torch.int8)
-                cache[table[(end - 1) // group.block_size]] = state
+                cache[table[(end - 1) // layer.block_size]] = state
                 continue
             for token in range(one.computed, end):
-                if (block := table[token // group.block_size]) != 0:
-                    content = self._content(group, one.tokens, token).reshape(cache.shape[1], -1)
-                    cache[block, :, token % group.block_size] = content
+                if (token + 1) % layer.ratio:
+                    continue  # its state is not complete
+                block, slot = layer.place(table, token)
+                if block != 0:
+                    content = self._content(layer, one.tokens, token).reshape(cache.shape[1], -1)
+                    cache[block, :, slot] = content
 
-    def _content(self, group: GroupIdentity, tokens: Sequence[int], token: int) -> torch.Tensor:
-        """The KV of one token."""
+    def _content(self, layer: Layer, tokens: Sequence[int], token: int) -> torch.Tensor:
+        """The KV of one token, or the state that it completes."""
         before = int.from_bytes(digest(tokens[:token])[:2], "big")
-        values = [tokens[token], token, before, len(group.layers[0])]
-        return torch.tensor(values, dtype=torch.float32)
+        values = [before, 100 * token + len(layer.name), tokens[token], layer.words]
+        return torch.tensor(values[: layer.words], dtype=torch.float32)
 
 
 def _caches(layout: Layout, kv: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Views of one storage, ``[num_blocks, page]``: a block belongs to one group at a time."""
-    specs = [group.kv_cache_spec for group in kv.kv_cache_groups]
-    page = max(spec.page_size_bytes for spec in specs)
+    """Views of one storage, ``[num_blocks, page]``: a block belongs to one group at a time, which
+    has the pages of its layers side by side."""
+    (page,) = {tensor.block_stride for tensor in kv.kv_cache_tensors}
     generator = torch.Generator().manual_seed(1)
     storage = torch.randint(
         1, 100, (layout.num_blocks, page), generator=generator, dtype=torch.int8
     )
+    specs = _specs(layout)
     caches = {}
-    for group, spec in zip(kv.kv_cache_groups, specs, strict=True):
-        (name,) = group.layer_names
+    for tensor in kv.kv_cache_tensors:
+        (name,) = tensor.layers
+        spec, start = specs[name], tensor.offset
         if not hasattr(spec, "dtype"):
-            size = spec.state_content_size_bytes
-            caches[name] = storage.as_strided((layout.num_blocks, 1, 1, size), (page, 1, 1, 1))
+            shape, strides = (
+                (layout.num_blocks, 1, 1, spec.state_content_size_bytes),
+                (page, 1, 1, 1),
+            )
+            caches[name] = storage.as_strided(shape, strides, start)
             continue
         heads, content = spec.num_heads, spec.state_content_size_bytes // 4
-        shape = (layout.num_blocks, heads, spec.block_size, content)
-        strides = (page // 4, spec.block_size * content, content, 1)
-        caches[name] = storage.view(torch.float32).as_strided(shape, strides)
+        shape = (layout.num_blocks, heads, spec.num_states, content)
+        strides = (page // 4, spec.num_states * content, content, 1)
+        caches[name] = storage.view(torch.float32).as_strided(shape, strides, start // 4)
     return caches, storage
+
+
+def _specs(layout: Layout) -> dict[str, Any]:
+    """vLLM's spec of each layer."""
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        CircularBufferSpec,
+        FullAttentionSpec,
+        MambaSpec,
+        MLAAttentionSpec,
+        SlidingWindowMLASpec,
+        SlidingWindowSpec,
+    )
+
+    page = _page_bytes(layout)
+    specs: dict[str, Any] = {}
+    for layer in layers_of(layout):
+        plain: dict[str, Any] = {"head_size_v": 0, "dtype": torch.float32}
+        plain["block_size"] = size = layer.block_size
+        heads = plain | {"head_size": 1, "num_kv_heads": _HEADS, "page_size_padded": page}
+        latent = plain | {"head_size": layer.words, "num_kv_heads": 1}
+        match layer.kind:
+            case "full":
+                spec: Any = FullAttentionSpec(**heads)
+            case "mla":
+                spec = MLAAttentionSpec(**latent, page_size_padded=page)
+            case "sparse" | "compressed":
+                spec = MLAAttentionSpec(**latent, tokens_per_state=layer.ratio)
+            case "sliding_window":
+                spec = SlidingWindowSpec(sliding_window=layer.window, **heads)
+            case "window_mla" | "replayed":
+                replay = layer.kind == "replayed"
+                spec = SlidingWindowMLASpec(
+                    sliding_window=layer.window, bounded_replay=replay, **latent
+                )
+            case "chunked_local":
+                spec = ChunkedLocalAttentionSpec(attention_chunk_size=layer.window, **heads)
+            case "ring":
+                spec = CircularBufferSpec(**latent)
+            case _:
+                form = ((4,),), (torch.float32,)
+                spec = MambaSpec(size, *form, page_size_padded=page, mamba_cache_mode="align")
+        specs[layer.name] = spec
+    return specs
+
+
+def _page_bytes(layout: Layout) -> int:
+    """Bytes of a block of all layers of the largest group, and some more."""
+    return 24 * max(layout.block_sizes) + 32
 
 
 def _kv_cache_config(layout: Layout) -> Any:
     from vllm.v1.kv_cache_interface import (
-        ChunkedLocalAttentionSpec,
-        FullAttentionSpec,
         KVCacheConfig,
         KVCacheGroupSpec,
-        MambaSpec,
-        MLAAttentionSpec,
-        SlidingWindowSpec,
+        KVCacheTensor,
+        UniformTypeKVCacheSpecs,
     )
 
-    page = 16 * max(layout.block_sizes) + 32
-    plain: dict[str, Any] = {"head_size": 1, "head_size_v": 0, "dtype": torch.float32}
-    groups = []
-    for i, ((kind, window), size) in enumerate(zip(layout.kinds, layout.block_sizes, strict=True)):
-        attention = plain | {"block_size": size, "page_size_padded": page}
-        spec: Any
-        match kind:
-            case "full":
-                spec = FullAttentionSpec(num_kv_heads=_HEADS, **attention)
-            case "mla":
-                spec = MLAAttentionSpec(num_kv_heads=1, **(attention | {"head_size": 4}))
-            case "sliding_window":
-                spec = SlidingWindowSpec(num_kv_heads=_HEADS, sliding_window=window, **attention)
-            case "chunked_local":
-                spec = ChunkedLocalAttentionSpec(
-                    num_kv_heads=_HEADS, attention_chunk_size=window, **attention
-                )
-            case _:
-                spec = MambaSpec(
-                    size,
-                    ((4,),),
-                    (torch.float32,),
-                    page_size_padded=page,
-                    mamba_cache_mode="align",
-                )
-        groups.append(KVCacheGroupSpec([f"layer.{'x' * i}"], spec))
+    page, specs = _page_bytes(layout), _specs(layout)
+    groups, tensors = [], []
+    for table in range(len(layout.kinds)):
+        names = [layer.name for layer in layers_of(layout) if layer.table == table]
+        own = {name: specs[name] for name in names}
+        spec = own[names[0]] if len(own) == 1 else UniformTypeKVCacheSpecs.from_specs(own)
+        groups.append(KVCacheGroupSpec(names, spec))
+        offset = 0
+        for name in names:
+            nbytes = own[name].page_size_bytes
+            tensors.append(KVCacheTensor(page * layout.num_blocks, [name], nbytes, page, offset))
+            offset += nbytes
     return KVCacheConfig(
         num_blocks=layout.num_blocks,
-        kv_cache_tensors=[],
+        kv_cache_tensors=tensors,
         kv_cache_groups=groups,
         prefix_cache_retention_interval=layout.retention,
     )

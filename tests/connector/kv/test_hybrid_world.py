@@ -25,6 +25,7 @@ from tests.connector.kv.hybrid_engine import Answer, Engine, Layout, next_token
 
 PROMPT_MAX, NEW_TOKENS = 60, 5
 KINDS = ("full", "mla", "mamba", "sliding_window", "chunked_local")
+LATENT_KINDS = ("mla", "sparse", "window_mla", "compressed", "ring")
 MIXES = (
     Layout((("full", 0),), (4,)),
     Layout((("mla", 0),), (4,)),
@@ -38,6 +39,11 @@ MIXES = (
     Layout((("full", 0), ("mamba", 0), ("mamba", 0)), (4, 4, 4)),
     Layout((("full", 0), ("mamba", 0), ("sliding_window", 9)), (4, 8, 2)),
     Layout((("mla", 0), ("mamba", 0)), (8, 8)),
+    Layout((("sparse", 0),), (4,)),
+    Layout((("window_mla", 9), ("sparse", 0)), (4, 8)),
+    Layout((("window_mla", 8), ("compressed", 4), ("window_mla", 8)), (4, 8, 2)),
+    Layout((("compressed", 4), ("ring", 4)), (8, 8)),
+    Layout((("replayed", 8), ("compressed", 4), ("ring", 4)), (4, 8, 8)),
 )
 
 
@@ -94,7 +100,8 @@ def best_end(engine: Engine, folder: Path, prompt: Sequence[int]) -> int:
         ]
 
     ends = range(0, len(prompt), size)
-    if not any(group.kind in ("sliding_window", "chunked_local", "mamba") for group in identities):
+    forgetful = {"sliding_window", "window_mla", "chunked_local", "mamba", "ring"}
+    if not forgetful & {kind for kind, _ in engine.layout.kinds}:
         ends = range(0, len(prompt) + 1, size)
     return max(
         end
@@ -107,21 +114,31 @@ def best_end(engine: Engine, folder: Path, prompt: Sequence[int]) -> int:
 def layouts(draw: st.DrawFn) -> Layout:
     """Mixes that vLLM takes: with chunked local attention all blocks are of one size, which divides
     its chunks."""
-    names = draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=4))
+    known = draw(st.sampled_from((KINDS, LATENT_KINDS)))
+    names = draw(st.lists(st.sampled_from(known), min_size=1, max_size=4))
     if set(names) == {"chunked_local"}:
         names.append("full")
+    if "ring" in names and "compressed" not in names:
+        names.insert(0, "compressed")
     one = draw(st.sampled_from((2, 4, 8)))
+    ratio = draw(st.sampled_from((2, 4)))
 
     def window(name: str) -> int:
         if name == "chunked_local":
             return one * draw(st.integers(1, 32 // one))
-        return draw(st.integers(2, 30)) if name == "sliding_window" else 0
+        if name in ("compressed", "ring"):
+            return ratio
+        return draw(st.integers(2, 30)) if name in ("sliding_window", "window_mla") else 0
 
     kinds = tuple((name, window(name)) for name in names)
     mixed = "chunked_local" not in names and draw(st.booleans())
-    sizes = tuple(
-        draw(st.sampled_from((2, 4, 8))) if mixed and name != "mamba" else one for name in names
-    )
+
+    def size(name: str) -> int:
+        if name in ("compressed", "ring"):  # whole states per block, and room for more than one
+            return 8
+        return draw(st.sampled_from((2, 4, 8))) if mixed and name != "mamba" else one
+
+    sizes = tuple(size(name) for name in names)
     longest = PROMPT_MAX + NEW_TOKENS
     need = 1 + sum(-(-longest // size) + 3 for size in sizes)
     retention = draw(st.sampled_from((None, 0, 2 * lcm(*sizes))))
