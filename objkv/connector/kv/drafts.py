@@ -1,4 +1,4 @@
-"""Prefixes whose draft KV is missing on this replica, because a load found only the target's.
+"""Matches of replicas with a draft, and prefixes whose draft KV is missing.
 
 Replicas without the draft store the target's layers alone. A replica with the draft loads these,
 and zeroes the draft's blocks. The output does not change, because the target decides on every
@@ -8,10 +8,15 @@ it.
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
+from objkv.cache.match import usable_chunks
+from objkv.connector.kv.coverage import Coverage
 from objkv.connector.kv.planning import BlockTable
 from objkv.connector.kv.requests import TrackedRequest
 from objkv.connector.model.groups import Geometry
+from objkv.index.base import Shards
+from objkv.keys.identity import GroupIdentity
 from objkv.transfer.plan import Blank
 
 _GAPS_MAX = 65_536
@@ -45,6 +50,48 @@ class DraftGaps:
             chunks = range(-(-local // self._chunk_tokens) if self._gaps else 0)
             tracked.draft_complete = not any(chain.parent(chunk) in self._gaps for chunk in chunks)
         return tracked.draft_complete
+
+
+def matched_end(geometry: Geometry, coverage: Coverage, records: Sequence[Shards | None]) -> int:
+    """Return how many leading tokens the replica can load, whether or not the draft's KV is stored
+    too.
+
+    A draft that needs the next token has no KV for the last block of a match, so the match ends
+    before it, as in vLLM's own prefix cache; or one chunk earlier, if a window's payloads do not
+    reach so far back.
+    """
+
+    def is_readable(shards: Shards, group: int, _identity: GroupIdentity) -> bool:
+        return coverage.is_readable(shards, group)
+
+    size, lag = geometry.chunk_tokens, geometry.lag
+    groups = geometry.groups[: geometry.target_count]
+    end = usable_chunks(records, groups, size, is_readable, lag) * size - lag
+    if lag and geometry.windowed:
+        whole = usable_chunks(records, groups, size, is_readable)
+        before = usable_chunks(records[: max(0, whole - 1)], groups, size, is_readable)
+        end = max(end, before * size)
+    return max(0, end)
+
+
+def stored_draft_end(
+    geometry: Geometry,
+    coverage: Coverage,
+    records: Sequence[Shards | None],
+    span: tuple[int, int],
+) -> int:
+    """Return the end of those tokens of ``[start, end)`` whose draft KV is stored without a gap."""
+    drafts = range(geometry.target_count, len(geometry.groups))
+    if not drafts:
+        return span[1]
+    size, lag = geometry.chunk_tokens, geometry.lag
+    first = (span[0] + lag) // size
+    end = first * size
+    for shards in records[first : -(-(span[1] + lag) // size)]:
+        if shards is None or not all(coverage.is_readable(shards, g) for g in drafts):
+            break
+        end += size
+    return min(span[1], max(span[0], end - lag))
 
 
 def draft_blanks(

@@ -14,11 +14,10 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from objkv.cache.lookup import LookupService, Records
-from objkv.cache.match import usable_chunks
 from objkv.cache.switch import AdmissionSwitch
 from objkv.config import Config
 from objkv.connector.guard import guarded
-from objkv.connector.kv.drafts import DraftGaps, draft_blanks
+from objkv.connector.kv.drafts import DraftGaps, draft_blanks, matched_end, stored_draft_end
 from objkv.connector.kv.events import NoEvents
 from objkv.connector.kv.loads import ReliedLoads
 from objkv.connector.kv.metadata import StepPlan, StepReport
@@ -30,7 +29,7 @@ from objkv.connector.kv.timing import Timing
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import Shards
 from objkv.index.near import NearIndex
-from objkv.keys.identity import GroupIdentity, Identity
+from objkv.keys.identity import Identity
 from objkv.telemetry import Recorder
 from objkv.tracing import Tracing
 from objkv.transfer.plan import LoadPlan, SavePlan
@@ -288,7 +287,7 @@ class SchedulerSide:
         assert usable is not None
         span = (usable.computed, usable.computed + tokens)
         tracked.accounted = span[1]
-        draft_end = self._draft_end(usable.records, span)
+        draft_end = stored_draft_end(self._geometry, self._requests.coverage, usable.records, span)
         chain, records = tracked.hashes.chain, usable.records
         moves = load_moves(self._geometry, chain, records, blocks, span, draft_end)
         plan = LoadPlan(
@@ -477,35 +476,7 @@ class SchedulerSide:
         return min(tokens, (num_tokens - 1) // step * step), True
 
     def _matched(self, records: Sequence[Shards | None]) -> int:
-        """Return how many leading tokens this replica can load, whether or not the draft's KV is
-        stored too. A draft that needs the next token has none for the last block of a match, so the
-        match ends before it, as in vLLM's own prefix cache."""
-        size, lag = self._geometry.chunk_tokens, self._geometry.lag
-        groups = self._geometry.groups[: self._geometry.target_count]
-        end = usable_chunks(records, groups, size, self._is_readable, lag) * size - lag
-        if lag and self._geometry.windowed:
-            whole = usable_chunks(records, groups, size, self._is_readable)
-            before = usable_chunks(records[: max(0, whole - 1)], groups, size, self._is_readable)
-            end = max(end, before * size)
-        return max(0, end)
-
-    def _is_readable(self, shards: Shards, group: int, _identity: GroupIdentity) -> bool:
-        return self._requests.coverage.is_readable(shards, group)
-
-    def _draft_end(self, records: Sequence[Shards | None], span: tuple[int, int]) -> int:
-        """Return the end of the loaded tokens whose draft is stored, without a gap."""
-        geometry = self._geometry
-        drafts = range(geometry.target_count, len(geometry.groups))
-        if not drafts:
-            return span[1]
-        size, lag, readable = geometry.chunk_tokens, geometry.lag, self._requests.coverage
-        first = (span[0] + lag) // size
-        end = first * size
-        for shards in records[first : -(-(span[1] + lag) // size)]:
-            if shards is None or not all(readable.is_readable(shards, g) for g in drafts):
-                break
-            end += size
-        return min(span[1], max(span[0], end - lag))
+        return matched_end(self._geometry, self._requests.coverage, records)
 
     def _loads_within_step(self, num_tokens: int, matched: int, computed: int) -> bool:
         """Whether to load within the step. In mode ``auto`` that needs at least as many tokens to

@@ -1,0 +1,244 @@
+"""Where matches end and what payloads hold for replicas with a draft, over random prompts.
+
+The draft's "KV" of a token names all tokens before it, and the next one if the draft continues
+hidden states. Chunks are stored once, by whichever replica comes first, so a reader gets payloads
+of prompts that go on differently.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from objkv.cache.match import ends_within, keeps_all, needed_from, stored_blocks, usable_chunks
+from objkv.connector.kv.coverage import Coverage
+from objkv.connector.kv.drafts import draft_blanks
+from objkv.connector.kv.planning import Computed, load_moves, save_moves
+from objkv.connector.kv.scheduler import matched_end, stored_draft_end
+from objkv.connector.model.groups import DraftGroups, Geometry
+from objkv.index.base import ShardRecord
+from objkv.keys.identity import GroupIdentity
+from objkv.keys.prefix import PrefixChain, PromptExtras
+
+BLOCK, CHUNK = 2, 8
+NUMBER = 70_000
+NAMESPACE = "0" * 32
+RECORD = ShardRecord(1, 1, "none", False, "", 0)
+WINDOWS = (3, 4, 5, 8, 9, 17)
+
+
+def group(window: int | None, name: str) -> GroupIdentity:
+    kind: Any = "full" if window is None else "sliding_window"
+    return GroupIdentity(kind, window, (name,), heads=1, content=1, block_size=BLOCK)
+
+
+def geometry(window: int | None, *, draft: bool, lags: bool = True) -> Geometry:
+    groups = [group(None, "full")]
+    tables = [0]
+    if window is not None:
+        groups.append(group(window, "window"))
+        tables.append(1)
+    drafted = None
+    if draft:
+        groups.append(group(None, "draft"))
+        tables.append(0)
+        drafted = DraftGroups(1, NUMBER, lags)
+    return Geometry(
+        tuple(groups),
+        CHUNK,
+        BLOCK,
+        tp_size=1,
+        tables=tuple(tables),
+        table_count=len(set(tables)),
+        drafted=drafted,
+    )
+
+
+def cell(shape: Geometry, g: int, tokens: list[int], at: int) -> tuple[Any, ...]:
+    """What a group's cache holds of one token."""
+    last = at + 2 if shape.is_draft(g) and shape.lag else at + 1
+    return (shape.groups[g].layers[0], *tokens[:last])
+
+
+@dataclass
+class Store:
+    """Payloads by prefix hash and group number: one list of cells per block."""
+
+    payloads: dict[tuple[bytes, int], list[list[Any]]] = field(default_factory=dict)
+
+    def records(self, chain: PrefixChain, shape: Geometry) -> list[Any]:
+        found: list[Any] = []
+        for chunk in range(len(chain)):
+            fields: dict[str, ShardRecord] = {}
+            for g in range(len(shape.groups)):
+                if (chain.hash(chunk), shape.number(g)) in self.payloads:
+                    fields |= dict.fromkeys(shape.fields(g), RECORD)
+            found.append(fields or None)
+        return found
+
+    def save(self, shape: Geometry, tokens: list[int]) -> None:
+        """As a replica that computed the whole prompt, whose next token is 99."""
+        chain = chained(tokens)
+        blocks = [list(range(1, len(tokens) // BLOCK + 1))] * shape.table_count
+        computed = Computed(tokens, blocks)
+        for save in save_moves(shape, chain, computed, range(len(chain)), keep_tokens=False):
+            move = save.move
+            g = shape.position(move.group)
+            assert g is not None
+            cells = [
+                [cell(shape, g, [*tokens, 99], at) for at in range((b - 1) * BLOCK, b * BLOCK)]
+                for b in move.block_ids
+            ]
+            self.payloads.setdefault((move.prefix_hash, move.group), cells)
+
+
+def chained(tokens: list[int]) -> PrefixChain:
+    chain = PrefixChain(NAMESPACE, CHUNK, PromptExtras(), digests=True)
+    chain.extend(tokens, len(tokens) // CHUNK * CHUNK)
+    return chain
+
+
+def load(store: Store, shape: Geometry, tokens: list[int], local: int) -> tuple[int, int]:
+    """Load what follows ``local`` tokens and check every cell. Returns the ends of the match and of
+    the draft's KV."""
+    chain = chained(tokens)
+    records = store.records(chain, shape)
+    coverage = Coverage(shape)
+    if shape.windowed:
+        records = records[: (len(tokens) - 1) // CHUNK]
+    end = min(matched_end(shape, coverage, records), len(tokens))
+    if end <= local:
+        return local, local
+    span = (local, end)
+    draft_end = stored_draft_end(shape, coverage, records, span)
+    count = -(-len(tokens) // BLOCK)
+    blocks = [[1000 * table + b + 1 for b in range(count)] for table in range(shape.table_count)]
+    for g, identity in enumerate(shape.groups):
+        if identity.kind == "sliding_window":  # vLLM gives these null blocks
+            for b in range(needed_from(identity, end) // BLOCK):
+                blocks[shape.table(g)][b] = 0
+    moves = load_moves(shape, chain, records, blocks, span, draft_end)
+    filled: dict[tuple[int, int], Any] = {}
+    for one in moves:
+        g = shape.position(one.move.group)
+        assert g is not None
+        payload = store.payloads[one.move.prefix_hash, one.move.group]
+        for i, block in enumerate(one.move.block_ids):
+            assert (g, block) not in filled
+            filled[g, block] = payload[one.move.first_block + i]
+    for blank in draft_blanks(shape, blocks, (draft_end, end)):
+        at = shape.position(blank.group)
+        assert at is not None
+        for block in blank.block_ids:
+            assert (at, block) not in filled
+            filled[at, block] = None
+    check(shape, tokens, span, draft_end, blocks, filled)
+    return end, draft_end
+
+
+def check(
+    shape: Geometry,
+    tokens: list[int],
+    span: tuple[int, int],
+    draft_end: int,
+    blocks: list[list[int]],
+    filled: dict[tuple[int, int], Any],
+) -> None:
+    for g, identity in enumerate(shape.groups):
+        table = blocks[shape.table(g)]
+        own = {b for b in range(len(table)) if (g, table[b]) in filled}
+        assert all(span[0] // BLOCK <= b < span[1] // BLOCK for b in own)
+        first = max(span[0], needed_from(identity, span[1])) // BLOCK
+        assert own >= set(range(first, span[1] // BLOCK))
+        for b in own:
+            cells = filled[g, table[b]]
+            if shape.is_draft(g) and b * BLOCK >= draft_end:
+                assert cells is None
+                continue
+            expected = [cell(shape, g, tokens, at) for at in range(b * BLOCK, (b + 1) * BLOCK)]
+            assert cells == expected
+
+
+token_lists = st.lists(st.integers(0, 1), min_size=1, max_size=5 * CHUNK + 3)
+windows = st.sampled_from((None, *WINDOWS))
+
+
+@given(
+    windows,
+    st.booleans(),
+    st.lists(st.tuples(token_lists, st.booleans()), max_size=4),
+    token_lists,
+    st.integers(0, 8),
+    st.booleans(),
+)
+def test_a_draft_gets_the_cells_that_it_would_compute(
+    window: int | None,
+    lags: bool,
+    written: list[tuple[list[int], bool]],
+    prompt: list[int],
+    local: int,
+    drafted: bool,
+) -> None:
+    store = Store()
+    for tokens, with_draft in written:
+        store.save(geometry(window, draft=with_draft, lags=lags), tokens)
+    shape = geometry(window, draft=drafted, lags=lags)
+    load(store, shape, prompt, min(local * BLOCK, len(prompt) // BLOCK * BLOCK))
+
+
+@pytest.mark.parametrize("window", [None, *WINDOWS])
+@pytest.mark.parametrize("length", range(CHUNK, 4 * CHUNK + 3))
+def test_a_match_is_as_long_as_without_a_draft_less_one_block(
+    window: int | None, length: int
+) -> None:
+    """Or one chunk, if the payloads of a window are shorter than that needs."""
+    tokens = [i % 7 for i in range(length)]
+    store, plain = Store(), geometry(window, draft=False)
+    shape = geometry(window, draft=True)
+    store.save(shape, tokens)
+    without, _ = load(store, plain, tokens, 0)
+    end, draft_end = load(store, shape, tokens, 0)
+    less = BLOCK
+    if window is not None and not ends_within(shape.groups[1], CHUNK, without - BLOCK):
+        less = CHUNK
+    assert (end, draft_end) == (max(0, without - less),) * 2
+    follows, _ = load(store, geometry(window, draft=False), tokens, 0)
+    assert follows == without
+
+
+def test_a_draft_of_its_own_loads_to_the_end() -> None:
+    tokens = list(range(3 * CHUNK))
+    store, shape = Store(), geometry(None, draft=True, lags=False)
+    store.save(shape, tokens)
+    assert load(store, shape, tokens, 0) == (3 * CHUNK, 3 * CHUNK)
+
+
+def test_a_draft_that_is_missing_from_some_chunk_on_is_blank_from_there() -> None:
+    tokens = list(range(4 * CHUNK))
+    store, shape = Store(), geometry(None, draft=True)
+    store.save(geometry(None, draft=False), tokens)
+    store.save(shape, tokens[: 2 * CHUNK])
+    assert load(store, shape, tokens, 0) == (4 * CHUNK - BLOCK, 2 * CHUNK - BLOCK)
+    assert load(store, shape, tokens, 3 * CHUNK) == (4 * CHUNK - BLOCK, 3 * CHUNK)
+
+
+@given(windows, st.integers(1, 6), st.integers(0, CHUNK // BLOCK - 1))
+def test_payloads_hold_every_end_that_is_said_to_be_within(
+    window: int | None, chunks: int, blocks: int
+) -> None:
+    identity = group(window, "any")
+    end = chunks * CHUNK - blocks * BLOCK
+    size = stored_blocks(identity, CHUNK) * BLOCK
+    held = {
+        at
+        for chunk in range(chunks)
+        for at in range((chunk + 1) * CHUNK - size, (chunk + 1) * CHUNK)
+    }
+    needed = range(needed_from(identity, end), end)
+    assert ends_within(identity, CHUNK, end) == (keeps_all(identity) or held.issuperset(needed))
+
+
+def test_a_match_without_records_is_empty() -> None:
+    assert usable_chunks([None], [group(None, "full")], CHUNK, lag=BLOCK) == 0
