@@ -161,31 +161,49 @@ def check(
             assert cells == expected
 
 
-token_lists = st.lists(st.integers(0, 1), min_size=1, max_size=5 * CHUNK + 3)
+LONGEST = 5 * CHUNK + 3
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> list[list[int]]:
+    """Prompts that begin alike, often up to the end of a chunk."""
+    known: list[list[int]] = [[]]
+    for value in range(draw(st.integers(1, 5))):
+        before = draw(st.sampled_from(known))
+        kept = draw(st.one_of(st.integers(0, 5).map(lambda n: n * CHUNK), st.integers(0, LONGEST)))
+        kept = min(kept, len(before))
+        length = draw(st.integers(max(1, kept), LONGEST))
+        known.append(before[:kept] + [value] * (length - kept))
+    return [*known[1:], draw(st.sampled_from(known[1:]))]
+
+
 windows = st.sampled_from((None, *WINDOWS))
 
 
 @given(
     windows,
     st.booleans(),
-    st.lists(st.tuples(token_lists, st.booleans()), max_size=4),
-    token_lists,
+    prompts(),
+    st.one_of(st.just([True] * 5), st.lists(st.booleans(), min_size=5, max_size=5)),
     st.integers(0, 8),
-    st.booleans(),
+    st.sampled_from((True, True, True, False)),
 )
 def test_a_draft_gets_the_cells_that_it_would_compute(
     window: int | None,
     lags: bool,
-    written: list[tuple[list[int], bool]],
-    prompt: list[int],
+    asked: list[list[int]],
+    with_draft: list[bool],
     local: int,
     drafted: bool,
 ) -> None:
     store = Store()
-    for tokens, with_draft in written:
-        store.save(geometry(window, draft=with_draft, lags=lags), tokens)
+    *written, prompt = asked
+    for tokens, draft in zip(written, with_draft, strict=False):
+        store.save(geometry(window, draft=draft, lags=lags), tokens)
     shape = geometry(window, draft=drafted, lags=lags)
-    load(store, shape, prompt, min(local * BLOCK, len(prompt) // BLOCK * BLOCK))
+    end, draft_end = load(store, shape, prompt, min(local, len(prompt) // BLOCK) * BLOCK)
+    if all(with_draft):
+        assert draft_end == end
 
 
 @pytest.mark.parametrize("window", [None, *WINDOWS])
@@ -213,6 +231,24 @@ def test_a_draft_of_its_own_loads_to_the_end() -> None:
     store, shape = Store(), geometry(None, draft=True, lags=False)
     store.save(shape, tokens)
     assert load(store, shape, tokens, 0) == (3 * CHUNK, 3 * CHUNK)
+
+
+@pytest.mark.parametrize("shared", range(CHUNK, 3 * CHUNK + 1))
+def test_payloads_of_a_prompt_that_goes_on_differently_fit(shared: int) -> None:
+    one = [0] * 5 * CHUNK
+    other = [0] * shared + [1] * (5 * CHUNK - shared)
+    store, shape = Store(), geometry(None, draft=True)
+    store.save(shape, one)
+    store.save(shape, other)
+    assert load(store, shape, other, 0) == (5 * CHUNK - BLOCK,) * 2
+
+
+@pytest.mark.parametrize("local", range(0, 4 * CHUNK, BLOCK))
+def test_what_vllm_has_does_not_matter_to_the_rest(local: int) -> None:
+    tokens = list(range(4 * CHUNK))
+    store, shape = Store(), geometry(None, draft=True)
+    store.save(shape, tokens)
+    assert load(store, shape, tokens, local) == (max(local, 4 * CHUNK - BLOCK),) * 2
 
 
 def test_a_draft_that_is_missing_from_some_chunk_on_is_blank_from_there() -> None:
