@@ -29,8 +29,8 @@ from objkv.cache.match import stored_blocks
 from objkv.config import Config
 from objkv.connector.guard import guarded
 from objkv.connector.kv.metadata import StepPlan, StepReport, StoredShard
+from objkv.connector.kv.request_limits import Locality
 from objkv.connector.kv.requests import TrackedRequest
-from objkv.connector.kv.wishes import Locality
 from objkv.connector.model.groups import Geometry
 from objkv.connector.wiring import locality
 from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex

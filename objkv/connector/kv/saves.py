@@ -193,7 +193,7 @@ class SavePlanner:
         # and speculation, tokens of earlier steps may be rejected as well.
         with_decode = self._config.save_decode
         known = len(request.all_token_ids) if with_decode else request.num_prompt_tokens
-        if (most := tracked.wishes.save_tokens_max) is not None:
+        if (most := tracked.limits.save_tokens_max) is not None:
             known = min(known, most)
         chunks: list[int] = []
         again = frozenset(tracked.again)

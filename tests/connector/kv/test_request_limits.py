@@ -11,35 +11,35 @@ from hypothesis import strategies as st
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as vllms
 from vllm.v1.kv_offload import base
 
+from objkv.connector.kv.request_limits import NO_LIMITS, LimitReader, RequestLimits
 from objkv.connector.kv.scheduler import SchedulerSide
-from objkv.connector.kv.wishes import NO_WISHES, Wishes, WishReader
 from objkv.index.memory import MemoryIndex
 from objkv.telemetry import MemoryRecorder
-from tests.support.servers.redis import wait_until
+from tests.support.paged_cache import wait_until
 from tests.support.sides import SIZE, publish_prompt, request, scheduler_side, step
 
 
-def read(params: Any, recorder: MemoryRecorder | None = None, **more: Any) -> Wishes:
+def read(params: Any, recorder: MemoryRecorder | None = None, **more: Any) -> RequestLimits:
     request = cast("Any", SimpleNamespace(kv_transfer_params=params, **more))
-    return WishReader("REMOTE", recorder or MemoryRecorder()).read(request)
+    return LimitReader("REMOTE", recorder or MemoryRecorder()).read(request)
 
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}, "text", 7])
-def test_a_request_without_wishes_has_none(params: Any) -> None:
-    assert read(params) is NO_WISHES
+def test_a_request_without_limits_has_none(params: Any) -> None:
+    assert read(params) is NO_LIMITS
 
 
 @pytest.mark.parametrize("value", [True, -1, 1.5, "5", [5], {}])
 @pytest.mark.parametrize("name", ["max_load_tokens", "max_offload_tokens"])
 def test_an_invalid_number_is_ignored_and_counted(name: str, value: Any) -> None:
     recorder = MemoryRecorder()
-    assert read({name: value}, recorder) == NO_WISHES
-    assert recorder.drain() == {"wishes_ignored": 1}
+    assert read({name: value}, recorder) == NO_LIMITS
+    assert recorder.drain() == {"limits_ignored": 1}
 
 
 def test_numbers_limit_loads_and_saves() -> None:
     asked = {"max_load_tokens": 0, "max_offload_tokens": 512}
-    assert read(asked) == Wishes(load_tokens_max=0, save_tokens_max=512)
+    assert read(asked) == RequestLimits(load_tokens_max=0, save_tokens_max=512)
 
 
 words = st.sampled_from(("STORAGE", "storage", "CPU", "GPU", "LOCAL", "REMOTE", "remote", 5, None))
@@ -85,7 +85,9 @@ def side(stored: int) -> Iterator[SchedulerSide]:
     ],
     ids=str,
 )
-def test_no_more_is_loaded_than_wished(asked: dict[str, Any], computed: int, loaded: int) -> None:
+def test_no_more_is_loaded_than_is_allowed(
+    asked: dict[str, Any], computed: int, loaded: int
+) -> None:
     with side(3) as one:
         prompt = request(3 * SIZE + 2, kv_transfer_params=asked)
         one.track(prompt)
@@ -98,7 +100,7 @@ def test_no_more_is_loaded_than_wished(asked: dict[str, Any], computed: int, loa
     [({}, 3), ({"max_offload_tokens": 2 * SIZE + 1}, 2), ({"max_offload_tokens": 0}, 0)],
     ids=str,
 )
-def test_no_more_is_saved_than_wished(asked: dict[str, Any], saved: int) -> None:
+def test_no_more_is_saved_than_is_allowed(asked: dict[str, Any], saved: int) -> None:
     with side(0) as one:
         prompt = request(3 * SIZE, kv_transfer_params=asked)
         one.track(prompt)

@@ -1,4 +1,4 @@
-"""What a request's sender asked about its transfers: limits, tiers, and hints of an orchestrator.
+"""Limits of a request's transfers, set by its sender: tokens, tiers, and hints of an orchestrator.
 
 The names and meanings are those of vLLM's own ``OffloadingConnector``, so a router can send the
 same parameters whatever stores the KV. Values of another type are ignored. Source: vLLM 0.33,
@@ -23,8 +23,8 @@ _LOADS, _SAVES, _TIERS = "max_load_tokens", "max_offload_tokens", "kv_load_tiers
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """The wishes of one request."""
+class RequestLimits:
+    """The limits of one request."""
 
     load_tokens_max: int | None = None
     """Most tokens to load beyond those that vLLM has. None: any number."""
@@ -34,11 +34,11 @@ class Wishes:
     """Whether the shared store is among the tiers to load from."""
 
 
-NO_WISHES = Wishes()
+NO_LIMITS = RequestLimits()
 
 
-class WishReader:
-    """Reads the wishes of requests. For the scheduler's thread only. Never raises."""
+class LimitReader:
+    """Reads the limits of requests. For the scheduler's thread only. Never raises."""
 
     def __init__(self, locality: Locality, recorder: Recorder) -> None:
         """``locality``: of the bulk store, as seen from this replica."""
@@ -46,14 +46,14 @@ class WishReader:
         self._recorder = recorder
         self._logged = set[str]()
 
-    def read(self, request: "Request") -> Wishes:
-        """Return the wishes of a request."""
+    def read(self, request: "Request") -> RequestLimits:
+        """Return the limits of a request."""
         if hints := getattr(request, "kv_hints", None):
             self._count_hints(hints)
         params = getattr(request, "kv_transfer_params", None)
         if not isinstance(params, Mapping) or not {_LOADS, _SAVES, _TIERS} & params.keys():
-            return NO_WISHES
-        return Wishes(
+            return NO_LIMITS
+        return RequestLimits(
             self._number(params, _LOADS), self._number(params, _SAVES), self._allows(params)
         )
 
@@ -98,7 +98,7 @@ class WishReader:
             self._recorder.count("hints_unused", len(actions))
 
     def _ignore(self, name: str, reason: str) -> None:
-        self._recorder.count("wishes_ignored")
+        self._recorder.count("limits_ignored")
         if name not in self._logged:
             self._logged.add(name)
             logger.warning("transfer parameter ignored name=%s reason=%s", name, reason)
