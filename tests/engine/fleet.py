@@ -209,7 +209,9 @@ def end_loads(_llm: Any) -> None:
 def update_weights(llm: Any) -> int:
     """Give every layer other key and value weights, as a training job between two of its steps.
     Runs in the replica; returns how many workers did."""
-    return len(llm.collective_rpc("reload_weights", kwargs={"weights_iterator": _other_weights(llm)}))
+    return len(
+        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": _other_weights(llm)})
+    )
 
 
 def _other_weights(llm: Any) -> list[tuple[str, Any]]:

@@ -4,7 +4,7 @@ with the tokens of a replica without a connector."""
 from pathlib import Path
 
 from tests.engine.cache import Values, scenario
-from tests.engine.fleet import SharedStore, asked, one_by_one
+from tests.engine.fleet import SharedStore, asked
 from tests.engine.harness import run_replica, run_replicas
 from tests.engine.job import Call, Generate, Job, ResetPrefixCache, Settle, Step, Touch
 from tests.engine.prompts import prompt_of

@@ -12,7 +12,9 @@ from objkv.errors import StoreError
 from objkv.telemetry import Recorder
 
 _SAVES_AT_ONCE = 4
-"""Chunks that one thread saves one after another, after a single lookup for all of them."""
+"""Most chunks that one thread saves one after another, after a single lookup for all of them."""
+_TEARDOWN_S = 1.0
+"""Time that vLLM keeps for its own end when it ends a process."""
 
 
 class TierStore:
@@ -61,6 +63,12 @@ class TierStore:
         """End all jobs. None of them touches vLLM's memory afterwards."""
         self.loads.give_up()
         self.saves.give_up()
+
+    def finish(self, grace_s: float) -> None:
+        """Save queued chunks within ``drain_deadline_ms``, then drop the rest. For each step of an
+        engine that vLLM kills ``grace_s`` after the first one."""
+        drain_s = self._config.drain_deadline_ms / 1000
+        self.saves.finish(max(0.0, min(drain_s, grace_s - _TEARDOWN_S)))
 
     def close(self) -> None:
         """Save queued chunks within ``drain_deadline_ms``, then stop. Idempotent."""
