@@ -219,7 +219,7 @@ class ObjKVTier(SecondaryTierManager):
         vLLM goes on stepping until all are done or it is killed."""
         self._store.lookups.flush()
         if self._engine is not None and self._engine.ends:
-            self._store.finish(self._engine.grace_s)
+            self._store.finish(self._engine.grace_s, idle=self.namespace.idle)
 
     # Jobs.
 

@@ -1,5 +1,7 @@
 """The parts of a secondary tier below vLLM's interface: stores, lookups, jobs, vLLM's memory."""
 
+from time import monotonic
+
 import numpy as np
 
 from objkv.cache.lookup import LookupLimits
@@ -13,8 +15,8 @@ from objkv.telemetry import Recorder
 
 _SAVES_AT_ONCE = 4
 """Most chunks that one thread saves one after another, after a single lookup for all of them."""
-_TEARDOWN_S = 1.0
-"""Time that vLLM keeps for its own end when it ends a process."""
+_MARGIN_S = 0.5
+"""How long before vLLM kills the process saves are dropped and logged."""
 
 
 class TierStore:
@@ -38,6 +40,7 @@ class TierStore:
         """
         self._config, self._form = config, form
         self._memory, self._recorder = memory, recorder
+        self._kill_at: float | None = None
         self._backends = open_checked_backends(config, recorder)
         self.bulk, self._index = self._backends.bulk, self._backends.index
         writer = writer_name(self)
@@ -64,11 +67,15 @@ class TierStore:
         self.loads.give_up()
         self.saves.give_up()
 
-    def finish(self, grace_s: float) -> None:
+    def finish(self, grace_s: float, *, idle: bool) -> None:
         """Save queued chunks within ``drain_deadline_ms``, then drop the rest. For each step of an
-        engine that vLLM kills ``grace_s`` after the first one."""
-        drain_s = self._config.drain_deadline_ms / 1000
-        self.saves.finish(max(0.0, min(drain_s, grace_s - _TEARDOWN_S)))
+        engine that vLLM kills ``grace_s`` after the first one. ``idle``: no request is left."""
+        now, drain_s = monotonic(), self._config.drain_deadline_ms / 1000
+        if self._kill_at is None:
+            self._kill_at = now + grace_s
+        left_s = max(0.0, self._kill_at - _MARGIN_S - now)
+        if idle or left_s <= drain_s:
+            self.saves.finish(min(drain_s, left_s))
 
     def close(self) -> None:
         """Save queued chunks within ``drain_deadline_ms``, then stop. Idempotent."""

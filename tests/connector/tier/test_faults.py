@@ -251,17 +251,20 @@ class Core(EngineCoreProc):
         return self.offloading
 
 
-@pytest.mark.parametrize(("timeout_s", "drain_ms"), [(1, 60_000), (600, 1)])
+@pytest.mark.parametrize(("timeout_s", "drain_ms", "ended"), [(1, 60_000, False), (600, 1, True)])
 def test_an_engine_that_ends_drops_saves_before_vllm_kills_it_and_logs_how_many(
-    world: World, timeout_s: int, drain_ms: int, caplog: pytest.LogCaptureFixture
+    world: World, timeout_s: int, drain_ms: int, ended: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     seen = {"shutdown_timeout": timeout_s}
     core = Core(world, tier={"drain_deadline_ms": drain_ms}, engine=seen)
     world.bulks[0].hold(world.gate)
     engine = core.offloading
-    engine.compute(engine.begin(), {offload_key(n): row(n) for n in range(4)})
+    request = engine.begin()
+    engine.compute(request, {offload_key(n): row(n) for n in range(4)})
     engine.end_step()
     assert engine.manager.has_pending_work()
+    if ended:
+        engine.end(request)
     assert core.terminate() is engine
     engine.settle()  # although the store does not answer
     assert "saves to finish before vLLM ends chunks=4" in caplog.text
