@@ -7,6 +7,7 @@ must have, and maps them to the rank's pages. A payload that differs from its la
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import gcd
 from threading import Lock
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from objkv.codec.payload import LayerSpec, check_layers, payload_bytes_max
 from objkv.keys.topology import Part, Shard, TokenPart, cover
 from objkv.transfer.lanes import ARRAY_WORDS, Lane, PagedLayers, Recast
-from objkv.transfer.paging import PagedGroup
+from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, Kind, LoadMove, LoadPlan
 
 _KEPT_MAX = 1024
@@ -135,7 +136,9 @@ class PayloadLayouts:
         key = (group, load.part)
         source = self._others.get(key)
         if source is None:
-            source = PayloadLayout(self._groups[group], load.part, _size(self._groups[group]))
+            paged = self._groups[group]
+            tokens = _payload_tokens(paged, load.part.source)
+            source = PayloadLayout(paged, load.part, gcd(tokens, _size(paged)))
             with self._making:
                 while len(self._others) >= _KEPT_MAX:
                     del self._others[next(iter(self._others))]
@@ -175,9 +178,12 @@ class PayloadLayouts:
 
     def _cover(self, group: int, held: Iterable[str]) -> tuple[Part | None, ...]:
         own, whole = self._own[group].shard, _whole(self._groups[group])
-        found = shards_within(whole, group, held)
-        if not self._groups[group].shape.divisible:
-            found = (shard for shard in found if shard.tokens == own.tokens)
+        shape = self._groups[group].shape
+        found = [
+            shard
+            for shard in shards_within(whole, group, held)
+            if shard.tokens == own.tokens or _is_dealt(shape, shard.tokens)
+        ]
         parts = cover(own, found)
         if parts is None or parts == (Part(own, own),):
             return (None,)  # without a cover, loading the rank's own shard fails as a ghost
@@ -222,6 +228,19 @@ def _selection(own: TokenPart, source: TokenPart) -> tuple[slice, tuple[int, int
     return slice(None), ((own.rank - source.rank) // source.size, step)
 
 
+def _is_dealt(shape: GroupShape, source: TokenPart) -> bool:
+    """Whether tokens of another division fill the same slots of every block of the rank."""
+    ranks = max(1, source.size // shape.rank_shard.shard.tokens.size)
+    return shape.divisible and shape.block_size % ranks == 0
+
+
+def _payload_tokens(group: PagedGroup, shard: Shard) -> int:
+    """Return how many tokens a payload of any shard of the group has."""
+    shape = group.shape
+    own = shape.rank_shard.shard.tokens
+    return shape.blocks * shape.block_size * own.size // shard.tokens.size
+
+
 def _own(group: PagedGroup) -> Part:
     shard = group.shape.rank_shard.shard
     return Part(shard, shard)
@@ -241,9 +260,8 @@ def _specs(group: PagedGroup, shard: Shard, block_size: int) -> tuple[LayerSpec,
     first layer, because all layers of a group are alike."""
     shape, like = group.shape, group.layers[0]
     names = (shape.model_layers or shape.layers)[shard.layer_start : shard.layer_end]
-    own = shape.rank_shard.shard.tokens
-    tokens = shape.blocks * shape.block_size * own.size // shard.tokens.size
-    heads, blocks = shard.head_end - shard.head_start, tokens // block_size
+    heads = shard.head_end - shard.head_start
+    blocks = _payload_tokens(group, shard) // block_size
     pages = (blocks, heads, block_size, like.shape[3])
     # This rank does not know the scales of other ranks' layers, and reads nothing of those layers.
     scales = {layer.name: layer.scales for layer in group.layers}

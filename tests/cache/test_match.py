@@ -51,6 +51,15 @@ def test_shards_of_several_ranks_cover_a_group_together() -> None:
     assert not covered(shards("1.L0-2_H0-4"), 0, FULL)
 
 
+def test_with_dcp_all_ranks_of_one_division_are_needed() -> None:
+    parts = [f"0.L0-2_H0-4_T{rank}of4" for rank in range(4)]
+    assert covered(shards(*parts), 0, FULL)
+    assert not covered(shards(*parts[:3]), 0, FULL)
+    assert not covered(shards(*parts[:3], "0.L0-2_H0-4_T1of2"), 0, FULL)
+    assert not covered(shards(*parts[:3], "0.L0-2_H0-4_T3of4i2"), 0, FULL)
+    assert covered(shards("0.L0-2_H0-4", *parts[:3]), 0, FULL)
+
+
 def test_a_field_of_another_form_is_ignored() -> None:
     assert not covered(shards("0.whatever", "rubbish"), 0, FULL)
 

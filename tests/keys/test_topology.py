@@ -4,10 +4,11 @@ from collections import Counter
 from itertools import pairwise, permutations
 from random import Random
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from objkv.keys.topology import Part, Shard, cover
+from objkv.keys.topology import Part, Shard, TokenPart, Topology, cover
 
 LAYERS, HEADS = 6, 6
 
@@ -125,3 +126,60 @@ def test_a_grid_of_any_shape_covers_a_shard_of_any_other() -> None:
             parts = cover(need, held)
             assert parts is not None
             assert len(parts) == sum(bool(cells(need) & cells(source)) for source in held)
+
+
+divisions = st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4, 8])).map(
+    lambda pair: (pair[0] * pair[1], pair[1])
+)
+"""TP size and DCP size, of a model with one head."""
+
+
+def tokens_of(part: TokenPart, tokens: int = 64) -> set[int]:
+    return {t for t in range(tokens) if t // part.interleave % part.size == part.rank}
+
+
+@given(divisions, st.sampled_from([1, 2, 4]), st.integers(1, 3), st.binary(min_size=1, max_size=1))
+def test_with_dcp_the_writers_save_every_token_of_every_layer_once(
+    division: tuple[int, int], interleave: int, stages: int, prefix_hash: bytes
+) -> None:
+    tp_size, dcp_size = division
+    topology = Topology(tp_size, 1, (2,) * stages, 16, dcp_size, interleave if dcp_size > 1 else 1)
+    counted = Counter(
+        (layer, token)
+        for rank in topology.writers(prefix_hash)
+        if (share := topology.held(rank)) is not None
+        for layer in range(share.shard.layer_start, share.shard.layer_end)
+        for token in tokens_of(share.shard.tokens)
+    )
+    assert counted == Counter({(layer, t): 1 for layer in range(2 * stages) for t in range(64)})
+
+
+@given(divisions, divisions)
+def test_with_dcp_a_cover_has_all_tokens_of_the_need(
+    one: tuple[int, int], other: tuple[int, int]
+) -> None:
+    writer, reader = (Topology(tp, 1, (2,), 16, dcp) for tp, dcp in (one, other))
+    held = [share.shard for rank in range(writer.size) if (share := writer.held(rank))]
+    for rank in range(reader.size):
+        share = reader.held(rank)
+        assert share is not None
+        parts = cover(share.shard, held)
+        assert parts is not None
+        found = set().union(*(tokens_of(part.source.tokens) for part in parts))
+        assert found >= tokens_of(share.shard.tokens)
+        missing = [shard for shard in held if shard.tokens != parts[0].source.tokens]
+        assert cover(share.shard, missing) is None
+
+
+def test_names_of_parts_of_the_tokens_are_read_in_one_form_only() -> None:
+    for text in ("L0-2_H0-1_T0of2", "L0-2_H0-1_T3of4i16"):
+        assert str(Shard.parse(text)) == text
+    assert str(Shard(0, 2, 0, 1)) == "L0-2_H0-1"
+    for text in ("_T2of2", "_T0of1", "_T0of2i1", "_T0of2i0", "_T00of2", "_T0of", "_T0", "_Tof2"):
+        with pytest.raises(ValueError, match="L0-2_H0-1"):
+            Shard.parse(f"L0-2_H0-1{text}")
+
+
+def test_ranks_with_other_heads_cannot_divide_tokens() -> None:
+    with pytest.raises(ValueError, match="divisor of 2"):
+        Topology(8, 4, (2,), 16, 4)

@@ -18,7 +18,7 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.encoder import EncoderIdentity
 from objkv.keys.identity import FIRST_DRAFT_GROUP, GroupIdentity, Identity, identity_path
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
-from objkv.keys.topology import Shard
+from objkv.keys.topology import Shard, TokenPart
 from objkv.ops.backends_view import (
     HANDOFF_LAYOUT,
     NamespacePart,
@@ -365,6 +365,14 @@ def test_pages_of_any_block_size_fit_where_replicas_deal_tokens_anew() -> None:
     opaque = replace(identity, page_layout="opaque:x86")
     with pytest.raises(PayloadError):
         check_fits(payload(opaque, (2, 2, 8, 8)), opaque)
+
+
+def test_with_dcp_a_payload_has_its_share_of_the_tokens() -> None:
+    identity = one_group(replace(FULL, block_size=1))
+    half = replace(WHOLE, tokens=TokenPart(1, 2))
+    check_fits(payload(identity, (1, 2, 8, 8), shard=half), identity)
+    with pytest.raises(PayloadError, match="not BF16 1x2x8x8"):
+        check_fits(payload(identity, (2, 2, 8, 8), shard=half), identity)
 
 
 def test_a_window_has_only_the_blocks_that_some_end_needs() -> None:

@@ -22,6 +22,7 @@ from objkv.index.shapes import FIELDS_MAX
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import FIRST_DRAFT_GROUP, GroupIdentity, Identity, identity_path
 from objkv.keys.prefix import root_hash
+from objkv.keys.topology import Shard
 from objkv.ops.backends_view import (
     CHUNKS_AT_ONCE,
     HANDOFF_LAYOUT,
@@ -94,7 +95,7 @@ def check_fits(header: Header, identity: Identity) -> None:
     dtype = found[0].dtype
     if group.page is None and dtype not in _dtypes(identity, group):
         raise PayloadError(f"its pages are {dtype}, but the KV cache is {identity.kv_dtype}")
-    pages = _pages(identity, group, shard.head_end - shard.head_start, found[0].shape)
+    pages = _pages(identity, group, shard, found[0].shape)
     if pages is None:
         raise PayloadError(f"group {number} has no payloads in chunks of this length")
     is_plain = group.kind == "mamba" or dtype in _PLAIN.values()
@@ -128,7 +129,7 @@ def _dtypes(identity: Identity, group: GroupIdentity) -> set[str]:
 
 
 def _pages(
-    identity: Identity, group: GroupIdentity, heads: int, found: tuple[int, ...]
+    identity: Identity, group: GroupIdentity, shard: Shard, found: tuple[int, ...]
 ) -> tuple[int, ...] | None:
     """Return the shape of a layer's pages: blocks, heads, tokens per block, content.
 
@@ -136,6 +137,7 @@ def _pages(
     any if tokens are stored one by one, and only replicas know how a page is divided that holds
     other things than tokens.
     """
+    heads, tokens = shard.head_end - shard.head_start, identity.chunk_tokens // shard.tokens.size
     blocks, size = stored_blocks(group, identity.chunk_tokens), group.block_size
     if not blocks:
         return None
@@ -145,8 +147,8 @@ def _pages(
         return blocks, heads, *found[2:]
     found_size = found[2]
     is_divisible = identity.page_layout == "canonical" and keeps_all(group) and size == 1
-    if is_divisible and identity.chunk_tokens % found_size == 0:
-        blocks, size = identity.chunk_tokens // found_size, found_size
+    if is_divisible and tokens % found_size == 0:
+        blocks, size = tokens // found_size, found_size
     return blocks, heads, size, group.content
 
 

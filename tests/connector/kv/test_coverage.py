@@ -1,5 +1,7 @@
 """What a replica can be served from, of what replicas of any shape saved."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +23,9 @@ def geometry(tp: int, pp: int = 1, groups: int = 1) -> Geometry:
 
 def coverage(tp: int, pp: int = 1, groups: int = 1) -> Coverage:
     return Coverage(geometry(tp, pp, groups), is_mixed=lambda: True)
+
+
+RECORD = ShardRecord(100, 100, "none", False, "0" * 32, 1)
 
 
 def stored(tp: int, pp: int = 1, groups: int = 1, nbytes: int = 100) -> dict[str, ShardRecord]:
@@ -45,6 +50,38 @@ def test_a_chunk_is_complete_exactly_when_every_head_of_every_layer_is_stored(
     kept = data.draw(st.sets(st.sampled_from(sorted(shards))))
     some = {field: shards[field] for field in kept}
     assert coverage(*reader).is_complete(some) == (len(some) == len(shards))
+
+
+ONE_HEAD = GroupIdentity("mla", None, ("l0", "l1"), heads=1, content=8, block_size=32)
+divisions = st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (8, 2), (8, 8)])
+"""TP size and DCP size."""
+
+
+def dealt(tp_size: int, dcp_size: int, *, canonical: bool = True) -> Geometry:
+    group = replace(ONE_HEAD, block_size=16 * dcp_size)
+    sizes = {"chunk_tokens": 128, "block_tokens": 16 * dcp_size, "tp_size": tp_size}
+    return Geometry((group,), **sizes, canonical=canonical, dcp_size=dcp_size)
+
+
+@given(divisions, divisions, st.data())
+def test_with_dcp_a_chunk_is_readable_exactly_when_all_its_tokens_are(
+    reader: tuple[int, int], writer: tuple[int, int], data: st.DataObject
+) -> None:
+    one = Coverage(dealt(*reader), is_mixed=lambda: True)
+    shards = dict.fromkeys(sorted(dealt(*writer).all_fields()), RECORD)
+    kept = data.draw(st.sets(st.sampled_from(sorted(shards))))
+    some = {field: shards[field] for field in kept}
+    assert one.is_readable(some, 0) == one.is_complete(some) == (len(some) == len(shards))
+    if some == shards:
+        ranks = min(writer[1], max(1, writer[1] // reader[1]))
+        assert len(one.fetched_fields(some)) == ranks
+
+
+def test_pages_that_are_not_canonical_are_readable_with_the_same_dcp_size_only() -> None:
+    for size, readable in ((2, True), (4, False), (1, False)):
+        one = Coverage(dealt(4, 2, canonical=False), is_mixed=lambda: True)
+        shards = dict.fromkeys(dealt(4, size).all_fields(), RECORD)
+        assert one.is_readable(shards, 0) is readable
 
 
 def test_of_several_groups_one_may_be_readable_alone() -> None:

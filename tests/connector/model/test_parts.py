@@ -1,6 +1,7 @@
 """Groups of several cache shapes, as vLLM itself makes and lays them out for a scheduler and its
 workers: both read the same groups."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -41,7 +42,10 @@ def names(suffix: str = "self_attn.attn", *, first: int = 0, count: int = LAYERS
 def vllm_config(draft: Any = None, **parallel: int) -> Any:
     """Enough of vLLM's configuration for its grouping and for objkv's reading."""
     plain = _vllm_config()
-    sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "world_size": 1} | parallel
+    sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "world_size": 1}
+    sizes["decode_context_parallel_size"] = parallel.pop("dcp_size", 1)
+    sizes["prefill_context_parallel_size"] = parallel.pop("pcp_size", 1)
+    sizes |= parallel
     model = SimpleNamespace(
         dtype=torch.bfloat16,
         get_total_num_kv_heads=lambda: HEADS,
@@ -61,8 +65,6 @@ def vllm_config(draft: Any = None, **parallel: int) -> Any:
         attention_config=SimpleNamespace(hisparse_config=None),
         parallel_config=SimpleNamespace(
             **sizes,
-            decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
             distributed_executor_backend="uni",
         ),
         scheduler_config=plain.scheduler_config,
@@ -131,8 +133,6 @@ def test_latents_and_indexer_are_two_groups_with_one_block_table() -> None:
 
 
 def test_layers_without_an_indexer_of_their_own_are_read_as_well() -> None:
-    from dataclasses import replace
-
     specs = sparse()
     first = names(count=1)[0]
     specs[first] = replace(cast("Any", specs[first]), is_index_group_leader=True)
@@ -305,6 +305,36 @@ def test_layers_of_one_group_with_other_heads_are_refused() -> None:
     specs = dict.fromkeys(names(count=2), FULL) | dict.fromkeys(names(first=2, count=2), fewer)
     with pytest.raises(ConfigError, match="other heads"):
         both(cast("Any", specs))
+
+
+@pytest.mark.parametrize("dcp_size", [2, 4])
+def test_dcp_divides_tokens_and_leaves_the_identity_as_it_is(dcp_size: int) -> None:
+    latents = MLAAttentionSpec(block_size=16, head_size=576, **LATENT)
+    specs = cast("Any", dict.fromkeys(names(), latents))
+    plain, read = both(specs), both(specs, tensor_parallel_size=4, dcp_size=dcp_size)
+    assert [group.block_size for group in read.groups] == [16 * dcp_size]
+    assert read.block_tokens == 16 * dcp_size
+    canonical = [replace(one, canonical=True, chunk_tokens=64) for one in (plain, read)]
+    assert canonical[0].stored_groups == canonical[1].stored_groups
+    assert read.all_fields() == {f"0.L0-4_H0-1_T{rank}of{dcp_size}" for rank in range(dcp_size)}
+    shape = read.shape(0, 1)
+    assert shape is not None
+    assert (shape.block_size, shape.rank_shard.shard.tokens.rank) == (16, 1)
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [dict.fromkeys(names(), SlidingWindowSpec(num_kv_heads=2, sliding_window=64, **HEADED)), None],
+    ids=["window", "sparse"],
+)
+def test_dcp_of_other_caches_is_refused(specs: Any) -> None:
+    with pytest.raises(ConfigError, match="decode_context_parallel_size=2"):
+        both(specs or sparse(), tensor_parallel_size=4, dcp_size=2)
+
+
+def test_prefill_context_parallelism_is_refused() -> None:
+    with pytest.raises(ConfigError, match="prefill_context_parallel_size=2"):
+        both(dict.fromkeys(names(), FULL), pcp_size=2)
 
 
 def test_a_page_is_named_in_the_identity() -> None:
