@@ -39,6 +39,7 @@ COUNTERS = {
     "hit_tokens": "Tokens planned to be loaded instead of computed.",
     "hit_hot_tokens": "Planned tokens that the index reported in the hot store.",
     "hit_bulk_tokens": "Planned tokens that the index reported in the bulk store only.",
+    "hit_draftless_tokens": "Planned tokens without the draft's KV, after which it proposes worse.",
     "admission_refused": "Matches not loaded because recomputing them measured faster.",
     "admission_cut": "Matches loaded without their tail because recomputing it measured faster.",
     "admission_refused_tokens": "Stored tokens computed because recomputing them measured faster.",

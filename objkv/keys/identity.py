@@ -19,6 +19,9 @@ SEALS_NAME = "payloads"
 SEALS = ("signed", "encrypted")
 """Ways to seal payloads."""
 
+FIRST_DRAFT_GROUP = 1 << 16
+"""Groups of drafts have numbers from this one on. They are not in the identity of their target, see
+``docs/keyspace.md``."""
 GroupKind = Literal["full", "mla", "sliding_window", "chunked_local", "mamba"]
 _WINDOWED = ("sliding_window", "chunked_local")
 

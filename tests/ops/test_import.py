@@ -16,7 +16,7 @@ from objkv.index.memory import MemoryIndex
 from objkv.index.shapes import SHAPES_HASH
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.encoder import EncoderIdentity
-from objkv.keys.identity import GroupIdentity, Identity, identity_path
+from objkv.keys.identity import FIRST_DRAFT_GROUP, GroupIdentity, Identity, identity_path
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.topology import Shard
 from objkv.ops.backends_view import (
@@ -378,6 +378,20 @@ def test_a_group_without_payloads_has_none() -> None:
     identity = one_group(replace(FULL, kind="chunked_local", window=CHUNK))
     with pytest.raises(PayloadError, match="has no payloads"):
         check_fits(payload(identity, (2, 2, 8, 8)), identity)
+
+
+def test_a_draft_is_checked_by_the_replicas_that_have_it() -> None:
+    check_fits(payload(IDENTITY, (2, 2, 8, 8), group=FIRST_DRAFT_GROUP + 5), IDENTITY)
+    elsewhere = payload(IDENTITY, (2, 2, 8, 8), group=FIRST_DRAFT_GROUP, start=8)
+    with pytest.raises(PayloadError, match="whole chunk"):
+        check_fits(elsewhere, IDENTITY)
+
+
+def test_how_a_page_of_states_is_divided_is_not_known() -> None:
+    identity = one_group(replace(FULL, kind="mla", heads=1, content=64, page=64))
+    check_fits(payload(identity, (2, 1, 2, 16), dtype="U8", shard=LEFT), identity)
+    with pytest.raises(PayloadError, match="not U8 2x1x2x16"):
+        check_fits(payload(identity, (1, 1, 2, 16), dtype="U8", shard=LEFT), identity)
 
 
 def test_a_state_is_one_block_of_bytes() -> None:

@@ -61,3 +61,19 @@ def test_heads_that_are_one_and_the_same_are_refused() -> None:
     caches = [torch.zeros(9, 1, 4, 8).expand(9, 2, 4, 8) for _ in range(2)]
     with pytest.raises(ConfigError, match="not supported"):
         check_pages(group(*caches), HostLane())
+
+
+def test_cleared_blocks_are_zero_in_all_layers_and_others_stay() -> None:
+    caches = [torch.ones(6, 2, 4, 8, dtype=torch.bfloat16) for _ in range(2)]
+    shape = GroupShape(("a", "b"), 1, 4, RankShard(Shard(0, 2, 0, 2), 0, 1))
+    PagedGroup(shape, caches).clear([1, 4])
+    for cache in caches:
+        assert not cache[[1, 4]].any()
+        assert cache[[0, 2, 3, 5]].all()
+
+
+def test_kernel_blocks_of_a_cleared_block_are_all_cleared() -> None:
+    halves = torch.ones(12, 2, 2, 8).transpose(1, 2).contiguous().transpose(1, 2)
+    shape = GroupShape(("a",), 1, 4, RankShard(Shard(0, 1, 0, 2), 0, 1))
+    PagedGroup(shape, [halves]).clear([3])
+    assert [bool(block.any()) for block in halves] == [True] * 6 + [False] * 2 + [True] * 4

@@ -300,6 +300,7 @@ class SchedulerSide:
         )
         if plan.blanks:
             self._drafts.lost(tracked, draft_end)
+            self._recorder.count("hit_draftless_tokens", span[1] - draft_end)
         self._hits.planned(plan, *span)
         self._timing.load_planned(plan.request_id, tokens)
         self._loads.plan(plan)

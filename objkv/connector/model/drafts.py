@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from objkv.errors import ConfigError
-from objkv.keys.identity import GroupIdentity, canonical_json
+from objkv.keys.identity import FIRST_DRAFT_GROUP, GroupIdentity, canonical_json
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -28,8 +28,8 @@ WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 _LIKE_EAGLE = ("eagle", "eagle3", "mtp", "dflash", "dspark")
 """Methods that continue the target's hidden states."""
 _INSTEAD = "run it without the objkv connector, or"
-_NUMBERS = 1 << 16, 1 << 30
-"""First number of a draft's group, and how many there are. Groups of targets have small numbers."""
+_NUMBERS = 1 << 30
+"""How many numbers there are for a draft's first group."""
 _LAYER = re.compile(r"(?:^|\.)layers\.([0-9]+)\.")
 _OWN = re.compile(r"(?:^|\.)(?:draft_model|mtp[a-z_]*)\.")
 
@@ -72,8 +72,7 @@ class Draft:
         different fields in the records that they share. Two drafts with the same number would
         propose worse tokens, but the target decides on each."""
         digest = hashlib.sha256(canonical_json(self.document(groups))).digest()
-        first, count = _NUMBERS
-        return first + int.from_bytes(digest[:8], "big") % count
+        return FIRST_DRAFT_GROUP + int.from_bytes(digest[:8], "big") % _NUMBERS
 
 
 def has_draft_kv(vllm_config: "VllmConfig") -> bool:

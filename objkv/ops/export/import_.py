@@ -20,7 +20,7 @@ from objkv.errors import ConfigError, PayloadError
 from objkv.index.base import ReadIndex
 from objkv.index.shapes import FIELDS_MAX
 from objkv.keys.chunk import ChunkKey
-from objkv.keys.identity import GroupIdentity, Identity, identity_path
+from objkv.keys.identity import FIRST_DRAFT_GROUP, GroupIdentity, Identity, identity_path
 from objkv.keys.prefix import root_hash
 from objkv.ops.backends_view import (
     CHUNKS_AT_ONCE,
@@ -75,6 +75,9 @@ def check_fits(header: Header, identity: Identity) -> None:
     """
     claim = header.claim
     number, shard = claim.key.group, claim.key.shard
+    if number >= FIRST_DRAFT_GROUP:  # a draft's, which only replicas with that draft can check
+        _check_place(claim, identity)
+        return
     if number >= len(identity.groups):
         raise PayloadError(f"it belongs to group {number}, which the model does not have")
     group = identity.groups[number]
@@ -89,9 +92,9 @@ def check_fits(header: Header, identity: Identity) -> None:
     if tuple(layer.name for layer in found) != names:
         raise PayloadError(f"its layers differ from those of group {number}")
     dtype = found[0].dtype
-    if dtype not in _dtypes(identity, group):
+    if group.page is None and dtype not in _dtypes(identity, group):
         raise PayloadError(f"its pages are {dtype}, but the KV cache is {identity.kv_dtype}")
-    pages = _pages(identity, group, shard.head_end - shard.head_start, found[0].shape[2])
+    pages = _pages(identity, group, shard.head_end - shard.head_start, found[0].shape)
     if pages is None:
         raise PayloadError(f"group {number} has no payloads in chunks of this length")
     is_plain = group.kind == "mamba" or dtype in _PLAIN.values()
@@ -125,18 +128,22 @@ def _dtypes(identity: Identity, group: GroupIdentity) -> set[str]:
 
 
 def _pages(
-    identity: Identity, group: GroupIdentity, heads: int, found_size: int
-) -> tuple[int, int, int, int] | None:
+    identity: Identity, group: GroupIdentity, heads: int, found: tuple[int, ...]
+) -> tuple[int, ...] | None:
     """Return the shape of a layer's pages: blocks, heads, tokens per block, content.
 
-    None if the group has no payloads. ``found_size`` is the block size of the payload, which may
-    be any size if tokens are stored one by one.
+    None if the group has no payloads. ``found`` is the shape in the payload. Its block size may be
+    any if tokens are stored one by one, and only replicas know how a page is divided that holds
+    other things than tokens.
     """
     blocks, size = stored_blocks(group, identity.chunk_tokens), group.block_size
     if not blocks:
         return None
     if group.kind == "mamba":
         return 1, heads, 1, group.content
+    if group.page is not None:
+        return blocks, heads, *found[2:]
+    found_size = found[2]
     is_divisible = identity.page_layout == "canonical" and keeps_all(group) and size == 1
     if is_divisible and identity.chunk_tokens % found_size == 0:
         blocks, size = identity.chunk_tokens // found_size, found_size

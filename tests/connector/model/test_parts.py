@@ -1,0 +1,320 @@
+"""Groups of several cache shapes, as vLLM itself makes and lays them out for a scheduler and its
+workers: both read the same groups."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_kv_cache_config_from_groups,
+    get_kv_cache_groups,
+)
+from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+)
+
+from objkv.config import Config
+from objkv.connector.model.groups import Geometry
+from objkv.connector.model.identity import read_geometry
+from objkv.errors import ConfigError
+from objkv.keys.identity import GroupIdentity
+from tests.connector.kv.hybrid_engine import _vllm_config
+
+LAYERS, HEADS = 4, 8
+LATENT: dict[str, Any] = {"num_kv_heads": 1, "dtype": torch.bfloat16}
+HEADED: dict[str, Any] = {"block_size": 16, "head_size": 64, "dtype": torch.bfloat16}
+FULL = FullAttentionSpec(num_kv_heads=HEADS, **HEADED)
+
+
+def names(suffix: str = "self_attn.attn", *, first: int = 0, count: int = LAYERS) -> list[str]:
+    return [f"model.layers.{layer}.{suffix}" for layer in range(first, first + count)]
+
+
+def vllm_config(draft: Any = None, **parallel: int) -> Any:
+    """Enough of vLLM's configuration for its grouping and for objkv's reading."""
+    plain = _vllm_config()
+    sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "world_size": 1} | parallel
+    model = SimpleNamespace(
+        dtype=torch.bfloat16,
+        get_total_num_kv_heads=lambda: HEADS,
+        get_total_num_hidden_layers=lambda: LAYERS,
+        hf_config=SimpleNamespace(model_type="llama"),
+    )
+    cache = SimpleNamespace(
+        cache_dtype="auto",
+        prefix_cache_retention_interval=None,
+        num_gpu_blocks_override=None,
+        enable_prefix_caching=True,
+        get_resolved_kv_cache_layout=lambda: layout(),
+    )
+    return SimpleNamespace(
+        model_config=model,
+        cache_config=cache,
+        attention_config=SimpleNamespace(hisparse_config=None),
+        parallel_config=SimpleNamespace(
+            **sizes,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            distributed_executor_backend="uni",
+        ),
+        scheduler_config=plain.scheduler_config,
+        speculative_config=draft,
+        load_config=SimpleNamespace(load_format="dummy"),
+    )
+
+
+def layout() -> Any:
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    return KVCacheLayout.BLHNC
+
+
+def speculative(method: str = "mtp", *, heads: int = HEADS, tokens: int = 3, **more: Any) -> Any:
+    model = SimpleNamespace(
+        model="draft",
+        revision=None,
+        seed=0,
+        dtype=torch.bfloat16,
+        quantization=None,
+        get_total_num_kv_heads=lambda: heads,
+    )
+    values = {"draft_tensor_parallel_size": None} | more
+    return SimpleNamespace(
+        method=method,
+        num_speculative_tokens=tokens,
+        draft_model_config=model,
+        use_eagle=lambda: method in ("mtp", "eagle"),
+        use_eagle_block_drop=lambda: method in ("mtp", "eagle"),
+        **values,
+    )
+
+
+def both(specs: dict[str, KVCacheSpec], draft: Any = None, **parallel: int) -> Geometry:
+    """What the scheduler reads; the worker must read the same."""
+    config = vllm_config(draft, **parallel)
+    groups = get_kv_cache_groups(config, specs)
+    worker: KVCacheConfig = get_kv_cache_config_from_groups(config, groups, 1 << 30)
+    scheduler = generate_scheduler_kv_cache_config([worker])
+    read = [read_geometry(config, one, Config(chunk_tokens=16)) for one in (scheduler, worker)]
+    assert read[0] == read[1]
+    return read[0]
+
+
+def sparse(layers: int = LAYERS) -> dict[str, KVCacheSpec]:
+    """DeepSeek V3.2: latents, and the keys of an indexer in fp8."""
+    attention = MLAAttentionSpec(block_size=64, head_size=576, **LATENT)
+    indexer = MLAAttentionSpec(block_size=64, head_size=132, num_kv_heads=1, dtype=torch.uint8)
+    specs: dict[str, KVCacheSpec] = {}
+    for layer in range(layers):
+        specs |= dict.fromkeys(names(first=layer, count=1), attention)
+        specs |= dict.fromkeys(names("self_attn.indexer.k_cache", first=layer, count=1), indexer)
+    return specs
+
+
+def test_latents_and_indexer_are_two_groups_with_one_block_table() -> None:
+    read = both(sparse())
+    assert read.tables == (0, 0)
+    assert [(g.kind, g.heads, g.page, g.block_size) for g in read.groups] == [
+        ("mla", 1, 64 * 576 * 2, 64),
+        ("mla", 1, 64 * 132, 64),
+    ]
+    assert read.groups[0].layers == tuple(names())
+    assert (read.windowed, read.several_tables, read.block_tokens) == (False, False, 64)
+
+
+def test_layers_without_an_indexer_of_their_own_are_read_as_well() -> None:
+    from dataclasses import replace
+
+    specs = sparse()
+    first = names(count=1)[0]
+    specs[first] = replace(cast("Any", specs[first]), is_index_group_leader=True)
+    read = both(specs)
+    assert [len(group.layers) for group in read.groups] == [1, LAYERS, LAYERS - 1]
+
+
+def test_pages_of_several_caches_cannot_be_divided_by_token() -> None:
+    shapes = [both(sparse()).shape(g, 0) for g in range(2)]
+    assert not any(shape.divisible for shape in shapes if shape)
+    assert [group.block_size for group in both(sparse()).stored_groups] == [64, 64]
+
+
+def test_each_rank_has_all_latents() -> None:
+    read = both(sparse(), tensor_parallel_size=4)
+    assert read.all_fields() == {"0.L0-4_H0-1", "1.L0-4_H0-1"}
+
+
+def compressed() -> dict[str, KVCacheSpec]:
+    """DeepSeek V4: windows, compressed latents and indexers, and the states of compressors."""
+    packed: dict[str, Any] = {"num_kv_heads": 1, "dtype": torch.uint8, "alignment": 576}
+    packed["model_version"] = "deepseek_v4"
+    window = SlidingWindowMLASpec(
+        block_size=64, head_size=512, sliding_window=128, state_content_bytes=584, **packed
+    )
+    specs: dict[str, KVCacheSpec] = {}
+    for layer, ratio in enumerate((4, 128, 4, 128)):
+        here = f"model.layers.{layer}.attn"
+        specs[f"{here}.swa_cache"] = window
+        specs[here] = MLAAttentionSpec(
+            block_size=256,
+            head_size=512,
+            state_content_bytes=584,
+            tokens_per_state=ratio,
+            **packed,
+        )
+        if ratio == 4:
+            specs[f"{here}.indexer.k_cache"] = MLAAttentionSpec(
+                block_size=256,
+                head_size=132,
+                num_kv_heads=1,
+                dtype=torch.uint8,
+                alignment=576,
+                tokens_per_state=4,
+            )
+        specs[f"{here}.compressor.state_cache"] = SlidingWindowMLASpec(
+            block_size=4 if ratio == 4 else 8,
+            num_kv_heads=1,
+            head_size=2048 if ratio == 4 else 1024,
+            dtype=torch.float32,
+            sliding_window=2 * ratio if ratio == 4 else ratio,
+            alignment=576,
+        )
+    return specs
+
+
+def test_compressed_states_and_their_windows() -> None:
+    read = both(compressed())
+    kinds = {(g.kind, g.window, g.block_size) for g in read.groups}
+    assert kinds == {
+        ("sliding_window", 128, 64),
+        ("mla", None, 256),
+        ("sliding_window", 8, 4),
+        ("sliding_window", 128, 8),
+    }
+    assert all(group.page == group.content and group.heads == 1 for group in read.groups)
+    assert (read.windowed, read.several_tables, read.block_tokens) == (True, True, 256)
+    layers = [layer for group in read.groups for layer in group.layers]
+    assert sorted(layers) == sorted(compressed())
+
+
+def test_a_ring_is_not_stored_and_a_match_leaves_a_token() -> None:
+    ring = CircularBufferSpec(block_size=16, head_size=64, **LATENT)
+    specs = dict.fromkeys(names(), FULL) | dict.fromkeys(names("ring"), ring)
+    read = both(cast("Any", specs))
+    assert [group.layers for group in read.groups] == [tuple(names())]
+    assert (read.windowed, read.several_tables) == (True, True)
+
+
+def drafted(target: KVCacheSpec = FULL, own: KVCacheSpec = FULL) -> dict[str, KVCacheSpec]:
+    return dict.fromkeys(names(), target) | dict.fromkeys(names(first=LAYERS, count=1), own)
+
+
+def test_a_draft_is_the_last_group_and_not_in_the_identity() -> None:
+    plain = both(dict.fromkeys(names(), FULL))
+    read = both(drafted(), speculative())
+    assert read.stored_groups == plain.stored_groups
+    assert read.groups[:1] == plain.groups
+    assert read.groups[1].layers == ("model.layers.4.self_attn.attn",)
+    assert read.tables == (0, 0)
+    assert (read.number(0), read.position(0), read.lag, read.several_tables) == (0, 0, 16, False)
+    assert read.fields(0) == plain.fields(0)
+    assert read.position(read.number(1)) == 1
+    assert read.number(1) >= 1 << 16
+
+
+@pytest.mark.parametrize(("heads", "tp_size", "content"), [(2, 1, 128), (2, 2, 128), (2, 4, 128)])
+def test_a_draft_with_other_heads_leaves_the_target_as_it_is(
+    heads: int, tp_size: int, content: int
+) -> None:
+    size = {"tensor_parallel_size": tp_size}
+    target = FullAttentionSpec(num_kv_heads=HEADS // tp_size, **HEADED)
+    own = FullAttentionSpec(num_kv_heads=max(1, heads // tp_size), **HEADED)
+    plain = both(dict.fromkeys(names(), target), **size)
+    read = both(drafted(target, own), speculative("eagle", heads=heads), **size)
+    assert read.groups[:1] == plain.groups
+    assert (read.groups[1].heads, read.groups[1].content, read.groups[1].page) == (
+        heads,
+        content,
+        None,
+    )
+
+
+def test_the_draft_of_a_sparse_model_has_both_caches() -> None:
+    read = both(sparse(LAYERS + 1), speculative())
+    assert read.target_count == 2
+    assert read.groups[:2] == both(sparse()).groups
+    assert [group.layers[0] for group in read.groups[2:]] == [
+        "model.layers.4.self_attn.attn",
+        "model.layers.4.self_attn.indexer.k_cache",
+    ]
+    assert [read.number(g) - read.number(2) for g in (2, 3)] == [0, 1]
+
+
+def number(**more: Any) -> int:
+    return both(drafted(), speculative(**more)).number(1)
+
+
+def test_the_number_of_a_draft_names_its_method_weights_and_tokens() -> None:
+    numbers = {number(), number(method="eagle"), number(tokens=2), number(method="draft_model")}
+    assert len(numbers) == 4
+    assert number() == number()
+
+
+def test_a_draft_model_needs_no_further_token() -> None:
+    assert both(drafted(), speculative("draft_model")).lag == 0
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "medusa"])
+def test_methods_without_kv_change_nothing(method: str) -> None:
+    plain = dict.fromkeys(names(), FULL)
+    assert both(cast("Any", plain), speculative(method)) == both(cast("Any", plain))
+
+
+WINDOW = SlidingWindowSpec(num_kv_heads=HEADS, sliding_window=64, **HEADED)
+
+
+@pytest.mark.parametrize(
+    ("specs", "draft", "parallel", "what"),
+    [
+        (drafted(), speculative("extract_hidden_states"), {}, "extract_hidden_states"),
+        (drafted(), speculative(), {"pipeline_parallel_size": 2}, "pipeline_parallel_size to 1"),
+        (drafted(), speculative(draft_tensor_parallel_size=2), {}, "draft_tensor_parallel_size"),
+        (drafted(), speculative(tokens=16), {}, "set fewer"),
+        (dict.fromkeys(names(), FULL), speculative(), {}, "ObjKVTier"),
+        (drafted(FULL, WINDOW), speculative(), {}, "full attention"),
+        (sparse(), None, {"pipeline_parallel_size": 2}, "ObjKVTier"),
+    ],
+    ids=["method", "stages", "ranks", "tokens", "no layer", "window", "sparse stages"],
+)
+def test_what_is_refused_says_what_to_do(
+    specs: dict[str, KVCacheSpec], draft: Any, parallel: dict[str, int], what: str
+) -> None:
+    with pytest.raises(ConfigError, match=what):
+        both(specs, draft, **parallel)
+
+
+def test_layers_of_one_group_with_other_heads_are_refused() -> None:
+    fewer = FullAttentionSpec(num_kv_heads=2, **HEADED)
+    specs = dict.fromkeys(names(count=2), FULL) | dict.fromkeys(names(first=2, count=2), fewer)
+    with pytest.raises(ConfigError, match="other heads"):
+        both(cast("Any", specs))
+
+
+def test_a_page_is_named_in_the_identity() -> None:
+    whole = GroupIdentity("mla", None, ("a",), heads=1, content=8, block_size=4)
+    paged = GroupIdentity("mla", None, ("a",), heads=1, content=8, block_size=4, page=8)
+    from objkv.keys.identity import Identity
+
+    documents = [
+        Identity("m", "w", None, "auto", (group,), "canonical", 4, 0, "t").document()
+        for group in (whole, paged)
+    ]
+    assert "page" not in documents[0]["groups"][0]
+    assert documents[1]["groups"][0]["page"] == 8
