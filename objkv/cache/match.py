@@ -91,7 +91,7 @@ def needed_from(group: GroupIdentity, end: int) -> int:
 
 
 def ends_within(group: GroupIdentity, chunk_tokens: int, end: int) -> bool:
-    """Whether payloads hold what is needed to continue at ``end``, inside the last chunk."""
+    """Whether payloads hold all KV that is needed to continue at ``end``, inside the last chunk."""
     if keeps_all(group):
         return True
     held_from = chunk_tokens - stored_blocks(group, chunk_tokens) * group.block_size

@@ -429,6 +429,7 @@ class LoadPlan:
         moves: Iterable[LoadMove],
         sync: bool,
         traceparent: str | None = None,
+        *,
         blanks: tuple[Blank, ...] = (),
     ) -> None:
         """``moves``: packed here unless they are ``LoadMoves``."""

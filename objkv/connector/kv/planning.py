@@ -45,6 +45,7 @@ def load_moves(
     records: Sequence[Shards | None],
     blocks: BlockTable,
     span: tuple[int, int],
+    *,
     draft_end: int | None = None,
 ) -> LoadMoves:
     """Return the moves that fill exactly the blocks of tokens ``[start, end)``, in chunk order.

@@ -206,7 +206,7 @@ class TrackedRequest:
     """Planned chunks that must be saved again."""
     usable: "Usable | None" = None
     local: int = 0
-    """Number of leading tokens that vLLM had when it last asked for a match."""
+    """Number of leading tokens that vLLM had at its last query for a match."""
     draft_complete: bool | None = None
     """Whether all its draft KV is valid; None: not known yet. See ``DraftGaps``."""
     accounted: int = 0

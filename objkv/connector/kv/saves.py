@@ -149,7 +149,6 @@ class SavePlanner:
         geometry: Geometry,
         requests: RequestTracker,
         trust: BlockTrust,
-        drafts: DraftGaps,
         *,
         loads: bool,
     ) -> None:
@@ -157,7 +156,9 @@ class SavePlanner:
         self._config = config
         self._geometry = geometry
         self._requests = requests
-        self._trust, self._drafts = trust, drafts
+        self._trust = trust
+        self.drafts = DraftGaps(geometry)
+        """Prefixes whose draft KV is missing."""
         self._loads = loads
         self._due = DueSaves(requests)
 
@@ -247,7 +248,7 @@ class SavePlanner:
         corrupt."""
 
         def is_stored(chunk: int, group: int) -> bool:
-            if self._geometry.is_draft(group) and not self._drafts.is_complete(tracked):
+            if self._geometry.is_draft(group) and not self.drafts.is_complete(tracked):
                 return True  # it may not be stored
             if chunk in again or chunk >= len(tracked.records):
                 return False

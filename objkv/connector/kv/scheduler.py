@@ -17,7 +17,7 @@ from objkv.cache.lookup import LookupService, Records
 from objkv.cache.switch import AdmissionSwitch
 from objkv.config import Config
 from objkv.connector.guard import guarded
-from objkv.connector.kv.drafts import DraftGaps, draft_blanks, matched_end, stored_draft_end
+from objkv.connector.kv.drafts import draft_blanks, matched_end, stored_draft_end
 from objkv.connector.kv.events import NoEvents
 from objkv.connector.kv.loads import ReliedLoads
 from objkv.connector.kv.metadata import StepPlan, StepReport
@@ -130,8 +130,9 @@ class HitCounters:
         self._recorder.count("query_tokens", request.num_tokens)
         self._recorder.count("local_hit_tokens", computed)
 
-    def planned(self, plan: LoadPlan, start: int, end: int) -> None:
-        """Count a planned load of tokens ``[start, end)``."""
+    def planned(self, plan: LoadPlan, start: int, end: int, draft_end: int) -> None:
+        """Count a planned load of tokens ``[start, end)``. ``draft_end``: the end of those whose
+        draft KV is stored."""
         spans, moves_hot = plan.moves.token_spans, plan.moves.hot
         chunks = set(spans)
         # A chunk is only as fast as its slowest group.
@@ -141,6 +142,7 @@ class HitCounters:
         self._recorder.count("hit_tokens", end - start)
         self._recorder.count("hit_hot_tokens", hot)
         self._recorder.count("hit_bulk_tokens", end - start - hot)
+        self._recorder.count("hit_draftless_tokens", end - draft_end)
 
     def ended(self, request_id: str) -> None:
         """Forget a request that ended, possibly before vLLM allocated blocks to it."""
@@ -171,10 +173,7 @@ class SchedulerSide:
         self._requests, self._timing = requests, timing
         self._namespace, self._tracing, self.switch = namespace, tracing, switch
         self._trust = BlockTrust(roles.steps_in_flight, ranks=geometry.ranks)
-        self._drafts = DraftGaps(geometry)
-        self._saves = SavePlanner(
-            config, geometry, requests, self._trust, self._drafts, loads=roles.loads
-        )
+        self._saves = SavePlanner(config, geometry, requests, self._trust, loads=roles.loads)
         self._sync_gate = SyncGate(config.step_load_deadline_ms / 1000)
         self._hits, self._loads = HitCounters(recorder), ReliedLoads(geometry.block_tokens)
         self._held, self._sync_loads, self._wait_left_s = set[str](), False, _MATCH_WAIT_S
@@ -289,19 +288,18 @@ class SchedulerSide:
         tracked.accounted = span[1]
         draft_end = stored_draft_end(self._geometry, self._requests.coverage, usable.records, span)
         chain, records = tracked.hashes.chain, usable.records
-        moves = load_moves(self._geometry, chain, records, blocks, span, draft_end)
+        moves = load_moves(self._geometry, chain, records, blocks, span, draft_end=draft_end)
         plan = LoadPlan(
             request.request_id,
             tracked.namespace,
             moves,
             usable.sync,
             tracked.traceparent,
-            draft_blanks(self._geometry, blocks, (draft_end, span[1])),
+            blanks=draft_blanks(self._geometry, blocks, (draft_end, span[1])),
         )
         if plan.blanks:
-            self._drafts.lost(tracked, draft_end)
-            self._recorder.count("hit_draftless_tokens", span[1] - draft_end)
-        self._hits.planned(plan, *span)
+            self._saves.drafts.lost(tracked, draft_end)
+        self._hits.planned(plan, *span, draft_end)
         self._timing.load_planned(plan.request_id, tokens)
         self._loads.plan(plan)
 

@@ -98,20 +98,25 @@ def read_geometry(
 def _read_draft(vllm_config: "VllmConfig", config: Config) -> Draft | None:
     if not has_draft_kv(vllm_config):
         return None
+    return read_draft(vllm_config, read_draft_weights(vllm_config, config))
+
+
+def read_draft_weights(vllm_config: "VllmConfig", config: Config) -> str:
+    """Return the identity of a draft's weights. Raises ``ConfigError`` if they cannot be
+    identified."""
     model = vllm_config.speculative_config.draft_model_config
     folder = local_folder(model.model, model.revision)
     if vllm_config.load_config.load_format == "dummy":
-        weights = f"dummy:seed={model.seed}"
-    elif (digest := None if folder is None else model_digest(folder, config)) is not None:
-        weights = digest
-    elif model.revision is not None:
-        weights = f"revision:{model.revision}"
-    else:
-        raise ConfigError(
-            f"objkv cannot identify the weights of the draft {model.model!r}, because it cannot "
-            "read them here: serve it from a local folder, or set its 'revision'"
-        )
-    return read_draft(vllm_config, weights)
+        return f"dummy:seed={model.seed}"
+    digest = None if folder is None else model_digest(folder, config)
+    if digest is not None:
+        return digest
+    if model.revision is not None:
+        return f"revision:{model.revision}"
+    raise ConfigError(
+        f"objkv cannot identify the weights of the draft {model.model!r}, because it cannot read "
+        "them here: serve it from a local folder, or set its 'revision'"
+    )
 
 
 def _draft_groups(
@@ -120,7 +125,7 @@ def _draft_groups(
     own = [group for part, group in zip(parts, groups, strict=True) if part.draft]
     if not own or len(own) == len(groups):
         raise ConfigError(
-            f"objkv cannot tell the layers of the draft ({draft.method}) from the target's: "
+            f"objkv cannot separate the layers of the draft ({draft.method}) from the target's: "
             f"{_INSTEAD} use ObjKVTier"
         )
     size = min(group.block_size for group in own)

@@ -46,7 +46,7 @@ def read_parts(
     """Return the parts of all groups that can be shared, the target's before the draft's.
 
     Rings and windows that vLLM itself does not cache by prefix are left out: vLLM computes them
-    anew after each hit. Source: ``prefix_cacheable``, ``v1/kv_cache_interface.py``.
+    again after each hit. Source: ``prefix_cacheable``, ``v1/kv_cache_interface.py``.
     """
     parts = [
         part

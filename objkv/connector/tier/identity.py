@@ -22,7 +22,13 @@ from vllm.platforms import current_platform
 from vllm.version import __version__ as vllm_version
 
 from objkv.config import Config, load_config
-from objkv.connector.model.identity import further_settings, names_media, read_weights
+from objkv.connector.model.drafts import WITHOUT_KV
+from objkv.connector.model.identity import (
+    further_settings,
+    names_media,
+    read_draft_weights,
+    read_weights,
+)
 from objkv.connector.model.media import kv_dtype_name
 from objkv.connector.model.weights import local_folder, model_digest
 from objkv.connector.tier.rows import RowForm
@@ -90,11 +96,27 @@ def find_engine(spec: "OffloadingSpec") -> TierEngine | None:
     return None if config is None else TierEngine(config)
 
 
-def engine_settings(engine: TierEngine) -> tuple[tuple[str, str], ...]:
-    """Return settings that change KV and that vLLM does not give to a tier, as sorted text."""
+def engine_settings(
+    engine: TierEngine, config: Config, named: frozenset[str]
+) -> tuple[tuple[str, str], ...]:
+    """Return settings that change KV and that vLLM does not give to a tier, as sorted text.
+
+    A draft's KV is in the rows, so they include its method, tokens and weights, unless the operator
+    has named it. Raises ``ConfigError`` if its weights cannot be identified.
+    """
     found = dict(further_settings(engine.config))
     found["quantization"] = str(engine.config.model_config.quantization)
+    speculative = engine.config.speculative_config
+    if _has_draft(engine) and "speculative" not in named:
+        found["draft_method"] = speculative.method
+        found["draft_tokens"] = str(speculative.num_speculative_tokens)
+        found["draft_weights"] = read_draft_weights(engine.config, config)
     return tuple(sorted(found.items()))
+
+
+def _has_draft(engine: TierEngine) -> bool:
+    speculative = engine.config.speculative_config
+    return speculative is not None and speculative.method not in WITHOUT_KV
 
 
 def refuse_unshareable(engine: TierEngine, named: frozenset[str]) -> None:
@@ -103,7 +125,7 @@ def refuse_unshareable(engine: TierEngine, named: frozenset[str]) -> None:
     ``named``: names in ``settings``, for which the operator is responsible.
     """
     config = engine.config
-    parallel, speculative = config.parallel_config, config.speculative_config
+    parallel = config.parallel_config
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         raise ConfigError(
             "objkv's secondary tier does not support external_launcher with several ranks, because "
@@ -119,12 +141,6 @@ def refuse_unshareable(engine: TierEngine, named: frozenset[str]) -> None:
             "objkv's secondary tier cannot identify LoRA adapters, because vLLM gives it their "
             "names and paths but not their content: set 'adapters' in the tier's 'settings' to a "
             "release name and change it whenever an adapter changes, or run without LoRA"
-        )
-    drafts = speculative is not None and speculative.method not in ("ngram", "suffix")
-    if drafts and "speculative" not in named:
-        raise ConfigError(
-            "objkv's secondary tier cannot identify the draft model: set 'speculative' in the "
-            f"tier's 'settings' to its name, or use 'ngram' instead of {speculative.method!r}"
         )
 
 
@@ -291,8 +307,9 @@ def read_tier_identity(
     set.
     """
     given: OffloadingConfig = spec.config
+    named = frozenset(options.settings)
     if engine is not None:
-        refuse_unshareable(engine, frozenset(options.settings))
+        refuse_unshareable(engine, named)
     elif not options.engine_unseen:
         raise ConfigError(
             "objkv's secondary tier cannot find vLLM's configuration in this version of vLLM: list "
@@ -317,7 +334,9 @@ def read_tier_identity(
         none_hash="",
         weights_epoch=config.weights_epoch,
         tenant=config.tenant,
-        engine=() if engine is None else engine_settings(engine),
+        engine=()
+        if engine is None
+        else engine_settings(engine, config, frozenset(options.settings)),
         extra=sealed_extra(tuple(sorted(options.settings.items())), config.seals),
     )
 

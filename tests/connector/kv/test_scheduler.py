@@ -230,12 +230,14 @@ def test_a_request_that_ends_before_it_is_admitted_is_forgotten(recorder: Memory
 def test_tokens_to_load_are_hot_or_in_bulk_and_nothing_else(
     recorder: MemoryRecorder, moves: Any, span: tuple[int, int], hot: int, bulk: int
 ) -> None:
-    HitCounters(recorder).planned(LoadPlan("r", "n" * 32, moves, sync=False), *span)
+    plan = LoadPlan("r", "n" * 32, moves, sync=False)
+    HitCounters(recorder).planned(plan, *span, span[1] - 5)
     assert recorder.drain() == {
         "hits": 1,
         "hit_tokens": hot + bulk,
         "hit_hot_tokens": hot,
         "hit_bulk_tokens": bulk,
+        "hit_draftless_tokens": 5,
     }
 
 

@@ -18,6 +18,13 @@ from objkv.connector.model import media as scales
 from objkv.errors import ConfigError
 from tests.connector.tier.world import Engine, init_hashes, offload_key, row
 
+UNREADABLE = SimpleNamespace(model="some/draft", revision=None, seed=0)
+DRAFT = {
+    "method": "eagle3",
+    "num_speculative_tokens": 3,
+    "draft_model_config": SimpleNamespace(model="some/draft", revision="v1", seed=0),
+}
+
 
 def namespace(engine: Engine) -> str:
     engine.begin()
@@ -115,7 +122,7 @@ def test_unseen_weights_are_read_where_the_operator_says(engines: Any) -> None:
     ("engine", "word"),
     [
         ({"lora_config": {"lora_dtype": "auto"}}, "'adapters'"),
-        ({"speculative_config": {"method": "eagle3"}}, "'speculative'"),
+        ({"speculative_config": DRAFT | {"draft_model_config": UNREADABLE}}, "the draft"),
         (
             {
                 "model_config": {
@@ -138,8 +145,23 @@ def test_what_keys_do_not_tell_is_refused(engines: Any, engine: dict[str, Any], 
         engines(engine=engine, parallel={"world_size": 2, "tp_size": 2})
 
 
+def test_a_draft_is_named_by_method_tokens_and_weights(engines: Any) -> None:
+    others = (
+        {"method": "eagle"},
+        {"num_speculative_tokens": 4},
+        {"draft_model_config": SimpleNamespace(model="d", revision="v2", seed=0)},
+    )
+    drafts = [DRAFT, *(DRAFT | one for one in others)]
+    names = [namespace(engines(engine={"speculative_config": draft})) for draft in drafts]
+    assert len({*names, namespace(engines())}) == 5
+    for method in ("ngram", "medusa"):
+        engine = {"speculative_config": {"method": method}}
+        assert namespace(engines(engine=engine)) == namespace(engines())
+
+
 def test_what_the_operator_names_is_not_refused(engines: Any) -> None:
-    engine = {"lora_config": {"lora_dtype": "auto"}, "speculative_config": {"method": "eagle3"}}
+    draft = DRAFT | {"draft_model_config": UNREADABLE}
+    engine = {"lora_config": {"lora_dtype": "auto"}, "speculative_config": draft}
     settings = {"adapters": "release-1", "speculative": "draft-1"}
     first = namespace(engines({"settings": settings}, engine=engine))
     assert namespace(engines({"settings": settings | {"adapters": "2"}}, engine=engine)) != first
