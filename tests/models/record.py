@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from importlib.abc import Loader, MetaPathFinder
@@ -34,23 +35,25 @@ def record(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     try:
         with _as_accelerator():
             return _record(folder, case)
+    except ImportError:
+        raise
     except Exception as exc:
         if os.environ.get("OBJKV_TRACE"):
             raise
         lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
-        return {"error": f"{type(exc).__name__}: {' '.join(lines)}"[:300]}
+        said = " ".join(lines).replace(str(folder), "FOLDER")
+        return {"error": f"{type(exc).__name__}: {said}"[:300]}
 
 
 def _record(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     from vllm.config import set_current_vllm_config
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
     config = _vllm_config(folder, case)
     stages = case.get("pp", 1)
     with set_current_vllm_config(config, check_compile=False):
         specs = [_specs(config, case, stage) for stage in range(stages)]
         config.cache_config.kv_cache_layout = "BLHNC"
-        made = get_kv_cache_configs(config, [dict(spec) for spec in specs], [_MEMORY] * stages)[0]
+        made = _planned(config, [dict(spec) for spec in specs])
     model, draft = config.model_config, config.speculative_config
     answer = {
         "model": _numbers(model),
@@ -73,6 +76,19 @@ def _record(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         own = draft.draft_model_config
         answer["draft"] = {**_numbers(own), "method": draft.method, "dtype": str(own.dtype)[6:]}
     return answer
+
+
+def _planned(config: Any, specs: list[dict[str, Any]]) -> Any:
+    """Return the cache of the first stage, as the engine plans it."""
+    memory = [_MEMORY] * len(specs)
+    try:
+        from vllm.v1.core import kv_cache_planning as since_033
+    except ImportError:
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+        return get_kv_cache_configs(config, specs, memory)[0]
+    groups = since_033.get_global_kv_cache_groups(config, specs)
+    return since_033.get_kv_cache_configs(config, specs, memory, groups)[0]
 
 
 def _numbers(model: Any) -> dict[str, int]:
@@ -140,10 +156,14 @@ def _specs(config: Any, case: dict[str, Any], stage: int) -> dict[str, Any]:
 
 
 def _add_draft(config: Any, draft: Any) -> None:
+    from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
 
     if config.speculative_config.method == "draft_model":
-        initialize_model(vllm_config=config, model_config=draft, prefix="draft_model")
+        own = copy(config)
+        own.model_config = draft
+        with set_current_vllm_config(own, check_compile=False):
+            initialize_model(vllm_config=own, model_config=draft, prefix="draft_model")
     else:
         initialize_model(vllm_config=config, model_config=draft)
 
@@ -154,7 +174,8 @@ def _ranks(case: dict[str, Any], stage: int) -> Iterator[None]:
     from vllm.distributed import parallel_state
 
     tp, pp = parallel_state._TP, parallel_state._PP
-    assert tp is not None and pp is not None
+    assert tp is not None
+    assert pp is not None
     stages = case.get("pp", 1)
     with (
         patch.object(tp, "world_size", case.get("tp", 1)),
@@ -178,8 +199,8 @@ def _as_accelerator() -> Iterator[None]:
     import torch
     from vllm.distributed import parallel_state
     from vllm.model_executor.models import registry
-    from vllm.v1.worker.workspace import WorkspaceManager, init_workspace_manager
     from vllm.triton_utils import triton
+    from vllm.v1.worker.workspace import WorkspaceManager, init_workspace_manager
 
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.init_distributed_environment(
@@ -198,12 +219,16 @@ def _as_accelerator() -> Iterator[None]:
     def any_backend(selected_backend: Any, attn_selector_config: Any, **more: Any) -> str:
         if attn_selector_config.use_sparse:
             return AttentionBackendEnum.FLASHMLA_SPARSE.get_path()
+        if attn_selector_config.use_mla:  # with any KV dtype
+            return AttentionBackendEnum.AMX_MLA.get_path()
         return backend(selected_backend, attn_selector_config, **more)
 
     with (
         patch.object(registry, "_run_in_subprocess", lambda work: work()),
         patch.object(torch.cpu, "_is_amx_tile_supported", lambda: True),
-        patch.object(WorkspaceManager, "get_simultaneous", lambda self, *sizes: [None] * len(sizes)),
+        patch.object(
+            WorkspaceManager, "get_simultaneous", lambda self, *sizes: [None] * len(sizes)
+        ),
         patch.object(triton, "set_allocator", lambda allocate: None, create=True),
         patch.object(torch.cuda, "Event", _Absent),
         patch.object(torch.cuda, "Stream", _Absent),
@@ -251,9 +276,7 @@ def _group(group: Any) -> dict[str, Any]:
                 break
         else:
             kinds.append((inner[name], [name]))
-    return found | {
-        "uniform": [{"layers": names, "spec": _spec(spec)} for spec, names in kinds]
-    }
+    return found | {"uniform": [{"layers": names, "spec": _spec(spec)} for spec, names in kinds]}
 
 
 def _spec(spec: Any) -> dict[str, Any]:
@@ -273,7 +296,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, Enum):
-        return {"enum": value.name}
+        return {"enum": f"{type(value).__name__}.{value.name}"}
     if isinstance(value, (list, tuple)):
         return [_plain(one) for one in value]
     assert value is None or isinstance(value, (int, float, str, bool)), value

@@ -28,6 +28,11 @@ from objkv.connector.model.identity import read_geometry
 from objkv.errors import ConfigError
 
 HERE = Path(__file__).parent
+_ENUMS: dict[str, Any] = {
+    "KVQuantMode": kv_cache_interface.KVQuantMode,
+    "SparseCacheRole": getattr(kv_cache_interface, "SparseCacheRole", {}),
+    "MambaAttentionBackendEnum": MambaAttentionBackendEnum,
+}
 VERSIONS = ("0.31", "0.32", "0.33")
 
 
@@ -65,7 +70,9 @@ def models() -> dict[str, Model]:
     """The rows of the matrix, in the order of the page."""
     table = tomllib.loads((HERE / "models.toml").read_text())
     return {
-        name: Model(name=name, **{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()})
+        name: Model(
+            name=name, **{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
+        )
         for name, row in table.items()
     }
 
@@ -109,7 +116,9 @@ def answers(name: str) -> dict[str, dict[str, Any]]:
 def _renamed(value: Any, change: Any) -> Any:
     if isinstance(value, dict):
         return {
-            key: change(one) if key == "layers" and not isinstance(one, int) else _renamed(one, change)
+            key: change(one)
+            if key == "layers" and not isinstance(one, int)
+            else _renamed(one, change)
             for key, one in value.items()
         }
     return [_renamed(one, change) for one in value] if isinstance(value, list) else value
@@ -178,10 +187,21 @@ def vllm_config(answer: dict[str, Any], case: dict[str, Any]) -> Any:
             world_size=case.get("tp", 1) * case.get("pp", 1),
             distributed_executor_backend="mp",
         ),
-        cache_config=SimpleNamespace(cache_dtype=case.get("kv_dtype", "auto")),
+        cache_config=SimpleNamespace(
+            cache_dtype=case.get("kv_dtype", "auto"),
+            block_size=_first_block_size(answer["groups"][0]),
+            prefix_match_unit=None,
+            enable_prefix_caching=True,
+        ),
+        kv_transfer_config=SimpleNamespace(),
         speculative_config=speculative,
         load_config=SimpleNamespace(load_format="dummy"),
     )
+
+
+def _first_block_size(group: dict[str, Any]) -> int:
+    spec = group["spec"] if "spec" in group else group["uniform"][0]["spec"]
+    return int(spec["block_size"])
 
 
 def _model_config(numbers: dict[str, Any], text: Any) -> Any:
@@ -235,5 +255,24 @@ def _value(value: Any) -> Any:
     if isinstance(value, dict) and "dtype" in value:
         return getattr(torch, value["dtype"])
     if isinstance(value, dict) and "enum" in value:
-        return MambaAttentionBackendEnum[value["enum"]]
+        kind, _, name = value["enum"].partition(".")
+        return _ENUMS[kind][name]
     return tuple(map(_value, value)) if isinstance(value, list) else value
+
+
+def tier(answer: dict[str, Any], case: dict[str, Any]) -> bool:
+    """Whether vLLM itself could offload the cache to a tier."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
+        get_offloading_group_ids,
+        resolve_dcp_kv_block_size,
+    )
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    config = kv_cache_config(answer)
+    try:
+        groups = [config.kv_cache_groups[number] for number in get_offloading_group_ids(config)]
+        _, size = resolve_kv_cache_block_sizes(config, vllm_config(answer, case))
+    except ValueError:
+        return False
+    sizes = [resolve_dcp_kv_block_size(g.kv_cache_spec, case.get("dcp", 1)) for g in groups]
+    return bool(sizes) and all(one % size == 0 for one in sizes)
