@@ -2,6 +2,7 @@
 
 import os
 import socket
+from typing import Literal
 from urllib.parse import urlsplit
 
 from objkv.assembly.backends import Backends, check_backends, open_backends, open_room
@@ -72,6 +73,11 @@ def may_save(config: Config, *, producer: bool, consumer: bool) -> bool:
             "role to writer, or give the replica a vLLM role that loads"
         )
     return False
+
+
+def locality(config: Config) -> Literal["LOCAL", "REMOTE"]:
+    """Return where the bulk store is, in the words of vLLM's KV events and transfer parameters."""
+    return "LOCAL" if config.bulk_url.startswith("file:") else "REMOTE"
 
 
 def is_far(config: Config) -> bool:

@@ -206,6 +206,23 @@ def end_loads(_llm: Any) -> None:
         wait_until(lambda: " 0/" in repr(slabs), "all loads to end")
 
 
+def update_weights(llm: Any) -> int:
+    """Give every layer other key and value weights, as a training job between two of its steps.
+    Runs in the replica; returns how many workers did."""
+    return len(
+        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": _other_weights(llm)})
+    )
+
+
+def _other_weights(llm: Any) -> list[tuple[str, Any]]:
+    from safetensors.torch import load_file
+
+    folder = Path(llm.llm_engine.vllm_config.model_config.model)
+    weights = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+    changed = ("k_proj.weight", "v_proj.weight")
+    return [(k, v * 1.5 if k.endswith(changed) else v) for k, v in weights.items()]
+
+
 SAVED = Call(function="tests.engine.fleet:drain_saves")
 FREE_BLOCKS = Call(function="tests.engine.fleet:free_blocks")
 NUMBERS_TOLD = Generate(prompts=(Prompt(tokens=(7,), max_tokens=1),))

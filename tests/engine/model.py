@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-ModelName = Literal["llama", "gpt_oss", "qwen3_next", "deepseek"]
+ModelName = Literal["llama", "llama_draft", "gpt_oss", "qwen3_next", "deepseek"]
 
 VOCABULARY = 1024
 SLIDING_WINDOW = 64
@@ -61,8 +61,9 @@ def _save(name: ModelName, target: Path) -> None:
     torch.manual_seed(20)
     model: Any
     match name:
-        case "llama":
-            llama = transformers.LlamaConfig(num_hidden_layers=3, **_SIZES)
+        case "llama" | "llama_draft":
+            layers = 3 if name == "llama" else 1
+            llama = transformers.LlamaConfig(num_hidden_layers=layers, **_SIZES)
             model = transformers.LlamaForCausalLM(llama)
         case "gpt_oss":
             gpt_oss = transformers.GptOssConfig(

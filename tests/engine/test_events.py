@@ -125,7 +125,7 @@ def published_by_two_ranks(folder: Path) -> Values:
     return {"pair": run_replica(job, folder)}
 
 
-def of(replica: str, answer: int, medium: str = "OBJKV") -> list[dict[str, Any]]:
+def of(replica: str, answer: int, medium: str = "STORAGE") -> list[dict[str, Any]]:
     """What a replica told of a medium up to its ``answer``-th ``HEARD``, without the rest."""
     lists = [one for one in events()[replica].answers if isinstance(one, list)]
     return [event for event in lists[answer] if event["medium"] == medium]
@@ -177,7 +177,7 @@ def test_the_device_is_told_of_as_without_objkv() -> None:
 @pytest.mark.wide
 def test_what_two_ranks_saved_is_told_once_on_the_wire() -> None:
     (heard,) = [a for a in published_by_two_ranks()["pair"].answers if isinstance(a, list)]
-    told = [event for event in heard if event["medium"] == "OBJKV"]
+    told = [event for event in heard if event["medium"] == "STORAGE"]
     device = [event for event in heard if event["medium"] == "GPU"]
     assert len(told) == CHUNKS
     assert set(blocks(told)) <= set(blocks(device))

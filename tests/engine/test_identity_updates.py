@@ -12,24 +12,8 @@ from tests.engine.prompts import prompt_of
 WHOLE = 3 * CHUNK
 PROMPT = prompt_of(WHOLE + 9)
 ASK = one_by_one([PROMPT])
-UPDATE, SLEEP = (
-    Call(function=f"tests.engine.test_identity_updates:{name}") for name in ("update", "nap")
-)
-
-
-def update(llm: Any) -> int:
-    """Give every layer other key and value weights, as a training job between two of its steps.
-    Runs in the replica; returns how many workers did."""
-    return len(llm.collective_rpc("reload_weights", kwargs={"weights_iterator": _others(llm)}))
-
-
-def _others(llm: Any) -> list[tuple[str, Any]]:
-    from safetensors.torch import load_file
-
-    folder = Path(llm.llm_engine.vllm_config.model_config.model)
-    weights = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
-    changed = ("k_proj.weight", "v_proj.weight")
-    return [(k, v * 1.5 if k.endswith(changed) else v) for k, v in weights.items()]
+UPDATE = Call(function="tests.engine.fleet:update_weights")
+SLEEP = Call(function="tests.engine.test_identity_updates:nap")
 
 
 def nap(llm: Any) -> bool:

@@ -16,7 +16,12 @@ from threading import Lock
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.distributed.kv_events import (
+    MEDIUM_STORAGE,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+)
 from vllm.v1.core import kv_cache_utils
 
 from objkv.assembly.backends import Backends
@@ -24,8 +29,10 @@ from objkv.cache.match import stored_blocks
 from objkv.config import Config
 from objkv.connector.guard import guarded
 from objkv.connector.kv.metadata import StepPlan, StepReport, StoredShard
+from objkv.connector.kv.request_limits import Locality
 from objkv.connector.kv.requests import TrackedRequest
 from objkv.connector.model.groups import Geometry
+from objkv.connector.wiring import locality
 from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
 from objkv.index.guarded import GuardedIndex
 from objkv.transfer.plan import ChunkMove
@@ -37,22 +44,25 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-MEDIUM = "OBJKV"
-"""Medium of all events: this replica can load the blocks from shared stores."""
+OWNERSHIP = "objkv"
+"""Name of the tier in all events. Their medium is that of vLLM's own storage tiers: this replica
+can load the blocks from shared stores."""
 
 
 class BlockEvents:
     """Makes the events of one chunk's blocks in one group, with vLLM's own hashes. Pure.
 
-    Except for the medium, every field equals that of the event for the same blocks on the device.
+    Except for medium, locality and ownership, every field equals that of the event for the same
+    blocks on the device.
     Source: vLLM 0.31-0.33, ``cache_full_blocks`` in ``v1/core/block_pool.py``,
     ``resolve_block_hashes`` in ``v1/core/kv_cache_utils.py``.
     """
 
-    def __init__(self, geometry: Geometry, hash_tokens: int) -> None:
+    def __init__(self, geometry: Geometry, hash_tokens: int, locality: Locality = "REMOTE") -> None:
         """``hash_tokens``: tokens per block hash of vLLM. Every group's block size is a multiple
-        of it."""
+        of it. ``locality``: of the bulk store."""
         self._geometry = geometry
+        self._locality = locality
         self._hash_tokens = hash_tokens
 
     def stored(self, request: "Request", move: ChunkMove) -> BlockStored | None:
@@ -78,16 +88,25 @@ class BlockEvents:
             token_ids=list(request.all_token_ids[start:end]),
             block_size=size,
             lora_id=None if lora is None else lora.adapter_id,
-            medium=MEDIUM,
+            medium=MEDIUM_STORAGE,
             lora_name=None if lora is None else lora.name,
             extra_keys=_extra_keys(request, start, end, size),
             group_idx=self._geometry.table(group),
+            locality=self._locality,
+            ownership=OWNERSHIP,
         )
 
     def removed(self, group: int, hashes: list[Any]) -> BlockRemoved:
         """Return the event that a group's blocks, named by their reported hashes, are removed."""
         table = self._geometry.table(group)
-        return _made(BlockRemoved, block_hashes=hashes, medium=MEDIUM, group_idx=table)
+        return _made(
+            BlockRemoved,
+            block_hashes=hashes,
+            medium=MEDIUM_STORAGE,
+            group_idx=table,
+            locality=self._locality,
+            ownership=OWNERSHIP,
+        )
 
 
 def read_hash_tokens(
@@ -390,7 +409,8 @@ def open_event_log(
     if not events_enabled(vllm_config):
         return NoEvents()
     hash_tokens = read_hash_tokens(vllm_config, kv_cache_config, geometry)
-    return EventLog(geometry, BlockEvents(geometry, hash_tokens), ttl_s=config.ttl_s)
+    blocks = BlockEvents(geometry, hash_tokens, locality(config))
+    return EventLog(geometry, blocks, ttl_s=config.ttl_s)
 
 
 def _table_fields(geometry: Geometry, group: int) -> frozenset[str]:

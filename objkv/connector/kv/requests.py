@@ -16,6 +16,7 @@ import torch
 
 from objkv.cache.lookup import LookupService, Records
 from objkv.connector.kv.coverage import Coverage
+from objkv.connector.kv.request_limits import NO_LIMITS, LimitReader, Locality, RequestLimits
 from objkv.connector.model.adapters import Adapters, UnknownAdapterError
 from objkv.connector.model.groups import Geometry
 from objkv.connector.model.weights import DigestCache
@@ -219,6 +220,7 @@ class TrackedRequest:
     """Whether the scheduler's thread has waited for its lookup, which it does once."""
     may_load: bool = True
     may_save: bool = True
+    limits: RequestLimits = NO_LIMITS
 
     @property
     def traceparent(self) -> str | None:
@@ -260,13 +262,16 @@ class RequestTracker:
         recorder: Recorder,
         digests: DigestCache | None = None,
         coverage: Coverage | None = None,
+        *,
+        locality: Locality = "REMOTE",
     ) -> None:
         """``digests``: cache of adapters' digests. Without it each engine reads every adapter once.
-        ``coverage``: also finds shards of other shapes."""
+        ``coverage``: also finds shards of other shapes. ``locality``: of the bulk store."""
         self._geometry = geometry
         self._lookups = lookups
         self._recorder = recorder
         self.adapters = Adapters(lookups.submit, digests)
+        self._limits = LimitReader(locality, recorder)
         self._tracked: dict[str, TrackedRequest] = {}
         self.coverage = coverage or Coverage(geometry)
         """Decides which stored shards this replica can load."""
@@ -277,6 +282,8 @@ class RequestTracker:
         ``trusted``: whether the weights and images that determine its KV are identified.
         """
         tracked = TrackedRequest(request, namespace, self._lookups.deadline())
+        tracked.limits = self._limits.read(request)
+        tracked.may_load = tracked.limits.loads
         self._tracked[request.request_id] = tracked
         if request.resumable or not trusted:
             # In a resumable session vLLM removes a token of the prompt and adds tokens and images,

@@ -193,6 +193,8 @@ class SavePlanner:
         # and speculation, tokens of earlier steps may be rejected as well.
         with_decode = self._config.save_decode
         known = len(request.all_token_ids) if with_decode else request.num_prompt_tokens
+        if (most := tracked.limits.save_tokens_max) is not None:
+            known = min(known, most)
         chunks: list[int] = []
         again = frozenset(tracked.again)
         if scheduled is not None and self._trust.trusts(tracked):

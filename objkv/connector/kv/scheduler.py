@@ -447,7 +447,10 @@ class SchedulerSide:
             or known.records is not records
             or (known.num_tokens, known.computed) != (num_tokens, computed)
         ):
-            end, sync = self._usable_tokens(records, num_tokens, computed)
+            wanted = records
+            if (most := tracked.limits.load_tokens_max) is not None:
+                wanted = records[: (computed + most) // self._geometry.chunk_tokens]
+            end, sync = self._usable_tokens(wanted, num_tokens, computed)
             known = tracked.usable = Usable(records, num_tokens, computed, end, sync)
         return known
 

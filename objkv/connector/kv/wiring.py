@@ -36,7 +36,7 @@ from objkv.connector.model.identity import (
 )
 from objkv.connector.model.media import read_quantised
 from objkv.connector.model.weights import open_digests
-from objkv.connector.wiring import is_far, may_save
+from objkv.connector.wiring import is_far, locality, may_save
 from objkv.errors import ConfigError
 from objkv.index.near import NearIndex
 from objkv.keys.identity import Identity
@@ -148,7 +148,9 @@ def make_scheduler_side(
         geometry,
         index=index,
         lookups=lookups,
-        requests=RequestTracker(geometry, lookups, recorder, open_digests(), coverage),
+        requests=RequestTracker(
+            geometry, lookups, recorder, open_digests(), coverage, locality=locality(config)
+        ),
         timing=Timing(
             AdmissionPolicy(lambda: switch.mode, recorder),
             geometry,

@@ -40,12 +40,16 @@ if TYPE_CHECKING:
 
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.kv_offload.base import OffloadingSpec
     from vllm.v1.kv_offload.config import OffloadingConfig
 
 
 _DEPTH_MAX = 100
 """Number of callers to search. vLLM 0.32 has the configuration in the sixth."""
+_LLM_GRACE_S = 5
+"""Time between SIGTERM and SIGKILL for an engine without a server. Source: vLLM 0.32-0.33,
+``shutdown`` in ``v1/utils.py``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,19 @@ class TierEngine:
     config: VllmConfig
     connector: "weakref.ref[KVConnectorBase_V1] | None" = None
     """vLLM's connector, if found. A weak reference, because the connector owns the tier."""
+    core: "weakref.ref[EngineCoreProc] | None" = None
+    """The engine, if it is in a process of its own."""
+
+    @property
+    def ends(self) -> bool:
+        """Whether the process was told to end."""
+        core = None if self.core is None else self.core()
+        return core is not None and not core.is_running()
+
+    @property
+    def grace_s(self) -> float:
+        """Time until vLLM kills the process then. A server without the option kills it at once."""
+        return float(self.config.shutdown_timeout or _LLM_GRACE_S)
 
     def manager(self) -> "KVCacheManager | None":
         """Return vLLM's manager, or None until the connector is bound to it."""
@@ -89,11 +106,25 @@ def find_engine(spec: "OffloadingSpec") -> TierEngine | None:
         if _is_of(found, extra):
             config = config or found
             if isinstance(maker := there.get("self"), KVConnectorBase_V1):
-                return TierEngine(config, weakref.ref(maker))
+                return TierEngine(config, weakref.ref(maker), _find_core(frame))
         elif config is not None:
             break  # above the caller that has it
         frame = frame.f_back
-    return None if config is None else TierEngine(config)
+    return None if config is None else TierEngine(config, core=_find_core(frame))
+
+
+def _find_core(frame: "FrameType | None") -> "weakref.ref[EngineCoreProc] | None":
+    """Find the engine that makes its scheduler and thereby the connector. Source: vLLM 0.32-0.33,
+    ``EngineCoreProc`` in ``v1/engine/core.py``."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    for _ in range(_DEPTH_MAX):
+        if frame is None:
+            return None
+        if isinstance(core := frame.f_locals.get("self"), EngineCoreProc):
+            return weakref.ref(core)
+        frame = frame.f_back
+    return None
 
 
 def engine_settings(

@@ -6,6 +6,7 @@ are then discarded.
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,7 +42,7 @@ class JobLimits:
     deadline_s: float
     """The remaining chunks of a job that takes longer fail."""
     part_max: int = 1
-    """Chunks of a job that one thread takes at once."""
+    """Chunks of a job that one thread takes at once while no thread is idle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ class JobPart:
 
 class TierJobs:
     """Runs the jobs of one direction. The scheduler's thread calls ``submit``, ``take_finished``,
-    ``give_up`` and ``close``. Only ``close`` waits for a store."""
+    ``give_up``, ``finish`` and ``close``. Only ``close`` waits for a store."""
 
     def __init__(
         self,
@@ -154,6 +155,7 @@ class TierJobs:
         self._jobs: dict[int, _Job] = {}
         self._ended: list[JobOutcome] = []
         self._closed = False
+        self._finish_by: float | None = None
         self._trouble = Trouble(logger, f"tier {name}s")
         self._pool: Pool[JobPart] = Pool(f"objkv-tier-{name}", limits.threads, self._run)
 
@@ -163,7 +165,7 @@ class TierJobs:
         job = _Job(job_id, tuple(entry.key for entry in entries), self._clock(), 0)
         with self._changed:
             room = 0 if self._closed or namespace is None else self._room()
-            taken, size = entries[:room], self._limits.part_max
+            taken = entries[:room]
             if refused := len(entries) - len(taken):
                 self._recorder.count(f"tier_{self._name}_refused", refused)
             job.waiting = len(taken)
@@ -172,6 +174,7 @@ class TierJobs:
                 self._end(job)
                 return
             self._queued += len(taken)
+            size = self._part_size(len(taken))
             self._pool.put(
                 JobPart(job, namespace, taken[start : start + size], self._changed)
                 for start in range(0, len(taken), size)
@@ -197,19 +200,36 @@ class TierJobs:
                 self._end(job)
             self._take_back()
 
-    def close(self, drain_deadline_s: float) -> None:
-        """Wait for queued jobs, for at most ``drain_deadline_s``, then end all jobs and stop.
-        Idempotent."""
-        end = self._clock() + drain_deadline_s
-        with self._changed:
-            while self._jobs and (left := end - self._clock()) > 0:
-                self._changed.wait(left)
-            if self._jobs:
+    def finish(self, seconds: float) -> None:
+        """End the jobs and refuse further ones ``seconds`` after the first call, at a later call.
+        Log what is left at both times, because the process may be killed in between."""
+        if self._finish_by is None:
+            self._finish_by = self._clock() + seconds
+            if count := self._unfinished():
                 logger.warning(
-                    "tier given up at shutdown what=%ss jobs=%d", self._name, len(self._jobs)
+                    "tier has %ss to finish before vLLM ends chunks=%d seconds_max=%.1f",
+                    self._name,
+                    count,
+                    seconds,
                 )
+        if self._clock() < self._finish_by or self._closed:
+            return
+        if count := self._unfinished():
+            logger.warning("tier given up at shutdown what=%ss chunks=%d", self._name, count)
+        with self._changed:
             self._closed = True
         self.give_up()
+
+    def close(self, drain_deadline_s: float) -> None:
+        """Finish the jobs within ``drain_deadline_s``, unless ``finish`` was called, and stop.
+        Idempotent."""
+        self.finish(drain_deadline_s)
+        assert self._finish_by is not None
+        with self._changed:
+            while self._jobs and (left := self._finish_by - self._clock()) > 0:
+                self._changed.wait(left)
+            self._finish_by = min(self._finish_by, self._clock())
+        self.finish(0.0)
         self._pool.close()
 
     def __repr__(self) -> str:
@@ -217,6 +237,15 @@ class TierJobs:
 
     def _room(self) -> int:
         return max(0, self._limits.queue_max - self._queued)
+
+    def _part_size(self, count: int) -> int:
+        """Return how many of a job's ``count`` chunks one thread takes: fewer if others idle."""
+        idle = self._limits.threads - self._pool.busy - self._pool.waiting
+        return min(self._limits.part_max, math.ceil(count / max(1, idle)))
+
+    def _unfinished(self) -> int:
+        with self._changed:
+            return sum(len(job.keys) - len(job.done) for job in self._jobs.values())
 
     def _end(self, job: _Job) -> None:
         """End a job, with the lock held. Waits for copies in progress, within memory only."""

@@ -26,6 +26,7 @@ from objkv.connector.guard import guarded, speak_as_vllm
 from objkv.connector.hooks import EngineHooks, holds_nothing
 from objkv.connector.kv.namespace import ReplicaNamespace
 from objkv.connector.metrics import tier_metric_definitions, tier_stats
+from objkv.connector.model.identity import warn_of_sudden_end
 from objkv.connector.tier.identity import (
     TierAdapters,
     TierIdentity,
@@ -186,6 +187,8 @@ class ObjKVTier(SecondaryTierManager):
             logger.warning(
                 "vLLM's configuration was not found: only 'settings' distinguish replicas"
             )
+        else:
+            warn_of_sudden_end(self._engine.config)
 
     # Requests.
 
@@ -212,8 +215,11 @@ class ObjKVTier(SecondaryTierManager):
 
     @guarded(None)
     def on_schedule_end(self, context: "ScheduleEndContext") -> None:
-        """Send the lookups of this step."""
+        """Send the lookups of this step. While the engine ends, limit the time for saves, because
+        vLLM goes on stepping until all are done or it is killed."""
         self._store.lookups.flush()
+        if self._engine is not None and self._engine.ends:
+            self._store.finish(self._engine.grace_s, idle=self.namespace.idle)
 
     # Jobs.
 

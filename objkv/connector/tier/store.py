@@ -1,5 +1,7 @@
 """The parts of a secondary tier below vLLM's interface: stores, lookups, jobs, vLLM's memory."""
 
+from time import monotonic
+
 import numpy as np
 
 from objkv.cache.lookup import LookupLimits
@@ -12,7 +14,9 @@ from objkv.errors import StoreError
 from objkv.telemetry import Recorder
 
 _SAVES_AT_ONCE = 4
-"""Chunks that one thread saves one after another, after a single lookup for all of them."""
+"""Most chunks that one thread saves one after another, after a single lookup for all of them."""
+_MARGIN_S = 0.5
+"""How long before vLLM kills the process saves are dropped and logged."""
 
 
 class TierStore:
@@ -36,6 +40,7 @@ class TierStore:
         """
         self._config, self._form = config, form
         self._memory, self._recorder = memory, recorder
+        self._kill_at: float | None = None
         self._backends = open_checked_backends(config, recorder)
         self.bulk, self._index = self._backends.bulk, self._backends.index
         writer = writer_name(self)
@@ -61,6 +66,16 @@ class TierStore:
         """End all jobs. None of them touches vLLM's memory afterwards."""
         self.loads.give_up()
         self.saves.give_up()
+
+    def finish(self, grace_s: float, *, idle: bool) -> None:
+        """Save queued chunks within ``drain_deadline_ms``, then drop the rest. For each step of an
+        engine that vLLM kills ``grace_s`` after the first one. ``idle``: no request is left."""
+        now, drain_s = monotonic(), self._config.drain_deadline_ms / 1000
+        if self._kill_at is None:
+            self._kill_at = now + grace_s
+        left_s = max(0.0, self._kill_at - _MARGIN_S - now)
+        if idle or left_s <= drain_s:
+            self.saves.finish(min(drain_s, left_s))
 
     def close(self) -> None:
         """Save queued chunks within ``drain_deadline_ms``, then stop. Idempotent."""

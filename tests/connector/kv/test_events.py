@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.config import KVEventsConfig
-from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
+from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved, BlockStored, KVEventBatch
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
@@ -20,7 +20,6 @@ from vllm.v1.request import Request
 from objkv.assembly.backends import Backends
 from objkv.cache.admission import LoadTime
 from objkv.connector.kv.events import (
-    MEDIUM,
     BlockEvents,
     EventLog,
     NoEvents,
@@ -130,7 +129,7 @@ class World:
         """What the log tells now; the router believes it."""
         events = list(self.log.take())
         for event in events:
-            assert event.medium == MEDIUM
+            assert event.medium == MEDIUM_STORAGE
             blocks = {(event.group_idx, one) for one in event.block_hashes}
             if isinstance(event, BlockStored):
                 assert not blocks & self.believed
@@ -180,7 +179,7 @@ def test_a_chunk_is_told_as_vllm_tells_the_same_blocks_on_the_device(
         pool.cache_full_blocks(world.request, blocks, first, first + 4, 16, 0)
     theirs = pool.take_events()
     for event in theirs:
-        event.medium = MEDIUM
+        event.medium, event.locality, event.ownership = MEDIUM_STORAGE, "REMOTE", "objkv"
         event.session_id = None
     assert mine == theirs
     assert mine[1].parent_block_hash == mine[0].block_hashes[-1]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.kv_offload.base import LookupResult
 
 from objkv.assembly.backends import Backends
@@ -234,6 +235,62 @@ def test_a_shutdown_while_busy_is_bounded_and_lets_go_of_vllms_memory(world: Wor
     engine.close()
     world.engines.remove(engine)
     assert memory.closed
+
+
+class Core(EngineCoreProc):
+    """An engine in a process of its own, without a model, that makes a replica's offloading."""
+
+    def __init__(self, world: "World", **options: Any) -> None:
+        self.shutdown_state = EngineShutdownState.RUNNING
+        self.offloading = world.engine(**options)
+
+    def terminate(self) -> Engine:
+        """It receives SIGTERM, and steps while it has work."""
+        self.shutdown_state = EngineShutdownState.REQUESTED
+        self.offloading.end_step()
+        return self.offloading
+
+
+@pytest.mark.parametrize(("timeout_s", "drain_ms", "ended"), [(1, 60_000, False), (600, 1, True)])
+def test_an_engine_that_ends_drops_saves_before_vllm_kills_it_and_logs_how_many(
+    world: World, timeout_s: int, drain_ms: int, ended: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen = {"shutdown_timeout": timeout_s}
+    core = Core(world, tier={"drain_deadline_ms": drain_ms}, engine=seen)
+    world.bulks[0].hold(world.gate)
+    engine = core.offloading
+    request = engine.begin()
+    engine.compute(request, {offload_key(n): row(n) for n in range(4)})
+    engine.end_step()
+    assert engine.manager.has_pending_work()
+    if ended:
+        engine.end(request)
+    assert core.terminate() is engine
+    engine.settle()  # although the store does not answer
+    assert "saves to finish before vLLM ends chunks=4" in caplog.text
+    assert "tier given up at shutdown what=saves chunks=4" in caplog.text
+    engine.compute(engine.begin(), {offload_key(9): row(9)})
+    engine.settle()
+    assert counted(engine, "tier_save_refused") == 1
+
+
+def test_an_engine_that_ends_saves_what_is_queued(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    core = Core(world, tier={"save_threads": 1})
+    engine, content = core.offloading, {offload_key(n): row(n) for n in range(6)}
+    engine.compute(engine.begin(), content)
+    core.terminate().settle()
+    assert counted(engine, "tier_saves") == 6
+    assert "given up" not in caplog.text
+
+
+def test_a_tier_says_at_its_start_if_vllm_would_not_wait_for_saves(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    world.engine()
+    assert "--shutdown-timeout 15" in caplog.text
 
 
 def test_a_shutdown_saves_what_is_queued(world: World) -> None:

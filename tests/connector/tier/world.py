@@ -97,6 +97,7 @@ def engine_config(told: OffloadingConfig, **changes: Any) -> VllmConfig:
     }
     config: VllmConfig = object.__new__(VllmConfig)
     config.speculative_config = config.lora_config = None
+    config.shutdown_timeout = changes.pop("shutdown_timeout", 0)
     for name, values in parts.items():
         setattr(config, name, SimpleNamespace(**values | changes.pop(name, {})))
     for name, value in changes.items():
