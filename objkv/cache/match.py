@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from objkv.index.base import Shards
 from objkv.keys.identity import GroupIdentity
-from objkv.keys.topology import Shard
+from objkv.keys.topology import Shard, TokenPart
 
 Stored = Callable[[Shards, int, GroupIdentity], bool]
 """Returns whether the found shards of a chunk hold everything that a reader needs of one group."""
@@ -102,10 +102,21 @@ def ends_within(group: GroupIdentity, chunk_tokens: int, end: int) -> bool:
 
 
 def covered(shards: Shards, group_id: int, group: GroupIdentity) -> bool:
-    """Whether the shards together hold all layers and heads of the group."""
+    """Whether the shards together hold all layers, heads and tokens of the group."""
     held = list(shards_of(shards, group_id))
     if Shard(0, len(group.layers), 0, group.heads) in held:
         return True
+    divisions = {(shard.tokens.size, shard.tokens.interleave) for shard in held}
+    return any(
+        all(
+            _covers([s for s in held if s.tokens == TokenPart(rank, *division)], group)
+            for rank in range(division[0])
+        )
+        for division in divisions
+    )
+
+
+def _covers(held: Sequence[Shard], group: GroupIdentity) -> bool:
     return all(
         any(
             s.layer_start <= layer < s.layer_end and s.head_start <= head < s.head_end for s in held

@@ -3,12 +3,53 @@
 import heapq
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 _SHARD = re.compile(
     r"L(0|[1-9][0-9]*)-(0|[1-9][0-9]*)_H(0|[1-9][0-9]*)-(0|[1-9][0-9]*)"
+    r"(?:_T(0|[1-9][0-9]*)of([1-9][0-9]*)(?:i([1-9][0-9]*))?)?"
 )  # not \d, which also matches digits of other scripts
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class TokenPart:
+    """The tokens that one rank of decode context parallelism (DCP) holds: token ``t`` if
+    ``t // interleave % size == rank``. Source: vLLM 0.31-0.33, ``config/parallel.py``."""
+
+    rank: int = 0
+    size: int = 1
+    interleave: int = 1
+    """``cp_kv_cache_interleave_size``; 1 if ``size`` is 1."""
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.rank < self.size
+        assert self.interleave > 0
+        assert self.size > 1 or self.interleave == 1
+
+    def __str__(self) -> str:
+        """Return the suffix of a shard's name, empty for all tokens."""
+        if self.size == 1:
+            return ""
+        interleave = "" if self.interleave == 1 else f"i{self.interleave}"
+        return f"_T{self.rank}of{self.size}{interleave}"
+
+    def sources(self, size: int, interleave: int) -> "tuple[TokenPart, ...]":
+        """Return the parts of another division that together have these tokens. None if they cannot
+        be combined: both divisions must deal out single tokens, and one size must be a multiple of
+        the other."""
+        if (size, interleave) == (self.size, self.interleave):
+            return (self,)
+        if interleave != 1 or self.interleave != 1:
+            return ()
+        if self.size % size == 0:
+            return (TokenPart(self.rank % size, size),)
+        if size % self.size == 0:
+            return tuple(TokenPart(rank, size) for rank in range(self.rank, size, self.size))
+        return ()
+
+
+ALL_TOKENS = TokenPart()
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -22,13 +63,16 @@ class Shard:
     layer_end: int
     head_start: int
     head_end: int
+    tokens: TokenPart = ALL_TOKENS
+    """With DCP a payload holds only some tokens of its chunk."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.layer_start < self.layer_end
         assert 0 <= self.head_start < self.head_end
 
     def __str__(self) -> str:
-        return f"L{self.layer_start}-{self.layer_end}_H{self.head_start}-{self.head_end}"
+        layers, heads = (self.layer_start, self.layer_end), (self.head_start, self.head_end)
+        return f"L{layers[0]}-{layers[1]}_H{heads[0]}-{heads[1]}{self.tokens}"
 
     @classmethod
     def parse(cls, text: str) -> "Shard":
@@ -36,10 +80,16 @@ class Shard:
         match = _SHARD.fullmatch(text)
         if match is None:
             raise ValueError(f"invalid shard: {text!r}")
-        layer_start, layer_end, head_start, head_end = map(int, match.groups())
+        layer_start, layer_end, head_start, head_end = map(int, match.groups()[:4])
         if layer_start >= layer_end or head_start >= head_end:
             raise ValueError(f"empty shard: {text!r}")
-        return cls(layer_start, layer_end, head_start, head_end)
+        rank, size, interleave = (int(n) for n in match.groups(1)[4:])
+        if match[5] is None:
+            return cls(layer_start, layer_end, head_start, head_end)
+        if rank >= size or size == 1 or (match[7] is not None and interleave == 1):
+            raise ValueError(f"invalid part of the tokens: {text!r}")
+        part = TokenPart(rank, size, interleave)
+        return cls(layer_start, layer_end, head_start, head_end, part)
 
     @property
     def cells(self) -> int:
@@ -72,6 +122,7 @@ def cover(need: Shard, held: Iterable[Shard]) -> tuple[Part, ...] | None:
 
     No two parts overlap. They are ordered by layer, then by head. A source whose share is not one
     rectangle has several parts. The order of ``held`` does not matter, and its shards may overlap.
+    Shards of different divisions of the tokens are not combined.
 
     ``need`` itself is used alone if it is held. Otherwise sources are chosen greedily by the cells
     they add relative to their cost: all their bytes, needed or not, plus a sixteenth of ``need``
@@ -90,6 +141,19 @@ def cover(need: Shard, held: Iterable[Shard]) -> tuple[Part, ...] | None:
     near = {shard for shard in held if need.overlaps(shard)}
     if need in near:
         return (Part(need, need),)
+    for size, interleave in sorted({(s.tokens.size, s.tokens.interleave) for s in near}):
+        parts: list[Part] | None = []
+        for tokens in need.tokens.sources(size, interleave):
+            some = _cover_tokens(replace(need, tokens=tokens), near)
+            parts = None if some is None or parts is None else [*parts, *some]
+        if parts:
+            return tuple(parts)
+    return None
+
+
+def _cover_tokens(need: Shard, held: Iterable[Shard]) -> tuple[Part, ...] | None:
+    """Return a cover by shards with the same tokens as ``need``."""
+    near = {shard for shard in held if shard.tokens == need.tokens}
     masks = {source: _mask(need, source) for source in near}
     chosen = _chosen(need, masks)
     if chosen is None:
@@ -173,6 +237,7 @@ def _rectangles(need: Shard, mask: int) -> Iterator[Shard]:
                 need.layer_start + end,
                 need.head_start + first,
                 need.head_start + last,
+                need.tokens,
             )
         start = end
 
@@ -261,9 +326,15 @@ class Topology:
     """How many of the group's layers each PP rank has, in forward order; see ``pp_layers``."""
     block_size: int = 16
     """Tokens per block."""
+    dcp_size: int = 1
+    """Size of decode context parallelism: so many TP ranks with the same heads divide the
+    tokens."""
+    interleave: int = 1
+    """``cp_kv_cache_interleave_size``."""
 
     def __post_init__(self) -> None:
         assert self.tp_size > 0
+        assert self.dcp_size > 0
         assert self.heads > 0
         assert self.block_size > 0
         if min(self.layers, default=-1) < 0 or not any(self.layers):
@@ -286,7 +357,7 @@ class Topology:
     @property
     def replicas(self) -> int:
         """How many TP ranks hold the same data; 1 if each has its own heads."""
-        return max(1, self.tp_size // self.heads)
+        return max(1, self.tp_size // self.heads // self.dcp_size)
 
     @property
     def replicated(self) -> bool:
@@ -353,12 +424,26 @@ class Topology:
         return tuple(t for t, share in shares if share and share.shard.overlaps(need.shard))
 
     def _share(self, tp_rank: int, layer_range: tuple[int, int]) -> RankShard:
-        return rank_shard(
+        share = rank_shard(
             layers=sum(self.layers),
             heads=self.heads,
             tp_rank=tp_rank,
             tp_size=self.tp_size,
             layer_range=layer_range,
+        )
+        if self.dcp_size == 1:
+            return share
+        if share.replicas % self.dcp_size:
+            raise ValueError(
+                f"{self.tp_size} ranks with {self.heads} KV heads cannot divide the tokens by "
+                f"{self.dcp_size}: set decode_context_parallel_size to a divisor of "
+                f"{share.replicas}"
+            )
+        tokens = TokenPart(tp_rank % self.dcp_size, self.dcp_size, self.interleave)
+        return RankShard(
+            replace(share.shard, tokens=tokens),
+            share.replica // self.dcp_size,
+            share.replicas // self.dcp_size,
         )
 
 

@@ -236,7 +236,7 @@ class DeviceLane:
         assert recast.blocks == len(placed)
         is_own = [given.shape[1:] for given in pages] == layers.page_shapes
         with self._lock, self._api.stream(self.stream):
-            if is_own and self._copies_blocks(layers):
+            if is_own and recast.tokens == (0, 1) and self._copies_blocks(layers):
                 starts = np.array([_address(given) for given in pages], dtype=np.int64)
                 skipped = recast.first_block * np.array(layers.nbytes, dtype=np.int64)
                 self._copy_blocks(starts + skipped, layers, placed, to_device=True)

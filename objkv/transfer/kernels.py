@@ -200,6 +200,10 @@ class TritonKernels:
         self, staged: torch.Tensor, layers: PagedLayers, ids: torch.Tensor, recast: Recast
     ) -> None:
         """See ``PageKernels.scatter``."""
+        if recast.tokens != (0, 1):  # rare, and not worth a kernel
+            for cache, pages in zip(layers.caches, staged, strict=True):
+                cache.index_copy_(0, ids, recast(pages))
+            return
         _, heads, size, content = layers.caches[0].shape
         count, *own, given = staged.shape
         assert (count, given) == (len(layers), content)

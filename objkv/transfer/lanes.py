@@ -37,6 +37,8 @@ class Recast:
     """First block to take, counted in blocks of the reader's size."""
     blocks: int
     """Number of blocks to take."""
+    tokens: tuple[int, int] = (0, 1)
+    """First token of the frame to take, and the distance to the next ones."""
 
     def __call__(self, pages: PagesT) -> PagesT:
         """Return ``[blocks, heads, block_size, content]`` of ``pages`` in the reader's blocks.
@@ -45,22 +47,25 @@ class Recast:
         """
         start, end = self.heads
         assert 0 <= start < end <= pages.shape[1]
-        dealt = deal_tokens(pages[:, start:end], self.block_size)
+        dealt = deal_tokens(pages[:, start:end], self.block_size, self.tokens)
         until = self.first_block + self.blocks
         assert until <= dealt.shape[0]  # otherwise a single page would be broadcast
         return dealt[self.first_block : until]
 
 
-def deal_tokens(pages: PagesT, block_size: int) -> PagesT:
-    """Return the same tokens in blocks of ``block_size``: ``[tokens // block_size, heads,
-    block_size, content]``. Any ratio works, if the tokens fill whole blocks."""
+def deal_tokens(pages: PagesT, block_size: int, every: tuple[int, int] = (0, 1)) -> PagesT:
+    """Return the tokens in blocks of ``block_size``: ``[tokens // block_size, heads, block_size,
+    content]``. Any ratio works, if the tokens fill whole blocks. ``every``: first token to take,
+    and the distance to the next ones."""
     blocks, heads, size, content = pages.shape
-    if size == block_size:
+    if size == block_size and every == (0, 1):
         return pages
-    tokens = blocks * size
+    first, step = every
+    tokens = blocks * size // step
     assert tokens % block_size == 0
-    rows = pages.swapaxes(0, 1).reshape(heads, tokens // block_size, block_size, content)
-    return rows.swapaxes(0, 1)
+    assert blocks * size % step == 0
+    rows = pages.swapaxes(0, 1).reshape(heads, blocks * size, content)[:, first::step]
+    return rows.reshape(heads, tokens // block_size, block_size, content).swapaxes(0, 1)
 
 
 Pages = np.ndarray[Any, np.dtype[Any]]

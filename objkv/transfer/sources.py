@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from objkv.codec.payload import LayerSpec, check_layers, payload_bytes_max
-from objkv.keys.topology import Part, Shard, cover
+from objkv.keys.topology import Part, Shard, TokenPart, cover
 from objkv.transfer.lanes import ARRAY_WORDS, Lane, PagedLayers, Recast
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import ChunkMove, Kind, LoadMove, LoadPlan
@@ -46,13 +46,14 @@ class PayloadLayout:
         self._heads = (first, first + part.take.head_end - part.take.head_start)
         self._recasts = not is_own
         heads = slice(part.take.head_start - own.head_start, part.take.head_end - own.head_start)
+        slots, self._tokens = _selection(own.tokens, part.source.tokens)
         self._room = (-1, 0)
         self._resized: dict[int, PayloadLayout] = {}
         ours = group.pages.cut(self.filled)
         read = self.layers[self.frames.start : self.frames.stop]
         words = [np.dtype(ARRAY_WORDS[cache.dtype]) for cache in ours.caches]
         self._forms = [_form(*both) for both in zip(read, words, strict=True)]
-        self._pages = ours if is_own else PagedLayers([c[:, heads] for c in ours.caches])
+        self._pages = ours if is_own else PagedLayers([c[:, heads, slots] for c in ours.caches])
 
     def payload_bytes_max(self, tokens: int) -> int:
         """Return the largest size of a payload with ``tokens`` token ids, in any codec."""
@@ -92,7 +93,8 @@ class PayloadLayout:
         if not self._recasts and count == len(pages[0]):
             lane.scatter(pages, layers, placed)
             return
-        recast = Recast(self._heads, self._group.shape.block_size, skipped, count)
+        size = self._pages.caches[0].shape[2]
+        recast = Recast(self._heads, size, skipped, count, self._tokens)
         lane.scatter(pages, layers, placed, recast)
 
     def reading(self, found: tuple[LayerSpec, ...]) -> "PayloadLayout":
@@ -102,7 +104,7 @@ class PayloadLayout:
             return self
         size = found[0].shape[2]
         shape = self._group.shape
-        tokens = shape.blocks * shape.block_size
+        tokens = self.layers[0].shape[0] * self.layers[0].shape[2]
         if shape.divisible and size != self.layers[0].shape[2] and tokens % size == 0:
             other = self._resized.get(size) or PayloadLayout(self._group, self._part, size)
             check_layers(found, other.layers)
@@ -173,7 +175,10 @@ class PayloadLayouts:
 
     def _cover(self, group: int, held: Iterable[str]) -> tuple[Part | None, ...]:
         own, whole = self._own[group].shard, _whole(self._groups[group])
-        parts = cover(own, shards_within(whole, group, held))
+        found = shards_within(whole, group, held)
+        if not self._groups[group].shape.divisible:
+            found = (shard for shard in found if shard.tokens == own.tokens)
+        parts = cover(own, found)
         if parts is None or parts == (Part(own, own),):
             return (None,)  # without a cover, loading the rank's own shard fails as a ghost
         return parts
@@ -207,6 +212,16 @@ def _form(layer: LayerSpec, word: np.dtype[Any]) -> tuple[tuple[int, ...], np.dt
     return (*shape, words), word
 
 
+def _selection(own: TokenPart, source: TokenPart) -> tuple[slice, tuple[int, int]]:
+    """Return which slots of the rank's blocks a payload fills, and which tokens of the payload are
+    taken: the first, and the distance to the next ones."""
+    if source.size > own.size:
+        step = source.size // own.size
+        return slice((source.rank - own.rank) // own.size, None, step), (0, 1)
+    step = own.size // source.size
+    return slice(None), ((own.rank - source.rank) // source.size, step)
+
+
 def _own(group: PagedGroup) -> Part:
     shard = group.shape.rank_shard.shard
     return Part(shard, shard)
@@ -226,7 +241,9 @@ def _specs(group: PagedGroup, shard: Shard, block_size: int) -> tuple[LayerSpec,
     first layer, because all layers of a group are alike."""
     shape, like = group.shape, group.layers[0]
     names = (shape.model_layers or shape.layers)[shard.layer_start : shard.layer_end]
-    heads, blocks = shard.head_end - shard.head_start, shape.blocks * shape.block_size // block_size
+    own = shape.rank_shard.shard.tokens
+    tokens = shape.blocks * shape.block_size * own.size // shard.tokens.size
+    heads, blocks = shard.head_end - shard.head_start, tokens // block_size
     pages = (blocks, heads, block_size, like.shape[3])
     # This rank does not know the scales of other ranks' layers, and reads nothing of those layers.
     scales = {layer.name: layer.scales for layer in group.layers}

@@ -12,7 +12,7 @@ from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import payload_bytes_max
 from objkv.index.memory import MemoryIndex
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
-from objkv.keys.topology import RankShard, Shard, rank_shard
+from objkv.keys.topology import Topology
 from objkv.stores.base import WriteStore
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.fetch import Cuts
@@ -51,6 +51,13 @@ class ShapeOfReplica:
     block_size: int = 4
     layout: str = "LBHNC"
     codec: str = "none"
+    dcp: int = 1
+    interleave: int = 1
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens that a block covers on all ranks together."""
+        return self.block_size * self.dcp
 
 
 @dataclass(frozen=True)
@@ -97,13 +104,19 @@ class ShapedRank(Worker):
         tp_rank, pp_rank = ranks
         self.model, self.shape = model, shape
         self.layers = layer_range(model, shape, pp_rank)
-        cut = rank_shard(layers=model.layers, heads=model.heads, tp_rank=tp_rank, tp_size=shape.tp)
-        heads = cut.shard.head_start, cut.shard.head_end
-        self.rank = RankShard(
-            Shard(self.layers.start, self.layers.stop, *heads), cut.replica, cut.replicas
+        topology = Topology(
+            shape.tp,
+            model.heads,
+            (model.layers // shape.pp,) * shape.pp,
+            shape.block_tokens,
+            shape.dcp,
+            shape.interleave,
         )
-        self.heads = range(*heads)
-        self.blocks = model.chunk * model.chunks // shape.block_size
+        cut = topology.held(topology.rank(pp_rank, tp_rank))
+        assert cut is not None
+        self.rank = cut
+        self.heads = range(cut.shard.head_start, cut.shard.head_end)
+        self.blocks = model.chunk * model.chunks // shape.block_tokens
         self.memory = self._allocate(2 * self.blocks + 1)
         self.index = index
         recorder, tokens = MemoryRecorder(), model.chunk
@@ -129,14 +142,16 @@ class ShapedRank(Worker):
     def expected(self) -> torch.Tensor:
         """``[layers, blocks, heads, block_size, CONTENT]`` of the whole prompt."""
         tokens = range(self.model.chunk * self.model.chunks)
-        whole = truth(self.layers, self.heads, tokens)
+        part = self.rank.shard.tokens
+        mine = [t for t in tokens if t // part.interleave % part.size == part.rank]
+        whole = truth(self.layers, self.heads, tokens)[:, :, mine]
         size = self.shape.block_size
         cut = whole.reshape(len(self.layers), len(self.heads), self.blocks, size, CONTENT)
         return torch.from_numpy(np.ascontiguousarray(cut.swapaxes(1, 2)))
 
     def save(self) -> None:
         """Save every chunk of the prompt, the ones that this rank writes."""
-        each = self.model.chunk // self.shape.block_size
+        each = self.model.chunk // self.shape.block_tokens
         digest, moves = token_digest(self.model.tokens), []
         for chunk in range(self.model.chunks):
             ids = tuple(range(1 + chunk * each, 1 + (chunk + 1) * each))
@@ -153,7 +168,7 @@ class ShapedRank(Worker):
     ) -> LoadPlan:
         """The prompt without its first ``skip`` blocks, into blocks behind those that ``compute``
         fills. ``fields``: of all that is stored only these."""
-        each, moves = self.model.chunk // self.shape.block_size, []
+        each, moves = self.model.chunk // self.shape.block_tokens, []
         base = 1 + self.blocks
         for chunk, record in enumerate(index.lookup(NAMESPACE, self.model.hashes)):
             ids = tuple(range(base + chunk * each, base + (chunk + 1) * each))
@@ -188,7 +203,7 @@ class ShapedRank(Worker):
         names = model.names[self.layers.start : self.layers.stop]
         return GroupShape(
             names,
-            model.chunk // size,
+            model.chunk // self.shape.block_tokens,
             size,
             self.rank,
             model_layers=model.names,

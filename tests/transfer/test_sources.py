@@ -114,6 +114,58 @@ def test_replicated_heads_are_saved_once_and_read_by_all() -> None:
                 assert same(rank.loaded(), rank.expected())
 
 
+DCP = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4)]
+"""TP size and DCP size of a model with one or two heads."""
+
+
+@pytest.mark.parametrize(("writer", "reader"), list(product(DCP, DCP)))
+def test_any_dcp_size_reads_any_other(writer: tuple[int, int], reader: tuple[int, int]) -> None:
+    model = Model(heads=1 if 1 in (a // b for a, b in (writer, reader)) else 2)
+    one, other = (ShapeOfReplica(tp=tp, dcp=dcp) for tp, dcp in (writer, reader))
+    all_loaded(model, one, other)
+
+
+@pytest.mark.parametrize("interleave", [2, 4])
+def test_dcp_that_deals_out_several_tokens_is_read_by_the_same(interleave: int) -> None:
+    model = Model(heads=1)
+    shape = ShapeOfReplica(tp=4, dcp=2, interleave=interleave)
+    all_loaded(model, shape, replace(shape, tp=2))
+    store, index = MemoryStore(), MemoryIndex()
+    with ShapedReplica(model, shape, store, index) as one:
+        one.compute_and_save()
+    for other in (ShapeOfReplica(), replace(shape, interleave=1)):
+        with ShapedReplica(model, other, store, index) as two:
+            for rank in two.ranks:
+                assert rank.load(index).failed
+                assert bool((rank.loaded().view(torch.int32) == -1).all())
+
+
+def test_pages_that_are_not_canonical_are_refused_with_another_dcp_size() -> None:
+    model = Model(heads=1, divisible=False)
+    store, index = MemoryStore(), MemoryIndex()
+    with ShapedReplica(model, ShapeOfReplica(tp=2, dcp=2), store, index) as one:
+        one.compute_and_save()
+    with ShapedReplica(model, ShapeOfReplica(), store, index) as other:
+        assert other.ranks[0].load(index).failed
+
+
+def test_a_dcp_rank_that_is_missing_is_a_miss() -> None:
+    model = Model(heads=1)
+    store, index = MemoryStore(), MemoryIndex()
+    with ShapedReplica(model, ShapeOfReplica(tp=4, dcp=4), store, index) as one:
+        for rank in one.ranks[:3]:
+            rank.compute()
+            rank.save()
+    with ShapedReplica(model, ShapeOfReplica(tp=2, dcp=2), store, index) as other:
+        assert not other.ranks[0].load(index).failed  # its tokens are those of ranks 0 and 2
+        assert other.ranks[1].load(index).failed
+
+
+def dealt(shape: ShapeOfReplica, dcp: int) -> ShapeOfReplica:
+    """The shape with DCP as far as its TP size and the model's chunk allow."""
+    return replace(shape, dcp=min(dcp, shape.tp, 16 // shape.block_size))
+
+
 shapes = st.builds(
     ShapeOfReplica,
     tp=st.sampled_from([1, 2, 4, 8]),
@@ -141,7 +193,31 @@ def test_any_shape_reads_any_other_from_any_block_on(
             assert bool((loaded[:, :skip].view(torch.int32) == -1).all())
 
 
-@given(shapes, shapes, st.data())
+dealt_shapes = st.builds(dealt, shapes, st.sampled_from([1, 2, 4]))
+
+
+@given(dealt_shapes, dealt_shapes, st.integers(0, 7), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_any_shape_with_dcp_reads_any_other_from_any_block_on(
+    writer: ShapeOfReplica, reader: ShapeOfReplica, skip: int, sync: bool
+) -> None:
+    """If a block of the reader has as many slots as there are ranks that fill it."""
+    model = Model(heads=1)
+    store, index = MemoryStore(), MemoryIndex()
+    with ShapedReplica(model, writer, store, index) as one:
+        one.compute_and_save()
+    fits = reader.block_size % max(1, writer.dcp // reader.dcp) == 0
+    with ShapedReplica(model, reader, store, index) as other:
+        for rank in other.ranks:
+            outcome = rank.load(index, skip=skip, sync=sync)
+            if not outcome.failed:
+                expected, loaded = rank.expected(), rank.loaded()
+                assert same(loaded[:, skip:], expected[:, skip:])
+                assert bool((loaded[:, :skip].view(torch.int32) == -1).all())
+            assert outcome.failed == (not fits and skip < rank.blocks)
+
+
+@given(dealt_shapes, dealt_shapes, st.data())
 @settings(max_examples=60, deadline=None)
 def test_a_flipped_bit_of_what_a_rank_needs_is_never_loaded(
     writer: ShapeOfReplica, reader: ShapeOfReplica, data: st.DataObject

@@ -13,7 +13,7 @@ from objkv.connector.model.groups import Geometry
 from objkv.index.base import ShardRecord, Shards
 from objkv.index.near import NearIndex
 from objkv.index.shapes import ShapesIndex
-from objkv.keys.topology import Shard
+from objkv.keys.topology import Shard, TokenPart, cover
 
 _FIELDS_KEPT = 4096
 """Bound of cached fields. A fleet has few shapes, but an index may contain anything."""
@@ -45,6 +45,8 @@ class Coverage:
         self._needs = [
             _union(_bits(self._wholes[group], shard) for shard in own[group]) for group in groups
         ]
+        self._tokens = [_divisions(geometry, group) for group in groups]
+        """Divisions of the tokens, size and interleave, that this replica can read, per group."""
         self._held = lru_cache(_FIELDS_KEPT)(self._held_of)
         self._chosen = lru_cache(_CHOICES_KEPT)(self._choose)
 
@@ -52,14 +54,14 @@ class Coverage:
         """Whether every rank of this replica finds what it needs of a group."""
         if not self._is_mixed():
             return len(shards) == self._count or self._fields[group].issubset(shards)
-        return not self._needs[group] & ~self._bits_of(shards)[group]
+        return self._covers(group, self._bits_of(shards)[group])
 
     def is_complete(self, shards: Shards) -> bool:
         """Whether every rank finds what it needs of every group, so nothing remains to save."""
         if not self._is_mixed():
             return len(shards) == self._count
         held = self._bits_of(shards)
-        return not any(need & ~bits for need, bits in zip(self._needs, held, strict=True))
+        return all(self._covers(group, bits) for group, bits in enumerate(held))
 
     def size(self, shards: Shards) -> tuple[int, bool]:
         """Return how many bytes the first rank fetches, as an estimate for every rank, and whether
@@ -93,16 +95,33 @@ class Coverage:
         """Whether a shard field is valid for this model, in any shape."""
         return self._held(field) is not None
 
-    def _bits_of(self, shards: Shards) -> list[int]:
-        """Return the union of the shards' bits per group."""
-        bits = [0] * len(self._needs)
+    def _bits_of(self, shards: Shards) -> list[dict[TokenPart, int]]:
+        """Return the union of the shards' bits per group and part of the tokens."""
+        bits = [dict[TokenPart, int]() for _ in self._needs]
         for field in shards:
             if (held := self._held(field)) is not None:
-                bits[held[0]] |= held[1]
+                group, tokens, own = held
+                bits[group][tokens] = bits[group].get(tokens, 0) | own
         return bits
 
-    def _held_of(self, field: str) -> tuple[int, int] | None:
-        """Return a field's group and bits, or None if the field is not valid for this model."""
+    def _covers(self, group: int, bits: dict[TokenPart, int]) -> bool:
+        """Whether some division of the tokens that this replica can read is stored as a whole. With
+        DCP its ranks together need all tokens of a chunk."""
+        need, own = self._needs[group], self._tokens[group]
+        if not need:
+            return True
+        return any(
+            (part.size, part.interleave) in own
+            and not any(
+                need & ~bits.get(TokenPart(rank, part.size, part.interleave), 0)
+                for rank in range(part.size)
+            )
+            for part in bits
+            if part.rank == 0
+        )
+
+    def _held_of(self, field: str) -> tuple[int, TokenPart, int] | None:
+        """Return a field's group, tokens and bits, or None if it is not valid for this model."""
         number, _, text = field.partition(".")
         try:
             group, shard = int(number), Shard.parse(text)
@@ -114,7 +133,9 @@ class Coverage:
         whole = self._wholes[at]
         if shard.layer_end > whole.layer_end or shard.head_end > whole.head_end:
             return None
-        return at, _bits(whole, shard)
+        if (shard.tokens.size, shard.tokens.interleave) not in self._tokens[at]:
+            return None
+        return at, shard.tokens, _bits(whole, shard)
 
     def _choose(self, group: int, fields: frozenset[str]) -> tuple[str, ...]:
         """Return about the fields that the first rank fetches. ``cover`` may find fewer, but takes
@@ -122,6 +143,9 @@ class Coverage:
         need, whole = self._firsts[group], self._wholes[group]
         if need is None:
             return ()
+        shards = {_shard(field): field for field in fields}
+        if any(shard.tokens.size > 1 for shard in (need, *shards)):
+            return tuple(dict.fromkeys(shards[part.source] for part in cover(need, shards) or ()))
         if len(fields) > _CHOOSABLE_MAX:
             return tuple(fields)
         wanted = left = _bits(whole, need)
@@ -131,6 +155,24 @@ class Coverage:
                 chosen.append(field)
                 left &= ~bits
         return tuple(chosen)
+
+
+_DCP_SIZE_MAX = 64
+"""Bound of sizes of context parallelism that are read."""
+
+
+def _divisions(geometry: Geometry, group: int) -> frozenset[tuple[int, int]]:
+    """Return the divisions of the tokens that all ranks can read."""
+    interleave = geometry.dcp_interleave if geometry.dcp_size > 1 else 1
+    own = TokenPart(0, geometry.dcp_size, interleave)
+    sizes = range(1, _DCP_SIZE_MAX + 1) if geometry.is_divisible(group) else ()
+    slots = geometry.groups[group].block_size // geometry.dcp_size
+    others = {
+        (size, 1)
+        for size in sizes
+        if own.sources(size, 1) and slots % max(1, size // own.size) == 0
+    }
+    return frozenset({(own.size, own.interleave), *others})
 
 
 def open_coverage(

@@ -67,6 +67,10 @@ class Geometry:
     """How many groups vLLM has. 0: as many as there are groups."""
     drafted: DraftGroups | None = None
     """The last groups, if they are a draft's."""
+    dcp_size: int = 1
+    """Size of decode context parallelism. The block size of a group counts the tokens that a block
+    covers on all of these ranks together."""
+    dcp_interleave: int = 1
 
     @property
     def target_count(self) -> int:
@@ -120,8 +124,8 @@ class Geometry:
         """The groups as the identity document lists them. If tokens can be moved into blocks of any
         size, the block size is listed as 1, so that it does not affect the identity."""
         return tuple(
-            replace(group, block_size=1) if self._is_divisible(group) else group
-            for group in self.groups[: self.target_count]
+            replace(group, block_size=1) if self.is_divisible(g) else group
+            for g, group in enumerate(self.groups[: self.target_count])
         )
 
     @property
@@ -150,7 +154,14 @@ class Geometry:
         """Return the distribution of a group over the ranks."""
         identity = self.groups[group]
         layers = self.stages[group] if self.stages else (len(identity.layers),)
-        return Topology(self.tp_size, identity.heads, layers, identity.block_size)
+        return Topology(
+            self.tp_size,
+            identity.heads,
+            layers,
+            identity.block_size,
+            self.dcp_size,
+            self.dcp_interleave if self.dcp_size > 1 else 1,
+        )
 
     def rank_shard(self, group: int, tp_rank: int, pp_rank: int = 0) -> RankShard | None:
         """Return a rank's shard of a group, or None if its stage has no layer of the group."""
@@ -184,15 +195,17 @@ class Geometry:
         return GroupShape(
             layers=identity.layers[share.shard.layer_start : share.shard.layer_end],
             blocks=blocks,
-            block_size=1 if identity.kind == "mamba" else identity.block_size,
+            block_size=1 if identity.kind == "mamba" else identity.block_size // self.dcp_size,
             rank_shard=share,
             model_layers=identity.layers,
             heads=identity.heads,
-            divisible=self._is_divisible(identity),
+            divisible=self.is_divisible(group),
         )
 
-    def _is_divisible(self, group: GroupIdentity) -> bool:
-        return self.canonical and keeps_all(group) and group.page is None
+    def is_divisible(self, group: int) -> bool:
+        """Whether a group's pages can be divided by token."""
+        identity = self.groups[group]
+        return self.canonical and keeps_all(identity) and identity.page is None
 
 
 PipelineStages = tuple[tuple[int, ...], ...]

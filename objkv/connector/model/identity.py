@@ -82,6 +82,7 @@ def read_geometry(
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         parts, stages = _whole_parts(vllm_config, kv_cache_config, parts)
     groups = tuple(read_group(vllm_config, part, draft) for part in parts)
+    groups, dcp_size, interleave = _divided(vllm_config, parts, groups)
     return Geometry(
         groups=groups,
         chunk_tokens=read_chunk_tokens(config.chunk_tokens, groups),
@@ -92,7 +93,29 @@ def read_geometry(
         tables=tuple(part.table for part in parts),
         table_count=len(kv_cache_config.kv_cache_groups),
         drafted=None if draft is None else _draft_groups(draft, parts, groups),
+        dcp_size=dcp_size,
+        dcp_interleave=interleave,
     )
+
+
+def _divided(
+    vllm_config: "VllmConfig", parts: Sequence[LayerPart], groups: tuple[GroupIdentity, ...]
+) -> tuple[tuple[GroupIdentity, ...], int, int]:
+    """Return the groups with the tokens that a block covers on all DCP ranks, the number of these
+    ranks, and how many tokens follow one another on a rank."""
+    parallel = vllm_config.parallel_config
+    size = int(getattr(parallel, "decode_context_parallel_size", 1))
+    if size == 1:
+        return groups, 1, 1
+    for part, group in zip(parts, groups, strict=True):
+        sharded = getattr(part.spec, "dcp_sharded", True)
+        if group.kind not in ("full", "mla") or group.page or part.draft or not sharded:
+            raise ConfigError(
+                f"objkv does not support decode_context_parallel_size={size} for the KV cache of "
+                f"{group.layers[0]} ({group.kind}): {_INSTEAD} set it to 1, or use ObjKVTier"
+            )
+    divided = tuple(replace(group, block_size=group.block_size * size) for group in groups)
+    return divided, size, int(getattr(parallel, "cp_kv_cache_interleave_size", 1))
 
 
 def _read_draft(vllm_config: "VllmConfig", config: Config) -> Draft | None:
@@ -297,9 +320,10 @@ def copies_are_synchronous() -> bool:
 def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
     refuse_external_launcher(vllm_config)
     parallel = vllm_config.parallel_config
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if (size := getattr(parallel, name, 1)) > 1:
-            raise ConfigError(f"objkv does not support {name}={size} yet: {_INSTEAD} set it to 1")
+    if (size := getattr(parallel, "prefill_context_parallel_size", 1)) > 1:
+        raise ConfigError(
+            f"objkv does not support prefill_context_parallel_size={size}: {_INSTEAD} set it to 1"
+        )
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):  # until vLLM 0.31
         raise ConfigError(
             "objkv cannot share KV if each replica calculates its own scales: "
