@@ -1,0 +1,240 @@
+"""Whether objkv can share a model's KV in a given configuration, and what it stores.
+
+The sentences are those of the connector, ``objkv/connector/model``, which decides at start from what
+vLLM has made of the model.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from objkv.errors import ConfigError
+from objkv.models.layers import CacheLayer, ModelLayers, read_config, read_layers
+
+Use = Literal["connector", "tier"]
+
+ITEM_BYTES: Final = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "fp8": 1,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+}
+WITHOUT_KV: Final = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
+"""Methods of speculative decoding that keep no KV of their own."""
+WITH_KV: Final = ("draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark")
+"""Methods whose KV is shared as well."""
+_INSTEAD = "run it without the objkv connector, or"
+_NAMES = {
+    "full": "full attention",
+    "mla": "latents (MLA)",
+    "sliding_window": "windows of {}",
+    "chunked_local": "local attention of {}",
+    "mamba": "states",
+    "indexed": "latents with an indexer",
+    "compressed": "compressed states",
+    "cross": "cross attention",
+}
+_BLOCK_STEP = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """The settings of vLLM that matter to the cache."""
+
+    tp: int = 1
+    pp: int = 1
+    dcp: int = 1
+    kv_dtype: str = "auto"
+    draft: str | None = None
+    """A method, or the folder of a draft model."""
+    chunk_tokens: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ModelVerdict:
+    """What objkv does with a model. Bytes are over all ranks."""
+
+    model: str
+    model_type: str
+    kv_dtype: str
+    layers: tuple[tuple[int, str], ...]
+    """How many layers have which cache."""
+    use: Use
+    refused: str | None
+    """What the connector says at start if it refuses the configuration."""
+    token_bytes: int | None
+    """Per token of full attention, latents and windows. None if pages are not divided by token."""
+    state_bytes: int
+    """Per chunk, whatever its length."""
+    chunk_tokens: int
+    """At least: a chunk is a whole number of blocks, whose size vLLM sets."""
+    chunk_bytes: int | None
+    shared_with: str
+    """Which replicas share the KV."""
+    drafts: tuple[str, ...]
+    """Methods of speculative decoding that can be used."""
+
+
+def judge(folder: Path, wish: Wish) -> ModelVerdict:
+    """Judge the model in ``folder``. Raises ``ConfigError`` for a wrong wish or configuration."""
+    model = read_layers(folder)
+    dtype = model.dtype if wish.kv_dtype == "auto" else wish.kv_dtype
+    if dtype not in ITEM_BYTES:
+        raise ConfigError(f"--kv-dtype {dtype}: choose auto, {', '.join(ITEM_BYTES)}")
+    _check_ranks(model, wish)
+    method = read_method(model, wish.draft)
+    refused = _refusal(model, wish, method)
+    states = sum(layer.content for layer in model.layers if layer.kind == "mamba")
+    divisible = all(layer.divisible or layer.kind == "mamba" for layer in model.layers)
+    tokens = _chunk_tokens(model, wish, ITEM_BYTES[dtype])
+    token_bytes = sum(_token_bytes(layer, ITEM_BYTES[dtype]) for layer in model.layers)
+    kept = sum(
+        _token_bytes(layer, ITEM_BYTES[dtype]) * _kept_tokens(layer, tokens)
+        for layer in model.layers
+    )
+    return ModelVerdict(
+        model=model.name,
+        model_type=model.model_type,
+        kv_dtype=dtype,
+        layers=tuple(_counted(model)),
+        use="connector" if refused is None else "tier",
+        refused=refused,
+        token_bytes=token_bytes if divisible else None,
+        state_bytes=states,
+        chunk_tokens=tokens,
+        chunk_bytes=kept + states if divisible else None,
+        shared_with=_shared_with(wish, has_states=states > 0),
+        drafts=tuple(_drafts(model)),
+    )
+
+
+def read_method(model: ModelLayers, draft: str | None) -> str | None:
+    """Return the method of speculative decoding. A folder's is read from its architecture."""
+    if draft is None or draft in WITHOUT_KV:
+        return draft
+    if draft == "mtp" and not model.draft_layers:
+        raise ConfigError(f"{model.name} has no layers for mtp: choose {', '.join(_drafts(model))}")
+    if draft in WITH_KV:
+        return draft
+    if not Path(draft).exists():
+        methods = ", ".join((*WITH_KV, *WITHOUT_KV))
+        raise ConfigError(f"--draft {draft}: neither a folder nor one of {methods}")
+    document, _ = read_config(Path(draft))
+    architecture = str((document.get("architectures") or [""])[0]).lower()
+    for name in ("eagle3", "eagle", "dflash", "dspark", "mtp", "medusa"):
+        if name in architecture:
+            return name
+    return "draft_model"
+
+
+def _refusal(model: ModelLayers, wish: Wish, method: str | None) -> str | None:
+    """Return what the connector says, in the order in which it checks."""
+    kinds = {layer.kind for layer in model.layers}
+    if wish.dcp > 1:
+        return (
+            f"objkv does not support decode_context_parallel_size={wish.dcp} yet: {_INSTEAD} set "
+            "it to 1"
+        )
+    if wish.pp > 1 and method in WITH_KV:
+        return (
+            f"objkv does not support {method!r} together with pipeline parallelism, because only "
+            f"the last stage has the draft: {_INSTEAD} set pipeline_parallel_size to 1"
+        )
+    if wish.pp > 1 and (reason := _stages_refused(model)):
+        return reason
+    if "cross" in kinds:
+        return (
+            "objkv does not support the KV cache of .decoder.layers.0.layers.encoder_attn.attn "
+            f"(CrossAttentionSpec): {_INSTEAD} use ObjKVTier, which takes every cache that vLLM "
+            "can offload, or a model of full, sliding-window, chunked local, MLA and linear "
+            "attention or Mamba layers only"
+        )
+    return None
+
+
+def _stages_refused(model: ModelLayers) -> str | None:
+    kinds = {layer.kind for layer in model.layers}
+    one_stage = f"{_INSTEAD} set pipeline_parallel_size to 1"
+    if kinds & {"indexed", "compressed"}:
+        return (
+            "objkv does not support pipeline parallelism for caches of several shapes in one "
+            f"group: {one_stage}, or use ObjKVTier"
+        )
+    if "mamba" in kinds and len(kinds) > 1:
+        return (
+            "objkv cannot name the layers of other pipeline stages, because this model's layer "
+            f"names do not follow one pattern with one number: {one_stage}"
+        )
+    if "cross" in kinds:
+        return (
+            "objkv cannot derive the layers of other pipeline stages, because the model has "
+            f"several KV cache groups but no layer_types in its configuration: {one_stage}"
+        )
+    if len({(layer.heads, layer.content) for layer in model.layers}) > 1:
+        return (
+            "objkv cannot derive the layers of other pipeline stages, because vLLM gave one stage "
+            f"unexpected layers: {one_stage}"
+        )
+    return None
+
+
+def _check_ranks(model: ModelLayers, wish: Wish) -> None:
+    for layer in model.layers:
+        heads = layer.heads
+        if layer.kind in ("full", "sliding_window", "chunked_local") and (
+            heads % wish.tp and wish.tp % heads
+        ):
+            raise ConfigError(
+                f"--tp {wish.tp}: vLLM cannot divide {heads} KV heads among {wish.tp} ranks; "
+                "choose a divisor or a multiple"
+            )
+    if wish.pp > len(model.layers):
+        raise ConfigError(f"--pp {wish.pp}: the model has only {len(model.layers)} layers")
+    if wish.tp % wish.dcp:
+        raise ConfigError(f"--dcp {wish.dcp}: vLLM needs a divisor of --tp {wish.tp}")
+
+
+def _token_bytes(layer: CacheLayer, item: int) -> int:
+    return layer.heads * layer.content * item if layer.divisible else 0
+
+
+def _kept_tokens(layer: CacheLayer, chunk: int) -> int:
+    """Return how many tokens of a chunk are stored: of windows only the last ones."""
+    if layer.kind != "sliding_window" or layer.window is None:
+        return chunk
+    return min(chunk, -(-layer.window // _BLOCK_STEP) * _BLOCK_STEP)
+
+
+def _chunk_tokens(model: ModelLayers, wish: Wish, item: int) -> int:
+    """Return the least tokens of a chunk. vLLM makes a block of attention as large as a state."""
+    state = max((layer.content for layer in model.layers if layer.kind == "mamba"), default=0)
+    if not state:
+        return wish.chunk_tokens
+    pages = [
+        max(1, layer.heads // wish.tp) * layer.content * item
+        for layer in model.layers
+        if layer.divisible
+    ]
+    tokens = -(-(state // wish.tp) // max(pages)) if pages else 1
+    return -(-tokens // _BLOCK_STEP) * _BLOCK_STEP
+
+
+def _counted(model: ModelLayers) -> Iterator[tuple[int, str]]:
+    counts = Counter((layer.kind, layer.window) for layer in model.layers)
+    for (kind, window), count in counts.items():
+        yield count, _NAMES[kind].format(window)
+
+
+def _shared_with(wish: Wish, *, has_states: bool) -> str:
+    if has_states:
+        return f"replicas with --tensor-parallel-size {wish.tp}"
+    return "replicas of any tensor and pipeline parallel size"
+
+
+def _drafts(model: ModelLayers) -> Iterator[str]:
+    yield from (name for name in WITH_KV if name != "mtp" or model.draft_layers)
+    yield from WITHOUT_KV

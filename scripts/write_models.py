@@ -1,0 +1,281 @@
+"""Write ``docs/models.md``: what vLLM and objkv make of published models.
+
+python scripts/write_models.py [--check]; ``tests/models/test_models.py`` fails when the page is
+stale. ``--record [NAME ...]`` asks the installed vLLM anew, see ``tests/models/record.py``.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from objkv.cache.match import stored_blocks
+from objkv.connector.model.groups import Geometry
+from objkv.keys.identity import GroupIdentity
+from tests.models.recorded import VERSIONS, Model, answers, geometry, models, tier
+
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+HEAD = """# Models
+
+<!-- Written by scripts/write_models.py from tests/models: change it there. -->
+
+What objkv does with {count} models, and how it is known. vLLM {versions} built each model's
+configuration without weights and divided its layers into [cache groups](groups.md); objkv's own code read
+the answer. `objkv doctor --model FOLDER` says the same for a model that is not listed, before anything is
+started.
+
+* **Layers**: how many layers keep which [kind of cache](groups.md).
+* **Chunk**: what all ranks of a replica store per chunk with `chunk_tokens=256`, in the model's dtype. vLLM
+  sets the block size, so chunks may be larger on a GPU. These numbers are of blocks of 128 tokens.
+* **TP, PP, fp8, DCP**: with that `--tensor-parallel-size`, with two pipeline stages, with
+  `--kv-cache-dtype fp8`, and with TP and two ranks of decode context parallelism.
+    * *yes*: objkv's connector stores and loads the KV.
+    * *tier*: the connector refuses, but vLLM offloads the cache, so [ObjKVTier](tier.md) can store it.
+    * *no*: neither. *vLLM*: vLLM itself refuses. Both are listed [below](#what-is-refused).
+* **Drafts**: methods of speculative decoding that were tried with this model, with the KV of the draft shared
+  as well. Any model also runs with `ngram`, `suffix` and `medusa`, which keep no KV.
+* **Shown by**: how objkv's handling of the model's kinds of cache is tested. E, small models of that kind in
+  real engines; M, vLLM's own scheduler and a byte-true model of the cache; R, that it is refused.
+  [Tests](#tests) has the files.
+
+Data parallelism and expert parallelism do not change this: each data-parallel replica has its own connector,
+and experts have no KV. {images}
+
+| Model | Layers | Chunk | TP | PP | fp8 | DCP | Drafts | Shown by |
+|---|---|---|---|---|---|---|---|---|
+"""
+IMAGES = (
+    "Prompts with images or audio are named by the content of these, see [Sharing](sharing.md)."
+)
+PROOFS = {
+    "full": ("E", "tests/engine/test_share_prompts.py"),
+    "sliding_window": ("E", "tests/engine/test_windows_bytes.py"),
+    "mla": ("E", "tests/engine/test_hybrid_latents.py"),
+    "gdn_attn": ("E", "tests/engine/test_hybrid_states.py"),
+    "mamba": ("M", "tests/connector/kv/test_hybrid_world.py"),
+    "chunked_local": ("M", "tests/connector/kv/test_hybrid_world.py"),
+    "page": ("M", "tests/connector/kv/test_hybrid_world.py"),
+    "refused": ("R", "tests/models/test_models.py"),
+    "TP": ("E", "tests/engine/test_shapes_tp.py"),
+    "PP": ("E", "tests/engine/test_shapes_pp.py"),
+    "fp8": ("E", "tests/engine/test_shapes_dtypes.py"),
+    "drafts": ("E", "tests/engine/test_drafts.py"),
+    "images": ("E", "tests/engine/test_encoder.py"),
+}
+"""How each kind of cache and each setting is shown, and where."""
+_WORDS = {
+    "full": "full attention", "sliding_window": "sliding windows", "mla": "latents (MLA)",
+    "gdn_attn": "states of Gated DeltaNet", "mamba": "states of other kinds, such as Mamba 2",
+    "chunked_local": "chunked local attention",
+    "page": "sparse attention with an indexer, compressed states", "refused": "what is refused",
+    "TP": "tensor parallelism", "PP": "pipeline parallelism", "fp8": "fp8 KV", "drafts": "drafts",
+    "images": "images",
+}  # fmt: skip
+_ITEM = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+def kind_of(group: GroupIdentity) -> str:
+    """Return the kind in ``PROOFS``."""
+    if group.page is not None:
+        return "page"
+    if group.kind == "mamba" and (group.state or "").startswith("gdn_attn"):
+        return "gdn_attn"
+    return group.kind
+
+
+def layers_of(found: Geometry) -> str:
+    """Return how many layers have which cache."""
+    names = {
+        "full": "full", "mla": "latent", "sliding_window": "window", "chunked_local": "local",
+        "mamba": "state",
+    }  # fmt: skip
+    counts: dict[str, int] = {}
+    for group in found.groups[: found.target_count]:
+        name = f"{names[group.kind]} {group.window}" if group.window else names[group.kind]
+        if group.page is not None:
+            name = f"page of {group.page:,} B"
+        counts[name] = counts.get(name, 0) + len(group.layers)
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+def chunk_of(found: Geometry, dtype: str) -> str:
+    """Return tokens and bytes of a chunk."""
+    total = 0
+    for group in found.groups[: found.target_count]:
+        blocks = stored_blocks(group, found.chunk_tokens)
+        each = group.heads * group.content
+        if group.kind != "mamba" and group.page is None:
+            each *= _ITEM[dtype] * group.block_size
+        total += blocks * each * len(group.layers)
+    return f"{found.chunk_tokens:,}, {total / (1 << 20):,.1f} MiB"
+
+
+def outcome(model: Model, case: str, version: str) -> tuple[str, Geometry | str]:
+    """Return the word of a cell, and what it stands for."""
+    answer, asked = answers(model.name)[version][case], model.cases()[case]
+    found = geometry(answer, asked)
+    if isinstance(found, Geometry):
+        return "yes", found
+    if found.startswith("vLLM"):
+        return "vLLM", found
+    return ("tier" if tier(answer, asked) else "no"), found
+
+
+def versions(model: Model) -> list[str]:
+    """Return the recorded versions, the newest last."""
+    return [version for version in VERSIONS if version in answers(model.name)]
+
+
+REFERENCE = "0.32"
+"""The version of the table. Others are compared with it."""
+
+
+def shown_by(model: Model) -> str:
+    """Return how the model's own caches are shown."""
+    word, found = outcome(model, "plain", REFERENCE)
+    if word != "yes" or isinstance(found, str):
+        return "R"
+    kinds = {kind_of(group) for group in found.groups[: found.target_count]}
+    return ", ".join(sorted({PROOFS[kind][0] for kind in kinds}))
+
+
+def row(model: Model) -> str:
+    """Return the row of a model."""
+    cases = model.cases()
+    word, found = outcome(model, "plain", REFERENCE)
+    cells = [model.title, "", word]
+    if isinstance(found, Geometry):
+        dtype = answers(model.name)[REFERENCE]["plain"]["dtype"]
+        cells[1:] = [layers_of(found), chunk_of(found, dtype)]
+    tp, pp, fp8, dcp = (outcome(model, case, REFERENCE)[0] for case in list(cases)[1:5])
+    cells += [f"{model.tp}: {tp}", pp, fp8, dcp]
+    drafts = [(case, outcome(model, case, REFERENCE)[0]) for case in list(cases)[5:]]
+    cells += [", ".join(name if word == "yes" else f"{name}: {word}" for name, word in drafts)]
+    return f"| {' | '.join([*cells, shown_by(model)])} |\n"
+
+
+def refusals() -> Iterator[str]:
+    """List each sentence of the reference version once, with the models and settings it is for."""
+    said: dict[str, list[tuple[str, str]]] = {}
+    for model in models().values():
+        for case in model.cases():
+            _, found = outcome(model, case, REFERENCE)
+            if isinstance(found, str):
+                setting = "" if case == "plain" else case.split(", ")[-1]
+                said.setdefault(found, []).append((setting, model.title))
+    for sentence, all_named in said.items():
+        parts = []
+        for setting in dict(all_named):
+            titles = [title for own, title in all_named if own == setting]
+            named = ", ".join(titles) if len(titles) <= _NAMED_MAX else f"{len(titles)} models"
+            parts.append(f"{setting}: {named}" if setting else named)
+        yield from (line + "\n" for line in wrapped(f"* {'; '.join(parts)}.", f"*{sentence}*"))
+
+
+_NAMED_MAX = 12
+
+
+def wrapped(*texts: str, width: int = 110) -> list[str]:
+    """Return texts as one list item."""
+    lines, line = [], ""
+    for word in " ".join(texts).split(" "):
+        if line and len(line) + len(word) >= width:
+            lines.append(line)
+            line = " "
+        line += f" {word}" if line.strip() else f"{line}{word}"[:] if not line else f" {word}"
+    return [*lines, line]
+
+
+def differences() -> Iterator[str]:
+    """List what other recorded versions make differently, with the cases of a model together."""
+    for model in models().values():
+        alike: dict[tuple[str, str], list[str]] = {}
+        for version in versions(model):
+            for case in model.cases() if version != REFERENCE else ():
+                if text := difference(model, case, version):
+                    alike.setdefault((text, version), []).append(case)
+        for (text, version), cases in alike.items():
+            lines = wrapped(f"* {version}, {model.title} ({'; '.join(cases)}):", text)
+            yield from (line + "\n" for line in lines)
+
+
+def difference(model: Model, case: str, version: str) -> str:
+    """Return how a version's answer differs. Empty if it does not."""
+    word, found = outcome(model, case, version)
+    usual, known = outcome(model, case, REFERENCE)
+    if isinstance(found, Geometry) and isinstance(known, Geometry):
+        if known.groups == found.groups:
+            return ""
+        return f"{layers_of(found)}, blocks of {block_sizes(found)} instead of {block_sizes(known)}"
+    if word == usual:
+        return ""
+    return f"*{word}* instead of *{usual}*" + (f": *{found}*" if isinstance(found, str) else "")
+
+
+def block_sizes(found: Geometry) -> str:
+    """Return the block sizes of all groups, each once."""
+    return ", ".join(map(str, sorted({group.block_size for group in found.groups})))
+
+
+def tests() -> Iterator[str]:
+    """List the tests."""
+    yield "| What | Shown by | Test |\n|---|---|---|\n"
+    for kind, (how, test) in PROOFS.items():
+        yield f"| {_WORDS[kind]} | {how} | `{test}` |\n"
+
+
+def sources() -> Iterator[str]:
+    """List where the configurations come from."""
+    yield "| Model | Configuration |\n|---|---|\n"
+    for model in models().values():
+        yield f"| {model.title} | {model.source} (`tests/models/{model.name}`) |\n"
+
+
+def page() -> str:
+    """The whole page."""
+    known = models().values()
+    seen = sorted({version for model in known for version in versions(model)})
+    parts = [
+        HEAD.format(count=len(known), versions=", ".join(seen), images=IMAGES),
+        *map(row, known),
+        "\n## What is refused\n\n",
+        f"objkv prints its sentence at start, and vLLM does not start. With vLLM {REFERENCE}:\n\n",
+        *refusals(),
+        "\n## Other versions of vLLM\n\n",
+        f"The table is of vLLM {REFERENCE}. What others do differently:\n\n",
+        *(list(differences()) or ["Nothing.\n"]),
+        "\n## Tests\n\n",
+        *tests(),
+        "\n## Configurations\n\n",
+        "A configuration has the values of the published model where they shape its cache. "
+        "vLLM may say no on a\nCPU to what it runs on a GPU.\n\n",
+        *sources(),
+    ]
+    return "".join(parts)
+
+
+def record(names: list[str]) -> None:
+    """Ask the installed vLLM and keep its answers."""
+    import vllm
+
+    from tests.models import record as recorder
+    from tests.models.recorded import write
+
+    version = ".".join(vllm.__version__.split(".")[:2])
+    for name in names or list(models()):
+        model = models()[name]
+        cases: dict[str, Any] = model.cases()
+        write(model, version, {case: recorder.record(model.folder, cases[case]) for case in cases})
+        print(name, version)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--record"]:
+        record(sys.argv[2:])
+    elif sys.argv[1:] == ["--check"]:
+        if PAGE.read_text() != page():
+            sys.exit("docs/models.md is stale: run scripts/write_models.py")
+    else:
+        PAGE.write_text(page())

@@ -1,0 +1,92 @@
+"""The page of models follows objkv's code, vLLM's recorded answers and existing tests."""
+
+import json
+import runpy
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm
+
+from objkv.connector.model.groups import Geometry
+from tests.models.recorded import VERSIONS, answers, geometry, models
+
+ROOT = Path(__file__).parents[2]
+INSTALLED = ".".join(vllm.__version__.split(".")[:2])
+ASKED_ANEW = ("llama-3.1-8b", "gpt-oss-20b", "qwen3-next-80b-a3b")
+ASK = """
+import json, sys
+from tests.models.record import record
+from tests.models.recorded import models
+found = {name: record(models()[name].folder, {"max_model_len": 4096}) for name in sys.argv[1:]}
+print("ANSWERS", json.dumps(found))
+"""
+
+
+@cache
+def script() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "scripts" / "write_models.py"))
+
+
+def test_the_page_is_what_the_code_makes_of_the_answers() -> None:
+    assert script()["PAGE"].read_text() == script()["page"](), "run scripts/write_models.py"
+
+
+def test_every_named_test_exists() -> None:
+    for kind, (how, test) in script()["PROOFS"].items():
+        assert how in ("E", "M", "R"), kind
+        text = (ROOT / test).read_text()
+        assert "def test_" in text, test
+
+
+def test_every_kind_of_cache_of_every_model_is_shown_by_a_test() -> None:
+    for model in models().values():
+        for case in model.cases():
+            found = script()["outcome"](model, case, "0.32")[1]
+            if isinstance(found, Geometry):
+                assert {script()["kind_of"](group) for group in found.groups} <= set(
+                    script()["PROOFS"]
+                ), (model.name, case)
+
+
+@pytest.mark.parametrize("name", models())
+def test_every_model_has_a_configuration_and_an_answer_to_every_case(name: str) -> None:
+    model = models()[name]
+    assert json.loads((model.folder / "config.json").read_text())["architectures"]
+    assert "0.32" in answers(name)
+    for version, found in answers(name).items():
+        assert version in VERSIONS
+        assert set(found) == set(model.cases()), version
+
+
+def test_no_folder_is_left_out() -> None:
+    folders = {path.parent.name for path in Path(__file__).parent.glob("*/config.json")}
+    assert folders == set(models())
+    assert len(folders) >= 30
+
+
+def test_a_refusal_names_a_fix() -> None:
+    for model in models().values():
+        for version, found in answers(model.name).items():
+            for case, answer in found.items():
+                told = geometry(answer, model.cases()[case])
+                if isinstance(told, str) and not told.startswith("vLLM: "):
+                    assert ": run it without the objkv connector, or " in told, (version, told)
+
+
+def test_the_installed_vllm_answers_as_recorded() -> None:
+    asked = subprocess.run(
+        [sys.executable, "-c", ASK, *ASKED_ANEW],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert asked.returncode == 0, asked.stderr
+    [line] = [line for line in asked.stdout.splitlines() if line.startswith("ANSWERS ")]
+    for name, found in json.loads(line.removeprefix("ANSWERS ")).items():
+        assert INSTALLED in answers(name), INSTALLED
+        assert found == answers(name)[INSTALLED]["plain"], name
