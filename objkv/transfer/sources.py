@@ -15,7 +15,7 @@ import numpy as np
 from objkv.codec.payload import LayerSpec, check_layers, payload_bytes_max
 from objkv.keys.topology import Part, Shard, cover
 from objkv.transfer.lanes import ARRAY_WORDS, Lane, PagedLayers, Recast
-from objkv.transfer.paging import PagedGroup
+from objkv.transfer.paging import PagedGroup, part_names
 from objkv.transfer.plan import ChunkMove, Kind, LoadMove, LoadPlan
 
 _KEPT_MAX = 1024
@@ -35,11 +35,13 @@ class PayloadLayout:
         """The frames that a payload must have, in order."""
         self.layer_bytes = tuple(layer.nbytes for layer in self.layers)
         """Decoded bytes of each frame."""
+        each = len(shape.parts) or 1
         self.filled = range(
-            part.take.layer_start - own.layer_start, part.take.layer_end - own.layer_start
+            each * (part.take.layer_start - own.layer_start),
+            each * (part.take.layer_end - own.layer_start),
         )
-        """The rank's layers that the payload fills."""
-        skipped = part.take.layer_start - part.source.layer_start
+        """The rank's layers that the payload fills. Each part of a state counts as a layer."""
+        skipped = each * (part.take.layer_start - part.source.layer_start)
         self.frames = range(skipped, skipped + len(self.filled))
         """The frames that contain those layers."""
         first = part.take.head_start - part.source.head_start
@@ -92,7 +94,8 @@ class PayloadLayout:
         if not self._recasts and count == len(pages[0]):
             lane.scatter(pages, layers, placed)
             return
-        recast = Recast(self._heads, self._group.shape.block_size, skipped, count)
+        shape = self._group.shape
+        recast = Recast(self._heads, 0 if shape.parts else shape.block_size, skipped, count)
         lane.scatter(pages, layers, placed, recast)
 
     def reading(self, found: tuple[LayerSpec, ...]) -> "PayloadLayout":
@@ -227,6 +230,10 @@ def _specs(group: PagedGroup, shard: Shard, block_size: int) -> tuple[LayerSpec,
     shape, like = group.shape, group.layers[0]
     names = (shape.model_layers or shape.layers)[shard.layer_start : shard.layer_end]
     heads, blocks = shard.head_end - shard.head_start, shape.blocks * shape.block_size // block_size
+    if shape.parts:
+        forms = [(blocks, heads, part.rows, part.nbytes) for part in shape.parts] * len(names)
+        framed = zip(part_names(names, len(shape.parts)), forms, strict=True)
+        return tuple(LayerSpec(name, like.dtype, form) for name, form in framed)
     pages = (blocks, heads, block_size, like.shape[3])
     # This rank does not know the scales of other ranks' layers, and reads nothing of those layers.
     scales = {layer.name: layer.scales for layer in group.layers}

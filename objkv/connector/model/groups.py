@@ -19,9 +19,11 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from objkv.cache.match import keeps_all, stored_blocks
+from objkv.connector.model.states import read_split
 from objkv.errors import ConfigError
 from objkv.keys.chunk import effective_chunk_tokens
 from objkv.keys.identity import GroupIdentity, GroupKind
+from objkv.keys.states import SplitState
 from objkv.keys.topology import RankShard, Topology
 from objkv.transfer.paging import GroupShape
 
@@ -109,7 +111,9 @@ class Geometry:
         blocks = stored_blocks(identity, self.chunk_tokens)
         if share is None or not blocks:
             return None
+        split = SplitState.parse(identity.state)
         return GroupShape(
+            parts=split.views(self.tp_size) if split else (),
             layers=identity.layers[share.shard.layer_start : share.shard.layer_end],
             blocks=blocks,
             block_size=1 if identity.kind == "mamba" else identity.block_size,
@@ -329,7 +333,7 @@ def _state(vllm_config: "VllmConfig", layers: list[str], spec: MambaSpec) -> Gro
         for dtype, shape in zip(spec.dtypes, spec.shapes, strict=True)
     )
     ranks = vllm_config.parallel_config.tensor_parallel_size
-    return GroupIdentity(
+    opaque = GroupIdentity(
         kind="mamba",
         window=None,
         layers=tuple(layers),
@@ -338,6 +342,10 @@ def _state(vllm_config: "VllmConfig", layers: list[str], spec: MambaSpec) -> Gro
         block_size=spec.block_size,
         state=f"{spec.mamba_type.name.lower()} {tensors}",
     )
+    split = read_split(vllm_config, spec)
+    if split is None:
+        return opaque
+    return replace(opaque, heads=split.units, content=split.unit_bytes, state=str(split))
 
 
 def _total_heads(vllm_config: "VllmConfig", layer: str, spec: Any) -> int:
