@@ -7,7 +7,7 @@ units, as it has consecutive heads of attention.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
 
@@ -119,6 +119,12 @@ class SplitState:
     def _row_bytes(tensor: StateTensor, tp_size: int) -> int:
         widths = (p.width if p.everywhere else p.width // tp_size for p in tensor.parts)
         return sum(widths) * ITEM_BYTES[tensor.dtype]
+
+
+def part_names(layers: Sequence[str], parts: int) -> list[str]:
+    """Return the names of the frames of these layers: those of the layers themselves, unless each
+    has several parts."""
+    return [f"{layer}#{part}" for layer in layers for part in range(parts)] if parts else [*layers]
 
 
 def _parsed(text: str) -> StateTensor:

@@ -18,7 +18,7 @@ import torch
 
 from objkv.codec.payload import LayerSpec
 from objkv.errors import ConfigError
-from objkv.keys.states import PartView
+from objkv.keys.states import PartView, part_names
 from objkv.keys.topology import RankShard
 from objkv.transfer.lanes import Lane, PagedLayers, as_words, distinct
 
@@ -163,12 +163,6 @@ def _whole_blocks(cache: torch.Tensor, block_size: int) -> torch.Tensor:
     return cache.as_strided((count // ratio, heads, block_size, content), strides)
 
 
-def part_names(layers: Sequence[str], parts: int) -> list[str]:
-    """Return the names of the frames of these layers: those of the layers themselves, unless each
-    has several parts."""
-    return [f"{layer}#{part}" for layer in layers for part in range(parts)] if parts else [*layers]
-
-
 def _part_caches(name: str, cache: torch.Tensor, parts: tuple[PartView, ...]) -> list[torch.Tensor]:
     """Return views of the parts of a state, ``[blocks, heads, rows, nbytes]``."""
     nbytes = max(part.end for part in parts)
@@ -254,6 +248,9 @@ def _check(group: PagedGroup, lane: Lane, written: list[int], watched: list[int]
     pinned = group.device.type != "cpu"
     given, back = (torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
     patterns = _patterns(group.caches, given, len(written))
+    for cache, pattern in zip(group.caches, patterns, strict=True):
+        if group.shape.parts and cache.stride(1) == 0:  # units share the bytes
+            pattern[:] = pattern[:, :1].clone()
     lane.follow(lane.mark_compute())
     lane.scatter([pattern.numpy() for pattern in patterns], group.pages, placed)
     lane.gather(group.pages, placed, [back])
@@ -285,9 +282,6 @@ def _patterns(
         end = start + blocks * cache[0].numel() * cache.element_size()
         piece = memory[start:end]
         piece.random_(0, 256, generator=torch.Generator().manual_seed(layer + 1))
-        pattern = piece.view(cache.dtype).view(shape)
-        if cache.stride(1) == 0:
-            pattern[:] = pattern[:, :1].clone()
-        patterns.append(pattern)
+        patterns.append(piece.view(cache.dtype).view(shape))
         start = end
     return patterns

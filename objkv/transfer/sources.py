@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from objkv.codec.payload import LayerSpec, check_layers, payload_bytes_max
+from objkv.keys.states import part_names
 from objkv.keys.topology import Part, Shard, cover
 from objkv.transfer.lanes import ARRAY_WORDS, Lane, PagedLayers, Recast
-from objkv.transfer.paging import PagedGroup, part_names
+from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import ChunkMove, Kind, LoadMove, LoadPlan
 
 _KEPT_MAX = 1024

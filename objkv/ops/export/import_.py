@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from itertools import cycle
 from typing import Final
 
 from objkv.cache.chunks import existing_header
@@ -22,6 +23,7 @@ from objkv.index.shapes import FIELDS_MAX
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity, Identity, identity_path
 from objkv.keys.prefix import root_hash
+from objkv.keys.states import SplitState, part_names
 from objkv.ops.backends_view import (
     CHUNKS_AT_ONCE,
     HANDOFF_LAYOUT,
@@ -86,7 +88,9 @@ def check_fits(header: Header, identity: Identity) -> None:
     _check_place(claim, identity)
     names = group.layers[shard.layer_start : shard.layer_end]
     found = header.frames.layers
-    if tuple(layer.name for layer in found) != names:
+    split = SplitState.parse(group.state)
+    views = split.views(1) if split else ()
+    if [layer.name for layer in found] != part_names(names, len(views)):
         raise PayloadError(f"its layers differ from those of group {number}")
     dtype = found[0].dtype
     if dtype not in _dtypes(identity, group):
@@ -95,7 +99,8 @@ def check_fits(header: Header, identity: Identity) -> None:
     if pages is None:
         raise PayloadError(f"group {number} has no payloads in chunks of this length")
     is_plain = group.kind == "mamba" or dtype in _PLAIN.values()
-    for layer in found:
+    parts = [(1, pages[1], view.rows, view.nbytes) for view in views] or [pages]
+    for layer, pages in zip(found, cycle(parts), strict=False):
         if (layer.dtype, layer.shape) != (dtype, pages):
             given, due = "x".join(map(str, layer.shape)), "x".join(map(str, pages))
             raise PayloadError(f"layer {layer.name}: {layer.dtype} {given}, not {dtype} {due}")
