@@ -16,8 +16,9 @@ import torch
 from vllm.platforms import current_platform
 
 from objkv.config import Config
-from objkv.connector.model.groups import Geometry, read_chunk_tokens, read_group, whole_groups
+from objkv.connector.model.groups import Geometry, read_chunk_tokens, read_group
 from objkv.connector.model.media import encoder_settings, kv_dtype_name, scales_follow_media
+from objkv.connector.model.stages import whole_groups
 from objkv.connector.model.weights import local_folder, model_digest
 from objkv.errors import ConfigError
 from objkv.keys.identity import Identity, sealed_extra
