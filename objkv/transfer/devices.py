@@ -232,7 +232,7 @@ class DeviceLane:
         _check_blocks(layers, placed)
         cache = layers.caches[0]
         if recast is None:
-            recast = Recast((0, cache.shape[1]), cache.shape[2], 0, len(placed))
+            recast = Recast((0, cache.shape[1]), 0, 0, len(placed))
         assert recast.blocks == len(placed)
         is_own = [given.shape[1:] for given in pages] == layers.page_shapes
         with self._lock, self._api.stream(self.stream):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from objkv.errors import ConfigError
-from objkv.transfer.lanes import PagedLayers, Recast
+from objkv.transfer.lanes import PagedLayers, Recast, distinct
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -56,7 +56,8 @@ class TorchKernels:
     ) -> None:
         """See ``PageKernels.scatter``."""
         for pages, cache in zip(staged, layers.caches, strict=True):
-            cache.index_copy_(0, ids, recast(pages))
+            cells = distinct(cache)
+            cells.index_copy_(0, ids, recast(pages)[:, : cells.shape[1]])
 
     def gather(self, layers: PagedLayers, ids: torch.Tensor, staged: torch.Tensor) -> None:
         """See ``PageKernels.gather``. Several chunks are copied twice: ``index_select`` writes
@@ -211,7 +212,7 @@ class TritonKernels:
         assert 0 <= start <= end - heads
         assert end - start == heads
         assert end <= own[1]
-        assert recast.block_size == size
+        assert recast.block_size in (0, size)
         assert recast.first_block >= 0
         assert (recast.first_block + recast.blocks) * size <= own[0] * own[2]
         assert len(ids) == recast.blocks

@@ -32,7 +32,7 @@ class Recast:
     heads: tuple[int, int]
     """Heads of the frame to take, ``[start, end)``."""
     block_size: int
-    """The reader's block size in tokens."""
+    """The reader's block size in tokens. 0: that of the frame."""
     first_block: int
     """First block to take, counted in blocks of the reader's size."""
     blocks: int
@@ -47,7 +47,8 @@ class Recast:
         """
         start, end = self.heads
         assert 0 <= start < end <= pages.shape[1]
-        dealt = deal_tokens(pages[:, start:end], self.block_size, self.tokens)
+        size = self.block_size or pages.shape[2]
+        dealt = deal_tokens(pages[:, start:end], size, self.tokens)
         until = self.first_block + self.blocks
         assert until <= dealt.shape[0]  # otherwise a single page would be broadcast
         return dealt[self.first_block : until]
@@ -92,6 +93,11 @@ def as_words(cache: torch.Tensor) -> torch.Tensor:
         if nbytes == size or (fits and all(cut * size % nbytes == 0 for cut in cuts)):
             return cache.view(word)
     raise AssertionError(cache.dtype)
+
+
+def distinct(pages: torch.Tensor) -> torch.Tensor:
+    """Return pages with one head if all heads are the same memory, which torch does not write."""
+    return pages[:, :1] if pages.stride(1) == 0 else pages
 
 
 class PagedLayers:

@@ -18,8 +18,9 @@ import torch
 
 from objkv.codec.payload import LayerSpec
 from objkv.errors import ConfigError
+from objkv.keys.states import PartView, part_names
 from objkv.keys.topology import RankShard
-from objkv.transfer.lanes import Lane, PagedLayers, as_words
+from objkv.transfer.lanes import Lane, PagedLayers, as_words, distinct
 
 DTYPE_NAMES = {
     torch.bfloat16: "BF16",
@@ -65,6 +66,9 @@ class GroupShape:
     divisible: bool = False
     """Whether tokens can be moved into blocks of another size, so that replicas with different
     block sizes share. True if pages are canonical and the group keeps all tokens."""
+    parts: tuple[PartView, ...] = ()
+    """Parts of a state that is split over ranks. Each is a frame of a payload, and ``[heads, rows,
+    nbytes]`` of a page. Empty: a layer is one frame."""
 
 
 NOT_QUANTISED: Mapping[str, Quantised] = MappingProxyType({})
@@ -83,7 +87,16 @@ class PagedGroup:
     ) -> None:
         """``quantised``: layers whose element type or scales differ from their tensor's dtype."""
         assert len(caches) == len(shape.layers)
-        caches = [_whole_blocks(cache, shape.block_size) for cache in caches]
+        names: Sequence[str] = shape.layers
+        if shape.parts:
+            caches = [
+                view
+                for name, cache in zip(names, caches, strict=True)
+                for view in _part_caches(name, cache, shape.parts)
+            ]
+            names = part_names(names, len(shape.parts))
+        else:
+            caches = [_whole_blocks(cache, shape.block_size) for cache in caches]
         self.split = _split(shape, caches[0])
         """Blocks of the kernel per block of vLLM. 1 unless it divides them in HND."""
         if self.split > 1:
@@ -93,7 +106,7 @@ class PagedGroup:
         """The shape in blocks of the kernel."""
         self.layers = tuple(
             _layer_spec(name, cache, shape, quantised.get(name))
-            for name, cache in zip(shape.layers, caches, strict=True)
+            for name, cache in zip(names, caches, strict=True)
         )
         """The layers that a payload of this group must contain, in forward order."""
         self.layer_bytes = tuple(layer.nbytes for layer in self.layers)
@@ -156,8 +169,27 @@ def _whole_blocks(cache: torch.Tensor, block_size: int) -> torch.Tensor:
     return cache.as_strided((count // ratio, heads, block_size, content), strides)
 
 
+def _part_caches(name: str, cache: torch.Tensor, parts: tuple[PartView, ...]) -> list[torch.Tensor]:
+    """Return views of the parts of a state, ``[blocks, heads, rows, nbytes]``."""
+    nbytes = max(part.end for part in parts)
+    if cache.element_size() != 1 or cache.shape[1:] != (1, 1, nbytes) or cache.stride(-1) != 1:
+        raise ConfigError(
+            f"the state of {name} has shape {tuple(cache.shape)} of {cache.dtype}; objkv expects "
+            f"[blocks, 1, 1, {nbytes} bytes]: this layer is not supported, run the model without "
+            "the objkv connector"
+        )
+    return [
+        cache.as_strided(
+            (len(cache), part.heads, part.rows, part.nbytes),
+            (cache.stride(0), part.head_stride, part.row_stride, 1),
+            cache.storage_offset() + part.offset,
+        )
+        for part in parts
+    ]
+
+
 def _split(shape: GroupShape, cache: torch.Tensor) -> int:
-    if cache.dim() != 4 or shape.block_size % cache.shape[2]:
+    if cache.dim() != 4 or shape.parts or shape.block_size % cache.shape[2]:
         return 1
     return shape.block_size // int(cache.shape[2])
 
@@ -167,7 +199,8 @@ def _layer_spec(
 ) -> LayerSpec:
     shard = shape.rank_shard.shard
     heads = shard.head_end - shard.head_start
-    if cache.dim() != 4 or cache.shape[1] != heads or cache.shape[2] != shape.block_size:
+    size = cache.shape[2] if shape.parts else shape.block_size
+    if cache.dim() != 4 or cache.shape[1] != heads or cache.shape[2] != size:
         raise ConfigError(
             f"the KV cache of {name} has shape {tuple(cache.shape)}; objkv expects [blocks, "
             f"{heads} heads, {shape.block_size} tokens, content]: this attention backend is not "
@@ -178,7 +211,7 @@ def _layer_spec(
             f"the KV cache of {name} has dtype {cache.dtype}, which objkv does not support: run "
             "the model without the objkv connector or choose another --kv-cache-dtype"
         )
-    pages = (shape.blocks, heads, shape.block_size, cache.shape[3])
+    pages = (shape.blocks, heads, size, cache.shape[3])
     if quantised is None:
         return LayerSpec(name, DTYPE_NAMES[cache.dtype], pages)
     assert cache.element_size() == 1
@@ -205,12 +238,12 @@ def check_pages(group: PagedGroup, lane: Lane) -> None:
     lane.prepare(group.pages)
     written = [blocks - 1, max(1, blocks // 2)][: blocks - 1]
     watched = sorted({b for w in written for b in (w - 1, w, w + 1) if 0 <= b < blocks})
-    before = [cache[watched].clone() for cache in group.caches]
+    before = [distinct(cache)[watched].clone() for cache in group.caches]
     try:
         _check(group, lane, written, watched)
     finally:
         for cache, pages in zip(group.caches, before, strict=True):
-            cache[watched] = pages
+            distinct(cache)[watched] = pages
 
 
 def _check(group: PagedGroup, lane: Lane, written: list[int], watched: list[int]) -> None:
@@ -221,6 +254,9 @@ def _check(group: PagedGroup, lane: Lane, written: list[int], watched: list[int]
     pinned = group.device.type != "cpu"
     given, back = (torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
     patterns = _patterns(group.caches, given, len(written))
+    for cache, pattern in zip(group.caches, patterns, strict=True):
+        if group.shape.parts and cache.stride(1) == 0:  # units share the bytes
+            pattern[:] = pattern[:, :1].clone()
     lane.follow(lane.mark_compute())
     lane.scatter([pattern.numpy() for pattern in patterns], group.pages, placed)
     lane.gather(group.pages, placed, [back])
@@ -234,7 +270,7 @@ def _check(group: PagedGroup, lane: Lane, written: list[int], watched: list[int]
             and torch.equal(beside, untouched[layer])
         ):
             raise ConfigError(
-                f"the KV cache of {group.shape.layers[layer]} does not return the blocks written "
+                f"the KV cache of {group.layers[layer].name} does not return the blocks written "
                 f"to it (shape {tuple(cache.shape)}, strides {cache.stride()}): this layout "
                 "is not supported, run the model without the objkv connector or choose another "
                 "attention backend"

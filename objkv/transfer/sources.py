@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from objkv.codec.payload import LayerSpec, check_layers, payload_bytes_max
+from objkv.keys.states import part_names
 from objkv.keys.topology import Part, Shard, TokenPart, cover
 from objkv.transfer.lanes import ARRAY_WORDS, Lane, PagedLayers, Recast
 from objkv.transfer.paging import GroupShape, PagedGroup
@@ -36,11 +37,13 @@ class PayloadLayout:
         """The frames that a payload must have, in order."""
         self.layer_bytes = tuple(layer.nbytes for layer in self.layers)
         """Decoded bytes of each frame."""
+        each = len(shape.parts) or 1
         self.filled = range(
-            part.take.layer_start - own.layer_start, part.take.layer_end - own.layer_start
+            each * (part.take.layer_start - own.layer_start),
+            each * (part.take.layer_end - own.layer_start),
         )
-        """The rank's layers that the payload fills."""
-        skipped = part.take.layer_start - part.source.layer_start
+        """The rank's layers that the payload fills. Each part of a state counts as a layer."""
+        skipped = each * (part.take.layer_start - part.source.layer_start)
         self.frames = range(skipped, skipped + len(self.filled))
         """The frames that contain those layers."""
         first = part.take.head_start - part.source.head_start
@@ -94,7 +97,7 @@ class PayloadLayout:
         if not self._recasts and count == len(pages[0]):
             lane.scatter(pages, layers, placed)
             return
-        size = self._pages.caches[0].shape[2]
+        size = 0 if self._group.shape.parts else self._pages.caches[0].shape[2]
         recast = Recast(self._heads, size, skipped, count, self._tokens)
         lane.scatter(pages, layers, placed, recast)
 
@@ -262,6 +265,10 @@ def _specs(group: PagedGroup, shard: Shard, block_size: int) -> tuple[LayerSpec,
     names = (shape.model_layers or shape.layers)[shard.layer_start : shard.layer_end]
     heads = shard.head_end - shard.head_start
     blocks = _payload_tokens(group, shard) // block_size
+    if shape.parts:
+        forms = [(blocks, heads, part.rows, part.nbytes) for part in shape.parts] * len(names)
+        framed = zip(part_names(names, len(shape.parts)), forms, strict=True)
+        return tuple(LayerSpec(name, like.dtype, form) for name, form in framed)
     pages = (blocks, heads, block_size, like.shape[3])
     # This rank does not know the scales of other ranks' layers, and reads nothing of those layers.
     scales = {layer.name: layer.scales for layer in group.layers}

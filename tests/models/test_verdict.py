@@ -80,7 +80,11 @@ def test_methods_are_those_of_the_connector() -> None:
 
 @pytest.mark.parametrize(
     ("folder", "method"),
-    [("llama-3.1-8b-eagle3", "eagle3"), ("qwen3-32b-dflash", "dflash"), ("qwen3-0.6b", "draft_model")],
+    [
+        ("llama-3.1-8b-eagle3", "eagle3"),
+        ("qwen3-32b-dflash", "dflash"),
+        ("qwen3-0.6b", "draft_model"),
+    ],
 )
 def test_the_folder_of_a_draft_says_its_method(folder: str, method: str) -> None:
     from objkv.models.verdict import read_method

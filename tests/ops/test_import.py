@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import sha256
+from itertools import cycle
 
 import pytest
 
@@ -292,6 +293,7 @@ def payload(
     parent: bytes | None = None,
     scales: str = "",
     group: int = 0,
+    further: tuple[tuple[int, int, int, int], ...] = (),
 ) -> Header:
     """Return the header of a payload of the first chunk, or of the second if ``start`` is not 0."""
     name = identity.namespace()
@@ -299,10 +301,21 @@ def payload(
     claim = Claim(
         ChunkKey(name, digest, group, shard), parent or root_hash(name), start, start + CHUNK
     )
-    layers = [LayerSpec(layer, dtype, shape, scales) for layer in names]
+    shapes = cycle((shape, *further))
+    layers = [LayerSpec(layer, dtype, next(shapes), scales) for layer in names]
     pages = [bytes(layer.nbytes) for layer in layers]
     told = Provenance(token_digest(TOKENS[:CHUNK]), "w", 1)
     return read_header(encode(claim, layers, pages, codec="none", provenance=told))
+
+
+Pages = tuple[tuple[int, int, int, int], ...]
+
+
+def split_payload(identity: Identity, parts: Pages) -> Header:
+    """Return the header of a payload of half a state, of so many parts for each layer."""
+    names = tuple(f"l.{layer}#{part}" for layer in range(2) for part in range(len(parts)))
+    shard = Shard(0, 2, 0, 8)
+    return payload(identity, parts[0], dtype="I8", shard=shard, names=names, further=parts[1:])
 
 
 def test_a_right_payload_fits() -> None:
@@ -408,6 +421,21 @@ def test_a_state_is_one_block_of_bytes() -> None:
     check_fits(payload(identity, (1, 1, 1, 24), dtype="I8", shard=LEFT), identity)
     with pytest.raises(PayloadError):
         check_fits(payload(identity, (1, 1, 1, 24), dtype="BF16", shard=LEFT), identity)
+
+
+def test_a_state_that_is_split_has_a_frame_for_each_part() -> None:
+    state = "mamba2 split bfloat16:3x16+2* float32:1x32"
+    group = replace(FULL, kind="mamba", state=state, block_size=CHUNK, heads=16, content=26)
+    identity = one_group(group)
+    fitting = split_payload(identity, ((1, 8, 3, 2), (1, 8, 3, 4), (1, 8, 1, 8)))
+    check_fits(fitting, identity)
+    for pages in (
+        ((1, 8, 3, 2), (1, 8, 3, 2), (1, 8, 1, 8)),
+        ((1, 8, 3, 2), (1, 8, 3, 4)),
+        ((1, 8, 3, 2), (1, 8, 3, 4), (1, 8, 1, 8), (1, 8, 1, 8)),
+    ):
+        with pytest.raises(PayloadError):
+            check_fits(split_payload(identity, pages), identity)
 
 
 @pytest.mark.parametrize(

@@ -22,15 +22,16 @@ from vllm.v1.kv_cache_interface import (
 from objkv.cache.match import keeps_all, stored_blocks
 from objkv.connector.model.drafts import Draft
 from objkv.connector.model.parts import LayerPart
+from objkv.connector.model.states import read_split
 from objkv.errors import ConfigError
 from objkv.keys.chunk import effective_chunk_tokens
 from objkv.keys.identity import GroupIdentity, GroupKind
+from objkv.keys.states import SplitState
 from objkv.keys.topology import RankShard, Topology
 from objkv.transfer.paging import GroupShape
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +193,9 @@ class Geometry:
         blocks = stored_blocks(identity, self.chunk_tokens)
         if share is None or not blocks:
             return None
+        split = SplitState.parse(identity.state)
         return GroupShape(
+            parts=split.views(self.tp_size) if split else (),
             layers=identity.layers[share.shard.layer_start : share.shard.layer_end],
             blocks=blocks,
             block_size=1 if identity.kind == "mamba" else identity.block_size // self.dcp_size,
@@ -206,117 +209,6 @@ class Geometry:
         """Whether a group's pages can be divided by token."""
         identity = self.groups[group]
         return self.canonical and keeps_all(identity) and identity.page is None
-
-
-PipelineStages = tuple[tuple[int, ...], ...]
-"""Number of layers of each PP rank, per group. Empty without pipeline parallelism."""
-_ONE_STAGE = "run it without the objkv connector, or set pipeline_parallel_size to 1"
-
-
-def whole_groups(
-    vllm_config: "VllmConfig", groups: "Sequence[KVCacheGroupSpec]"
-) -> "tuple[list[KVCacheGroupSpec], PipelineStages]":
-    """Return the groups with the layers of all ranks in forward order, and the number per rank.
-
-    With pipeline parallelism vLLM gives each rank only its own layers, and the scheduler those of
-    rank 0. But the groups determine the names of payloads, so they must be equal everywhere. Each
-    rank checks its own layers against the derived ones, and a mismatch stops the engine.
-    Source: vLLM 0.31-0.33, ``get_kv_cache_configs`` in ``v1/core/kv_cache_utils.py``.
-
-    Args:
-        groups: the groups of one rank, as vLLM passes them to that rank or to the scheduler.
-
-    Raises ``ConfigError`` if the layers of other ranks cannot be derived.
-    """
-    pp_size = vllm_config.parallel_config.pipeline_parallel_size
-    if pp_size == 1:
-        return list(groups), ()
-    total = vllm_config.model_config.get_total_num_hidden_layers()
-    ranges = _stages(total, pp_size)
-    kinds = _kinds(vllm_config, total) if len(groups) > 1 else None
-    parted = [list(range(total))] if kinds is None else _parted(kinds)
-    naming, own = _own_layers(groups)
-    if not any(_within(parted, stage) == own for stage in ranges):
-        raise ConfigError(
-            f"objkv cannot derive the layers of other pipeline stages, because vLLM gave one stage "
-            f"unexpected layers ({own} of {total}): {_ONE_STAGE}"
-        )
-    whole = [
-        replace(group, layer_names=[naming.format(layer) for layer in layers])
-        for group, layers in zip(groups, parted, strict=True)
-    ]
-    return whole, tuple(
-        tuple(len([layer for layer in layers if layer in stage]) for stage in ranges)
-        for layers in parted
-    )
-
-
-def _stages(total: int, pp_size: int) -> list[range]:
-    from vllm.distributed.utils import get_pp_indices
-
-    ranges = [range(*get_pp_indices(total, rank, pp_size)) for rank in range(pp_size)]
-    if not all(ranges):
-        raise ConfigError(
-            f"a pipeline stage has none of the model's {total} layers: set "
-            "pipeline_parallel_size, or VLLM_PP_LAYER_PARTITION, so that each has some"
-        )
-    return ranges
-
-
-def _kinds(vllm_config: "VllmConfig", total: int) -> list[str]:
-    """Return the kind of each layer of a hybrid model."""
-    kinds = getattr(vllm_config.model_config.hf_text_config, "layer_types", None)
-    if kinds is None or len(kinds) != total:
-        raise ConfigError(
-            "objkv cannot derive the layers of other pipeline stages, because the model has "
-            f"several KV cache groups but no layer_types in its configuration: {_ONE_STAGE}"
-        )
-    return list(kinds)
-
-
-def _parted(kinds: Sequence[str]) -> list[list[int]]:
-    """Return the layers of each group.
-
-    All groups have one size, about the number of layers of the rarest kind. The layers of each kind
-    are distributed over its own groups. Source: vLLM 0.31-0.33,
-    ``_get_kv_cache_groups_uniform_page_size``.
-    """
-    alike: dict[str, list[int]] = {}
-    for layer, kind in enumerate(kinds):
-        alike.setdefault(kind, []).append(layer)
-    counts = [len(layers) for layers in alike.values()]
-    size = max(counts) if max(counts) < min(counts) * 1.5 else min(counts)
-    return [
-        layers[first :: -(-len(layers) // size)]
-        for layers in alike.values()
-        for first in range(-(-len(layers) // size))
-    ]
-
-
-def _own_layers(groups: "Sequence[KVCacheGroupSpec]") -> tuple[str, list[list[int]]]:
-    """Return the pattern of layer names, with ``{}`` for the number, and each group's numbers."""
-    namings = set()
-    numbers: list[list[int]] = []
-    for group in groups:
-        numbers.append([])
-        for name in group.layer_names:
-            parts = name.split(".")
-            places = [place for place, part in enumerate(parts) if part.isdecimal()]
-            if len(places) == 1:
-                numbers[-1].append(int(parts[places[0]]))
-                parts[places[0]] = "{}"
-            namings.add(".".join(parts))
-    naming = namings.pop() if len(namings) == 1 else ""
-    if "{}" not in naming:
-        raise ConfigError(
-            "objkv cannot name the layers of other pipeline stages, because this model's layer "
-            f"names do not follow one pattern with one number, {sorted(namings)}: {_ONE_STAGE}"
-        )
-    return naming, numbers
-
-
-def _within(parted: list[list[int]], stage: range) -> list[list[int]]:
-    return [[layer for layer in layers if layer in stage] for layers in parted]
 
 
 _INSTEAD = "run it without the objkv connector, or"
@@ -454,7 +346,7 @@ def _state(vllm_config: "VllmConfig", layers: list[str], spec: MambaSpec) -> Gro
         for dtype, shape in zip(spec.dtypes, spec.shapes, strict=True)
     )
     ranks = vllm_config.parallel_config.tensor_parallel_size
-    return GroupIdentity(
+    opaque = GroupIdentity(
         kind="mamba",
         window=None,
         layers=tuple(layers),
@@ -463,6 +355,10 @@ def _state(vllm_config: "VllmConfig", layers: list[str], spec: MambaSpec) -> Gro
         block_size=spec.block_size,
         state=f"{spec.mamba_type.name.lower()} {tensors}",
     )
+    split = read_split(vllm_config, spec)
+    if split is None:
+        return opaque
+    return replace(opaque, heads=split.units, content=split.unit_bytes, state=str(split))
 
 
 def _total_heads(vllm_config: "VllmConfig", layer: str, spec: Any, model_heads: int) -> int:

@@ -19,16 +19,10 @@ from vllm.platforms import current_platform
 
 from objkv.config import Config
 from objkv.connector.model.drafts import Draft, has_draft_kv, read_draft
-from objkv.connector.model.groups import (
-    DraftGroups,
-    Geometry,
-    PipelineStages,
-    read_chunk_tokens,
-    read_group,
-    whole_groups,
-)
+from objkv.connector.model.groups import DraftGroups, Geometry, read_chunk_tokens, read_group
 from objkv.connector.model.media import encoder_settings, kv_dtype_name, scales_follow_media
 from objkv.connector.model.parts import LayerPart, read_parts
+from objkv.connector.model.stages import PipelineStages, whole_groups
 from objkv.connector.model.weights import local_folder, model_digest
 from objkv.errors import ConfigError
 from objkv.keys.identity import GroupIdentity, Identity, sealed_extra

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from itertools import cycle
 from typing import Final
 
 from objkv.cache.chunks import existing_header
@@ -22,6 +23,7 @@ from objkv.index.shapes import FIELDS_MAX
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import FIRST_DRAFT_GROUP, GroupIdentity, Identity, identity_path
 from objkv.keys.prefix import root_hash
+from objkv.keys.states import SplitState, part_names
 from objkv.keys.topology import Shard
 from objkv.ops.backends_view import (
     CHUNKS_AT_ONCE,
@@ -90,7 +92,9 @@ def check_fits(header: Header, identity: Identity) -> None:
     _check_place(claim, identity)
     names = group.layers[shard.layer_start : shard.layer_end]
     found = header.frames.layers
-    if tuple(layer.name for layer in found) != names:
+    split = SplitState.parse(group.state)
+    views = split.views(1) if split else ()
+    if [layer.name for layer in found] != part_names(names, len(views)):
         raise PayloadError(f"its layers differ from those of group {number}")
     dtype = found[0].dtype
     if group.page is None and dtype not in _dtypes(identity, group):
@@ -99,7 +103,8 @@ def check_fits(header: Header, identity: Identity) -> None:
     if pages is None:
         raise PayloadError(f"group {number} has no payloads in chunks of this length")
     is_plain = group.kind == "mamba" or dtype in _PLAIN.values()
-    for layer in found:
+    parts = [(1, pages[1], view.rows, view.nbytes) for view in views] or [pages]
+    for layer, pages in zip(found, cycle(parts), strict=False):
         if (layer.dtype, layer.shape) != (dtype, pages):
             given, due = "x".join(map(str, layer.shape)), "x".join(map(str, pages))
             raise PayloadError(f"layer {layer.name}: {layer.dtype} {given}, not {dtype} {due}")
@@ -130,7 +135,7 @@ def _dtypes(identity: Identity, group: GroupIdentity) -> set[str]:
 
 def _pages(
     identity: Identity, group: GroupIdentity, shard: Shard, found: tuple[int, ...]
-) -> tuple[int, ...] | None:
+) -> tuple[int, int, int, int] | None:
     """Return the shape of a layer's pages: blocks, heads, tokens per block, content.
 
     None if the group has no payloads. ``found`` is the shape in the payload. Its block size may be
@@ -144,7 +149,7 @@ def _pages(
     if group.kind == "mamba":
         return 1, heads, 1, group.content
     if group.page is not None:
-        return blocks, heads, *found[2:]
+        return blocks, heads, found[2], found[3]
     found_size = found[2]
     is_divisible = identity.page_layout == "canonical" and keeps_all(group) and size == 1
     if is_divisible and tokens % found_size == 0:

@@ -1,6 +1,7 @@
 """Stages of a pipeline: which layers vLLM gives them, and that all ranks mean the same groups."""
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
@@ -9,11 +10,17 @@ from typing import Any, cast
 import pytest
 import torch
 from vllm.distributed.utils import get_pp_indices
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
 from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.kv.worker import Rank, WorkerSide
-from objkv.connector.model.groups import Geometry, whole_groups
+from objkv.connector.model.groups import Geometry
+from objkv.connector.model.stages import whole_groups
 from objkv.errors import ConfigError
 from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity
@@ -21,6 +28,7 @@ from objkv.keys.prefix import token_digest
 from objkv.keys.topology import Topology, pp_layers
 from objkv.stores.memory import MemoryStore
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
+from tests.connector.kv.hybrid_engine import _vllm_config
 from tests.support.paged_cache import BLOCKS, CHUNK, HASHES, NAMESPACE, TOKENS
 from tests.support.servers.redis import wait_until
 from tests.support.sides import worker_side
@@ -118,7 +126,7 @@ def test_several_groups_of_which_nothing_is_told_are_refused() -> None:
     _, stages = of_vllm(kinds, 2)
     for strange in (engine(2, kinds, told=False), engine(2, [])):
         strange.model_config.get_total_num_hidden_layers = lambda: len(kinds)
-        with pytest.raises(ConfigError, match="no layer_types"):
+        with pytest.raises(ConfigError, match="its configuration has no layer_types"):
             whole_groups(strange, stages[0])
 
 
@@ -133,6 +141,93 @@ def test_a_stage_with_other_layers_than_expected_stops_the_engine() -> None:
             lied[layer] = "full_attention"
         with pytest.raises(ConfigError, match="cannot derive the layers of other pipeline stages"):
             whole_groups(engine(2, lied), stages[rank])
+
+
+STATE = MambaSpec(
+    16,
+    ((3, 64), (2, 8, 8)),
+    (torch.bfloat16, torch.float32),
+    page_size_padded=FULL.page_size_bytes * 4,
+    mamba_cache_mode="align",
+)
+NAMES = {"M": "backbone.layers.{}.mixer", "*": "backbone.layers.{}.mixer.attn"}
+QWEN = "MMM*" * 6
+NEMOTRON = "M-M-M-MM-M-M*-M-M*-M-M-M*-M-MM-"
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "layer_types": (QWEN, {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 6}),
+    "layers_block_type": (
+        "MMMMM*MMMM" * 4,
+        {"layers_block_type": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4},
+    ),
+    "hybrid layers": (
+        "MMMMMB" * 6,
+        {"layers_block_type": (["mamba"] * 5 + ["hybrid"]) * 6},
+    ),
+    "all layers have both": ("B" * 8, {"layers_block_type": ["parallel"] * 8}),
+    "hybrid_override_pattern": (NEMOTRON, {"hybrid_override_pattern": NEMOTRON}),
+    "attn_type_list": (QWEN, {"attn_type_list": [0, 0, 0, 1] * 6}),
+    "attn_layer_indices": (QWEN, {"attn_layer_indices": list(range(3, 24, 4))}),
+    "linear_attn_config": (
+        QWEN,
+        {"linear_attn_config": {"full_attn_layers": list(range(4, 25, 4))}},
+    ),
+    "full_attention_interval": (QWEN, {"full_attention_interval": 4}),
+}
+
+
+def of_vllm_with_states(kinds: str, pp_size: int) -> list[Any]:
+    """What vLLM gives each stage. ``B``: a layer with both, its attention made first."""
+    full = replace(FULL, block_size=16, page_size_padded=STATE.page_size_bytes)
+    stages: list[dict[str, Any]] = []
+    for rank in range(pp_size):
+        stages.append({})
+        for layer in range(*get_pp_indices(len(kinds), rank, pp_size)):
+            for kind in "*M" if kinds[layer] == "B" else kinds[layer].strip("-E"):
+                stages[-1][NAMES[kind].format(layer)] = STATE if kind == "M" else full
+    config = copy(_vllm_config())
+    config.cache_config = copy(config.cache_config)
+    config.cache_config.kv_cache_layout = "LBHNC"
+    found = planning.get_kv_cache_configs(config, stages, [1 << 30] * pp_size)
+    return [one.kv_cache_groups for one in found]
+
+
+@pytest.mark.parametrize("pp_size", [2, 3, 4])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_layers_with_states_are_found_however_a_configuration_names_them(
+    name: str, pp_size: int
+) -> None:
+    kinds, text = CONFIGS[name]
+    stages = of_vllm_with_states(kinds, pp_size)
+    config = engine(pp_size, kinds)
+    config.model_config.hf_text_config = SimpleNamespace(**text)
+    lacking = [any(not group.layer_names for group in told) for told in stages]
+    wholes = []
+    for told, lacks in zip(stages, lacking, strict=True):
+        if lacks and not _has_both(told):
+            with pytest.raises(ConfigError, match="lacks layers of a kind"):
+                whole_groups(config, told)
+            continue
+        found, counts = whole_groups(config, told)
+        wholes.append([group.layer_names for group in found])
+        assert list(zip(*counts, strict=True)) == [
+            tuple(len(group.layer_names) for group in stage) for stage in stages
+        ]
+    every = [[n for s in stages for n in s[g].layer_names] for g in range(len(stages[0]))]
+    assert wholes == [every] * len(wholes)
+    assert wholes
+
+
+def _has_both(told: list[KVCacheGroupSpec]) -> bool:
+    held = {isinstance(group.kv_cache_spec, MambaSpec) for group in told if group.layer_names}
+    return len(held) == 2
+
+
+def test_groups_of_another_number_than_expected_are_refused() -> None:
+    told = of_vllm_with_states(QWEN, 2)[0]
+    config = engine(2, QWEN)
+    config.model_config.hf_text_config = SimpleNamespace(full_attention_interval=2)
+    with pytest.raises(ConfigError, match="cannot derive the layers"):
+        whole_groups(config, told)
 
 
 def test_layers_that_share_the_kv_of_others_are_refused_in_a_pipeline() -> None:

@@ -73,19 +73,20 @@ def test_kinds_of_attention(
     assert (group.layers, group.block_size, group.state) == (("a", "b"), 32, None)
 
 
-def test_a_state_is_shared_among_replicas_of_as_many_ranks() -> None:
+def test_a_state_of_an_unknown_kind_is_shared_among_replicas_of_as_many_ranks() -> None:
     """How it is split over them is the model's business, and so is what its bytes mean."""
-    group = read(STATE)
+    strange = replace(STATE, mamba_type=MambaAttentionBackendEnum.MAMBA1)
+    group = read(strange)
     assert (group.kind, group.heads, group.block_size) == ("mamba", 2, 160)
     assert group.content == 3 * 512 * 2 + 4 * 64 * 64 * 4
-    assert group.state == "gdn_attn bfloat16[3,512] float32[4,64,64]"
-    assert read(STATE, tp_size=4).heads == 4
+    assert group.state == "mamba1 bfloat16[3,512] float32[4,64,64]"
+    assert read(strange, tp_size=4).heads == 4
     assert read(replace(STATE, tp_replicated=True)).heads == 1
 
 
 def test_each_rank_holds_its_own_state() -> None:
     geometry = Geometry((read(STATE),), 160, 160, tp_size=2)
-    assert geometry.all_fields() == {"0.L0-2_H0-1", "0.L0-2_H1-2"}
+    assert geometry.all_fields() == {"0.L0-2_H0-8", "0.L0-2_H8-16"}
     shape = geometry.shape(0, 1)
     assert shape is not None
     assert (shape.blocks, shape.block_size) == (1, 1)
