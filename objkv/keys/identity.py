@@ -43,8 +43,8 @@ class GroupIdentity:
     block_size: int
     """Tokens per block."""
     state: str | None = None
-    """``mamba``: a ``SplitState``, or the structure of a rank's state, which its size alone does not
-    determine. Omitted from the document of other kinds."""
+    """``mamba``: a ``SplitState``, or the structure of a rank's state, which its size alone does
+    not determine. Omitted from the document of other kinds."""
 
     def __post_init__(self) -> None:
         assert (self.window is not None) == (self.kind in _WINDOWED)
