@@ -37,16 +37,17 @@ class GroupIdentity:
     layers: tuple[str, ...]
     """In forward order."""
     heads: int
-    """KV heads over all TP ranks; 1 for MLA. ``mamba``: number of ranks that a state is split over.
-    The split depends on the model, so only replicas with as many ranks share it; 1 if each rank has
-    all of it."""
+    """KV heads over all TP ranks; 1 for MLA. ``mamba``: number of units of a ``SplitState``. If the
+    split is not known, the number of ranks, so that only replicas with as many share it, or 1 if
+    each rank has all of it."""
     content: int
-    """Elements per head and token, K and V fused. ``mamba``: bytes of one rank's state."""
+    """Elements per head and token, K and V fused. ``mamba``: bytes of one unit, or of one rank's
+    state."""
     block_size: int
     """Tokens per block."""
     state: str | None = None
-    """``mamba``: structure of a rank's state, which its size alone does not determine. Omitted from
-    the document of other kinds."""
+    """``mamba``: a ``SplitState``, or the structure of a rank's state, which its size alone does
+    not determine. Omitted from the document of other kinds."""
     page: int | None = None
     """Bytes of one layer's block, for caches that cannot be divided by token: compressed states,
     and sparse attention with an indexer. ``content`` repeats it. None, and omitted from the

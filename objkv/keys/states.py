@@ -45,13 +45,13 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True)
 class PartView:
-    """Where a rank's page has one part: ``[heads, rows, nbytes]``, counted in bytes."""
+    """The position of one part in a rank's page: ``[heads, rows, nbytes]``, counted in bytes."""
 
     offset: int
     heads: int
     rows: int
     nbytes: int
-    """Of one row of one unit."""
+    """Bytes of one row of one unit."""
     head_stride: int
     """0 if all units share the bytes."""
     row_stride: int

@@ -87,16 +87,8 @@ class PagedGroup:
     ) -> None:
         """``quantised``: layers whose element type or scales differ from their tensor's dtype."""
         assert len(caches) == len(shape.layers)
-        names: Sequence[str] = shape.layers
-        if shape.parts:
-            caches = [
-                view
-                for name, cache in zip(names, caches, strict=True)
-                for view in _part_caches(name, cache, shape.parts)
-            ]
-            names = part_names(names, len(shape.parts))
-        else:
-            caches = [_whole_blocks(cache, shape.block_size) for cache in caches]
+        names = part_names(shape.layers, len(shape.parts))
+        caches = _framed(shape, caches)
         self.split = _split(shape, caches[0])
         """Blocks of the kernel per block of vLLM. 1 unless it divides them in HND."""
         if self.split > 1:
@@ -167,6 +159,14 @@ def _whole_blocks(cache: torch.Tensor, block_size: int) -> torch.Tensor:
         return cache
     strides = (cache.stride(0) * ratio, *cache.stride()[1:])
     return cache.as_strided((count // ratio, heads, block_size, content), strides)
+
+
+def _framed(shape: GroupShape, caches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return one view for each frame of a payload."""
+    if not shape.parts:
+        return [_whole_blocks(cache, shape.block_size) for cache in caches]
+    both = zip(shape.layers, caches, strict=True)
+    return [view for name, cache in both for view in _part_caches(name, cache, shape.parts)]
 
 
 def _part_caches(name: str, cache: torch.Tensor, parts: tuple[PartView, ...]) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Derives the layers of all pipeline stages, of which vLLM gives each rank only its own.
+"""Derives the layers of all pipeline stages from those that vLLM gives to one rank.
 
 Read against vLLM 0.31-0.33, ``get_kv_cache_configs`` in ``v1/core/kv_cache_utils.py``.
 """

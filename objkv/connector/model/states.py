@@ -66,7 +66,7 @@ def _parts_of(vllm_config: "VllmConfig", spec: "MambaSpec") -> list[tuple[int, _
 
 
 def _total_groups(vllm_config: "VllmConfig", groups: int) -> int | None:
-    """Return the groups of a Mamba 2 layer over all ranks, of which a rank has ``groups``.
+    """Return the groups of a Mamba 2 layer over all ranks. ``groups``: those of one rank.
 
     A single group is on all ranks; more groups are split. Only the configuration can say which of
     both it is if each rank has one.
