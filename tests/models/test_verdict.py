@@ -15,7 +15,7 @@ from objkv.models.verdict import WITH_KV, WITHOUT_KV, Wish, judge
 from tests.models.recorded import HERE, Model, answers, geometry, models
 
 CASES = [(model, case) for model in models().values() for case in model.cases()]
-VARIABLE = re.compile(r", \[[^]]*\](?=:)| \(\[\[.*\]\] of \d+\)")
+VARIABLE = re.compile(r", \[[^]]*\](?=:)| \(\[\[.*\]\] of \d+\)|\S+(?= \((?:mamba|[a-z_]+)\):)")
 """Names and numbers of layers in a sentence, which vLLM gives."""
 
 
@@ -55,7 +55,9 @@ def test_the_verdict_is_the_connectors(model: Model, case: str) -> None:
         assert verdict.refused is None
         assert verdict.use == "connector"
     elif not found.startswith("vLLM: "):
-        assert verdict.refused == VARIABLE.sub("", found)
+        assert VARIABLE.sub("", str(verdict.refused).replace("some ", "")) == VARIABLE.sub(
+            "", found
+        )
         assert verdict.use == "tier"
 
 
@@ -80,7 +82,11 @@ def test_methods_are_those_of_the_connector() -> None:
 
 @pytest.mark.parametrize(
     ("folder", "method"),
-    [("llama-3.1-8b-eagle3", "eagle3"), ("qwen3-32b-dflash", "dflash"), ("qwen3-0.6b", "draft_model")],
+    [
+        ("llama-3.1-8b-eagle3", "eagle3"),
+        ("qwen3-32b-dflash", "dflash"),
+        ("qwen3-0.6b", "draft_model"),
+    ],
 )
 def test_the_folder_of_a_draft_says_its_method(folder: str, method: str) -> None:
     from objkv.models.verdict import read_method
