@@ -184,6 +184,9 @@ def difference(model: Model, case: str, version: str) -> str:
     if isinstance(found, Geometry) and isinstance(known, Geometry):
         if known.groups == found.groups:
             return ""
+        if layers_of(known) == layers_of(found) and block_sizes(known) == block_sizes(found):
+            other, name = found.groups[0].layers[0], known.groups[0].layers[0]
+            return f"the first layer is `{other}` instead of `{name}`, so replicas share no KV"
         return f"{layers_of(found)}, blocks of {block_sizes(found)} instead of {block_sizes(known)}"
     if word == usual:
         return ""
