@@ -9,7 +9,7 @@ SITE=.cache/site
 LOG=.cache/site.log
 
 mkdir -p .cache
-for script in write_configuration write_cli write_api write_completion write_metrics write_dashboard draw_pictures; do
+for script in write_configuration write_cli write_api write_completion write_metrics write_models write_dashboard draw_pictures; do
   "$BIN/python" "scripts/$script.py"
 done
 

@@ -1,7 +1,8 @@
 """Write ``docs/models.md``: what vLLM and objkv make of published models.
 
 python scripts/write_models.py [--check]; ``tests/models/test_models.py`` fails when the page is
-stale. ``--record [NAME ...]`` asks the installed vLLM anew, see ``tests/models/record.py``.
+stale. ``--record [NAME ...]`` records the answers of the installed vLLM again, see
+``tests/models/record.py``.
 """
 
 import sys
@@ -17,35 +18,7 @@ from objkv.keys.identity import GroupIdentity
 from tests.models.recorded import VERSIONS, Model, answers, geometry, models, tier
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
-HEAD = """# Models
-
-<!-- Written by scripts/write_models.py from tests/models: change it there. -->
-
-What objkv does with {count} models, and how it is known. vLLM {versions} built each model's
-configuration without weights and divided its layers into [cache groups](groups.md); objkv's own code read
-the answer. `objkv doctor --model FOLDER` says the same for a model that is not listed, before anything is
-started.
-
-* **Layers**: how many layers keep which [kind of cache](groups.md).
-* **Chunk**: what all ranks of a replica store per chunk with `chunk_tokens=256`, in the model's dtype. vLLM
-  sets the block size, so chunks may be larger on a GPU. These numbers are of blocks of 128 tokens.
-* **TP, PP, fp8, DCP**: with that `--tensor-parallel-size`, with two pipeline stages, with
-  `--kv-cache-dtype fp8`, and with TP and two ranks of decode context parallelism.
-    * *yes*: objkv's connector stores and loads the KV.
-    * *tier*: the connector refuses, but vLLM offloads the cache, so [ObjKVTier](tier.md) can store it.
-    * *no*: neither. *vLLM*: vLLM itself refuses. Both are listed [below](#what-is-refused).
-* **Drafts**: methods of speculative decoding that were tried with this model, with the KV of the draft shared
-  as well. Any model also runs with `ngram`, `suffix` and `medusa`, which keep no KV.
-* **Shown by**: how objkv's handling of the model's kinds of cache is tested. E, small models of that kind in
-  real engines; M, vLLM's own scheduler and a byte-true model of the cache; R, that it is refused.
-  [Tests](#tests) has the files.
-
-Data parallelism and expert parallelism do not change this: each data-parallel replica has its own connector,
-and experts have no KV. {images}
-
-| Model | Layers | Chunk | TP | PP | fp8 | DCP | Drafts | Shown by |
-|---|---|---|---|---|---|---|---|---|
-"""
+HEAD = Path(__file__).with_name("models_page.txt").read_text()
 IMAGES = (
     "Prompts with images or audio are named by the content of these, see [Sharing](sharing.md)."
 )
@@ -69,7 +42,7 @@ _WORDS = {
     "full": "full attention", "sliding_window": "sliding windows", "mla": "latents (MLA)",
     "gdn_attn": "states of Gated DeltaNet", "mamba": "states of other kinds, such as Mamba 2",
     "chunked_local": "chunked local attention",
-    "page": "sparse attention with an indexer, compressed states", "refused": "what is refused",
+    "page": "sparse attention with an indexer, compressed states", "refused": "refusals",
     "TP": "tensor parallelism", "PP": "pipeline parallelism", "fp8": "fp8 KV", "drafts": "drafts",
     "images": "images",
 }  # fmt: skip
@@ -192,6 +165,9 @@ def differences() -> Iterator[str]:
     """List what other recorded versions make differently, with the cases of a model together."""
     for model in models().values():
         alike: dict[tuple[str, str], list[str]] = {}
+        for version in VERSIONS:
+            if version not in versions(model):
+                yield f"* {version}, {model.title}: unknown, because vLLM needs further libraries\n"
         for version in versions(model):
             for case in model.cases() if version != REFERENCE else ():
                 if text := difference(model, case, version):
@@ -208,6 +184,9 @@ def difference(model: Model, case: str, version: str) -> str:
     if isinstance(found, Geometry) and isinstance(known, Geometry):
         if known.groups == found.groups:
             return ""
+        if layers_of(known) == layers_of(found) and block_sizes(known) == block_sizes(found):
+            other, name = found.groups[0].layers[0], known.groups[0].layers[0]
+            return f"the first layer is `{other}` instead of `{name}`, so replicas share no KV"
         return f"{layers_of(found)}, blocks of {block_sizes(found)} instead of {block_sizes(known)}"
     if word == usual:
         return ""
@@ -221,7 +200,7 @@ def block_sizes(found: Geometry) -> str:
 
 def tests() -> Iterator[str]:
     """List the tests."""
-    yield "| What | Shown by | Test |\n|---|---|---|\n"
+    yield "| Subject | Shown by | Test |\n|---|---|---|\n"
     for kind, (how, test) in PROOFS.items():
         yield f"| {_WORDS[kind]} | {how} | `{test}` |\n"
 
@@ -240,11 +219,11 @@ def page() -> str:
     parts = [
         HEAD.format(count=len(known), versions=", ".join(seen), images=IMAGES),
         *map(row, known),
-        "\n## What is refused\n\n",
+        "\n## Refusals\n\n",
         f"objkv prints its sentence at start, and vLLM does not start. With vLLM {REFERENCE}:\n\n",
         *refusals(),
         "\n## Other versions of vLLM\n\n",
-        f"The table is of vLLM {REFERENCE}. What others do differently:\n\n",
+        f"The table is of vLLM {REFERENCE}. Differences of others:\n\n",
         *(list(differences()) or ["Nothing.\n"]),
         "\n## Tests\n\n",
         *tests(),
@@ -267,7 +246,12 @@ def record(names: list[str]) -> None:
     for name in names or list(models()):
         model = models()[name]
         cases: dict[str, Any] = model.cases()
-        write(model, version, {case: recorder.record(model.folder, cases[case]) for case in cases})
+        try:
+            found = {case: recorder.record(model.folder, cases[case]) for case in cases}
+        except ImportError as exc:  # of a library that the environment lacks: no answer of vLLM
+            print(name, version, "is not recorded:", exc)
+            found = {}
+        write(model, version, found)
         print(name, version)
 
 

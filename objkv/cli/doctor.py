@@ -1,5 +1,7 @@
-"""``objkv doctor``: check settings, bulk store and index, and suggest fixes."""
+"""``objkv doctor``: check settings, bulk store and index, and suggest fixes; or judge a model."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,6 +16,9 @@ from objkv.assembly.backends import (
 from objkv.assembly.seal import open_seal
 from objkv.cli.command import FINE, FOUND, UNREACHABLE, WRONG_USAGE, Session, command
 from objkv.cli.output import Printer
+from objkv.cli.output import size as bytes_text
+from objkv.errors import ConfigError
+from objkv.models.verdict import ModelVerdict, Wish, judge
 from objkv.ops.doctor.doctor import DoctorReport, Patient, Verdict, examine
 from objkv.telemetry import MemoryRecorder, NullRecorder
 
@@ -35,12 +40,48 @@ _SENTENCES: dict[Verdict, str] = {
 _ALWAYS_SHOWN = ("bulk_url", "index_url")
 
 
+Model = Annotated[
+    Path | None,
+    typer.Option(help="Judge the model in this folder and check nothing else.", metavar="FOLDER"),
+]
+Tp = Annotated[int, typer.Option(min=1, help="With --model, tensor parallel size.", metavar="N")]
+Pp = Annotated[int, typer.Option(min=1, help="With --model, pipeline parallel size.", metavar="N")]
+Dcp = Annotated[
+    int, typer.Option(min=1, help="With --model, decode context parallel size.", metavar="N")
+]
+KvDtype = Annotated[
+    str, typer.Option(help="With --model, vLLM's --kv-cache-dtype.", metavar="DTYPE")
+]
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        help="With --model, a method of speculative decoding or the folder of a draft.",
+        metavar="FOLDER|METHOD",
+    ),
+]
+
+
 @command
 def doctor(
     session: Session,
     all_: Annotated[bool, typer.Option("--all", help="Show default settings too.")] = False,
+    model: Model = None,
+    tp: Tp = 1,
+    pp: Pp = 1,
+    dcp: Dcp = 1,
+    kv_dtype: KvDtype = "auto",
+    draft: Draft = None,
 ) -> int:
-    """Check settings, bulk store and index, and suggest fixes."""
+    """Check settings, bulk store and index, and suggest fixes.
+
+    With --model, say what objkv does with a model before a server starts. Reads its config.json and
+    connects to nothing.
+    """
+    wish = Wish(tp, pp, dcp, kv_dtype, draft, session.config.chunk_tokens)
+    if model is not None:
+        return _judge(session.out, judge(model, wish))
+    if wish != Wish(chunk_tokens=wish.chunk_tokens):
+        raise ConfigError("--tp, --pp, --dcp, --kv-dtype and --draft need --model")
     numbers = MemoryRecorder()
     patient = Patient(
         open_bulk=lambda: open_bulk(session.config, numbers, on_change=_ignore),
@@ -58,6 +99,40 @@ def doctor(
     else:
         _print(session.out, report, all_settings=all_)
     return _CODES[report.verdict]
+
+
+def _judge(out: Printer, verdict: ModelVerdict) -> int:
+    code = FINE if verdict.refused is None else FOUND
+    if out.machine:
+        out.document(verdict)
+        return code
+    out.line(
+        f"{verdict.model}: " + ("supported" if code == FINE else "refused by the connector"),
+        "green" if code == FINE else "bold",
+    )
+    if verdict.refused is not None:
+        out.line(verdict.refused)
+    out.line()
+    out.table(("", "~"), list(_rows(verdict)))
+    return code
+
+
+def _rows(verdict: ModelVerdict) -> Iterator[tuple[str, str]]:
+    yield "use", "ObjKVConnector" if verdict.use == "connector" else "ObjKVTier, see docs/tier.md"
+    yield "layers", ", ".join(f"{count} with {kind}" for kind, count in verdict.layers.items())
+    unknown = "set by vLLM: its pages are not divided by token"
+    token, chunk = verdict.token_bytes, verdict.chunk_bytes
+    yield "per token", unknown if token is None else f"{bytes_text(token)} as {verdict.kv_dtype}"
+    if verdict.state_bytes:
+        yield "states", f"{bytes_text(verdict.state_bytes)} per chunk"
+    least = "at least " if verdict.state_bytes else ""
+    yield (
+        "chunk",
+        f"{least}{verdict.chunk_tokens} tokens"
+        + ("" if chunk is None else f", {least}{bytes_text(chunk)}"),
+    )
+    yield "shared with", verdict.shared_with
+    yield "drafts", ", ".join(verdict.drafts)
 
 
 def _ignore(change: object) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Annotated, Any, Final, Literal, NotRequired, TypedDict, get_type_hints
 
 from objkv.cli.admission import AdmissionOrders
+from objkv.models.verdict import ModelVerdict
 from objkv.ops.audit.report import AuditReport, AuditVerdict, Prices
 from objkv.ops.bench.harness import BenchReport, BenchRow, Section
 from objkv.ops.demo import DemoReport, DemoRow
@@ -441,7 +442,7 @@ DOCUMENTS: Final[Mapping[str, tuple[JsonDocument, ...]]] = {
     "gpu-check": (JsonDocument((GpuReport, GpuCheckKeys)),),
     "demo": (JsonDocument((DemoReport, DemoKeys)),),
     "diff": (JsonDocument((DiffKeys,)),),
-    "doctor": (JsonDocument((DoctorReport,)),),
+    "doctor": (JsonDocument((DoctorReport,)), JsonDocument((ModelVerdict,), "--model")),
     "export": (JsonDocument((RunKeys, ExportKeys)),),
     "exporter": (
         JsonDocument((SampleKeys,), "--once", is_list=True),

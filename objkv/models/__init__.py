@@ -1,1 +1,1 @@
-"""What a model's ``config.json`` says about its KV cache, without vLLM."""
+"""Kinds of KV cache of a model, and their support, from ``config.json`` without vLLM."""

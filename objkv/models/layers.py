@@ -22,105 +22,27 @@ _CONFIG_BYTES_MAX = 16 << 20
 _COUNT_MAX = 1 << 24
 _BFLOAT16, _FLOAT32 = 2, 4
 
-FULL: Final = frozenset(
-    [
-        "arcee",
-        "apertus",
-        "cohere",
-        "ernie4_5",
-        "ernie4_5_moe",
-        "ernie4_5_moe_vl",
-        "exaone4",
-        "exaone_moe",
-        "gemma",
-        "glm",
-        "glm4",
-        "glm4_moe",
-        "glm4v",
-        "glm4v_moe",
-        "granite",
-        "granitemoe",
-        "granitemoeshared",
-        "hunyuan_v1_dense",
-        "hunyuan_v1_moe",
-        "idefics3",
-        "internlm2",
-        "internlm3",
-        "internvl",
-        "llama",
-        "llava",
-        "minimax_m2",
-        "ministral",
-        "ministral3",
-        "mistral",
-        "mistral3",
-        "mixtral",
-        "olmo",
-        "olmo2",
-        "olmoe",
-        "paligemma",
-        "phi",
-        "phi3",
-        "phimoe",
-        "pixtral",
-        "qwen2",
-        "qwen2_5_omni",
-        "qwen2_5_vl",
-        "qwen2_5_vl_text",
-        "qwen2_audio",
-        "qwen2_moe",
-        "qwen2_vl",
-        "qwen2_vl_text",
-        "qwen3",
-        "qwen3_moe",
-        "qwen3_omni_moe",
-        "qwen3_vl",
-        "qwen3_vl_text",
-        "qwen3_vl_moe",
-        "qwen3_vl_moe_text",
-        "seed_oss",
-        "smollm3",
-        "smolvlm",
-        "solar_open",
-        "stablelm",
-        "starcoder2",
-        "voxtral",
-    ]
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+FULL: Final = _words(
+    "arcee apertus cohere ernie4_5 ernie4_5_moe ernie4_5_moe_vl exaone4 exaone_moe gemma glm glm4 "
+    "glm4_moe glm4v glm4v_moe granite granitemoe granitemoeshared hunyuan_v1_dense "
+    "hunyuan_v1_moe idefics3 internlm2 internlm3 internvl llama llava minimax_m2 ministral "
+    "ministral3 mistral mistral3 mixtral olmo olmo2 olmoe paligemma phi phi3 phimoe pixtral qwen2 "
+    "qwen2_5_omni qwen2_5_vl qwen2_5_vl_text qwen2_audio qwen2_moe qwen2_vl qwen2_vl_text qwen3 "
+    "qwen3_moe qwen3_omni_moe qwen3_vl qwen3_vl_text qwen3_vl_moe qwen3_vl_moe_text seed_oss "
+    "smollm3 smolvlm solar_open stablelm starcoder2 voxtral"
 )
 """Model types of softmax attention in all layers, with or without windows."""
-LATENT: Final = frozenset(
-    ["axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "kimi_k25", "minicpm3"]
-)
+LATENT: Final = _words("axk1 deepseek_v2 deepseek_v3 glm4_moe_lite kimi_k2 kimi_k25 minicpm3")
 INDEXED: Final = frozenset(("deepseek_v32", "glm_moe_dsa"))
-OTHERS: Final = frozenset(
-    [
-        "cohere2",
-        "deepseek_v4",
-        "falcon_h1",
-        "gemma2",
-        "gemma3",
-        "gemma3_text",
-        "gemma4",
-        "gemma4_text",
-        "gpt_oss",
-        "granitemoehybrid",
-        "jamba",
-        "lfm2",
-        "lfm2_moe",
-        "llama4",
-        "llama4_text",
-        "mamba2",
-        "mimo_v2_flash",
-        "nemotron_h",
-        "olmo3",
-        "olmo_hybrid",
-        "qwen3_5",
-        "qwen3_5_text",
-        "qwen3_5_moe",
-        "qwen3_5_moe_text",
-        "qwen3_next",
-        "whisper",
-    ]
+OTHERS: Final = _words(
+    "cohere2 deepseek_v4 falcon_h1 gemma2 gemma3 gemma3_text gemma4 gemma4_text gpt_oss "
+    "granitemoehybrid jamba lfm2 lfm2_moe llama4 llama4_text mamba2 mimo_v2_flash nemotron_h olmo3 "
+    "olmo_hybrid qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen3_next whisper"
 )
 """Model types with rules of their own."""
 KNOWN: Final = FULL | LATENT | INDEXED | OTHERS
@@ -162,7 +84,7 @@ class ModelLayers:
 
 
 def read_layers(folder: Path) -> ModelLayers:
-    """Read the model in ``folder``. Raises ``ConfigError``, which says what to do."""
+    """Read the model in ``folder``. Raises ``ConfigError``, which names the fix."""
     document, config = read_config(folder)
     model_type = str(config.get("model_type") or document.get("model_type"))
     if model_type not in KNOWN:
@@ -350,7 +272,9 @@ class _Shapes:
 
 _MAMBA2: Final = {
     "mamba2": ("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel"),
-    "nemotron_h": ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"),
+    "nemotron_h": (
+        "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel",
+    ),
     "granitemoehybrid": (
         "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv",
     ),

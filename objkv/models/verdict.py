@@ -1,7 +1,7 @@
 """Whether objkv can share a model's KV in a given configuration, and what it stores.
 
-The sentences are those of the connector, ``objkv/connector/model``, which decides at start from what
-vLLM has made of the model.
+The sentences are those of the connector, ``objkv/connector/model``, which decides at start from
+what vLLM has made of the model.
 """
 
 from collections import Counter
@@ -39,6 +39,10 @@ _NAMES = {
     "cross": "cross attention",
 }
 _BLOCK_STEP = 16
+_DIVIDED = ("full", "mla")
+"""Kinds whose tokens DCP ranks divide among them."""
+_PAGED = {"indexed": "mla", "compressed": "sliding_window"}
+"""How the connector names kinds whose pages are not divided by token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +60,16 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class ModelVerdict:
-    """What objkv does with a model. Bytes are over all ranks."""
+    """The use that objkv has for a model. Bytes are over all ranks."""
 
     model: str
     model_type: str
     kv_dtype: str
-    layers: tuple[tuple[int, str], ...]
+    layers: dict[str, int]
     """How many layers have which cache."""
     use: Use
     refused: str | None
-    """What the connector says at start if it refuses the configuration."""
+    """The connector's error at start if it refuses the configuration."""
     token_bytes: int | None
     """Per token of full attention, latents and windows. None if pages are not divided by token."""
     state_bytes: int
@@ -100,7 +104,7 @@ def judge(folder: Path, wish: Wish) -> ModelVerdict:
         model=model.name,
         model_type=model.model_type,
         kv_dtype=dtype,
-        layers=tuple(_counted(model)),
+        layers=dict(_counted(model)),
         use="connector" if refused is None else "tier",
         refused=refused,
         token_bytes=token_bytes if divisible else None,
@@ -132,13 +136,8 @@ def read_method(model: ModelLayers, draft: str | None) -> str | None:
 
 
 def _refusal(model: ModelLayers, wish: Wish, method: str | None) -> str | None:
-    """Return what the connector says, in the order in which it checks."""
+    """Return the connector's error. Its checks have this order."""
     kinds = {layer.kind for layer in model.layers}
-    if wish.dcp > 1:
-        return (
-            f"objkv does not support decode_context_parallel_size={wish.dcp} yet: {_INSTEAD} set "
-            "it to 1"
-        )
     if wish.pp > 1 and method in WITH_KV:
         return (
             f"objkv does not support {method!r} together with pipeline parallelism, because only "
@@ -152,6 +151,14 @@ def _refusal(model: ModelLayers, wish: Wish, method: str | None) -> str | None:
             f"(CrossAttentionSpec): {_INSTEAD} use ObjKVTier, which takes every cache that vLLM "
             "can offload, or a model of full, sliding-window, chunked local, MLA and linear "
             "attention or Mamba layers only"
+        )
+    drafted = "full" if method in WITH_KV else None
+    undivided = next((layer.kind for layer in model.layers if layer.kind not in _DIVIDED), drafted)
+    if wish.dcp > 1 and undivided is not None:
+        return (
+            f"objkv does not support decode_context_parallel_size={wish.dcp} for the KV cache of "
+            f"some layers ({_PAGED.get(undivided, undivided)}): {_INSTEAD} set it to 1, or use "
+            "ObjKVTier"
         )
     return None
 
@@ -223,10 +230,10 @@ def _chunk_tokens(model: ModelLayers, wish: Wish, item: int) -> int:
     return -(-tokens // _BLOCK_STEP) * _BLOCK_STEP
 
 
-def _counted(model: ModelLayers) -> Iterator[tuple[int, str]]:
+def _counted(model: ModelLayers) -> Iterator[tuple[str, int]]:
     counts = Counter((layer.kind, layer.window) for layer in model.layers)
     for (kind, window), count in counts.items():
-        yield count, _NAMES[kind].format(window)
+        yield _NAMES[kind].format(window), count
 
 
 def _shared_with(wish: Wish, *, has_states: bool) -> str:

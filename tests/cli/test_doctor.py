@@ -1,5 +1,7 @@
 """``objkv doctor``."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +109,43 @@ def test_a_real_server_is_explained_and_its_refusals_too(
             ran = run("doctor", "--json", "--index-url", f"redis://{user}@{place}")
             assert (ran.code, ran.document["verdict"]) == (2, "denied")
             assert words in ran.out
+
+
+MODELS = Path(__file__).parents[1] / "models"
+
+
+def test_a_model_is_judged_without_a_store(run: Run, home: Path) -> None:
+    ran = run("doctor", "--model", str(MODELS / "qwen3-next-80b-a3b"), "--tp", "4")
+    assert ran.code == 0
+    assert ran.out.splitlines()[0] == "qwen3-next-80b-a3b: supported"
+    assert "36 with states, 12 with full attention" in ran.out
+    assert not (home / "objkv").exists()
+
+
+def test_a_refused_model_is_1_with_the_connectors_sentence(run: Run) -> None:
+    ran = run("doctor", "--json", "--model", str(MODELS / "whisper-large-v3"))
+    assert ran.code == 1
+    verdict = ran.document
+    assert verdict["use"] == "tier"
+    assert "(CrossAttentionSpec): run it without the objkv connector" in verdict["refused"]
+    assert verdict["layers"] == {"full attention": 32, "cross attention": 32}
+
+
+def test_no_model_and_no_folder_are_wrong_usage(run: Run, tmp_path: Path) -> None:
+    assert run("doctor", "--pp", "2").code == 2
+    ran = run("doctor", "--model", str(tmp_path))
+    assert ran.code == 2
+    assert "give the folder of a model" in ran.err
+
+
+def test_a_model_is_judged_without_vllm_and_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys\nfrom objkv.cli.app import app\n"
+        "app(standalone_mode=False)\n"
+        "print([name for name in ('vllm', 'torch', 'transformers') if name in sys.modules])"
+    )
+    arguments = ["doctor", "--model", str(MODELS / "gemma-3-27b")]
+    ran = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60
+    )
+    assert ran.stdout.splitlines()[-1] == "[]", ran.stderr

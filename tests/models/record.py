@@ -1,9 +1,9 @@
 """Records what vLLM makes of a model's configuration: its KV cache groups and tensors.
 
-vLLM builds the model without weights (on PyTorch's ``meta`` device), asks each attention layer for
-its cache, and divides layers into groups as its engine does. Ranks are only imitated: layers divide
-their heads by sizes that are set here, and no second process runs. ``scripts/write_models.py
---record`` calls this.
+vLLM builds the model without weights (on PyTorch's ``meta`` device), reads the cache of each
+attention layer, and divides layers into groups as its engine does. Ranks are only imitated: layers
+divide their heads by sizes that are set here, and no second process runs.
+``scripts/write_models.py --record`` calls this.
 """
 
 import os
@@ -26,7 +26,7 @@ _MEMORY = 1 << 44
 
 
 def record(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
-    """Return vLLM's answer to one case, as JSON values. ``error`` is what vLLM says if it refuses
+    """Return vLLM's answer to one case, as JSON values. ``error`` is vLLM's sentence if it refuses
     the configuration."""
     os.environ.update(
         HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="CRITICAL",
@@ -170,7 +170,7 @@ def _add_draft(config: Any, draft: Any) -> None:
 
 @contextmanager
 def _ranks(case: dict[str, Any], stage: int) -> Iterator[None]:
-    """Let layers believe that they are on the first rank of a stage."""
+    """Set the rank and sizes that layers see."""
     from vllm.distributed import parallel_state
 
     tp, pp = parallel_state._TP, parallel_state._PP

@@ -1,4 +1,4 @@
-"""What vLLM answered when ``record.py`` asked it, as objects that objkv's own code can read.
+"""The answers of vLLM that ``record.py`` recorded, as objects that objkv's own code can read.
 
 ``answers.json`` of a model has the names of its layers once, and refers to them by ranges such as
 ``0-60:2``.
@@ -52,7 +52,7 @@ class Model:
         return HERE / self.name
 
     def cases(self) -> dict[str, dict[str, Any]]:
-        """The configurations that vLLM was asked for, by name."""
+        """The recorded configurations by name."""
         sizes = {
             "plain": {},
             f"TP {self.tp}": {"tp": self.tp},
@@ -78,13 +78,15 @@ def models() -> dict[str, Model]:
 
 
 def write(model: Model, version: str, answers: dict[str, Any]) -> None:
-    """Put one version's answers beside those of the others."""
+    """Replace one version's answers. None if there are no answers."""
     path = model.folder / "answers.json"
     whole: dict[str, Any] = {"names": [], "answers": {}}
     if path.exists():
         whole = json.loads(path.read_text())
     names = {name: number for number, name in enumerate(whole["names"])}
-    whole["answers"][version] = _renamed(answers, lambda ns: _ranges(_numbers(ns, names)))
+    whole["answers"].pop(version, None)
+    if answers:
+        whole["answers"][version] = _renamed(answers, lambda ns: _ranges(_numbers(ns, names)))
     whole["names"] = list(names)
     whole["answers"] = dict(sorted(whole["answers"].items()))
     path.write_text(_laid_out(whole))
@@ -153,7 +155,7 @@ def _expanded(text: str) -> list[int]:
 
 
 def geometry(answer: dict[str, Any], case: dict[str, Any]) -> Geometry | str:
-    """Let objkv read the answer. A text is what objkv says when it refuses, or vLLM before it."""
+    """Let objkv read the answer. A text is the error of objkv, or of vLLM before it."""
     if "error" in answer:
         return f"vLLM: {answer['error']}"
     try:
@@ -218,7 +220,7 @@ def _model_config(numbers: dict[str, Any], text: Any) -> Any:
 
 
 def kv_cache_config(answer: dict[str, Any]) -> KVCacheConfig:
-    """vLLM's own objects, made anew."""
+    """vLLM's own objects of an answer."""
     groups = []
     for group in answer["groups"]:
         more = {"host_resident": True} if group.get("host_resident") else {}
