@@ -1,5 +1,6 @@
 """``objkv doctor``: check settings, bulk store and index, and suggest fixes."""
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -15,6 +16,8 @@ from objkv.assembly.seal import open_seal
 from objkv.cli.command import FINE, FOUND, UNREACHABLE, WRONG_USAGE, Session, command
 from objkv.cli.output import Printer
 from objkv.ops.doctor.doctor import DoctorReport, Patient, Verdict, examine
+from objkv.ops.doctor.probes import Check
+from objkv.ops.doctor.transfer import read_transfer
 from objkv.telemetry import MemoryRecorder, NullRecorder
 
 _CODES: dict[Verdict, int] = {
@@ -39,8 +42,20 @@ _ALWAYS_SHOWN = ("bulk_url", "index_url")
 def doctor(
     session: Session,
     all_: Annotated[bool, typer.Option("--all", help="Show default settings too.")] = False,
+    transfer: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-transfer-config",
+            help="vLLM's option of this name: check it, and probe its stores.",
+            metavar="JSON|FILE",
+        ),
+    ] = None,
 ) -> int:
     """Check settings, bulk store and index, and suggest fixes."""
+    checks: tuple[Check, ...] = ()
+    if transfer is not None:
+        found = read_transfer(transfer, file=session.file)
+        session, checks = replace(session, resolved=found.resolved), found.checks
     numbers = MemoryRecorder()
     patient = Patient(
         open_bulk=lambda: open_bulk(session.config, numbers, on_change=_ignore),
@@ -52,7 +67,7 @@ def doctor(
         read_rules=lambda: read_lifecycle(session.config),
     )
     with session.out.waiting("probing"):
-        report = examine(session.resolved, patient)
+        report = examine(session.resolved, patient, checks)
     if session.out.machine:
         session.out.document(report)
     else:

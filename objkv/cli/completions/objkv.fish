@@ -116,6 +116,7 @@ complete -c objkv -n '__objkv_at objkv demo' -l debug -d 'Show where errors come
 complete -c objkv -n '__objkv_at objkv demo' -l help -d 'Show this message and exit.'
 
 complete -c objkv -n '__objkv_at objkv doctor' -l all -d 'Show default settings too'
+complete -c objkv -n '__objkv_at objkv doctor' -l kv-transfer-config -r -f -d 'vLLM\'s option of this name: check it, and probe its stores'
 complete -c objkv -n '__objkv_at objkv doctor' -l bulk-url -r -f -d 'Bulk store; overrides OBJKV_BULK_URL'
 complete -c objkv -n '__objkv_at objkv doctor' -l index-url -r -f -d 'Index; overrides OBJKV_INDEX_URL'
 complete -c objkv -n '__objkv_at objkv doctor' -l config -r -F -d 'TOML file; overrides OBJKV_CONFIG_FILE'
