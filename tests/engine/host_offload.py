@@ -34,7 +34,7 @@ class DoneAlready:
         return True
 
     def elapsed_time(self, _end: "DoneAlready") -> float:
-        """Return milliseconds. vLLM divides by them."""
+        """Return milliseconds."""
         return 0.01
 
 

@@ -65,7 +65,7 @@ def lose(_llm: Any, folder: str) -> None:
 
 
 def hold_finds(llm: Any, gate: str, deadline_s: float) -> None:
-    """Let the index answer only when the file ``gate`` exists; the tier waits for ``deadline_s``."""
+    """Let the index answer when the file ``gate`` exists. The tier waits for ``deadline_s``."""
     store = _tier(llm)._store
     store.lookups._limits = replace(store.lookups._limits, deadline_s=deadline_s)
     store._index.find = _held(store._index.find, gate)
