@@ -51,11 +51,11 @@ def tiered(store: SharedStore, *steps: Step, **options: Any) -> Job:
 
 
 def spoil(store: SharedStore) -> int:
-    """Flip a bit in the row of every payload; returns how many there are."""
+    """Flip a bit in most bytes of every payload's row; returns how many payloads there are."""
     for payload in store.payloads():
-        spoilt = bytearray(payload.read_bytes())
-        spoilt[-1000] ^= 64
-        payload.write_bytes(spoilt)
+        spoilt = np.fromfile(payload, np.uint8)
+        spoilt[10_000:] ^= 64
+        spoilt.tofile(payload)
     return len(store.payloads())
 
 
