@@ -24,6 +24,8 @@ from objkv.redact import without_secrets
 from objkv.telemetry import NullRecorder
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from objkv.assembly.backends import Backends
     from objkv.cli.output import Printer
     from objkv.config import Config, Resolved
@@ -60,6 +62,8 @@ class Session:
 
     resolved: "Resolved"
     out: "Printer"
+    file: "Path | None" = None
+    """The file of settings, if it was given as an option."""
 
     @property
     def config(self) -> "Config":
@@ -179,7 +183,8 @@ def _session(options: CommonOptions) -> Session:
     overrides = {name: value for name, value in given.items() if value is not None}
     resolved = resolve_config(overrides, file=options.config)
     form, color = options.form, not options.no_color
-    return Session(resolved, Printer(machine=form == "json", wide=form == "wide", color=color))
+    out = Printer(machine=form == "json", wide=form == "wide", color=color)
+    return Session(resolved, out, options.config)
 
 
 def _say(sentence: str, code: int) -> int:

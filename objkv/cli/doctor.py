@@ -1,6 +1,7 @@
 """``objkv doctor``: check settings, bulk store and index, and suggest fixes; or judge a model."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +21,8 @@ from objkv.cli.output import size as bytes_text
 from objkv.errors import ConfigError
 from objkv.models.verdict import ModelVerdict, Wish, judge
 from objkv.ops.doctor.doctor import DoctorReport, Patient, Verdict, examine
+from objkv.ops.doctor.probes import Check
+from objkv.ops.doctor.transfer import read_transfer
 from objkv.telemetry import MemoryRecorder, NullRecorder
 
 _CODES: dict[Verdict, int] = {
@@ -71,6 +74,14 @@ def doctor(
     dcp: Dcp = 1,
     kv_dtype: KvDtype = "auto",
     draft: Draft = None,
+    transfer: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-transfer-config",
+            help="vLLM's option of this name: check it, and probe its stores.",
+            metavar="JSON|FILE",
+        ),
+    ] = None,
 ) -> int:
     """Check settings, bulk store and index, and suggest fixes.
 
@@ -82,6 +93,10 @@ def doctor(
         return _judge(session.out, judge(model, wish))
     if wish != Wish(chunk_tokens=wish.chunk_tokens):
         raise ConfigError("--tp, --pp, --dcp, --kv-dtype and --draft need --model")
+    checks: tuple[Check, ...] = ()
+    if transfer is not None:
+        found = read_transfer(transfer, file=session.file)
+        session, checks = replace(session, resolved=found.resolved), found.checks
     numbers = MemoryRecorder()
     patient = Patient(
         open_bulk=lambda: open_bulk(session.config, numbers, on_change=_ignore),
@@ -93,7 +108,7 @@ def doctor(
         read_rules=lambda: read_lifecycle(session.config),
     )
     with session.out.waiting("probing"):
-        report = examine(session.resolved, patient)
+        report = examine(session.resolved, patient, checks)
     if session.out.machine:
         session.out.document(report)
     else:

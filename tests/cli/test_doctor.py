@@ -1,5 +1,6 @@
 """``objkv doctor``."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from objkv.ops.doctor.transfer import read_transfer
 from tests.cli.conftest import Run
 from tests.support.servers.redis import valkey_server
 
@@ -73,6 +75,92 @@ def test_wrong_settings_are_2_and_a_sentence(run: Run, monkeypatch: pytest.Monke
         "objkv: settings: unknown key 'OBJKV_BULK_ULR' in the environment; "
         "did you mean 'OBJKV_BULK_URL'?\n"
     )
+
+
+def connector(folder: Path, **settings: Any) -> dict[str, Any]:
+    extra = {"bulk_url": f"file://{folder}/b", "index_url": f"sqlite://{folder}/i"} | settings
+    module = {"kv_connector_module_path": "objkv.connector"}
+    named = {"kv_connector": "ObjKVConnector", "kv_role": "kv_both"}
+    return named | module | {"kv_connector_extra_config": extra}
+
+
+def tier(folder: Path, entry: dict[str, Any], **extra: Any) -> dict[str, Any]:
+    urls = {"bulk_url": f"file://{folder}/b", "index_url": f"sqlite://{folder}/i"}
+    names = {"type": "ObjKVTier", "module_path": "objkv.connector.tier"}
+    whole = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1 << 30, "block_size": 256}
+    whole |= {"secondary_tiers": [{"type": "fs"}, urls | names | entry]}
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": whole | extra,
+    }
+
+
+def test_vllms_configuration_is_checked_and_its_stores_are_probed(run: Run, tmp_path: Path) -> None:
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "connectors": [connector(tmp_path), tier(tmp_path, {"queue_max": 9, "codec": "lz4"})]
+        },
+    }
+    (tmp_path / "kv.json").write_text(json.dumps(several))
+    for given in (json.dumps(several), f"{tmp_path}/kv.json"):
+        ran = run("doctor", "--json", "--kv-transfer-config", given)
+        checks = {(check["area"], check["name"]): check for check in ran.document["checks"]}
+        assert ran.code == 0
+        assert checks["engine", "ObjKVConnector"]["status"] == "ok"
+        assert checks["engine", "ObjKVTier"]["status"] == "ok"
+        assert checks["engine", "entries"]["status"] == "warning"
+        assert checks["bulk", "delete"]["status"] == "ok"
+        settings = {one["name"]: one["value"] for one in ran.document["settings"]}
+        assert settings["bulk_url"] == f"file://{tmp_path}/b"
+
+
+def test_small_chunks_of_a_tier_are_a_warning_and_an_unreachable_index_is_3(
+    run: Run, tmp_path: Path
+) -> None:
+    given = tier(tmp_path, {"index_url": "redis://127.0.0.1:1"}, block_size=None)
+    ran = run("doctor", "--json", "--kv-transfer-config", json.dumps(given))
+    assert ran.code == 3
+    fixes = [check["fix"] for check in ran.document["checks"] if check["name"] == "ObjKVTier"]
+    assert "block_size" in fixes[0]
+
+
+def test_the_pages_configuration_of_a_tier_is_valid() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tier.md").read_text()
+    given = page.split("--kv-transfer-config '")[1].split("'\n```")[0]
+    assert [check.name for check in read_transfer(given).checks] == ["ObjKVTier"]
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"kv_role": "both"}, "kv_both"),
+        ({"kv_connector": "Other"}, "ObjKVTier"),
+        ({"kv_connector_module_path": "objkv"}, "'objkv.connector'"),
+        ({"kv_connector_extra_config": {"bulk_ulr": "x"}}, "'bulk_url'"),
+        ({"kv_connector_extra_config": [1]}, "form"),
+        (tier(Path("/x"), {"queue_maxx": 1}), "queue_maxx"),
+        (tier(Path("/x"), {"queue_max": 0}), "queue_max"),
+        (tier(Path("/x"), {"module_path": "objkv"}), "'objkv.connector.tier'"),
+        (tier(Path("/x"), {}, spec_name=None), "spec_name"),
+        (tier(Path("/x"), {}, cpu_bytes_to_use=0), "cpu_bytes_to_use"),
+        (tier(Path("/x"), {}) | {"kv_connector": "X"}, "'OffloadingConnector'"),
+    ],
+)
+def test_what_vllm_or_objkv_would_refuse_at_start_is_2(
+    run: Run, tmp_path: Path, change: dict[str, Any], word: str
+) -> None:
+    given = json.dumps(connector(tmp_path) | change)
+    ran = run("doctor", "--kv-transfer-config", given)
+    assert ran.code == 2
+    assert word in ran.err
+
+
+@pytest.mark.parametrize("given", ["{", "[1]", "missing.json"])
+def test_what_is_no_json_is_2(run: Run, given: str) -> None:
+    assert run("doctor", "--kv-transfer-config", given).code == 2
 
 
 @pytest.mark.service

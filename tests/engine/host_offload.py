@@ -34,12 +34,12 @@ class DoneAlready:
         return True
 
     def elapsed_time(self, _end: "DoneAlready") -> float:
-        """Return milliseconds, of which there are more than zero."""
+        """Return milliseconds."""
         return 0.01
 
 
 class _Endless(list[DoneAlready]):
-    """A pool that is never empty, so that vLLM asks no device for more."""
+    """A pool that is never empty, so that vLLM never creates a stream or event of a device."""
 
     def __bool__(self) -> bool:
         return True

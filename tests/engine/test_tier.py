@@ -33,7 +33,7 @@ def engine_of(kind: str) -> dict[str, Any]:
 
 @scenario
 def shared(folder: Path, kind: str) -> Values:
-    """One replica saves, a fresh one loads, and asks again after its CPU memory was changed."""
+    """One replica saves, a fresh one loads, and repeats this after its CPU memory was changed."""
     store = SharedStore(folder / "store")
     name: ModelName = "gpt_oss" if kind == "gpt_oss" else "llama"
     update: dict[str, Any] = {"model": name, "engine": engine_of(kind)}
@@ -82,11 +82,11 @@ def across_ranks(folder: Path) -> Values:
     ranks = tiered(store, *one, *two, canonical=True).model_copy(update={"engine": TWO_RANKS})
     first = run_replica(tiered(store, *one, canonical=True), folder)
     values: Values = {"first": first, "two": run_replica(ranks, folder)}
-    saved = len(store.namespaces())
-    last = run_replica(tiered(store, *one, *two, canonical=True), folder)
     both = several(offloading(store, canonical=True), one_connector(folder))
-    multi = Job(steps=ASK, connector=both, env=ENVIRONMENT)
-    return values | {"last": last, "multi": run_replica(multi, folder), "namespaces": saved}
+    one_again = tiered(store, *one, *two, canonical=True)
+    jobs = [one_again, Job(steps=ASK, connector=both, env=ENVIRONMENT)]
+    values["last"], values["multi"] = run_replicas(jobs, folder)
+    return values | {"namespaces": len(store.namespaces())}
 
 
 def one_connector(folder: Path) -> dict[str, Any]:

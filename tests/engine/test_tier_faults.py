@@ -94,7 +94,7 @@ def test_no_fault_changes_a_token_or_ends_a_request() -> None:
     assert len(set(alone.values())) == len(alone)
     old = [alone[name] for name in NAMES]
     assert [runs[name].tokens for name in ("saver", "first", "again")] == [old] * 3
-    ended = [tokens for tokens in runs["busy"].tokens if tokens]  # but for the aborted request
+    ended = [tokens for tokens in runs["busy"].tokens if tokens]  # except for the aborted request
     new = [alone["new weights"]] * 4
     assert ended == [alone[name] for name in (*NAMES[:5], *["reset"] * 2)] + new
 
@@ -122,7 +122,7 @@ def test_a_load_whose_request_was_aborted_serves_the_next() -> None:
 
 
 def test_nothing_from_before_a_reset_or_of_other_weights_is_loaded() -> None:
-    """What is cached afterwards is from vLLM's own memory."""
+    """Cached tokens afterwards come from vLLM's own memory."""
     runs = troubled()
     assert all(runs["busy"].answers[-1:])
     assert runs["busy"].cached[6:] == [0, WHOLE] * 3

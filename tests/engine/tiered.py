@@ -51,11 +51,11 @@ def tiered(store: SharedStore, *steps: Step, **options: Any) -> Job:
 
 
 def spoil(store: SharedStore) -> int:
-    """Flip a bit in the row of every payload; returns how many there are."""
+    """Flip a bit in most bytes of every payload's row; returns how many payloads there are."""
     for payload in store.payloads():
-        spoilt = bytearray(payload.read_bytes())
-        spoilt[-1000] ^= 64
-        payload.write_bytes(spoilt)
+        spoilt = np.fromfile(payload, np.uint8)
+        spoilt[10_000:] ^= 64
+        spoilt.tofile(payload)
     return len(store.payloads())
 
 
@@ -65,7 +65,7 @@ def lose(_llm: Any, folder: str) -> None:
 
 
 def hold_finds(llm: Any, gate: str, deadline_s: float) -> None:
-    """Let the index answer only when the file ``gate`` exists; the tier waits so long for it."""
+    """Let the index answer when the file ``gate`` exists. The tier waits for ``deadline_s``."""
     store = _tier(llm)._store
     store.lookups._limits = replace(store.lookups._limits, deadline_s=deadline_s)
     store._index.find = _held(store._index.find, gate)

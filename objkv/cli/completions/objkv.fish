@@ -122,6 +122,7 @@ complete -c objkv -n '__objkv_at objkv doctor' -l pp -r -f -d 'With --model, pip
 complete -c objkv -n '__objkv_at objkv doctor' -l dcp -r -f -d 'With --model, decode context parallel size'
 complete -c objkv -n '__objkv_at objkv doctor' -l kv-dtype -r -f -a 'auto bfloat16 float16 float32 fp8 fp8_e4m3 fp8_e5m2' -d 'With --model, vLLM\'s --kv-cache-dtype'
 complete -c objkv -n '__objkv_at objkv doctor' -l draft -r -f -d 'With --model, a method of speculative decoding or the folder of a draft'
+complete -c objkv -n '__objkv_at objkv doctor' -l kv-transfer-config -r -f -d 'vLLM\'s option of this name: check it, and probe its stores'
 complete -c objkv -n '__objkv_at objkv doctor' -l bulk-url -r -f -d 'Bulk store; overrides OBJKV_BULK_URL'
 complete -c objkv -n '__objkv_at objkv doctor' -l index-url -r -f -d 'Index; overrides OBJKV_INDEX_URL'
 complete -c objkv -n '__objkv_at objkv doctor' -l config -r -F -d 'TOML file; overrides OBJKV_CONFIG_FILE'

@@ -1,4 +1,4 @@
-"""The options of a secondary tier, and its identity, which determines who shares its chunks.
+"""The identity of a secondary tier, which determines who shares its chunks.
 
 A tier has less information than a connector. Its keys are vLLM's own block hashes, so its
 namespaces differ from those of ``ObjKVConnector``. It must search the call stack for the engine's
@@ -10,18 +10,18 @@ import hashlib
 import platform
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.version import __version__ as vllm_version
 
-from objkv.config import Config, load_config
+from objkv.config import Config
+from objkv.config.tier import TierOptions
 from objkv.connector.model.drafts import WITHOUT_KV
 from objkv.connector.model.identity import (
     further_settings,
@@ -64,7 +64,7 @@ class TierEngine:
 
     @property
     def ends(self) -> bool:
-        """Whether the process was told to end."""
+        """Whether the process is shutting down."""
         core = None if self.core is None else self.core()
         return core is not None and not core.is_running()
 
@@ -219,49 +219,6 @@ class TierAdapters:
 
 HASH_SCHEME = "vllm-block-hash-1"
 """Chunks are named by vLLM's block hashes, hashed again to the length of a prefix hash."""
-
-
-class TierOptions(BaseModel):
-    """Settings of a tier, in addition to those of ``Config``."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    weights: str | None = None
-    """Name of the weights if they cannot be read here: a digest or a release."""
-    revision: str | None = None
-    """The revision given to vLLM, if its configuration cannot be found."""
-    settings: dict[str, str] = Field(default_factory=dict)
-    """Names and values in the identity for which the operator is responsible, such as
-    ``adapters``."""
-    engine_unseen: bool = False
-    """Start even if vLLM's configuration cannot be found. ``settings`` must then list every vLLM
-    setting that changes KV (``quantization``, ``hf_overrides``, ``dtype``)."""
-    queue_max: int = Field(default=4096, ge=1)
-    """Chunks that may wait to be loaded, and as many to be saved. They wait in vLLM's memory."""
-    locality: Literal["LOCAL", "REMOTE"] | None = None
-    """Locality in KV events. Requests may select tiers by it."""
-    enable_kv_events: bool = False
-    """Whether saved and missing chunks become KV events, if vLLM has them enabled."""
-
-
-def read_options(options: Mapping[str, Any]) -> tuple[TierOptions, Config]:
-    """Read a tier's settings from its entry in ``secondary_tiers`` and all other sources.
-
-    Objects that only vLLM itself can have added, for a later interface, are ignored. Raises
-    ``ConfigError``, which names the key.
-    """
-    plain = {
-        name: value
-        for name, value in options.items()
-        if value is None or isinstance(value, (str, int, float, list, tuple, Mapping))
-    }
-    ours = {name: plain.pop(name) for name in TierOptions.model_fields if name in plain}
-    try:
-        own = TierOptions.model_validate(ours)
-    except ValidationError as exc:
-        lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in exc.errors()]
-        raise ConfigError("objkv's secondary tier: " + "; ".join(lines)) from exc
-    return own, load_config(plain)
 
 
 @dataclass(frozen=True, slots=True)

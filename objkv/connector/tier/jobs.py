@@ -201,13 +201,13 @@ class TierJobs:
             self._take_back()
 
     def finish(self, seconds: float) -> None:
-        """End the jobs and refuse further ones ``seconds`` after the first call, at a later call.
-        Log what is left at both times, because the process may be killed in between."""
+        """End the jobs and refuse further ones when ``seconds`` have passed since the first call.
+        Both calls log the remaining chunks, because the process may be killed in between."""
         if self._finish_by is None:
             self._finish_by = self._clock() + seconds
             if count := self._unfinished():
                 logger.warning(
-                    "tier has %ss to finish before vLLM ends chunks=%d seconds_max=%.1f",
+                    "tier still busy at shutdown what=%ss chunks=%d seconds_max=%.1f",
                     self._name,
                     count,
                     seconds,

@@ -22,6 +22,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from objkv.cache.switch import AdmissionSwitch
 from objkv.config import Config
+from objkv.config.tier import read_options
 from objkv.connector.guard import guarded, speak_as_vllm
 from objkv.connector.hooks import EngineHooks, holds_nothing
 from objkv.connector.kv.namespace import ReplicaNamespace
@@ -32,7 +33,6 @@ from objkv.connector.tier.identity import (
     TierIdentity,
     find_engine,
     none_hash,
-    read_options,
     read_tier_identity,
 )
 from objkv.connector.tier.jobs import JobOutcome, TierChunk, TierJobs
@@ -166,7 +166,7 @@ class ObjKVTier(SecondaryTierManager):
         self._log_ready(identity)
 
     def _read_options(self, options: Mapping[str, Any], spec: "OffloadingSpec") -> Config:
-        self._options, config = read_options(options)
+        self._options, resolved = read_options(options)
         if self._options.locality is not None:
             self.locality = Locality(self._options.locality)
         self._events_enabled = self._options.enable_kv_events
@@ -174,7 +174,7 @@ class ObjKVTier(SecondaryTierManager):
             logger.warning("enable_kv_events is set, but vLLM has KV events turned off")
             self._events_enabled = False
         self._events: list[OffloadingEvent] = []
-        return config
+        return resolved.config
 
     def _log_ready(self, identity: TierIdentity) -> None:
         logger.info(

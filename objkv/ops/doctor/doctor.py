@@ -224,9 +224,9 @@ class Patient:
     """See ``objkv.ops.doctor.lifecycle``."""
 
 
-def examine(resolved: Resolved, patient: Patient) -> DoctorReport:
+def examine(resolved: Resolved, patient: Patient, further: tuple[Check, ...] = ()) -> DoctorReport:
     """Probe store and index as ``role`` uses them, with a temporary key and record that are removed
-    again."""
+    again. ``further``: checks that were made elsewhere."""
     role = resolved.config.role
     own = resolved.config.index_url == "bulk:"
     # A folder that is its own index has no records to probe.
@@ -248,6 +248,7 @@ def examine(resolved: Resolved, patient: Patient) -> DoctorReport:
         *check_transport(resolved.config),
         *check_login(resolved.config),
         check_engine(),
+        *further,
     ]
     values = resolved.config.public()
     return DoctorReport(

@@ -267,7 +267,7 @@ def test_an_engine_that_ends_drops_saves_before_vllm_kills_it_and_logs_how_many(
         engine.end(request)
     assert core.terminate() is engine
     engine.settle()  # although the store does not answer
-    assert "saves to finish before vLLM ends chunks=4" in caplog.text
+    assert "tier still busy at shutdown what=saves chunks=4" in caplog.text
     assert "tier given up at shutdown what=saves chunks=4" in caplog.text
     engine.compute(engine.begin(), {offload_key(9): row(9)})
     engine.settle()

@@ -118,6 +118,7 @@ class Engine:
             "load_threads": 2,
             "save_threads": 2,
             "codec": "none",
+            "lookup_deadline_ms": 60_000,  # a busy machine is no slow index
         } | (tier or {})
         rows = changes.pop("rows", ROWS)
         extra = {"cpu_bytes_to_use": rows * ROW_BYTES, "secondary_tiers": [options]}

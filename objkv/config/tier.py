@@ -1,0 +1,55 @@
+"""Settings of a secondary tier: an entry of ``secondary_tiers``, for vLLM and ``objkv doctor``."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from objkv.config.sources import Resolved, resolve_config
+from objkv.errors import ConfigError
+
+
+class TierOptions(BaseModel):
+    """Settings of a tier, in addition to those of ``Config``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    weights: str | None = None
+    """Name of the weights if they cannot be read here: a digest or a release."""
+    revision: str | None = None
+    """The revision given to vLLM, if its configuration cannot be found."""
+    settings: dict[str, str] = Field(default_factory=dict)
+    """Names and values in the identity for which the operator is responsible, such as
+    ``adapters``."""
+    engine_unseen: bool = False
+    """Start even if vLLM's configuration cannot be found. ``settings`` must then list every vLLM
+    setting that changes KV (``quantization``, ``hf_overrides``, ``dtype``)."""
+    queue_max: int = Field(default=4096, ge=1)
+    """Chunks that may wait to be loaded, and as many to be saved. They wait in vLLM's memory."""
+    locality: Literal["LOCAL", "REMOTE"] | None = None
+    """Locality in KV events. Requests may select tiers by it."""
+    enable_kv_events: bool = False
+    """Whether saved and missing chunks become KV events, if vLLM has them enabled."""
+
+
+def read_options(
+    options: Mapping[str, Any], *, file: Path | None = None
+) -> tuple[TierOptions, Resolved]:
+    """Read a tier's settings from its entry in ``secondary_tiers`` and all other sources.
+
+    ``file`` replaces ``OBJKV_CONFIG_FILE``. Objects that only vLLM itself can have added, for a
+    later interface, are ignored. Raises ``ConfigError``, which names the key.
+    """
+    plain = {
+        name: value
+        for name, value in options.items()
+        if value is None or isinstance(value, (str, int, float, list, tuple, Mapping))
+    }
+    ours = {name: plain.pop(name) for name in TierOptions.model_fields if name in plain}
+    try:
+        own = TierOptions.model_validate(ours)
+    except ValidationError as exc:
+        lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in exc.errors()]
+        raise ConfigError("objkv's secondary tier: " + "; ".join(lines)) from exc
+    return own, resolve_config(plain, file=file, origin="secondary_tiers")
