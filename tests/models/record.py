@@ -74,7 +74,12 @@ def _record(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         answer.pop("layer_types")
     if draft is not None and draft.draft_model_config is not None:
         own = draft.draft_model_config
-        answer["draft"] = {**_numbers(own), "method": draft.method, "dtype": str(own.dtype)[6:]}
+        answer["draft"] = {
+            **_numbers(own),
+            "method": draft.method,
+            "latent": bool(own.use_mla),
+            "dtype": str(own.dtype).removeprefix("torch."),
+        }
     return answer
 
 

@@ -210,6 +210,7 @@ def _model_config(numbers: dict[str, Any], text: Any) -> Any:
     return SimpleNamespace(
         model="model",
         revision=None,
+        use_mla=numbers.get("latent", False),
         seed=0,
         quantization=None,
         dtype=getattr(torch, numbers["dtype"]),

@@ -46,6 +46,8 @@ class Draft:
     target_layers: int
     heads: int
     """Its KV heads over all TP ranks."""
+    latent: bool
+    """Whether its layers keep latents (MLA), whatever the target's keep."""
     names: tuple[tuple[str, str], ...]
     """Weights and settings that determine its KV, sorted."""
 
@@ -118,5 +120,6 @@ def read_draft(vllm_config: "VllmConfig", weights: str) -> Draft:
         lags=speculative.method in _LIKE_EAGLE,
         target_layers=int(vllm_config.model_config.get_total_num_hidden_layers()),
         heads=int(model.get_total_num_kv_heads()),
+        latent=bool(model.use_mla),
         names=tuple(sorted(names.items())),
     )

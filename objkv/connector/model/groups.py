@@ -236,6 +236,8 @@ def read_group(
             f"{_INSTEAD} use ObjKVTier, which takes every cache that vLLM can offload, or a model "
             "of full, sliding-window, chunked local, MLA and linear attention or Mamba layers only"
         )
+    if part.draft and part.page is not None and draft is not None and kind in ("full", "mla"):
+        kind = "mla" if draft.latent else "full"  # the spec is that of the target's first layer
     if isinstance(spec, MambaSpec):
         return _state(vllm_config, layers, spec)
     assert isinstance(spec, AttentionSpec)
@@ -291,7 +293,10 @@ def _page_shape(
     if part.page is None:
         heads = _total_heads(vllm_config, part.layers[0], spec, model_heads)
         return heads, spec.state_content_size_bytes // item, None
-    if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
+    latent = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
+    if part.draft and draft is not None:
+        latent = draft.latent
+    if latent:
         return 1, part.page, part.page
     if part.draft:
         here = max(1, model_heads // vllm_config.parallel_config.tensor_parallel_size)

@@ -79,7 +79,9 @@ def layout() -> Any:
     return KVCacheLayout.BLHNC
 
 
-def speculative(method: str = "mtp", *, heads: int = HEADS, tokens: int = 3, **more: Any) -> Any:
+def speculative(
+    method: str = "mtp", *, heads: int = HEADS, tokens: int = 3, latent: bool = False, **more: Any
+) -> Any:
     model = SimpleNamespace(
         model="draft",
         revision=None,
@@ -87,6 +89,7 @@ def speculative(method: str = "mtp", *, heads: int = HEADS, tokens: int = 3, **m
         dtype=torch.bfloat16,
         quantization=None,
         get_total_num_kv_heads=lambda: heads,
+        use_mla=latent,
     )
     values = {"draft_tensor_parallel_size": None} | more
     return SimpleNamespace(
@@ -247,7 +250,7 @@ def test_a_draft_with_other_heads_leaves_the_target_as_it_is(
 
 
 def test_the_draft_of_a_sparse_model_has_both_caches() -> None:
-    read = both(sparse(LAYERS + 1), speculative())
+    read = both(sparse(LAYERS + 1), speculative(latent=True))
     assert read.target_count == 2
     assert read.groups[:2] == both(sparse()).groups
     assert [group.layers[0] for group in read.groups[2:]] == [
