@@ -163,6 +163,20 @@ def _refusal(model: ModelLayers, wish: Wish, method: str | None) -> str | None:
     return None
 
 
+KINDS_FROM = (
+    "layer_types",
+    "layers_block_type",
+    "hybrid_override_pattern",
+    "attn_type_list",
+    "attn_layer_indices",
+    "linear_attn_config",
+    "full_attention_interval",
+)
+"""Names in a configuration from which the connector reads the kind of each layer."""
+_PARALLEL = ("falcon_h1",)
+"""Models whose layers have attention and a state side by side."""
+
+
 def _stages_refused(model: ModelLayers) -> str | None:
     kinds = {layer.kind for layer in model.layers}
     one_stage = f"{_INSTEAD} set pipeline_parallel_size to 1"
@@ -171,21 +185,16 @@ def _stages_refused(model: ModelLayers) -> str | None:
             "objkv does not support pipeline parallelism for caches of several shapes in one "
             f"group: {one_stage}, or use ObjKVTier"
         )
-    if "mamba" in kinds and len(kinds) > 1:
-        return (
-            "objkv cannot name the layers of other pipeline stages, because this model's layer "
-            f"names do not follow one pattern with one number: {one_stage}"
-        )
+    underivable = "objkv cannot derive the layers of other pipeline stages, because"
+    if model.model_type in _PARALLEL:
+        return f"{underivable} vLLM gave one stage unexpected layers: {one_stage}"
     if "cross" in kinds:
         return (
-            "objkv cannot derive the layers of other pipeline stages, because the model has "
-            f"several KV cache groups but no layer_types in its configuration: {one_stage}"
+            f"{underivable} the model has several KV cache groups, and its configuration has no "
+            f"{', '.join(KINDS_FROM)} of as many layers: {one_stage}"
         )
-    if len({(layer.heads, layer.content) for layer in model.layers}) > 1:
-        return (
-            "objkv cannot derive the layers of other pipeline stages, because vLLM gave one stage "
-            f"unexpected layers: {one_stage}"
-        )
+    if len({(layer.heads, layer.content) for layer in model.layers if layer.kind != "mamba"}) > 1:
+        return f"{underivable} vLLM has other KV cache groups than expected: {one_stage}"
     return None
 
 

@@ -142,8 +142,8 @@ def _parted(kinds: Sequence[str], groups: "Sequence[KVCacheGroupSpec]") -> list[
     ]
     if len(parted) != len(groups):
         raise ConfigError(
-            f"objkv cannot derive the layers of other pipeline stages, because vLLM has "
-            f"{len(groups)} KV cache groups instead of {len(parted)}: {_ONE_STAGE}"
+            f"objkv cannot derive the layers of other pipeline stages, because vLLM has other KV "
+            f"cache groups than expected ({len(groups)} instead of {len(parted)}): {_ONE_STAGE}"
         )
     return parted
 
