@@ -29,8 +29,7 @@ class PayloadLayout:
 
     def __init__(self, group: PagedGroup, part: Part, block_size: int) -> None:
         own, shape = group.shape.rank_shard.shard, group.shape
-        self._group = group
-        self._part = part
+        self._group, self._part = group, part
         is_own = part.source == own and block_size == shape.block_size
         self.shard = part.source
         self.layers = group.layers if is_own else _specs(group, part.source, block_size)

@@ -25,8 +25,8 @@ from objkv.connector.encoder.items import (
     TrackedMedia,
 )
 from objkv.connector.guard import guarded
-from objkv.connector.kv.namespace import ReplicaNamespace
 from objkv.connector.model.adapters import Adapters
+from objkv.connector.namespace import ReplicaNamespace
 from objkv.keys.encoder import EncoderIdentity
 from objkv.stores.base import WriteStore
 from objkv.telemetry import MemoryRecorder, added

@@ -21,12 +21,12 @@ from objkv.connector.kv.drafts import draft_blanks, matched_end, stored_draft_en
 from objkv.connector.kv.events import NoEvents
 from objkv.connector.kv.loads import ReliedLoads
 from objkv.connector.kv.metadata import StepPlan, StepReport
-from objkv.connector.kv.namespace import ReplicaNamespace
 from objkv.connector.kv.planning import BlockTable, load_moves
 from objkv.connector.kv.requests import RequestTracker, TrackedRequest, Usable
 from objkv.connector.kv.saves import BlockTrust, SavePlanner
 from objkv.connector.kv.timing import Timing
 from objkv.connector.model.groups import Geometry
+from objkv.connector.namespace import ReplicaNamespace
 from objkv.index.base import Shards
 from objkv.index.near import NearIndex
 from objkv.keys.identity import Identity

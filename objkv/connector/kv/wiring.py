@@ -19,7 +19,6 @@ from objkv.cache.switch import AdmissionSwitch
 from objkv.codec.payload import payload_bytes_max
 from objkv.config import Config
 from objkv.connector.kv.coverage import open_coverage
-from objkv.connector.kv.namespace import ReplicaNamespace
 from objkv.connector.kv.requests import RequestTracker
 from objkv.connector.kv.scheduler import Roles, SchedulerSide
 from objkv.connector.kv.timing import Timing
@@ -36,6 +35,7 @@ from objkv.connector.model.identity import (
 )
 from objkv.connector.model.media import read_quantised
 from objkv.connector.model.weights import open_digests
+from objkv.connector.namespace import ReplicaNamespace
 from objkv.connector.wiring import is_far, locality, may_save
 from objkv.errors import ConfigError
 from objkv.index.near import NearIndex

@@ -25,9 +25,9 @@ from objkv.config import Config
 from objkv.config.tier import read_options
 from objkv.connector.guard import guarded, speak_as_vllm
 from objkv.connector.hooks import EngineHooks, holds_nothing
-from objkv.connector.kv.namespace import ReplicaNamespace
 from objkv.connector.metrics import tier_metric_definitions, tier_stats
 from objkv.connector.model.identity import warn_of_sudden_end
+from objkv.connector.namespace import ReplicaNamespace
 from objkv.connector.tier.identity import (
     TierAdapters,
     TierIdentity,

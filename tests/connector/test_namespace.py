@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from objkv.connector.kv.namespace import ReplicaNamespace
+from objkv.connector.namespace import ReplicaNamespace
 from objkv.errors import StoreUnavailable
 from objkv.keys.identity import identity_path
 from objkv.ops.diff import namespace_of, parse_document
@@ -92,7 +92,7 @@ def test_a_reset_that_left_blocks_in_use_closes_the_namespace_until_one_that_did
 def test_a_reader_logs_the_document_that_it_does_not_store(
     caplog: pytest.LogCaptureFixture, *, writes: bool
 ) -> None:
-    with caplog.at_level(logging.INFO, logger="objkv.connector.kv.namespace"):
+    with caplog.at_level(logging.INFO, logger="objkv.connector.namespace"):
         namespace = ReplicaNamespace(IDENTITY, MemoryStore(), Jobs().submit, writes=writes)
         namespace.announce()
         assert ("document=" in caplog.text) is not writes
