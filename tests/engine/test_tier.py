@@ -95,6 +95,7 @@ def one_connector(folder: Path) -> dict[str, Any]:
     return connector
 
 
+@pytest.mark.wide
 def test_with_a_canonical_layout_replicas_of_one_and_of_two_ranks_share() -> None:
     runs, alone = across_ranks(), shared("chunks")["alone"]
     assert runs["namespaces"] == 1
@@ -104,6 +105,7 @@ def test_with_a_canonical_layout_replicas_of_one_and_of_two_ranks_share() -> Non
     assert runs["two"].tokens == runs["last"].tokens == alone.tokens
 
 
+@pytest.mark.wide
 def test_one_of_several_connectors_loads_what_a_tier_saved() -> None:
     run = across_ranks()["multi"]
     assert run.cached == [288, 576]

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.engine.cache import Values, scenario
 from tests.engine.test_share_isolation import make_adapter
@@ -15,6 +16,7 @@ from tests.examples.fleet import Fleet, running
 from tests.examples.places import EXAMPLES, ROOT, container
 
 CHUNK = 256
+pytestmark = pytest.mark.wide
 STORED_MIN = 20
 """Payloads: fewer than what the examples save."""
 TENANTS = ("acme", "zenith")
