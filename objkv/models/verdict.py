@@ -111,7 +111,7 @@ def judge(folder: Path, wish: Wish) -> ModelVerdict:
         state_bytes=states,
         chunk_tokens=tokens,
         chunk_bytes=kept + states if divisible else None,
-        shared_with=_shared_with(wish, has_states=states > 0),
+        shared_with=_shared_with(model),
         drafts=tuple(_drafts(model)),
     )
 
@@ -245,9 +245,11 @@ def _counted(model: ModelLayers) -> Iterator[tuple[str, int]]:
         yield _NAMES[kind].format(window), count
 
 
-def _shared_with(wish: Wish, *, has_states: bool) -> str:
-    if has_states:
-        return f"replicas with --tensor-parallel-size {wish.tp}"
+def _shared_with(model: ModelLayers) -> str:
+    if any(layer.kind == "mamba" for layer in model.layers):
+        return "replicas of any tensor parallel size with the same block size, if states allow it"
+    if _stages_refused(model) is not None:
+        return "replicas of any tensor parallel size"
     return "replicas of any tensor and pipeline parallel size"
 
 

@@ -6,6 +6,7 @@ head and layer, without a search.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 
 from objkv.config import Config
@@ -45,8 +46,7 @@ class Coverage:
         self._needs = [
             _union(_bits(self._wholes[group], shard) for shard in own[group]) for group in groups
         ]
-        self._tokens = [_divisions(geometry, group) for group in groups]
-        """Divisions of the tokens, size and interleave, that this replica can read, per group."""
+        self._divisions = [_divisions(geometry, group) for group in groups]
         self._held = lru_cache(_FIELDS_KEPT)(self._held_of)
         self._chosen = lru_cache(_CHOICES_KEPT)(self._choose)
 
@@ -95,32 +95,29 @@ class Coverage:
         """Whether a shard field is valid for this model, in any shape."""
         return self._held(field) is not None
 
-    def _bits_of(self, shards: Shards) -> list[dict[TokenPart, int]]:
+    def _bits_of(self, shards: Shards) -> list[dict[str, int]]:
         """Return the union of the shards' bits per group and part of the tokens."""
-        bits = [dict[TokenPart, int]() for _ in self._needs]
+        bits = [dict[str, int]() for _ in self._needs]
         for field in shards:
             if (held := self._held(field)) is not None:
                 group, tokens, own = held
                 bits[group][tokens] = bits[group].get(tokens, 0) | own
         return bits
 
-    def _covers(self, group: int, bits: dict[TokenPart, int]) -> bool:
+    def _covers(self, group: int, bits: dict[str, int]) -> bool:
         """Whether some division of the tokens that this replica can read is stored as a whole. With
         DCP its ranks together need all tokens of a chunk."""
-        need, own = self._needs[group], self._tokens[group]
-        if not need:
+        need = self._needs[group]
+        if not need & ~bits.get("", 0):
             return True
+        divisions = self._divisions[group]
         return any(
-            (part.size, part.interleave) in own
-            and not any(
-                need & ~bits.get(TokenPart(rank, part.size, part.interleave), 0)
-                for rank in range(part.size)
-            )
-            for part in bits
-            if part.rank == 0
+            not any(need & ~bits.get(part, 0) for part in divisions[first])
+            for first in bits
+            if first in divisions
         )
 
-    def _held_of(self, field: str) -> tuple[int, TokenPart, int] | None:
+    def _held_of(self, field: str) -> tuple[int, str, int] | None:
         """Return a field's group, tokens and bits, or None if it is not valid for this model."""
         number, _, text = field.partition(".")
         try:
@@ -133,9 +130,9 @@ class Coverage:
         whole = self._wholes[at]
         if shard.layer_end > whole.layer_end or shard.head_end > whole.head_end:
             return None
-        if (shard.tokens.size, shard.tokens.interleave) not in self._tokens[at]:
+        if str(replace(shard.tokens, rank=0)) not in self._divisions[at]:
             return None
-        return at, shard.tokens, _bits(whole, shard)
+        return at, str(shard.tokens), _bits(whole, shard)
 
     def _choose(self, group: int, fields: frozenset[str]) -> tuple[str, ...]:
         """Return about the fields that the first rank fetches. ``cover`` may find fewer, but takes
@@ -161,18 +158,21 @@ _DCP_SIZE_MAX = 64
 """Bound of sizes of context parallelism that are read."""
 
 
-def _divisions(geometry: Geometry, group: int) -> frozenset[tuple[int, int]]:
-    """Return the divisions of the tokens that all ranks can read."""
+def _divisions(geometry: Geometry, group: int) -> dict[str, tuple[str, ...]]:
+    """Return the divisions of the tokens that all ranks can read: the names of their parts, by the
+    name of the first one."""
     interleave = geometry.dcp_interleave if geometry.dcp_size > 1 else 1
     own = TokenPart(0, geometry.dcp_size, interleave)
     sizes = range(1, _DCP_SIZE_MAX + 1) if geometry.is_divisible(group) else ()
     slots = geometry.groups[group].block_size // geometry.dcp_size
-    others = {
+    found = [(own.size, own.interleave)]
+    found += [
         (size, 1)
         for size in sizes
         if own.sources(size, 1) and slots % max(1, size // own.size) == 0
-    }
-    return frozenset({(own.size, own.interleave), *others})
+    ]
+    parts = [[str(TokenPart(rank, *one)) for rank in range(one[0])] for one in found]
+    return {names[0]: tuple(names) for names in parts}
 
 
 def open_coverage(

@@ -41,15 +41,14 @@ class DraftGaps:
         while len(self._gaps) > _GAPS_MAX:
             self._gaps.popitem(last=False)
 
-    def is_complete(self, tracked: TrackedRequest) -> bool:
-        """Whether the draft's KV of the request depends on no gap. The hashes of its chunks must be
-        computed up to the first one to save."""
-        if tracked.draft_complete is None:
-            assert tracked.hashes is not None
-            chain, local = tracked.hashes.chain, tracked.local
-            chunks = range(-(-local // self._chunk_tokens) if self._gaps else 0)
-            tracked.draft_complete = not any(chain.parent(chunk) in self._gaps for chunk in chunks)
-        return tracked.draft_complete
+    def is_complete(self, tracked: TrackedRequest, chunk: int) -> bool:
+        """Whether the draft's KV of a chunk, whose hash is computed, depends on no gap."""
+        if not tracked.draft_complete or not self._gaps:
+            return tracked.draft_complete
+        assert tracked.hashes is not None
+        local = -(-tracked.local // self._chunk_tokens)  # chunks that vLLM had, the last in part
+        before = map(tracked.hashes.chain.parent, range(min(chunk + 1, local)))
+        return not any(prefix in self._gaps for prefix in before)
 
 
 def matched_end(geometry: Geometry, coverage: Coverage, records: Sequence[Shards | None]) -> int:

@@ -208,8 +208,8 @@ class TrackedRequest:
     usable: "Usable | None" = None
     local: int = 0
     """Number of leading tokens that vLLM had at its last query for a match."""
-    draft_complete: bool | None = None
-    """Whether all its draft KV is valid; None: not known yet. See ``DraftGaps``."""
+    draft_complete: bool = True
+    """False after a load without the draft's KV. See ``DraftGaps``."""
     accounted: int = 0
     """Number of leading tokens that were computed here or loaded by objkv."""
     doubtful_until: int = 0

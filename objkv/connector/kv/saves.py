@@ -250,7 +250,7 @@ class SavePlanner:
         corrupt."""
 
         def is_stored(chunk: int, group: int) -> bool:
-            if self._geometry.is_draft(group) and not self.drafts.is_complete(tracked):
+            if self._geometry.is_draft(group) and not self.drafts.is_complete(tracked, chunk):
                 return True  # it may not be stored
             if chunk in again or chunk >= len(tracked.records):
                 return False

@@ -240,7 +240,7 @@ class SchedulerSide:
         if tracked is None:
             return 0, False
         tracked.accounted = tracked.local = computed
-        tracked.draft_complete = None
+        tracked.draft_complete = True
         if (
             not self._roles.loads
             or not tracked.may_load

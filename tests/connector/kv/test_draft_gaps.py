@@ -36,7 +36,7 @@ def gaps() -> DraftGaps:
 def test_the_request_itself_stores_nothing(gaps: DraftGaps) -> None:
     one = tracked(ONE)
     gaps.lost(one, 2 * CHUNK)
-    assert not gaps.is_complete(one)
+    assert not gaps.is_complete(one, 4)
 
 
 @pytest.mark.parametrize(
@@ -46,22 +46,29 @@ def test_the_request_itself_stores_nothing(gaps: DraftGaps) -> None:
 def test_what_vllm_has_beyond_the_gap_is_not_continued(
     gaps: DraftGaps, local: int, complete: bool
 ) -> None:
-    assert gaps.is_complete(tracked(ONE, local)) is complete
+    assert gaps.is_complete(tracked(ONE, local), 4) is complete
 
 
 @pytest.mark.parametrize("shared", [2 * CHUNK, 2 * CHUNK + 4, 4 * CHUNK])
 def test_nor_by_prompts_that_go_on_differently(gaps: DraftGaps, shared: int) -> None:
     """They may share blocks inside the chunk with the gap."""
     other = ONE[:shared] + [2] * (5 * CHUNK - shared)
-    assert gaps.is_complete(tracked(other, shared)) is (shared == 2 * CHUNK)
+    assert gaps.is_complete(tracked(other, shared), 4) is (shared == 2 * CHUNK)
 
 
 def test_another_prefix_is_complete(gaps: DraftGaps) -> None:
-    assert gaps.is_complete(tracked([3] * 5 * CHUNK, 4 * CHUNK))
+    assert gaps.is_complete(tracked([3] * 5 * CHUNK, 4 * CHUNK), 4)
 
 
 def test_a_request_is_examined_again_after_a_preemption(gaps: DraftGaps) -> None:
     one = tracked(ONE, 4 * CHUNK)
-    assert not gaps.is_complete(one)
-    one.local, one.draft_complete = 0, None  # as the next match sets them
-    assert gaps.is_complete(one)
+    assert not gaps.is_complete(one, 4)
+    one.local, one.draft_complete = 0, True  # as the next match sets them
+    assert gaps.is_complete(one, 4)
+
+
+def test_chunks_before_a_gap_need_no_hashes_behind_it(gaps: DraftGaps) -> None:
+    """Those of a long prompt may still be computed when its first chunks are saved."""
+    one = tracked(ONE[: 2 * CHUNK], 5 * CHUNK)
+    assert gaps.is_complete(one, 1)
+    assert not gaps.is_complete(tracked(ONE[: 3 * CHUNK], 5 * CHUNK), 2)
