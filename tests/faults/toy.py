@@ -130,9 +130,9 @@ class ShakenEngine(Engine):
             self.worker.wait_for_layer_load(layer)
         return super()._forward(output)
 
-    def _look(self, name: str) -> None:
+    def _look(self, name: str, *, rings: bool) -> None:
         try:
-            super()._look(name)
+            super()._look(name, rings=rings)
         except AssertionError as exc:
             self._wrong[name] = exc
 
