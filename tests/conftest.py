@@ -1,5 +1,6 @@
 """The options and the closing words of the whole test run."""
 
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -35,6 +36,17 @@ def secrets_are_forgotten() -> Iterator[None]:
     """The secrets of one test are words of another."""
     yield
     forget_secrets()
+
+
+@pytest.fixture(autouse=True)
+def loggers_are_as_before() -> Iterator[None]:
+    """A connector hands its lines to vLLM's handlers, and pytest's are among them: what a later
+    test logs would be captured twice."""
+    log = logging.getLogger("objkv")
+    before = log.handlers[:], log.level, log.propagate
+    yield
+    log.handlers[:], log.propagate = before[0], before[2]
+    log.setLevel(before[1])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
