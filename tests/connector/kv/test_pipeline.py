@@ -187,7 +187,10 @@ def of_vllm_with_states(kinds: str, pp_size: int) -> list[Any]:
     config = copy(_vllm_config())
     config.cache_config = copy(config.cache_config)
     config.cache_config.kv_cache_layout = "LBHNC"
-    found = planning.get_kv_cache_configs(config, stages, [1 << 30] * pp_size)
+    more = ()
+    if hasattr(planning, "get_global_kv_cache_groups"):  # since 0.33
+        more = (planning.get_global_kv_cache_groups(config, stages),)
+    found = planning.get_kv_cache_configs(config, stages, [1 << 30] * pp_size, *more)
     return [one.kv_cache_groups for one in found]
 
 

@@ -2,16 +2,14 @@
 workers: both read the same groups."""
 
 from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from vllm.v1.core.kv_cache_utils import (
-    generate_scheduler_kv_cache_config,
-    get_kv_cache_config_from_groups,
-    get_kv_cache_groups,
-)
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
     FullAttentionSpec,
@@ -29,6 +27,12 @@ from objkv.errors import ConfigError
 from objkv.keys.identity import GroupIdentity
 from tests.connector.kv.hybrid_engine import _vllm_config
 
+# vLLM 0.33 has some of its functions elsewhere.
+planning = (
+    import_module("vllm.v1.core.kv_cache_planning")
+    if find_spec("vllm.v1.core.kv_cache_planning")
+    else kv_cache_utils
+)
 LAYERS, HEADS = 4, 8
 LATENT: dict[str, Any] = {"num_kv_heads": 1, "dtype": torch.bfloat16}
 HEADED: dict[str, Any] = {"block_size": 16, "head_size": 64, "dtype": torch.bfloat16}
@@ -105,9 +109,9 @@ def speculative(
 def both(specs: dict[str, KVCacheSpec], draft: Any = None, **parallel: int) -> Geometry:
     """What the scheduler reads; the worker must read the same."""
     config = vllm_config(draft, **parallel)
-    groups = get_kv_cache_groups(config, specs)
-    worker: KVCacheConfig = get_kv_cache_config_from_groups(config, groups, 1 << 30)
-    scheduler = generate_scheduler_kv_cache_config([worker])
+    groups = planning.get_kv_cache_groups(config, specs)
+    worker: KVCacheConfig = planning.get_kv_cache_config_from_groups(config, groups, 1 << 30)
+    scheduler = kv_cache_utils.generate_scheduler_kv_cache_config([worker])
     read = [read_geometry(config, one, Config(chunk_tokens=16)) for one in (scheduler, worker)]
     assert read[0] == read[1]
     return read[0]
