@@ -7,11 +7,15 @@ mutant lacks one edge, and the scenario that is named with it finds that.
 import json
 import sys
 from collections.abc import Iterator
+from itertools import count
+from time import sleep
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
+from objkv.cache.chunks import ChunkCache
 from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.programs import gpu_order
 from objkv.connector.programs.gpu_order import SCENARIOS, busy_kernel, run_scenarios
@@ -43,6 +47,21 @@ def test_scenarios_and_mutants_are_enough_and_named_once() -> None:
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_all_bytes_are_right_on_the_host(name: str) -> None:
+    (verdict,) = run_scenarios(HOST, scenarios=(BY_NAME[name],))
+    assert verdict.is_right, verdict
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_the_first_fetch_may_end_last(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scenario reads no blocks whose load was not reported."""
+    fetch, numbers = ChunkCache.get_into, count()
+
+    def slow_at_first(*args: Any, **kwargs: Any) -> int | None:
+        if next(numbers) == 0:
+            sleep(0.1)
+        return fetch(*args, **kwargs)
+
+    monkeypatch.setattr(ChunkCache, "get_into", slow_at_first)
     (verdict,) = run_scenarios(HOST, scenarios=(BY_NAME[name],))
     assert verdict.is_right, verdict
 
