@@ -15,7 +15,17 @@ import torch
 
 from objkv.errors import ConfigError
 from objkv.transfer.kernels import PageKernels, TorchKernels, triton_kernels
-from objkv.transfer.lanes import BlockRuns, HostLane, Lane, Mark, PagedLayers, Pages, Recast
+from objkv.transfer.lanes import (
+    BlockRuns,
+    HostLane,
+    Lane,
+    Mark,
+    PagedLayers,
+    Pages,
+    Recast,
+    check_blocks,
+    upload_ids,
+)
 
 logger = logging.getLogger(__name__)
 _URGENT, _LEISURELY = -1, 0
@@ -146,11 +156,7 @@ class DeviceBlocks(BlockRuns):
     def upload(self) -> torch.Tensor:
         """Return the ids on the device, ``[n]`` int64, for work of the current stream."""
         if self._uploaded is None:
-            # A copy from unpinned memory would block this thread until the lane has caught up.
-            # PyTorch keeps the pinned memory until the copy is done.
-            ids = torch.empty(len(self.ids), dtype=torch.int64, pin_memory=True)
-            ids.copy_(torch.tensor(self.ids, dtype=torch.int64))
-            self._uploaded = ids.to(self._device, non_blocking=True)
+            self._uploaded = upload_ids(self.ids, self._device)
         return self._uploaded
 
 
@@ -229,7 +235,7 @@ class DeviceLane:
     ) -> None:
         """See ``Lane.scatter``."""
         assert len(pages) == len(layers)
-        _check_blocks(layers, placed)
+        check_blocks(layers.blocks, placed.ids)
         cache = layers.caches[0]
         if recast is None:
             recast = Recast((0, cache.shape[1]), 0, 0, len(placed))
@@ -250,7 +256,7 @@ class DeviceLane:
         self, layers: PagedLayers, placed: DeviceBlocks, pages: Sequence[torch.Tensor]
     ) -> None:
         """See ``Lane.gather``."""
-        _check_blocks(layers, placed)
+        check_blocks(layers.blocks, placed.ids)
         each = len(placed) // len(pages)
         with self._lock, self._api.stream(self.stream):
             if self._copies_blocks(layers):
@@ -349,12 +355,6 @@ class DeviceLane:
             self._staging = None  # free it first, so that both need not fit at once
             self._staging = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return self._staging[:nbytes]
-
-
-def _check_blocks(layers: PagedLayers, placed: BlockRuns) -> None:
-    """Raise IndexError if a block does not exist: a kernel would write to other memory."""
-    if max(placed.ids) >= layers.blocks:
-        raise IndexError(f"block {max(placed.ids)} of {layers.blocks}")
 
 
 def _fitting(layers: range, nbytes: Sequence[int]) -> Iterator[range]:

@@ -173,6 +173,23 @@ class PagedLayers:
         return self._pointers
 
 
+def upload_ids(block_ids: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return block ids on ``device``, ``[n]`` int64, for work of its current stream."""
+    ids = torch.tensor(block_ids, dtype=torch.int64)
+    if device.type == "cpu":
+        return ids
+    # A copy from unpinned memory would block this thread until the stream has caught up.
+    # PyTorch keeps the pinned memory until the copy is done.
+    pinned = torch.empty(len(ids), dtype=torch.int64, pin_memory=True).copy_(ids)
+    return pinned.to(device, non_blocking=True)
+
+
+def check_blocks(blocks: int, block_ids: Sequence[int]) -> None:
+    """Raise IndexError if an id is not below ``blocks``: a kernel would write to other memory."""
+    if max(block_ids) >= blocks:
+        raise IndexError(f"block {max(block_ids)} of {blocks}")
+
+
 class Mark(Protocol):
     """A point in the work of a lane, or of the compute stream."""
 

@@ -20,7 +20,14 @@ from objkv.codec.payload import LayerSpec
 from objkv.errors import ConfigError
 from objkv.keys.states import PartView, part_names
 from objkv.keys.topology import RankShard
-from objkv.transfer.lanes import Lane, PagedLayers, as_words, distinct
+from objkv.transfer.lanes import (
+    Lane,
+    PagedLayers,
+    as_words,
+    check_blocks,
+    distinct,
+    upload_ids,
+)
 
 DTYPE_NAMES = {
     torch.bfloat16: "BF16",
@@ -128,8 +135,11 @@ class PagedGroup:
         return [b * self.split + part for b in block_ids for part in range(self.split)]
 
     def clear(self, block_ids: Sequence[int]) -> None:
-        """Zero vLLM's blocks in all layers, in the order of the device's current stream."""
-        ids = torch.tensor(self.blocks(block_ids), dtype=torch.int64, device=self.device)
+        """Zero vLLM's blocks in all layers, in the order of the device's current stream. Raises
+        ``IndexError`` if one does not exist."""
+        kernel_blocks = self.blocks(block_ids)
+        check_blocks(self.pages.blocks, kernel_blocks)
+        ids = upload_ids(kernel_blocks, self.device)
         for cache in self.caches:
             cache.index_fill_(0, ids, 0)
 

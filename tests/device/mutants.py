@@ -172,8 +172,8 @@ MUTANTS = (
         "block ids are uploaded from pageable memory",
         "busy everywhere",
         "transfer.devices:DeviceBlocks.upload",
-        "pin_memory=True",
-        "pin_memory=False",
+        "upload_ids(self.ids, self._device)",
+        "torch.tensor(self.ids, device=self._device)",
     ),
     mutant(
         "copies to the device block the thread",
@@ -202,6 +202,12 @@ MUTANTS = (
         "load after a kernel",
         _FETCH + "_write",
         "lane.follow(job.after)",
+    ),
+    mutant(
+        "nothing is zeroed",
+        "load that zeroes blocks",
+        _WORKER + "_clear",
+        "group.clear(blank.block_ids)",
     ),
     mutant(
         "the worker marks no step",

@@ -53,7 +53,7 @@ def test_all_bytes_are_right_on_the_host(name: str) -> None:
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_the_first_fetch_may_end_last(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scenario reads no blocks whose load was not reported."""
+    """Scenarios read blocks only after their load was reported."""
     fetch, numbers = ChunkCache.get_into, count()
 
     def slow_at_first(*args: Any, **kwargs: Any) -> int | None:
@@ -92,7 +92,10 @@ def test_nothing_waits_for_the_device(sim: ModuleType, layout: CacheLayout) -> N
     sim.DRIVER.use_batch_copy(True)
     with OrderRig(torch.device("sim:0"), delay, Setup(layout=layout)) as rig:
         rig.write(8, 32, 5.0)
-        loads = [rig.load_plan(range(4, 7), 50, request=name, sync=name == "s") for name in "rs"]
+        loads = [
+            rig.load_plan(range(4, 7), 50, request=name, sync=name == "s", blank=(80, 82))
+            for name in "rs"
+        ]
         plan = StepPlan(
             loads=(loads[0],), saves=(rig.save_plan(range(3), 8),), reused=frozenset({"r"})
         )

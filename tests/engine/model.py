@@ -19,7 +19,7 @@ VOCABULARY = 1024
 SLIDING_WINDOW = 64
 """Of every other layer of ``gpt_oss``, in tokens."""
 _MODELS = Path(__file__).resolve().parents[2] / ".cache" / "models"
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 256,
     "intermediate_size": 256,
@@ -32,6 +32,7 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
+"""Sizes of the models, as transformers names them."""
 
 
 def folder(name: ModelName) -> Path:
@@ -63,7 +64,7 @@ def _save(name: ModelName, target: Path) -> None:
     match name:
         case "llama" | "llama_draft":
             layers = 3 if name == "llama" else 1
-            llama = transformers.LlamaConfig(num_hidden_layers=layers, **_SIZES)
+            llama = transformers.LlamaConfig(num_hidden_layers=layers, **SIZES)
             model = transformers.LlamaForCausalLM(llama)
         case "gpt_oss":
             gpt_oss = transformers.GptOssConfig(
@@ -72,7 +73,7 @@ def _save(name: ModelName, target: Path) -> None:
                 sliding_window=SLIDING_WINDOW,
                 num_local_experts=4,
                 num_experts_per_tok=2,
-                **_SIZES,
+                **SIZES,
             )
             model = transformers.GptOssForCausalLM(gpt_oss)
         case "qwen3_next":
@@ -99,7 +100,7 @@ def _qwen3_next() -> Any:
         num_experts_per_tok=2,
         moe_intermediate_size=128,
         shared_expert_intermediate_size=128,
-        **_SIZES,
+        **SIZES,
     )
 
 
@@ -107,7 +108,7 @@ def _deepseek() -> Any:
     """Multi-head latent attention, dense."""
     import transformers
 
-    sizes = {name: value for name, value in _SIZES.items() if name != "head_dim"}
+    sizes = {name: value for name, value in SIZES.items() if name != "head_dim"}
     return transformers.DeepseekV2Config(
         num_hidden_layers=3,
         first_k_dense_replace=3,

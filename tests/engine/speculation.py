@@ -12,26 +12,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tests.engine.model import VOCABULARY, folder
+from tests.engine.model import SIZES, VOCABULARY, folder
 
 METHODS = ("draft_model", "eagle", "eagle3", "dflash", "mtp")
 TOKENS = 3
 """Tokens that a draft proposes per step."""
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "max_position_embeddings": 4096,
-    "initializer_range": 0.08,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-    "tie_word_embeddings": False,
-}
+_SIZES = SIZES | {"num_hidden_layers": 4, "tie_word_embeddings": False}
 
 
 def make_pair(method: str) -> dict[str, Any]:

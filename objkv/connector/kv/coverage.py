@@ -140,11 +140,11 @@ class Coverage:
         need, whole = self._firsts[group], self._wholes[group]
         if need is None:
             return ()
+        if len(fields) > _CHOOSABLE_MAX:
+            return tuple(fields)
         shards = {_shard(field): field for field in fields}
         if any(shard.tokens.size > 1 for shard in (need, *shards)):
             return tuple(dict.fromkeys(shards[part.source] for part in cover(need, shards) or ()))
-        if len(fields) > _CHOOSABLE_MAX:
-            return tuple(fields)
         wanted = left = _bits(whole, need)
         chosen = []
         for outside, _, field, bits in sorted(_ranked(whole, fields, wanted)):

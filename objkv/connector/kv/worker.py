@@ -121,15 +121,20 @@ class WorkerSide:
                 continue
             self._in_layers |= load.sync
             try:
-                for blank in load.blanks:
-                    if (group := self._groups.get(blank.group)) is not None:
-                        group.clear(blank.block_ids)
+                self._clear(load)
                 self._loader.submit(load, mark)
             except Exception:  # vLLM relies on these blocks: report that they failed
                 logger.exception("load not started, recomputing request=%s", load.request_id)
                 self._lose(_all_of(load))
         for lost in plan.lost:
             self._lose(lost)
+
+    def _clear(self, load: LoadPlan) -> None:
+        if self._closed:  # vLLM may have unmapped the cache, and the loader refuses the load
+            return
+        for blank in load.blanks:
+            if (group := self._groups.get(blank.group)) is not None:
+                group.clear(blank.block_ids)
 
     def wait_layer(self, layer_name: str) -> None:
         """Block until a layer's blocks are loaded or have failed. Called before its attention.

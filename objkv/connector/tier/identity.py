@@ -322,9 +322,7 @@ def read_tier_identity(
         none_hash="",
         weights_epoch=config.weights_epoch,
         tenant=config.tenant,
-        engine=()
-        if engine is None
-        else engine_settings(engine, config, frozenset(options.settings)),
+        engine=() if engine is None else engine_settings(engine, config, named),
         extra=sealed_extra(tuple(sorted(options.settings.items())), config.seals),
     )
 

@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from objkv.connector.kv import coverage as coverage_module
 from objkv.connector.kv.coverage import Coverage
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ShardRecord
@@ -75,6 +77,16 @@ def test_with_dcp_a_chunk_is_readable_exactly_when_all_its_tokens_are(
     if some == shards:
         ranks = min(writer[1], max(1, writer[1] // reader[1]))
         assert len(one.fetched_fields(some)) == ranks
+
+
+def test_too_many_shards_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler calls this, and the index may contain any number of fields."""
+    one = Coverage(dealt(2, 2), is_mixed=lambda: True)
+    stored = dealt(1, 1).all_fields() | dealt(2, 2).all_fields()
+    assert set(one.fetched_fields(stored)) < stored
+    monkeypatch.setattr(coverage_module, "_CHOOSABLE_MAX", len(stored) - 1)
+    again = Coverage(dealt(2, 2), is_mixed=lambda: True)
+    assert set(again.fetched_fields(stored)) == stored
 
 
 def test_pages_that_are_not_canonical_are_readable_with_the_same_dcp_size_only() -> None:

@@ -15,7 +15,7 @@ from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import token_digest
 from objkv.transfer.lanes import HostLane, HostMark
-from objkv.transfer.plan import LoadPlan, SaveMove, SavePlan
+from objkv.transfer.plan import Blank, LoadPlan, SaveMove, SavePlan
 from tests.support.paged_cache import (
     BLOCKS,
     CHUNK,
@@ -151,6 +151,34 @@ def _fail(group: GroupIdentity) -> tuple[set[str], set[str], set[int]]:
         return received, failed, worker.take_failed_blocks()
     finally:
         worker.close()
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_blank_blocks_are_zeroed_unless_the_cache_may_be_unmapped(*, closed: bool) -> None:
+    store, index = stores()
+    worker = worker_side(store, index)
+    load = replace(without_its_payload()[1], blanks=(Blank(0, (20, 22)), Blank(7, (21,))))
+    caches = worker._groups[0].caches
+    for cache in caches:
+        cache.fill_(1)
+    if closed:
+        worker.close()
+    worker.start_loads(StepPlan(loads=(load,)))
+    wait_until(lambda: worker.results(StepPlan(), set()).received == {load.request_id})
+    assert worker.take_failed_blocks() == set(range(9, 9 + BLOCKS))
+    zeroed = {at for cache in caches for at, block in enumerate(cache) if not block.any()}
+    assert zeroed == (set() if closed else {20, 22})
+    worker.close()
+
+
+def test_a_load_with_blank_blocks_that_do_not_exist_has_failed() -> None:
+    store, index = stores()
+    worker = worker_side(store, index)
+    load = replace(without_its_payload()[1], blanks=(Blank(0, (10_000,)),))
+    worker.start_loads(StepPlan(loads=(load,)))
+    assert worker.results(StepPlan(), set()).received == {load.request_id}
+    assert worker.take_failed_blocks() == set(range(9, 9 + BLOCKS))
+    worker.close()
 
 
 class Broken:

@@ -14,6 +14,8 @@ _SLOW_S = 0.1
 _FIRST = 8
 """First block of the loads."""
 _CHUNKS = range(4)
+_BLANK = 3
+"""Number of blocks that a load zeroes."""
 _OWNER = 7.0
 """The value that another owner writes into the blocks."""
 
@@ -194,6 +196,19 @@ def follows_its_own_step(rig: OrderRig) -> bool:
     return _is_loaded(rig) and equal(first, rig.expected(_CHUNKS))
 
 
+def zeroes(rig: OrderRig) -> bool:
+    """A load that zeroes blocks which an earlier kernel still writes"""
+    first = _FIRST + _blocks(rig)[1]
+    rig.delay_compute(_SLOW_S)
+    rig.write(first, _BLANK, _OWNER)
+    blank = range(first, first + _BLANK)
+    rig.step(StepPlan(loads=(rig.load_plan(_CHUNKS, _FIRST, blank=blank),)))
+    found = rig.read(first, _BLANK)
+    rig.until_received()
+    rig.synchronize()
+    return _is_loaded(rig) and not any(page.any() for page in found)
+
+
 def closed(rig: OrderRig) -> bool:
     """Blocks that have a new owner after the worker was closed during a load"""
     rig.delay_loads(_SLOW_S)
@@ -310,6 +325,7 @@ SCENARIOS = (
     Scenario("marks of two threads", waits_for_the_later_mark, Setup(load_lanes=1, watched=True)),
     Scenario("threads on shared lanes", shares_lanes, Setup(load_threads=4)),
     Scenario("loads of two steps", follows_its_own_step),
+    Scenario("load that zeroes blocks", zeroes),
     Scenario("closed during a load", closed),
     Scenario("closed while queued", closed_meanwhile, Setup(watched=True)),
     Scenario("fetching during device work", goes_on_fetching, Setup(load_threads=1, load_lanes=1)),

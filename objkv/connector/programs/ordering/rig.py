@@ -50,7 +50,7 @@ from objkv.transfer.fetch import Cuts
 from objkv.transfer.lanes import Lane
 from objkv.transfer.loader import Loader, LoadLimits
 from objkv.transfer.paging import PagedGroup
-from objkv.transfer.plan import ChunkMove, LoadMove, LoadMoves, LoadPlan, SaveMove, SavePlan
+from objkv.transfer.plan import Blank, ChunkMove, LoadMove, LoadMoves, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import Slab, SlabPool, SlabsExhaustedError
 
@@ -290,9 +290,16 @@ class OrderRig:
     # Chunks and their bytes.
 
     def load_plan(
-        self, chunks: Sequence[int], first: int, *, request: str = "r", sync: bool = False
+        self,
+        chunks: Sequence[int],
+        first: int,
+        *,
+        request: str = "r",
+        sync: bool = False,
+        blank: Sequence[int] = (),
     ) -> LoadPlan:
-        """Return a plan that loads stored chunks into consecutive blocks from ``first`` on."""
+        """Return a plan that loads stored chunks into consecutive blocks from ``first`` on.
+        ``blank``: blocks that it zeroes."""
         count = self.setup.layout.chunk_blocks
         moves = [
             LoadMove(
@@ -301,7 +308,8 @@ class OrderRig:
             )
             for at, chunk in enumerate(chunks)
         ]
-        return LoadPlan(request, NAMESPACE, LoadMoves.pack(moves), sync)
+        blanks = (Blank(0, tuple(blank)),) if blank else ()
+        return LoadPlan(request, NAMESPACE, LoadMoves.pack(moves), sync, blanks=blanks)
 
     def save_plan(
         self, chunks: Sequence[int], first: int, *, request: str = "r", namespace: str = NAMESPACE
