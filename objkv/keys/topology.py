@@ -35,8 +35,8 @@ class TokenPart:
         return f"_T{self.rank}of{self.size}{interleave}"
 
     def sources(self, size: int, interleave: int) -> "tuple[TokenPart, ...]":
-        """Return the parts of another division that together have these tokens. None if they cannot
-        be combined: both divisions must deal out single tokens, and one size must be a multiple of
+        """Return the parts of another division that together have these tokens. Empty if they
+        cannot be combined: both divisions must deal out single tokens, and one size must be a multiple of
         the other."""
         if (size, interleave) == (self.size, self.interleave):
             return (self,)

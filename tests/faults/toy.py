@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from objkv.keys.identity import GroupIdentity
-from tests.connector.kv.hybrid_engine import Answer, Engine, Layout, digest, next_token
+from tests.connector.kv.hybrid_engine import Answer, Engine, digest, next_token
+from tests.connector.kv.hybrid_layout import Layout
 
 LAYOUT = Layout((("full", 0),), (4,), chunk_tokens=8)
 CHUNKS = 3
@@ -126,7 +127,7 @@ class ShakenEngine(Engine):
             del self._running[name].tokens[self._lengths[name] + count :]
 
     def _forward(self, output: Any) -> dict[str, list[int]]:
-        for layer in self.caches:
+        for layer in self.caches[0]:
             self.worker.wait_for_layer_load(layer)
         return super()._forward(output)
 

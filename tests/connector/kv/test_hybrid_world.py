@@ -21,7 +21,8 @@ from objkv.cache.match import stored_blocks
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import PromptExtras, prefix_hashes
 from objkv.transfer.plan import LoadOutcome
-from tests.connector.kv.hybrid_engine import Answer, Engine, Layout, next_token
+from tests.connector.kv.hybrid_engine import Answer, Engine, next_token
+from tests.connector.kv.hybrid_layout import Layout
 
 PROMPT_MAX, NEW_TOKENS = 60, 5
 KINDS = ("full", "mla", "mamba", "sliding_window", "chunked_local")

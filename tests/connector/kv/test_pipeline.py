@@ -28,7 +28,7 @@ from objkv.keys.prefix import token_digest
 from objkv.keys.topology import Topology, pp_layers
 from objkv.stores.memory import MemoryStore
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
-from tests.connector.kv.hybrid_engine import _vllm_config
+from tests.connector.kv.hybrid_layout import plain_config
 from tests.support.paged_cache import BLOCKS, CHUNK, HASHES, NAMESPACE, TOKENS
 from tests.support.servers.redis import wait_until
 from tests.support.sides import worker_side
@@ -184,7 +184,7 @@ def of_vllm_with_states(kinds: str, pp_size: int) -> list[Any]:
         for layer in range(*get_pp_indices(len(kinds), rank, pp_size)):
             for kind in "*M" if kinds[layer] == "B" else kinds[layer].strip("-E"):
                 stages[-1][NAMES[kind].format(layer)] = STATE if kind == "M" else full
-    config = copy(_vllm_config())
+    config = copy(plain_config())
     config.cache_config = copy(config.cache_config)
     config.cache_config.kv_cache_layout = "LBHNC"
     more = ()

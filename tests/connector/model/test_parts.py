@@ -25,7 +25,7 @@ from objkv.connector.model.groups import Geometry
 from objkv.connector.model.identity import read_geometry
 from objkv.errors import ConfigError
 from objkv.keys.identity import GroupIdentity
-from tests.connector.kv.hybrid_engine import _vllm_config
+from tests.connector.kv.hybrid_layout import plain_config
 
 # vLLM 0.33 has some of its functions elsewhere.
 planning = (
@@ -45,7 +45,7 @@ def names(suffix: str = "self_attn.attn", *, first: int = 0, count: int = LAYERS
 
 def vllm_config(draft: Any = None, **parallel: int) -> Any:
     """Enough of vLLM's configuration for its grouping and for objkv's reading."""
-    plain = _vllm_config()
+    plain = plain_config()
     sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "world_size": 1}
     sizes["decode_context_parallel_size"] = parallel.pop("dcp_size", 1)
     sizes["prefill_context_parallel_size"] = parallel.pop("pcp_size", 1)

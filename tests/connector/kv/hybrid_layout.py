@@ -1,0 +1,285 @@
+"""The caches that vLLM gives a model with a mix of groups, and the configuration of its engine."""
+
+import copy
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_MODEL = Path(__file__).parents[3] / ".cache" / "models" / "notes"
+_HEADS = 4
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model's groups, each of one layer, and how vLLM is run."""
+
+    kinds: tuple[tuple[str, int], ...]
+    """Per group its kind, and its window in tokens; 0 where it has none. Of ``compressed`` and
+    ``ring`` the second is the number of tokens that are compressed into one state."""
+    block_sizes: tuple[int, ...]
+    chunk_tokens: int = 8
+    num_blocks: int = 64
+    step_tokens: int = 32
+    retention: int | None = 0
+    tp_size: int = 1
+    dcp_size: int = 1
+    dcp_interleave: int = 1
+
+    @property
+    def rank_heads(self) -> int:
+        """Heads of a rank, of a layer whose heads are divided."""
+        return max(1, _HEADS // self.tp_size)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's cache."""
+
+    name: str
+    table: int
+    """Number of its group."""
+    kind: str
+    window: int
+    block_size: int
+    words: int
+    """Numbers per token or state, at most 4."""
+    layout: Layout
+
+    @property
+    def heads(self) -> int:
+        """Heads of all ranks."""
+        return _HEADS if self.kind in ("full", "sliding_window", "chunked_local") else 1
+
+    @property
+    def ratio(self) -> int:
+        """Tokens per state."""
+        return self.window if self.kind == "compressed" else 1
+
+    def needed(self, end: int) -> range:
+        """The tokens, or the last tokens of states, that are read to continue after ``end``."""
+        match self.kind:
+            case "compressed":
+                return range(self.window - 1, end, self.window)
+            case "ring":
+                return range(end // self.window * self.window, end)
+            case "sliding_window" | "window_mla" | "replayed":
+                return range(max(0, end - (self.window - 1)), end)
+            case "chunked_local":
+                return range(end // self.window * self.window, end)
+        return range(end)
+
+    def place(self, table: Sequence[int], token: int) -> tuple[int, int]:
+        """Block and slot of a token, or of the state that it completes, on the ranks that hold it.
+        Source: vLLM 0.32, ``v1/worker/block_table.py``."""
+        each, ranks = self.layout.dcp_interleave, self.layout.dcp_size
+        size = self.block_size * ranks
+        at = 0 if self.kind == "ring" else token // size
+        offset = token % size
+        return table[at], (offset // (each * ranks) * each + offset % each) // self.ratio
+
+    def holders(self, token: int) -> Iterator[tuple[int, slice]]:
+        """The ranks that hold a token, each with its heads."""
+        layout = self.layout
+        dcp_rank = token // layout.dcp_interleave % layout.dcp_size
+        for rank in range(dcp_rank, layout.tp_size, layout.dcp_size):
+            first = rank * self.heads // layout.tp_size
+            yield rank, slice(first, first + min(self.heads, layout.rank_heads))
+
+
+def layers_of(layout: Layout) -> list[Layer]:
+    """The layers of a model: one per group, or two of different widths."""
+    layers = []
+    for i, ((kind, window), size) in enumerate(zip(layout.kinds, layout.block_sizes, strict=True)):
+        widths = (4, 2) if kind in ("sparse", "compressed") else (4,)
+        for j, words in enumerate(widths):
+            name = f"layer.{'x' * i}{'.index' * j}"
+            layers.append(Layer(name, i, kind, window, size, words, layout))
+    return layers
+
+
+def caches_of(layout: Layout, kv: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Views of one storage, ``[num_blocks, page]``: a block belongs to one group at a time, which
+    has the pages of its layers side by side."""
+    (page,) = {tensor.block_stride for tensor in kv.kv_cache_tensors}
+    generator = torch.Generator().manual_seed(1)
+    storage = torch.randint(
+        1, 100, (layout.num_blocks, page), generator=generator, dtype=torch.int8
+    )
+    specs = _specs(layout)
+    caches = {}
+    for tensor in kv.kv_cache_tensors:
+        (name,) = tensor.layers
+        spec, start = specs[name], tensor.offset
+        if not hasattr(spec, "dtype"):
+            shape, strides = (
+                (layout.num_blocks, 1, 1, spec.state_content_size_bytes),
+                (page, 1, 1, 1),
+            )
+            caches[name] = storage.as_strided(shape, strides, start)
+            continue
+        heads, content = spec.num_heads, spec.state_content_size_bytes // 4
+        shape = (layout.num_blocks, heads, spec.num_states, content)
+        strides = (page // 4, spec.num_states * content, content, 1)
+        caches[name] = storage.view(torch.float32).as_strided(shape, strides, start // 4)
+    return caches, storage
+
+
+def _specs(layout: Layout) -> dict[str, Any]:
+    """vLLM's spec of each layer."""
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        CircularBufferSpec,
+        FullAttentionSpec,
+        MambaSpec,
+        MLAAttentionSpec,
+        SlidingWindowMLASpec,
+        SlidingWindowSpec,
+    )
+
+    page = _page_bytes(layout)
+    specs: dict[str, Any] = {}
+    for layer in layers_of(layout):
+        plain: dict[str, Any] = {"head_size_v": 0, "dtype": torch.float32}
+        plain["block_size"] = size = layer.block_size
+        heads = plain | {
+            "head_size": 1,
+            "num_kv_heads": layout.rank_heads,
+            "page_size_padded": page,
+        }
+        latent = plain | {"head_size": layer.words, "num_kv_heads": 1}
+        match layer.kind:
+            case "full":
+                spec: Any = FullAttentionSpec(**heads)
+            case "mla":
+                spec = MLAAttentionSpec(**latent, page_size_padded=page)
+            case "sparse" | "compressed":
+                spec = MLAAttentionSpec(**latent, tokens_per_state=layer.ratio)
+            case "sliding_window":
+                spec = SlidingWindowSpec(sliding_window=layer.window, **heads)
+            case "window_mla" | "replayed":
+                replay = layer.kind == "replayed"
+                spec = SlidingWindowMLASpec(
+                    sliding_window=layer.window, bounded_replay=replay, **latent
+                )
+            case "chunked_local":
+                spec = ChunkedLocalAttentionSpec(attention_chunk_size=layer.window, **heads)
+            case "ring":
+                spec = CircularBufferSpec(**latent)
+            case _:
+                form = ((4,),), (torch.float32,)
+                spec = MambaSpec(size, *form, page_size_padded=page, mamba_cache_mode="align")
+        specs[layer.name] = spec
+    return specs
+
+
+def _page_bytes(layout: Layout) -> int:
+    """Bytes of a block of all layers of the largest group, and some more."""
+    return 24 * max(layout.block_sizes) + 32
+
+
+def kv_cache_config(layout: Layout) -> Any:
+    from vllm.v1.kv_cache_interface import (
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheTensor,
+        UniformTypeKVCacheSpecs,
+    )
+
+    page, specs = _page_bytes(layout), _specs(layout)
+    groups, tensors = [], []
+    for table in range(len(layout.kinds)):
+        names = [layer.name for layer in layers_of(layout) if layer.table == table]
+        own = {name: specs[name] for name in names}
+        spec = own[names[0]] if len(own) == 1 else UniformTypeKVCacheSpecs.from_specs(own)
+        groups.append(KVCacheGroupSpec(names, spec))
+        offset = 0
+        for name in names:
+            nbytes = own[name].page_size_bytes
+            tensors.append(KVCacheTensor(page * layout.num_blocks, [name], nbytes, page, offset))
+            offset += nbytes
+    return KVCacheConfig(
+        num_blocks=layout.num_blocks,
+        kv_cache_tensors=tensors,
+        kv_cache_groups=groups,
+        prefix_cache_retention_interval=layout.retention,
+    )
+
+
+def engine_config(layout: Layout, folder: Path, settings: dict[str, Any]) -> Any:
+    from vllm.config import KVTransferConfig
+
+    config = copy.copy(plain_config())
+    config.cache_config = copy.copy(config.cache_config)
+    config.scheduler_config = copy.copy(config.scheduler_config)
+    config.parallel_config = copy.copy(config.parallel_config)
+    config.parallel_config.tensor_parallel_size = layout.tp_size
+    config.parallel_config.world_size = layout.tp_size
+    config.parallel_config.decode_context_parallel_size = layout.dcp_size
+    config.parallel_config.cp_kv_cache_interleave_size = layout.dcp_interleave
+    states = [i for i, (kind, _) in enumerate(layout.kinds) if kind == "mamba"]
+    size = layout.block_sizes[states[0]] if states else layout.block_sizes[0]
+    config.cache_config.block_size = size
+    config.cache_config.num_gpu_blocks = layout.num_blocks
+    config.cache_config.mamba_cache_mode = "align" if states else "none"
+    config.cache_config.mamba_block_size = size
+    config.scheduler_config.max_num_batched_tokens = layout.step_tokens
+    config.scheduler_config.max_num_scheduled_tokens = layout.step_tokens
+    patient = {"lookup_deadline_ms": 120_000, "load_deadline_ms": 120_000}
+    patient |= {"save_deadline_ms": 600_000, "save_queue_max": 4096, "near_miss_ttl_ms": 0}
+    extra = {
+        "bulk_url": f"file://{folder}/chunks",
+        "index_url": f"sqlite://{folder}/index.sqlite",
+        "chunk_tokens": layout.chunk_tokens,
+        "admission": "always",
+        "codec": "none",
+        "model_id": "notes",
+        "pinned_bytes_max": 64 << 20,
+        "load_threads": 2,
+        "save_threads": 2,
+    }
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="ObjKVConnector",
+        kv_connector_module_path="objkv.connector.kv",
+        kv_role="kv_both",
+        kv_connector_extra_config=extra | patient | settings,
+    )
+    return config
+
+
+@cache
+def plain_config() -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    _MODEL.mkdir(parents=True, exist_ok=True)
+    model = _MODEL
+    (model / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "model_type": "llama",
+                "vocab_size": 64,
+                "hidden_size": 64,
+                "intermediate_size": 64,
+                "num_hidden_layers": 1,
+                "num_attention_heads": _HEADS,
+                "num_key_value_heads": _HEADS,
+                "max_position_embeddings": 512,
+            }
+        )
+    )
+    return EngineArgs(
+        model=str(model),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_seqs=4,
+        max_num_batched_tokens=256,
+        block_size=32,
+    ).create_engine_config()

@@ -1,0 +1,102 @@
+"""Context parallelism under vLLM's own scheduler: replicas of any TP and DCP size read each other.
+
+No CPU backend runs it. The model of ``hybrid_engine`` puts every token on the ranks on which vLLM's
+kernels put it, and looks at all of them before it goes on from there.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from objkv.connector.model import identity
+from tests.connector.kv.hybrid_engine import Engine
+from tests.connector.kv.hybrid_layout import Layout
+from tests.connector.kv.test_hybrid_world import ask, best_end, damage, place, prompts
+
+CHUNK = 16
+LATENT = Layout((("mla", 0),), (4,), chunk_tokens=CHUNK)
+HEADS = Layout((("full", 0),), (2,), chunk_tokens=CHUNK)
+FLEETS = (
+    (
+        LATENT,
+        replace(LATENT, tp_size=2, block_sizes=(8,)),
+        replace(LATENT, tp_size=2, dcp_size=2, block_sizes=(2,)),
+        replace(LATENT, tp_size=4, dcp_size=2, block_sizes=(8,)),
+        replace(LATENT, tp_size=4, dcp_size=4),
+    ),
+    (
+        HEADS,
+        replace(HEADS, tp_size=2, block_sizes=(4,)),
+        replace(HEADS, tp_size=8, dcp_size=2),
+        replace(HEADS, tp_size=8, dcp_size=2, block_sizes=(4,)),
+    ),
+)
+IN_PAIRS = replace(LATENT, tp_size=2, dcp_size=2, dcp_interleave=2)
+
+
+class _Canonical:
+    """A platform on which each token's content is contiguous, unlike vLLM's CPU backend."""
+
+    def is_cpu(self) -> bool:
+        return False
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _canonical() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(identity, "current_platform", _Canonical())
+        yield
+
+
+def _id(layout: Layout) -> str:
+    return f"{layout.kinds[0][0]}-tp{layout.tp_size}-dcp{layout.dcp_size}-{layout.block_sizes[0]}"
+
+
+@pytest.mark.parametrize("writer", [shape for fleet in FLEETS for shape in fleet], ids=_id)
+def test_replicas_of_all_shapes_load_all_that_one_stored(writer: Layout) -> None:
+    source = random.Random(5)
+    asked = [[source.randrange(3, 60) for _ in range(n)] for n in (15, 16, 33, 57)]
+    (fleet,) = (fleet for fleet in FLEETS if writer in fleet)
+    with place() as folder:
+        with Engine(writer, folder) as first:
+            ask(first, asked)
+        for reader in fleet:
+            with Engine(reader, folder) as second:
+                for prompt in asked:
+                    (answer,) = ask(second, [prompt])
+                    end = len(prompt) // CHUNK * CHUNK
+                    assert answer.loaded == best_end(second, folder, prompt) == end
+
+
+def test_tokens_that_are_dealt_in_pairs_are_shared_with_the_like_only() -> None:
+    asked = [list(range(3, 3 + 57))]
+    with place() as folder:
+        for shape, loaded in ((IN_PAIRS, 0), (IN_PAIRS, 48), (LATENT, 0), (IN_PAIRS, 48)):
+            with Engine(shape, folder) as one:
+                (answer,) = ask(one, asked)
+                assert answer.loaded == loaded
+
+
+@settings(max_examples=10)
+@given(
+    st.sampled_from(FLEETS).flatmap(
+        lambda fleet: st.lists(st.sampled_from(fleet), min_size=2, max_size=3)
+    ),
+    prompts(),
+    st.randoms(use_true_random=False),
+)
+def test_a_fleet_of_shapes_answers_as_without_a_cache(
+    shapes: list[Layout], asked: list[list[int]], source: random.Random
+) -> None:
+    """By turns, after payloads were lost or spoilt, and after a replica forgot its own cache."""
+    with place() as folder:
+        for shape in shapes:
+            with Engine(shape, folder) as one:
+                ask(one, asked)
+                one.forget()
+                damage(folder, source)
+                ask(one, asked)
