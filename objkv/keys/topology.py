@@ -36,8 +36,8 @@ class TokenPart:
 
     def sources(self, size: int, interleave: int) -> "tuple[TokenPart, ...]":
         """Return the parts of another division that together have these tokens. Empty if they
-        cannot be combined: both divisions must deal out single tokens, and one size must be a multiple of
-        the other."""
+        cannot be combined: both divisions must deal out single tokens, and one size must be a
+        multiple of the other."""
         if (size, interleave) == (self.size, self.interleave):
             return (self,)
         if interleave != 1 or self.interleave != 1:
