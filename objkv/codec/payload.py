@@ -143,6 +143,19 @@ def _encode_plain(
     return buffer[start - len(text) : start + len(pages)], header
 
 
+def plain_header(header: Header, checksums: Sequence[str]) -> bytes:
+    """Return the header of the same chunk with its pages uncompressed and not sealed.
+
+    ``checksums``: xxh3_128 of the pages of each layer. The length depends on none of them. Raises
+    ``PayloadError`` if the header would exceed the format's limits.
+    """
+    frames, offset = [], 0
+    for layer, checksum in zip(header.frames.layers, checksums, strict=True):
+        frames.append(Frame(layer, "none", offset, layer.nbytes, checksum, checksum))
+        offset += layer.nbytes
+    return render(header.claim, frames, header.provenance)
+
+
 def header_room(layers: Sequence[LayerSpec], *, tokens: int = 0) -> int:
     """Return the position of the pages in a buffer for ``encode_in_place``: a multiple of
     ``ALIGNMENT``, and an upper bound of the header's length with ``tokens`` token ids."""
@@ -177,6 +190,7 @@ __all__ = [
     "Provenance",
     "check_frames",
     "check_layers",
+    "digest",
     "encode",
     "encode_in_place",
     "frame_pages",
@@ -184,6 +198,7 @@ __all__ = [
     "header_room",
     "open_payload",
     "payload_bytes_max",
+    "plain_header",
     "read_claimed",
     "read_header",
 ]

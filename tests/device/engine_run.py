@@ -26,7 +26,7 @@ from unittest.mock import patch
 
 import torch
 
-from objkv.transfer.loader import Loader
+from objkv.transfer.loading.loader import Loader
 from objkv.transfer.plan import ChunkMove, LoadOutcome, LoadPlan, SavePlan
 from objkv.transfer.saver import Saver
 from tests.device import simulated

@@ -10,9 +10,10 @@ import pytest
 
 from objkv.cache.chunks import ChunkCache
 from objkv.connector.kv.worker import Rank, WorkerSide
-from objkv.transfer import job, loader, slabs
-from objkv.transfer.job import LoadJob
-from objkv.transfer.loader import Loader
+from objkv.transfer import slabs
+from objkv.transfer.loading import job, loader
+from objkv.transfer.loading.job import LoadJob
+from objkv.transfer.loading.loader import Loader
 from objkv.transfer.saver import Saver
 from objkv.transfer.slabs import Slab, SlabPool
 from tests.fences import device, world

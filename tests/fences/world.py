@@ -32,10 +32,10 @@ from objkv.stores.base import PruneStore
 from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
-from objkv.transfer import queue as queue_module
+from objkv.transfer.loading import queue as queue_module
 from objkv.transfer import slabs as slabs_module
-from objkv.transfer.fetch import Cuts
-from objkv.transfer.loader import LoadLimits
+from objkv.transfer.loading.fetch import Cuts
+from objkv.transfer.loading.loader import LoadLimits
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from tests.fences.device import GONE, Hands, Stream, WatchedLane, WatchedPool
 from tests.fences.stage import Broken, Stage, the_stage

@@ -23,12 +23,12 @@ from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 from objkv.tracing import NO_TRACING, Tracing
 from objkv.transfer.devices import open_lane
-from objkv.transfer.fetch import Cuts
 from objkv.transfer.lanes import BlockRuns, HostLane, Lane, PagedLayers, Pages, Recast
-from objkv.transfer.loader import Loader, LoadLimits
+from objkv.transfer.loading.fetch import Cuts
+from objkv.transfer.loading.loader import Loader, LoadLimits
+from objkv.transfer.loading.queue import Task
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan, SaveMove, SavePlan
-from objkv.transfer.queue import Task
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool, WideSlabs
 from tests.support.device import current_device, pinning

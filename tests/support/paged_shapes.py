@@ -15,8 +15,8 @@ from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.topology import Topology
 from objkv.stores.base import WriteStore
 from objkv.telemetry import MemoryRecorder
-from objkv.transfer.fetch import Cuts
-from objkv.transfer.loader import LoadLimits
+from objkv.transfer.loading.fetch import Cuts
+from objkv.transfer.loading.loader import LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan
 from objkv.transfer.slabs import WideSlabs

@@ -28,12 +28,12 @@ from objkv.stores.base import Arrived, WriteStore
 from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
 from objkv.tracing import OtelTracing
-from objkv.transfer.fetch import Cuts, Decoder
-from objkv.transfer.job import LoadJob
 from objkv.transfer.lanes import HostLane
+from objkv.transfer.loading.fetch import Cuts, Decoder
+from objkv.transfer.loading.job import LoadJob
+from objkv.transfer.loading.queue import opening_bytes
 from objkv.transfer.paging import GroupShape, PagedGroup, Quantised
 from objkv.transfer.plan import LoadPlan
-from objkv.transfer.queue import opening_bytes
 from objkv.transfer.slabs import SlabPool
 from objkv.transfer.sources import PayloadLayouts
 from tests.codec.seals import SEALS, other_seal, rechecked

@@ -17,7 +17,7 @@ from objkv.index.memory import MemoryIndex
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.lanes import BlockRuns, HostLane, Pages, Recast
-from objkv.transfer.loader import Loader
+from objkv.transfer.loading.loader import Loader
 from tests.support.paged_cache import IN_SPANS, Replica, same_blocks
 from tests.support.servers.quick_s3 import QuickS3
 

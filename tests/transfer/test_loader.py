@@ -19,11 +19,11 @@ from objkv.net.deadline import ends_s
 from objkv.stores.base import Arrived, Buffer
 from objkv.stores.memory import MemoryStore
 from objkv.testing.flaky import FlakyStore
-from objkv.transfer import loader
-from objkv.transfer.fetch import Cuts
-from objkv.transfer.job import LoadJob
+from objkv.transfer.loading import loader
 from objkv.transfer.lanes import BlockRuns, HostLane, HostMark, Mark
-from objkv.transfer.loader import Loader
+from objkv.transfer.loading.fetch import Cuts
+from objkv.transfer.loading.job import LoadJob
+from objkv.transfer.loading.loader import Loader
 from objkv.transfer.plan import LoadOutcome, LoadPlan
 from tests.support.paged_cache import (
     BLOCKS,

@@ -17,10 +17,10 @@ from objkv.keys.prefix import root_hash
 from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
 from objkv.testing.clock import ManualClock
-from objkv.transfer import queue as taskqueue
-from objkv.transfer.job import LoadJob
+from objkv.transfer.loading import queue as taskqueue
+from objkv.transfer.loading.job import LoadJob
+from objkv.transfer.loading.queue import FetchSpan, TaskQueue, opening_bytes, remaining, span_count
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
-from objkv.transfer.queue import FetchSpan, TaskQueue, opening_bytes, remaining, span_count
 from tests.codec.payloads import CLAIM, PROVENANCE, layer_lists, pages_of
 from tests.support.paged_cache import CHUNK, HASHES, NAMESPACE, PATIENCE_S, Replica, wait_until
 

@@ -44,9 +44,9 @@ from objkv.stores.base import WriteStore
 from objkv.telemetry import Recorder
 from objkv.tracing import NO_TRACING, Tracing, open_tracing
 from objkv.transfer.devices import driver_of, open_lane
-from objkv.transfer.loader import Loader, LoadLimits
+from objkv.transfer.loading.loader import Loader, LoadLimits
+from objkv.transfer.loading.queue import Task
 from objkv.transfer.paging import NOT_QUANTISED, PagedGroup, Quantised, check_pages
-from objkv.transfer.queue import Task
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import Pin, SlabPool, WideSlabs
 from objkv.transfer.sources import whole_payload_bytes_max

@@ -27,8 +27,8 @@ from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.states import SplitState
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
-from objkv.transfer.fetch import Cuts
-from objkv.transfer.loader import LoadLimits
+from objkv.transfer.loading.fetch import Cuts
+from objkv.transfer.loading.loader import LoadLimits
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
 from objkv.transfer.slabs import WideSlabs
 from objkv.transfer.sources import whole_payload_bytes_max

@@ -46,9 +46,9 @@ from objkv.keys.prefix import root_hash, token_digest
 from objkv.telemetry import MemoryRecorder
 from objkv.tracing import NO_TRACING
 from objkv.transfer.devices import DeviceLane, driver_of, open_lane
-from objkv.transfer.fetch import Cuts
 from objkv.transfer.lanes import Lane
-from objkv.transfer.loader import Loader, LoadLimits
+from objkv.transfer.loading.fetch import Cuts
+from objkv.transfer.loading.loader import Loader, LoadLimits
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import Blank, ChunkMove, LoadMove, LoadMoves, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.saver import SaveLimits, Saver

@@ -18,12 +18,12 @@ from objkv.errors import ObjkvError, PayloadError, ValueTooLong
 from objkv.net.deadline import EndsBy
 from objkv.telemetry import Recorder, Trouble
 from objkv.tracing import NO_TRACING, Tracing
-from objkv.transfer.fetch import Cuts, Decoder, UnwantedError, claim_of
-from objkv.transfer.job import LoadJob
 from objkv.transfer.lanes import Lane, Mark
+from objkv.transfer.loading.fetch import Cuts, Decoder, UnwantedError, claim_of
+from objkv.transfer.loading.job import LoadJob
+from objkv.transfer.loading.queue import Task, TaskQueue
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import LoadOutcome, LoadPlan
-from objkv.transfer.queue import Task, TaskQueue
 from objkv.transfer.slabs import SlabPool, WideSlabs
 from objkv.transfer.sources import PayloadLayouts
 

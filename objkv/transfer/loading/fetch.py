@@ -18,10 +18,10 @@ from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
 from objkv.net.deadline import ends_s
 from objkv.tracing import NO_SPAN, Span, now_ns
-from objkv.transfer.job import LoadJob
 from objkv.transfer.lanes import Lane, Mark
+from objkv.transfer.loading.job import LoadJob
+from objkv.transfer.loading.queue import FetchSpan, Task, opening_bytes, remaining, span_count
 from objkv.transfer.plan import LoadMove
-from objkv.transfer.queue import FetchSpan, Task, opening_bytes, remaining, span_count
 from objkv.transfer.slabs import Slab, SlabPool
 from objkv.transfer.sources import PayloadLayout
 

@@ -22,7 +22,7 @@ from threading import Condition, get_ident
 from time import monotonic
 
 from objkv.codec.payload import Header, LayerSpec, payload_bytes_max
-from objkv.transfer.job import LoadJob
+from objkv.transfer.loading.job import LoadJob
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,280 @@
+"""The arena: memory that the agent writes and replicas read, and the division of it into extents.
+
+It is a memfd, so it has no name, needs no ``/dev/shm``, and lives as long as a process maps it. The
+agent maps it before it seals it: from then on nobody can map it writable or change its size. The
+first part of the arena is the board, with the progress of payloads that are being filled. The rest
+holds payloads, each contiguous and beginning at a page.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import pairwise
+from threading import Lock
+from typing import Final
+
+from objkv.errors import ConfigError, TransferError
+
+PAGE: Final = 4096
+_CELL_WORDS = 4
+_CELL_BYTES = 8 * _CELL_WORDS
+CELLS: Final = 32_768
+"""Payloads that may be filling, or be leased since they were, at once."""
+BOARD_BYTES: Final = CELLS * _CELL_BYTES
+# Constants of Linux that Python 3.11 does not name.
+_ADD_SEALS, _GET_SEALS = 1033, 1034
+_SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 0x2, 0x4, 0x10
+_READ_ONLY = _SEAL_SHRINK | _SEAL_GROW | _SEAL_FUTURE_WRITE
+
+
+class CellState(IntEnum):
+    """What a cell says about its payload."""
+
+    FILLING = 1
+    READY = 2
+    FAILED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One reading of a cell."""
+
+    state: CellState
+    layers: int
+    """Leading frames of the payload that are verified and complete. The header is, if not 0."""
+    offset: int
+    """Position of the payload in the arena; valid if ``layers`` is not 0."""
+    nbytes: int
+    reason: int
+    """A ``MissReason`` if the state is FAILED."""
+
+
+class Board:
+    """Progress cells at the start of an arena. The agent writes them, replicas read them.
+
+    A cell is written as three words, of which the one with state and layers is last. On x86-64 and
+    ARM64 an aligned word is written at once; the order towards another core is settled by the
+    eventfd call that follows on the writer's side and precedes on the reader's.
+    """
+
+    def __init__(self, memory: memoryview) -> None:
+        """``memory``: the arena, or at least its first ``BOARD_BYTES``."""
+        self._words = memory[:BOARD_BYTES].cast("Q")
+
+    def write(self, cell: int, progress: Progress) -> None:
+        """Write a cell. Only the agent can."""
+        at = cell * _CELL_WORDS
+        words = self._words
+        words[at + 1] = progress.offset
+        words[at + 2] = progress.nbytes
+        words[at] = progress.state << 48 | progress.reason << 32 | progress.layers
+
+    def read(self, cell: int) -> Progress:
+        """Read a cell."""
+        at = cell * _CELL_WORDS
+        words = self._words
+        word = words[at]
+        state = CellState(word >> 48)
+        return Progress(
+            state, word & 0xFFFF_FFFF, words[at + 1], words[at + 2], word >> 32 & 0xFFFF
+        )
+
+
+class Arena:
+    """One mapping of the arena. The agent's is writable, a replica's is not.
+
+    ``view`` is valid until ``close``. Closing raises ``BufferError`` while parts of it are in use.
+    """
+
+    def __init__(self, fd: int, mapping: mmap.mmap, *, writable: bool) -> None:
+        self.fd = fd
+        """The memfd. This object closes it."""
+        self.view = memoryview(mapping)
+        """``[nbytes]`` bytes of format ``B``."""
+        self.board = Board(self.view)
+        self._mapping = mapping
+        self._writable = writable
+
+    @classmethod
+    def create(cls, nbytes: int) -> "Arena":
+        """Make an arena with ``nbytes`` for payloads, rounded down to pages. No memory is taken
+        until it is written. Raises ``ConfigError`` if the system refuses."""
+        total = BOARD_BYTES + nbytes // PAGE * PAGE
+        if total <= BOARD_BYTES:
+            raise ConfigError(f"agent_memory_bytes={nbytes} is less than a page: raise it")
+        try:
+            fd = os.memfd_create("objkv-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as exc:
+            raise ConfigError(f"the system makes no memfd ({exc}): set agent to off") from exc
+        try:
+            os.ftruncate(fd, total)
+            mapping = mmap.mmap(fd, total)
+            mapping.madvise(mmap.MADV_DONTFORK)
+            _use_huge_pages(mapping)
+            fcntl.fcntl(fd, _ADD_SEALS, _READ_ONLY)
+        except OSError as exc:
+            os.close(fd)
+            raise ConfigError(
+                f"no arena of {total} bytes ({exc}): lower agent_memory_bytes, or set agent to off"
+            ) from exc
+        return cls(fd, mapping, writable=True)
+
+    @classmethod
+    def join(cls, fd: int) -> "Arena":
+        """Map the arena that an agent sent. Takes over ``fd``. Raises ``TransferError`` unless it
+        is one that can neither shrink, which would kill its readers, nor be written here."""
+        try:
+            seals = fcntl.fcntl(fd, _GET_SEALS)
+            total = os.fstat(fd).st_size
+            if seals & _READ_ONLY != _READ_ONLY or total <= BOARD_BYTES or total % PAGE:
+                raise TransferError("the agent's arena is not sealed, or has an invalid size")
+            return cls(fd, mmap.mmap(fd, total, prot=mmap.PROT_READ), writable=False)
+        except OSError as exc:
+            os.close(fd)
+            raise TransferError(f"the agent's arena cannot be mapped: {exc}") from exc
+        except TransferError:
+            os.close(fd)
+            raise
+
+    @property
+    def nbytes(self) -> int:
+        """Its size, the board included."""
+        return len(self.view)
+
+    def close(self) -> None:
+        """Unmap it. Idempotent."""
+        if self.fd < 0:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        self.board = Board(memoryview(bytes(BOARD_BYTES)))
+        self.view.release()
+        self._mapping.close()
+
+    def __repr__(self) -> str:
+        kind = "writable" if self._writable else "read-only"
+        return f"<Arena {self.nbytes} B, {kind}>"
+
+
+def _use_huge_pages(mapping: mmap.mmap) -> None:
+    """Ask for huge pages, which map and register faster. Most systems grant none to a memfd."""
+    try:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    except OSError as exc:
+        if exc.errno not in (errno.EINVAL, errno.ENOSYS):
+            raise
+
+
+class Extents:
+    """Divides ``[start, end)`` into extents of whole pages. Thread-safe.
+
+    Takes the smallest free extent that is large enough: the payloads of a node have few sizes, so
+    most extents are reused by payloads of the same size, and little is lost between them.
+    """
+
+    def __init__(self, start: int, end: int) -> None:
+        assert start % PAGE == 0
+        assert end % PAGE == 0
+        assert start < end
+        self._start, self._end = start, end
+        self._lock = Lock()
+        self._free = [(start, end)]
+        """Free extents by their position. No two of them touch."""
+        self._taken: dict[int, int] = {}
+        """End of each extent in use, by its start."""
+        self._free_bytes = end - start
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes in all."""
+        return self._end - self._start
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes in no extent."""
+        return self._free_bytes
+
+    def take(self, nbytes: int) -> int | None:
+        """Return the start of a new extent of at least ``nbytes``; None if no gap is as large."""
+        assert nbytes > 0
+        size = _pages(nbytes)
+        with self._lock:
+            best = -1
+            for number, (start, end) in enumerate(self._free):
+                room = end - start
+                if room == size:
+                    best = number
+                    break
+                if room > size and (best < 0 or room < self._room(best)):
+                    best = number
+            if best < 0:
+                return None
+            start, end = self._free[best]
+            if end - start == size:
+                del self._free[best]
+            else:
+                self._free[best] = (start + size, end)
+            self._taken[start] = start + size
+            self._free_bytes -= size
+            return start
+
+    def give_back(self, start: int) -> None:
+        """Free the extent at ``start``."""
+        with self._lock:
+            end = self._taken.pop(start)
+            self._free_bytes += end - start
+            at = bisect_left(self._free, (start, end))
+            if at < len(self._free) and self._free[at][0] == end:
+                end = self._free.pop(at)[1]
+            if at and self._free[at - 1][1] == start:
+                start = self._free.pop(at - 1)[0]
+            insort(self._free, (start, end))
+
+    def windows(self, nbytes: int, movable: dict[int, int]) -> Iterator[tuple[int, list[int]]]:
+        """Yield each row of neighbouring gaps and ``movable`` extents that has room for ``nbytes``,
+        with the bytes in use in it and the extents to free.
+
+        ``movable``: extents that may be freed, with their sizes.
+        """
+        size = _pages(nbytes)
+        with self._lock:
+            pieces = [(start, end, False) for start, end in self._free]
+            pieces += [(start, end, True) for start, end in self._taken.items()]
+        pieces.sort()
+        first, used = 0, 0
+        for last, (start, end, in_use) in enumerate(pieces):
+            if in_use and start not in movable:
+                first, used = last + 1, 0
+                continue
+            used += (end - start) * in_use
+            while end - pieces[first][1] >= size:  # the row has room without its first piece
+                used -= (pieces[first][1] - pieces[first][0]) * pieces[first][2]
+                first += 1
+            if end - pieces[first][0] >= size:
+                yield used, [piece[0] for piece in pieces[first : last + 1] if piece[2]]
+
+    def check(self) -> bool:
+        """Whether gaps and extents cover everything once."""
+        with self._lock:
+            pieces = sorted([*self._free, *self._taken.items()])
+            touching = all(a[1] == b[0] for a, b in pairwise(pieces))
+            covers = (pieces[0][0], pieces[-1][1]) == (self._start, self._end)
+            free = sum(end - start for start, end in self._free)
+            return touching and covers and free == self._free_bytes
+
+    def __repr__(self) -> str:
+        used = self.total_bytes - self._free_bytes
+        return f"<Extents {len(self._taken)} of {used} B, {self._free_bytes} B free>"
+
+    def _room(self, number: int) -> int:
+        start, end = self._free[number]
+        return end - start
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE

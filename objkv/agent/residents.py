@@ -1,0 +1,277 @@
+"""Payloads in the arena: which are there, who reads them, and which make room for others.
+
+A payload is filled by one fetch, however many readers want it. In the arena it is always an
+uncompressed, unsealed payload of format 1 whose frames are verified. Memory under a lease is never
+moved, evicted or reused, and a lease ends only when its holder says so or its connection ends.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from threading import Condition, Lock
+from typing import Protocol
+
+from objkv.agent.arena import BOARD_BYTES, CELLS, Arena, CellState, Extents, Progress
+from objkv.agent.ranking import Ranking
+from objkv.telemetry import Recorder
+
+
+class MissReason(IntEnum):
+    """Why a payload cannot be read from the arena."""
+
+    NONE = 0
+    MISSING = 1
+    """Indexed, but not stored."""
+    CORRUPT = 2
+    """Stored, but not what its record or its key promises."""
+    NO_ROOM = 3
+    """Every byte that could be freed is leased, or the client holds too much."""
+    LATE = 4
+    """The deadline passed."""
+    STORE = 5
+    """The store failed."""
+    CLOSED = 6
+    """The agent is ending."""
+
+
+class Waiter(Protocol):
+    """Wakes a client that waits for progress."""
+
+    def wake(self) -> None:
+        """Wake it. Never waits, never raises."""
+
+
+@dataclass(eq=False, slots=True)
+class Resident:
+    """One payload in the arena. Its fields are guarded by the lock of ``Residents``."""
+
+    key: str
+    """Its path in the bulk store."""
+    cell: int
+    state: CellState = CellState.FILLING
+    leases: int = 0
+    offset: int = -1
+    """-1 as long as it has no memory."""
+    nbytes: int = 0
+    reason: MissReason = MissReason.NONE
+    is_listed: bool = True
+    """Whether new readers may find it."""
+    waiters: set[Waiter] = field(default_factory=set)
+
+
+class Residents:
+    """All payloads of one arena. Thread-safe; only ``wait_idle`` waits."""
+
+    def __init__(self, arena: Arena, recorder: Recorder) -> None:
+        self._arena, self._recorder = arena, recorder
+        self._extents = Extents(BOARD_BYTES, arena.nbytes)
+        self._ranking = Ranking(self._extents.total_bytes)
+        self._lock = Lock()
+        self._unleased = Condition(self._lock)
+        self._by_key: dict[str, Resident] = {}
+        self._at: dict[int, Resident] = {}
+        """Every payload that has memory, by its offset."""
+        self._all: set[Resident] = set()
+        """Those, and failed or forgotten ones that are still leased."""
+        self._cells = deque(range(CELLS))
+
+    @property
+    def total_bytes(self) -> int:
+        """Room for payloads."""
+        return self._extents.total_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Room that nothing uses."""
+        return self._extents.free_bytes
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def holds(self, keys: Iterable[str]) -> list[bool]:
+        """Whether each payload can be read now. Nobody is counted as its reader."""
+        get = self._by_key.get
+        return [(one := get(key)) is not None and one.state is CellState.READY for key in keys]
+
+    def open(self, key: str, waiter: Waiter | None) -> tuple[Resident, bool] | None:
+        """Take a lease of a payload.
+
+        Returns it, and whether the caller must fill it: nobody has begun to, so the caller holds a
+        second lease for that, see ``ready`` and ``failed``. None if too many are being filled.
+        """
+        with self._lock:
+            one = self._by_key.get(key)
+            if one is not None:
+                one.leases += 1
+                if one.state is CellState.READY:
+                    self._ranking.use(key)
+                elif waiter is not None:
+                    one.waiters.add(waiter)
+                return one, False
+            if not self._cells:
+                return None
+            one = self._by_key[key] = Resident(key, self._cells.popleft(), leases=2)
+            self._all.add(one)
+            if waiter is not None:
+                one.waiters.add(waiter)
+            self._arena.board.write(one.cell, Progress(CellState.FILLING, 0, 0, 0, 0))
+            return one, True
+
+    def release(self, one: Resident, waiter: Waiter | None = None) -> None:
+        """End a lease. ``waiter``: a client that holds no other lease of it."""
+        with self._lock:
+            if waiter is not None:
+                one.waiters.discard(waiter)
+            self._release(one)
+
+    def is_wanted(self, one: Resident) -> bool:
+        """Whether somebody besides the fill itself waits for it."""
+        return one.leases > 1
+
+    def allot(self, one: Resident, nbytes: int) -> memoryview | None:
+        """Give a payload that is being filled its memory, evicting others if need be. None if there
+        is no room."""
+        assert one.offset < 0
+        with self._lock:
+            offset = self._extents.take(nbytes)
+            if offset is None:
+                offset = self._make_room(nbytes)
+            if offset is None:
+                self._recorder.count("agent_no_room")
+                return None
+            one.offset, one.nbytes = offset, nbytes
+            self._at[offset] = one
+        return self._arena.view[offset : offset + nbytes]
+
+    def advance(self, one: Resident, layers: int) -> None:
+        """Report that the header and this many leading frames are verified."""
+        self._tell(one, Progress(CellState.FILLING, layers, one.offset, one.nbytes, 0))
+
+    def ready(self, one: Resident, layers: int) -> None:
+        """End a fill that succeeded, and its lease."""
+        with self._lock:
+            one.state = CellState.READY
+            if one.is_listed:
+                self._ranking.add(one.key, one.nbytes)
+        self._tell(one, Progress(CellState.READY, layers, one.offset, one.nbytes, 0))
+        self._end_fill(one)
+
+    def failed(self, one: Resident, reason: MissReason, layers: int = 0) -> None:
+        """End a fill that failed, and its lease. Readers keep the frames that were verified."""
+        with self._lock:
+            self._unlist(one)
+            one.state, one.reason = CellState.FAILED, reason
+        offset = max(0, one.offset)
+        self._tell(one, Progress(CellState.FAILED, layers, offset, one.nbytes, reason))
+        self._end_fill(one)
+
+    def forget(self, key: str) -> None:
+        """Let nobody find this payload from now on. Its readers keep it."""
+        with self._lock:
+            one = self._by_key.get(key)
+            if one is not None and one.state is CellState.READY:
+                self._unlist(one)
+                if not one.leases:
+                    self._free(one)
+
+    def leased(self) -> int:
+        """Return the number of payloads under a lease."""
+        with self._lock:
+            return sum(one.leases > 0 for one in self._all)
+
+    def wait_idle(self, seconds: float) -> bool:
+        """Wait until no payload is leased, for at most ``seconds``. Returns whether that is so."""
+        with self._lock:
+            return self._unleased.wait_for(
+                lambda: not any(one.leases for one in self._all), seconds
+            )
+
+    def check(self) -> bool:
+        """Whether memory, cells, states and ranking agree with each other."""
+        with self._lock:
+            everything = self._all
+            sizes = sum(-(-one.nbytes // 4096) * 4096 for one in self._at.values())
+            ranked = [one for one in self._by_key.values() if one.state is CellState.READY]
+            return (
+                self._extents.check()
+                and sizes == self._extents.total_bytes - self._extents.free_bytes
+                and len(self._cells) + len(everything) == CELLS
+                and len(ranked) == len(self._ranking)
+                and all(one.key in self._ranking for one in ranked)
+                and all(one.leases >= (one.state is CellState.FILLING) for one in everything)
+                and all(one.leases > 0 for one in everything if not one.is_listed)
+            )
+
+    def __repr__(self) -> str:
+        used = self.total_bytes - self.free_bytes
+        return f"<Residents {len(self._by_key)} payloads, {used}/{self.total_bytes} B>"
+
+    def _tell(self, one: Resident, progress: Progress) -> None:
+        self._arena.board.write(one.cell, progress)
+        with self._lock:
+            waiters = list(one.waiters)
+        for waiter in waiters:
+            waiter.wake()
+
+    def _end_fill(self, one: Resident) -> None:
+        with self._lock:
+            one.waiters.clear()
+            self._release(one)
+
+    def _release(self, one: Resident) -> None:
+        assert one.leases > 0
+        one.leases -= 1
+        if not one.leases:
+            if not one.is_listed:
+                self._free(one)
+            self._unleased.notify_all()
+
+    def _make_room(self, nbytes: int) -> int | None:
+        """Evict until there is a gap of ``nbytes``, in the ranking's order at first. If the gaps
+        that this makes do not add up, evict the cheapest row of neighbours."""
+        if nbytes > self._extents.total_bytes:
+            return None
+        evicted = 0
+        while evicted < 2 * nbytes:
+            key = self._ranking.victim(self._is_free)
+            if key is None:
+                break
+            evicted += self._by_key[key].nbytes
+            self._evict(self._by_key[key])
+            offset = self._extents.take(nbytes)
+            if offset is not None:
+                return offset
+        movable = {
+            offset: one.nbytes
+            for offset, one in self._at.items()
+            if not one.leases and one.state is CellState.READY
+        }
+        row = min(self._extents.windows(nbytes, movable), default=None)
+        if row is None:
+            return None
+        for offset in row[1]:
+            self._evict(self._at[offset])
+        return self._extents.take(nbytes)
+
+    def _is_free(self, key: str) -> bool:
+        return not self._by_key[key].leases
+
+    def _evict(self, one: Resident) -> None:
+        self._recorder.count("agent_evictions")
+        self._recorder.count("agent_evicted_bytes", one.nbytes)
+        self._unlist(one)
+        self._free(one)
+
+    def _unlist(self, one: Resident) -> None:
+        if one.is_listed:
+            one.is_listed = False
+            del self._by_key[one.key]
+            self._ranking.remove(one.key)
+
+    def _free(self, one: Resident) -> None:
+        if one.offset >= 0:
+            del self._at[one.offset]
+            self._extents.give_back(one.offset)
+        self._all.remove(one)
+        self._cells.append(one.cell)

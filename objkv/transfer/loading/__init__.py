@@ -1,0 +1,1 @@
+"""Loads: plans become fetched, verified pages in their blocks."""
