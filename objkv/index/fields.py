@@ -93,6 +93,13 @@ class WrittenShards(Mapping[str, ShardRecord]):
         # The fourth of six parts; only numbers and quoted names precede it.
         return b'",0,"' not in b"".join(self._values)
 
+    def written(self, fields: Sequence[str]) -> bytes:
+        """Return the encoded shards of ``fields``, divided by line ends; an absent one is empty."""
+        if self._fields == fields:
+            return b"\n".join(self._values)
+        known = dict(zip(self._fields, self._values, strict=True))
+        return b"\n".join([known.get(field, b"") for field in fields])
+
     def __repr__(self) -> str:
         return repr(self._shards())
 

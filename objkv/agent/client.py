@@ -1,0 +1,221 @@
+"""A replica's side of the agent's socket: leases of payloads in the arena, and lookups.
+
+Everything that fails raises ``TransferError`` and ends the connection, whose leases end with it. No
+call waits longer than its time-out. Whoever reads the arena with a device must have finished before
+the connection is closed: the agent reuses the memory then.
+"""
+
+import os
+import select
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import NamedTuple, TypeVar
+
+from objkv.agent.arena import Arena, CellState, Progress
+from objkv.agent.core import Urgency
+from objkv.agent.fill import Wanted
+from objkv.agent.messages import (
+    MESSAGE_BYTES_MAX,
+    OPEN_MAX,
+    RELEASE_MAX,
+    VERSION,
+    Hello,
+    Kind,
+    Opening,
+    ProtocolError,
+    find_max,
+    kind_of,
+    pack_find,
+    pack_hello,
+    pack_opening,
+    pack_release,
+    unpack_found,
+    unpack_opened,
+    unpack_text,
+)
+from objkv.errors import StoreUnavailable, TransferError
+from objkv.index.base import Shards
+
+T = TypeVar("T")
+CALL_S = 2.0
+"""How long an answer may take. The agent answers within microseconds, unless it is stopped or the
+machine is very busy."""
+
+
+class Lease(NamedTuple):
+    """A payload that the client may read, now or soon."""
+
+    number: int
+    """0 if there is no lease: the payload is a miss."""
+    cell: int
+    progress: Progress
+    """What was known when it was opened."""
+
+
+class AgentConnection:
+    """One connection. Thread-safe: calls take turns."""
+
+    def __init__(self, path: Path, *, wants_arena: bool = False, call_s: float = CALL_S) -> None:
+        """Raises ``TransferError`` if no agent serves ``path``, or it refuses."""
+        self._path = path
+        self._lock = Lock()
+        self._sock: socket.socket | None = None
+        self._arena: Arena | None = None
+        self.event = -1
+        """An eventfd that becomes readable when a payload that is being filled makes progress."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            sock.settimeout(call_s)
+            sock.connect(str(path))
+            sock.send(pack_hello(Hello(VERSION, wants_arena)))
+            message, descriptors, _, _ = socket.recv_fds(sock, MESSAGE_BYTES_MAX, 2)
+            self._greeted(message, descriptors, wants_arena)
+        except OSError as exc:
+            sock.close()
+            raise TransferError(f"no agent at {path}: {exc}") from exc
+        except TransferError:
+            sock.close()
+            raise
+        self._sock = sock
+
+    def _greeted(self, message: bytes, descriptors: list[int], wants_arena: bool) -> None:
+        try:
+            if message and kind_of(message) is Kind.REFUSED:
+                raise TransferError(f"the agent at {self._path} refused: {unpack_text(message)}")
+            if not message or kind_of(message) is not Kind.WELCOME:
+                raise ProtocolError(f"the process at {self._path} is no agent")
+            if len(descriptors) != 2 * wants_arena:
+                raise ProtocolError(f"{len(descriptors)} descriptors from the agent")
+            if wants_arena:
+                self._arena = Arena.join(descriptors.pop(0))
+                self.event = descriptors.pop()
+        finally:
+            for fd in descriptors:
+                os.close(fd)
+
+    @property
+    def arena(self) -> Arena:
+        """The agent's memory. Its mapping stays valid after the connection ends, but its content
+        does not."""
+        assert self._arena is not None
+        return self._arena
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the connection has not failed."""
+        return self._sock is not None
+
+    def open(self, wanted: Sequence[Wanted], *, deadline_s: float, urgency: Urgency) -> list[Lease]:
+        """Open payloads of one namespace for reading, in order. Each lease must be released."""
+        leases: list[Lease] = []
+        deadline_ms = max(1, int(1000 * deadline_s))
+        for start in range(0, len(wanted), OPEN_MAX):
+            part = wanted[start : start + OPEN_MAX]
+            answer = self._call(pack_opening(Opening(urgency, deadline_ms, part)))
+            for one in self._read(partial(unpack_opened, answer, len(part))):
+                state = CellState(one.state)
+                progress = Progress(state, 0, one.offset, one.nbytes, one.reason)
+                if state is CellState.FILLING:
+                    progress = self.arena.board.read(one.cell)
+                leases.append(Lease(one.lease, one.cell, progress))
+        return leases
+
+    def release(self, leases: Sequence[int]) -> None:
+        """End leases. The memory may change from now on."""
+        for start in range(0, len(leases), RELEASE_MAX):
+            self._send(pack_release(leases[start : start + RELEASE_MAX]))
+
+    def find(
+        self, namespace: str, hashes: Sequence[bytes], fields: tuple[str, ...]
+    ) -> list[Shards | None]:
+        """Look up chunks, see ``ReadIndex.find``. Raises ``StoreUnavailable`` if the agent has no
+        answer, also because its index has none."""
+        found: list[Shards | None] = []
+        step = find_max(len(fields))
+        for start in range(0, len(hashes), step):
+            part = hashes[start : start + step]
+            answer = self._call(pack_find(namespace, part, fields))
+            if kind_of(answer) is Kind.FAILED:
+                raise StoreUnavailable(f"lookup by the agent: {unpack_text(answer)}")
+            found += self._read(partial(unpack_found, answer, len(part), fields))
+        return found
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for progress, or ``wake``, for at most ``seconds``. Returns False if the agent has
+        gone."""
+        sock = self._sock
+        if sock is None:
+            return False
+        poll = select.poll()
+        poll.register(self.event, select.POLLIN)
+        poll.register(sock, select.POLLHUP)
+        for fd, _ in poll.poll(max(0.0, 1000 * seconds)):
+            if fd != self.event:
+                return False
+            os.eventfd_read(self.event)
+        return True
+
+    def wake(self) -> None:
+        """End a ``wait`` of another thread."""
+        os.eventfd_write(self.event, 1)
+
+    def drop(self) -> None:
+        """End the connection and its leases, but keep the arena mapped. Idempotent."""
+        with self._lock:
+            self._drop()
+
+    def close(self) -> None:
+        """End the connection, close the eventfd and unmap the arena. Idempotent."""
+        self.drop()
+        if self.event >= 0:
+            os.close(self.event)
+            self.event = -1
+        if self._arena is not None:
+            self._arena.close()
+
+    def __repr__(self) -> str:
+        return f"<AgentConnection {self._path}{'' if self.is_open else ', lost'}>"
+
+    def _call(self, message: bytes) -> bytes:
+        with self._lock:
+            self._push(message)
+            sock = self._sock
+            assert sock is not None
+            try:
+                answer = sock.recv(MESSAGE_BYTES_MAX + 1)
+            except OSError as exc:
+                self._drop()
+                raise TransferError(f"no answer from the agent at {self._path}: {exc}") from exc
+            if not answer:
+                self._drop()
+                raise TransferError(f"the agent at {self._path} ended the connection")
+            return answer
+
+    def _send(self, message: bytes) -> None:
+        with self._lock:
+            self._push(message)
+
+    def _push(self, message: bytes) -> None:
+        if self._sock is None:
+            raise TransferError(f"the connection to the agent at {self._path} is lost")
+        try:
+            self._sock.send(message)
+        except OSError as exc:
+            self._drop()
+            raise TransferError(f"no connection to the agent at {self._path}: {exc}") from exc
+
+    def _read(self, parse: Callable[[], T]) -> T:
+        """Parse an answer. A connection that sends nonsense ends."""
+        try:
+            return parse()
+        except ProtocolError:
+            self.drop()
+            raise
+
+    def _drop(self) -> None:
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None

@@ -1,0 +1,295 @@
+"""The messages between the agent and its clients, as bytes. ``docs/agent.md`` specifies them.
+
+Each is one datagram of a ``SOCK_SEQPACKET`` socket, at most ``MESSAGE_BYTES_MAX`` long: its kind in
+one byte, fixed fields, then lists whose length follows from the message's. Numbers are
+little-endian. Reading raises ``ProtocolError`` for anything that this module would not write.
+"""
+
+import struct
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+from itertools import islice
+from typing import Final, NamedTuple
+
+from objkv.agent.arena import CellState
+from objkv.agent.fill import Wanted
+from objkv.agent.residents import MissReason
+from objkv.codec.payload import Claim
+from objkv.errors import ObjkvError, TransferError
+from objkv.index.base import Shards
+from objkv.index.fields import WrittenShards, decode_shard, encode_shard
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.prefix import PREFIX_HASH_BYTES
+from objkv.keys.topology import Shard
+
+VERSION: Final = 1
+MESSAGE_BYTES_MAX: Final = 65_536
+OPEN_MAX: Final = 256
+"""Payloads in one ``open``."""
+_NAMESPACE_CHARS = 32
+_RECORD_BYTES_MAX = 400
+"""An encoded shard record is shorter."""
+
+
+class ProtocolError(TransferError):
+    """The other side sent something that is no message."""
+
+
+class Kind(IntEnum):
+    """The first byte of each message."""
+
+    HELLO = 1
+    WELCOME = 2
+    REFUSED = 3
+    OPEN = 4
+    OPENED = 5
+    RELEASE = 6
+    FIND = 7
+    FOUND = 8
+    FAILED = 9
+    STATS = 10
+    NUMBERS = 11
+
+
+class Hello(NamedTuple):
+    """The first message of a client."""
+
+    version: int
+    wants_arena: bool
+    """Whether the answer is to carry the arena and an eventfd."""
+
+
+class Opening(NamedTuple):
+    """A client wants to read payloads of one namespace."""
+
+    urgency: int
+    deadline_ms: int
+    wanted: Sequence[Wanted]
+
+
+class Opened(NamedTuple):
+    """The answer for one payload."""
+
+    state: int
+    """A ``CellState``. If it is FAILED, there is no lease."""
+    reason: int
+    """A ``MissReason``."""
+    lease: int
+    """Names the payload in RELEASE, on this connection."""
+    cell: int
+    """Where the board says more, unless the state is READY already."""
+    offset: int
+    """Position in the arena if the state is READY."""
+    nbytes: int
+
+
+_HELLO = struct.Struct("<BHB")
+_OPENING = struct.Struct(f"<BBI{_NAMESPACE_CHARS}sHH")
+_ENTRY = struct.Struct(f"<{PREFIX_HASH_BYTES}s{PREFIX_HASH_BYTES}sIIB")
+_OPENED = struct.Struct("<BBIIQQ")
+_FIND = struct.Struct(f"<B{_NAMESPACE_CHARS}sH")
+
+
+def kind_of(message: bytes) -> Kind:
+    """Return the kind of a message."""
+    try:
+        return Kind(message[0])
+    except (IndexError, ValueError):
+        raise ProtocolError("a message of no known kind") from None
+
+
+def pack_hello(hello: Hello) -> bytes:
+    """Return the message."""
+    return _HELLO.pack(Kind.HELLO, hello.version, hello.wants_arena)
+
+
+def unpack_hello(message: bytes) -> Hello:
+    """Read the message. The fields after the version may differ in other versions."""
+    if len(message) < _HELLO.size:
+        raise ProtocolError("a greeting that is too short")
+    _, version, wants_arena = _HELLO.unpack_from(message)
+    return Hello(version, bool(wants_arena))
+
+
+def pack_text(kind: Kind, text: str) -> bytes:
+    """Return a message that has only a text."""
+    return bytes((kind,)) + text.encode()[: MESSAGE_BYTES_MAX - 1]
+
+
+def unpack_text(message: bytes) -> str:
+    """Read the text."""
+    return message[1:].decode(errors="replace")
+
+
+def pack_opening(opening: Opening) -> bytes:
+    """Return the message. All payloads are of one namespace, and there are at most ``OPEN_MAX``."""
+    wanted = opening.wanted
+    assert 0 < len(wanted) <= OPEN_MAX
+    namespace = wanted[0].claim.key.namespace
+    fields: dict[str, int] = {}
+    entries = []
+    for claim, _ in ((one.claim, one.record) for one in wanted):
+        assert claim.key.namespace == namespace
+        number = fields.setdefault(claim.key.field, len(fields))
+        places = claim.token_start, claim.token_end
+        entries.append(_ENTRY.pack(claim.key.prefix_hash, claim.parent_hash, *places, number))
+    names = "\n".join(fields).encode()
+    head = _OPENING.pack(
+        Kind.OPEN,
+        opening.urgency,
+        opening.deadline_ms,
+        namespace.encode(),
+        len(wanted),
+        len(names),
+    )
+    records = b"\n".join([encode_shard(one.record) for one in wanted])
+    message = b"".join((head, names, *entries, records))
+    if len(message) > MESSAGE_BYTES_MAX:
+        raise ProtocolError(f"a message of {len(message)} bytes")
+    return message
+
+
+def unpack_opening(message: bytes) -> Opening:
+    """Read the message."""
+    try:
+        _, urgency, deadline_ms, name, number, size = _OPENING.unpack_from(message)
+        at = _OPENING.size + size
+        keys = [_parse_field(text) for text in message[_OPENING.size : at].decode().split("\n")]
+        end = at + number * _ENTRY.size
+        records = message[end:].split(b"\n")
+        namespace = _namespace(name)
+        if not 0 < number <= OPEN_MAX or len(records) != number:
+            raise ProtocolError(f"an opening of {number} payloads with {len(records)} records")
+        wanted = []
+        for entry, text in zip(_ENTRY.iter_unpack(message[at:end]), records, strict=True):
+            prefix_hash, parent_hash, start, stop, field = entry
+            record = decode_shard(text) if len(text) <= _RECORD_BYTES_MAX else None
+            if record is None or start >= stop:
+                raise ProtocolError("an invalid record or range of tokens")
+            key = ChunkKey(namespace, prefix_hash, *keys[field])
+            wanted.append(Wanted(Claim(key, parent_hash, start, stop), record))
+        return Opening(urgency, deadline_ms, wanted)
+    except (struct.error, ValueError, IndexError) as exc:
+        raise ProtocolError(f"an invalid opening: {exc}") from exc
+
+
+def pack_opened(answers: Iterable[Opened]) -> bytes:
+    """Return the message."""
+    return bytes((Kind.OPENED,)) + b"".join([_OPENED.pack(*one) for one in answers])
+
+
+def unpack_opened(message: bytes, count: int) -> list[Opened]:
+    """Read the answer to an opening of ``count`` payloads."""
+    _expect(message, Kind.OPENED)
+    if len(message) != 1 + count * _OPENED.size:
+        raise ProtocolError(f"{len(message)} bytes for {count} payloads")
+    answers = [Opened._make(fields) for fields in _OPENED.iter_unpack(message[1:])]
+    states, reasons = set(CellState), set(MissReason)
+    if not all(one.state in states and one.reason in reasons for one in answers):
+        raise ProtocolError("an answer in an unknown state")
+    return answers
+
+
+def pack_release(leases: Sequence[int]) -> bytes:
+    """Return the message. At most ``RELEASE_MAX`` leases."""
+    assert len(leases) <= RELEASE_MAX
+    return struct.pack(f"<B{len(leases)}I", Kind.RELEASE, *leases)
+
+
+RELEASE_MAX: Final = 8192
+
+
+def unpack_release(message: bytes) -> tuple[int, ...]:
+    """Read the leases that end."""
+    count, rest = divmod(len(message) - 1, 4)
+    if rest:
+        raise ProtocolError("a release that ends within a number")
+    return struct.unpack_from(f"<{count}I", message, 1)
+
+
+def find_max(fields: int) -> int:
+    """Return how many chunks one FIND may ask for, so that question and answer fit."""
+    return (MESSAGE_BYTES_MAX - 1024) // max(PREFIX_HASH_BYTES, _RECORD_BYTES_MAX // 2 * fields)
+
+
+def pack_find(namespace: str, hashes: Sequence[bytes], fields: Sequence[str]) -> bytes:
+    """Return the message."""
+    names = "\n".join(fields).encode()
+    head = _FIND.pack(Kind.FIND, namespace.encode(), len(names))
+    message = b"".join((head, names, *hashes))
+    if len(message) > MESSAGE_BYTES_MAX:
+        raise ProtocolError(f"a message of {len(message)} bytes")
+    return message
+
+
+def unpack_find(message: bytes) -> tuple[str, list[bytes], tuple[str, ...]]:
+    """Read namespace, prefix hashes and fields."""
+    try:
+        _, name, size = _FIND.unpack_from(message)
+        at = _FIND.size + size
+        fields = tuple(message[_FIND.size : at].decode("ascii").split("\n"))
+        hashes = message[at:]
+    except (struct.error, ValueError) as exc:
+        raise ProtocolError(f"an invalid question: {exc}") from exc
+    if len(message) < at or len(hashes) % PREFIX_HASH_BYTES:
+        raise ProtocolError("a question that ends within a hash")
+    step = PREFIX_HASH_BYTES
+    return _namespace(name), [hashes[n : n + step] for n in range(0, len(hashes), step)], fields
+
+
+def pack_found(found: Iterable[Shards | None], fields: Sequence[str]) -> bytes | None:
+    """Return the message, or None if it would be too long. Each shard as ``encode_shard`` writes
+    it, in the order of hashes and fields, divided by line ends; an absent one is empty."""
+    absent = b"\n" * (len(fields) - 1)
+    rows = []
+    for shards in found:
+        if shards is None:
+            rows.append(absent)
+        elif isinstance(shards, WrittenShards):
+            rows.append(shards.written(fields))
+        else:
+            texts = [encode_shard(s) if (s := shards.get(name)) else b"" for name in fields]
+            rows.append(b"\n".join(texts))
+    message = bytes((Kind.FOUND,)) + b"\n".join(rows)
+    return message if len(message) <= MESSAGE_BYTES_MAX else None
+
+
+def unpack_found(message: bytes, count: int, fields: tuple[str, ...]) -> list[Shards | None]:
+    """Read the answer for ``count`` chunks. Records are decoded when they are read."""
+    _expect(message, Kind.FOUND)
+    texts = message[1:].split(b"\n") if count else []
+    width = len(fields)
+    if len(texts) != count * width:
+        raise ProtocolError(f"{len(texts)} records for {count} chunks")
+    if width == 1:
+        return [WrittenShards(fields, (text,)) if text else None for text in texts]
+    rows = iter(texts)
+    made = (tuple(islice(rows, width)) for _ in range(count))
+    return [WrittenShards(fields, row) if any(row) else None for row in made]
+
+
+def pack_failure(error: ObjkvError) -> bytes:
+    """Return the message that a call failed in the agent, with the error's class and text."""
+    return pack_text(Kind.FAILED, f"{type(error).__name__}\n{error}"[:4096])
+
+
+def _expect(message: bytes, kind: Kind) -> None:
+    if message[:1] != bytes((kind,)):
+        raise ProtocolError(f"{kind_of(message).name} instead of {kind.name}")
+
+
+def _namespace(name: bytes) -> str:
+    text = name.decode("ascii")
+    if not set(text) <= _HEX:
+        raise ProtocolError("an invalid namespace")
+    return text
+
+
+_HEX = frozenset("0123456789abcdef")
+
+
+def _parse_field(text: str) -> tuple[int, Shard]:
+    group, _, shard = text.partition(".")
+    if not group.isascii() or not group.isdigit() or str(int(group)) != group:
+        raise ProtocolError("an invalid field")
+    return int(group), Shard.parse(shard)

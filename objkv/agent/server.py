@@ -1,0 +1,286 @@
+"""The agent's socket: one connection for each part of a replica, and what each of them holds.
+
+A connection is one client: its leases end with it, however it ends. Each has a thread, which reads
+one message, answers it, and never waits for a store except for lookups. Only processes of the same
+user, or of root, are served.
+"""
+
+import logging
+import os
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Lock, Thread
+
+from objkv.agent.arena import Arena, CellState
+from objkv.agent.core import Core, Urgency
+from objkv.agent.messages import (
+    MESSAGE_BYTES_MAX,
+    VERSION,
+    Kind,
+    Opened,
+    ProtocolError,
+    find_max,
+    kind_of,
+    pack_failure,
+    pack_found,
+    pack_opened,
+    pack_text,
+    unpack_find,
+    unpack_hello,
+    unpack_opening,
+    unpack_release,
+)
+from objkv.agent.residents import MissReason, Resident
+from objkv.background import JOIN_S, join_all
+from objkv.errors import StoreError
+from objkv.index.base import ReadIndex
+from objkv.telemetry import Recorder
+
+logger = logging.getLogger(__name__)
+_SEND_S = 5.0
+"""How long a client may leave an answer unread. Answers fit into its socket's buffer."""
+_PEER = struct.Struct("3i")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """Bounds of the server."""
+
+    clients_max: int = 512
+    leases_max: int = 16_384
+    """Per client."""
+    deadline_ms_max: int = 600_000
+
+
+class Client:
+    """One connection and its leases. Its methods run on its own thread, except for ``wake``."""
+
+    def __init__(self, sock: socket.socket, number: int) -> None:
+        self.sock, self.number = sock, number
+        self.leases: dict[int, Resident] = {}
+        self._next_lease = 1
+        self._event = -1
+        self._lock = Lock()
+
+    def open_event(self) -> int:
+        """Return an eventfd that ``wake`` writes. This object closes it."""
+        if self._event < 0:
+            self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        return self._event
+
+    def wake(self) -> None:
+        """See ``Waiter``."""
+        with self._lock:  # a closed number may name another file
+            if self._event >= 0:
+                try:
+                    os.eventfd_write(self._event, 1)
+                except OSError:  # it has not been read 2^64 times
+                    logger.debug("client not woken", exc_info=True)
+
+    def lease(self, resident: Resident) -> int:
+        """Remember a lease that was taken for this client."""
+        number = self._next_lease
+        self._next_lease = number % 0xFFFF_FFFF + 1
+        assert number not in self.leases
+        self.leases[number] = resident
+        return number
+
+    def close(self) -> None:
+        """Close socket and eventfd. Idempotent."""
+        self.sock.close()
+        with self._lock:
+            if self._event >= 0:
+                os.close(self._event)
+                self._event = -1
+
+
+class AgentServer:
+    """Serves clients on a listening socket until it is closed."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        core: Core,
+        arena: Arena,
+        index: ReadIndex,
+        recorder: Recorder,
+        limits: ServerLimits = ServerLimits(),
+    ) -> None:
+        """Closes ``listener``, and none of the others."""
+        self._listener, self._core, self._arena = listener, core, arena
+        self._index, self._recorder, self._limits = index, recorder, limits
+        self._lock = Lock()
+        self._clients: dict[Client, Thread] = {}
+        self._numbers = 0
+        self._closed = False
+        self._answers: dict[Kind, Callable[[Client, bytes], bytes | None]] = {
+            Kind.OPEN: self._open,
+            Kind.RELEASE: self._release,
+            Kind.FIND: self._find,
+        }
+        self._thread = Thread(target=self._accept, name="objkv-agent-accept", daemon=True)
+        self._thread.start()
+
+    @property
+    def clients(self) -> int:
+        """Number of connections."""
+        return len(self._clients)
+
+    def close(self) -> None:
+        """End all connections. Idempotent."""
+        with self._lock:
+            self._closed = True
+            clients = dict(self._clients)
+        _hang_up(self._listener)
+        self._listener.close()
+        for client in clients:
+            _hang_up(client.sock)
+        join_all([self._thread, *clients.values()], JOIN_S)
+
+    def __repr__(self) -> str:
+        return f"<AgentServer {len(self._clients)} clients, {self._core!r}>"
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                if self._closed:
+                    return
+                logger.exception("connection not accepted")
+                continue
+            if (reason := self._refusal(sock)) is not None:
+                self._refuse(sock, reason)
+                continue
+            self._numbers += 1
+            client = Client(sock, self._numbers)
+            thread = Thread(
+                target=self._serve,
+                args=(client,),
+                name=f"objkv-client-{client.number}",
+                daemon=True,
+            )
+            with self._lock:
+                if self._closed:
+                    sock.close()
+                    return
+                self._clients[client] = thread
+                thread.start()
+
+    def _refusal(self, sock: socket.socket) -> str | None:
+        _, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        if uid not in (os.geteuid(), 0):
+            return f"this agent serves user {os.geteuid()}, not user {uid}"
+        if len(self._clients) >= self._limits.clients_max:
+            return f"this agent has {self._limits.clients_max} clients already"
+        return None
+
+    def _refuse(self, sock: socket.socket, reason: str) -> None:
+        logger.warning("client refused reason=%s", reason)
+        with sock:
+            sock.setblocking(False)
+            try:
+                sock.send(pack_text(Kind.REFUSED, reason))
+            except OSError:
+                logger.debug("refusal not sent", exc_info=True)
+
+    def _serve(self, client: Client) -> None:
+        try:
+            client.sock.settimeout(None)
+            if self._greet(client):
+                client.sock.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(_SEND_S), 0)
+                )
+                while message := client.sock.recv(MESSAGE_BYTES_MAX + 1):
+                    answer = self._answer(client, message)
+                    if answer is not None:
+                        client.sock.send(answer)
+        except ProtocolError as exc:
+            logger.warning("client dropped number=%d reason=%s", client.number, exc)
+        except OSError as exc:
+            logger.debug("client gone number=%d reason=%s", client.number, exc)
+        except Exception:
+            logger.exception("client dropped number=%d", client.number)
+        finally:
+            self._end(client)
+
+    def _greet(self, client: Client) -> bool:
+        message = client.sock.recv(MESSAGE_BYTES_MAX + 1)
+        if not message or kind_of(message) is not Kind.HELLO:
+            return False
+        hello = unpack_hello(message)
+        if hello.version != VERSION:
+            text = f"this agent speaks version {VERSION} of the protocol, not {hello.version}"
+            client.sock.send(pack_text(Kind.REFUSED, text))
+            return False
+        descriptors = [self._arena.fd, client.open_event()] if hello.wants_arena else []
+        socket.send_fds(client.sock, [bytes((Kind.WELCOME,))], descriptors)
+        return True
+
+    def _answer(self, client: Client, message: bytes) -> bytes | None:
+        if len(message) > MESSAGE_BYTES_MAX:
+            raise ProtocolError(f"a message of more than {MESSAGE_BYTES_MAX} bytes")
+        answer = self._answers.get(kind_of(message))
+        if answer is None:
+            raise ProtocolError(f"{kind_of(message).name} from a client")
+        try:
+            return answer(client, message)
+        except StoreError as exc:
+            return pack_failure(exc)
+
+    def _open(self, client: Client, message: bytes) -> bytes:
+        opening = unpack_opening(message)
+        if opening.urgency not in set(Urgency):
+            raise ProtocolError(f"urgency {opening.urgency}")
+        wanted = opening.wanted
+        if len(client.leases) + len(wanted) > self._limits.leases_max:
+            none = Opened(CellState.FAILED, MissReason.NO_ROOM, 0, 0, 0, 0)
+            return pack_opened([none] * len(wanted))
+        deadline_s = min(opening.deadline_ms, self._limits.deadline_ms_max) / 1000
+        urgency = Urgency(opening.urgency)
+        opened = self._core.open(client, wanted, deadline_s=deadline_s, urgency=urgency)
+        return pack_opened([self._opened(client, one) for one in opened])
+
+    def _opened(self, client: Client, one: Resident | MissReason) -> Opened:
+        if isinstance(one, MissReason):
+            return Opened(CellState.FAILED, one, 0, 0, 0, 0)
+        lease = client.lease(one)
+        # The state is read first: if it is READY, the rest is final.
+        state = CellState.READY if one.state is CellState.READY else CellState.FILLING
+        place = (one.offset, one.nbytes) if state is CellState.READY else (0, 0)
+        return Opened(state, MissReason.NONE, lease, one.cell, *place)
+
+    def _release(self, client: Client, message: bytes) -> None:
+        for number in unpack_release(message):
+            resident = client.leases.pop(number, None)
+            if resident is None:
+                raise ProtocolError(f"lease {number} is not this client's")
+            self._core.residents.release(resident)
+
+    def _find(self, client: Client, message: bytes) -> bytes:
+        namespace, hashes, fields = unpack_find(message)
+        if not 0 < len(hashes) <= find_max(len(fields)):
+            raise ProtocolError(f"a lookup of {len(hashes)} chunks")
+        answer = pack_found(self._index.find(namespace, hashes, fields), fields)
+        if answer is None:
+            raise StoreError("the answer is too long")
+        return answer
+
+    def _end(self, client: Client) -> None:
+        for resident in client.leases.values():
+            self._core.residents.release(resident, client)
+        client.leases.clear()
+        self._core.forget_client(client)
+        client.close()
+        with self._lock:
+            self._clients.pop(client, None)
+
+
+def _hang_up(sock: socket.socket) -> None:
+    """Wake the threads that wait on a socket."""
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        logger.debug("socket not shut down", exc_info=True)
