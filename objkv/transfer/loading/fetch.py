@@ -9,18 +9,18 @@ verified, then each frame. A payload must be exactly as long as its header state
 from dataclasses import dataclass
 from time import monotonic
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from objkv.codec.payload import Claim, Header, frame_pages, header_bytes_needed, read_claimed
+from objkv.codec.payload import Header, frame_pages, header_bytes_needed, read_claimed
 from objkv.codec.seal import Seal
-from objkv.errors import PayloadError, TransferError
+from objkv.errors import PayloadError
 from objkv.index.base import ShardRecord
-from objkv.keys.chunk import ChunkKey
 from objkv.net.deadline import ends_s
 from objkv.tracing import NO_SPAN, Span, now_ns
-from objkv.transfer.lanes import Lane, Mark
+from objkv.transfer.lanes import Lane
 from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.loading.queue import FetchSpan, Task, opening_bytes, remaining, span_count
+from objkv.transfer.loading.writing import BlockWriter, CopyUnknownError, UnwantedError, claim_of
 from objkv.transfer.plan import LoadMove
 from objkv.transfer.slabs import Slab, SlabPool
 from objkv.transfer.sources import PayloadLayout
@@ -31,10 +31,6 @@ _BURST_BYTES = 1 << 20
 closing a job waits, and lets small frames share the cost of the two calls."""
 _TRACED_PAYLOADS_MAX = 64
 """Payloads traced per load. A long prompt has hundreds, which all look alike."""
-
-
-class UnwantedError(TransferError):
-    """The bytes are no longer needed: the job was closed, or an earlier chunk failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +95,6 @@ class Decoder:
     ``UnwantedError`` if the job no longer allows writes, and ``TransferError`` if no slab is free.
     """
 
-    _placed: Any = None
-    _mark: Mark | None = None
-    """A mark after all copies of this span."""
     seconds: float | None = None
     """The store's time for a whole payload, without decoding. None for a part of one."""
 
@@ -119,7 +112,8 @@ class Decoder:
         """``load``: the task's move. ``source``: the expected layout of the payload. ``seal``: the
         seal that payloads must have."""
         job, index, span = task
-        self._job, self._index, self._load = job, index, load
+        self._job, self._index = job, index
+        self._writer = BlockWriter(job, index, load, lane)
         self._lane, self._slabs, self._seal = lane, slabs, seal
         self._leased: list[Slab] = []
         self._decoded: list[memoryview] = []
@@ -128,9 +122,9 @@ class Decoder:
         self._started = monotonic()
         self.header = header = None if span is None else job.header(index)
         """The verified header. None until the first span has brought it."""
-        self.claim = header.claim if header else claim_of(job.plan.namespace, self._load, source)
+        self.claim = header.claim if header else claim_of(job.plan.namespace, load, source)
         self._source = source.reading(header.frames.layers) if header else source
-        record = dict(self._load.records).get(self.claim.key.field)
+        record = dict(load.records).get(self.claim.key.field)
         self.hot = record is not None and record.hot
         """Whether the index record lists a copy in the hot store."""
         self._count = 1 if header else self._spans(record, cuts)
@@ -148,11 +142,12 @@ class Decoder:
         exc: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        mark = self._writer.mark
         for slab in self._leased:
-            if self._mark is None:
+            if mark is None:
                 slab.release()
             else:
-                slab.release_after(self._mark)
+                slab.release_after(mark)
 
     @property
     def buffer(self) -> memoryview:
@@ -272,32 +267,15 @@ class Decoder:
 
     def _write(self) -> None:
         """Submit the decoded frames to the lane."""
-        job, index, lane, source = self._job, self._index, self._lane, self._source
         frames, self._decoded = self._decoded, []
         first, self._written = self._written, self._layer
-        if not job.enter(index):
-            raise UnwantedError("the load was given up")
-        mark, layers = None, range(0)
         try:
-            if frames:
-                if self._placed is None:
-                    if job.after is not None:
-                        lane.follow(job.after)
-                    self._placed = source.place(lane, self._load.move)
-                begin = max(first, source.frames.start)
-                source.scatter(lane, begin, frames, self._load.move, self._placed)
-            layers = source.fills(range(first, self._written))
-        finally:
-            try:
-                if frames:
-                    self._mark = mark = lane.mark()  # also after a fault: work may be submitted
-            except Exception:
-                for slab in self._leased:
-                    slab.strand()  # it is unknown when the device has read it
-                self._leased.clear()
-                raise
-            finally:  # closing the job waits for this call
-                job.leave(index, layers, lane, mark)
+            self._writer.write(self._source, range(first, self._written), frames)
+        except CopyUnknownError:
+            for slab in self._leased:
+                slab.strand()
+            self._leased.clear()
+            raise
 
     def _scratch(self, nbytes: int) -> memoryview:
         """Return memory to decode a frame into, separate from the span's other frames."""
@@ -311,10 +289,3 @@ class Decoder:
         slab = self._slabs.lease(ends_s(), wanted=lambda: job.wanted(self._index))
         self._leased.append(slab)
         return slab.view
-
-
-def claim_of(namespace: str, load: LoadMove, source: PayloadLayout) -> Claim:
-    """Return the claim of the payload that this rank must read for a move."""
-    move = load.move
-    key = ChunkKey(namespace, move.prefix_hash, move.group, source.shard)
-    return Claim(key, move.parent_hash, move.token_start, move.token_end)

@@ -19,9 +19,10 @@ from objkv.net.deadline import EndsBy
 from objkv.telemetry import Recorder, Trouble
 from objkv.tracing import NO_TRACING, Tracing
 from objkv.transfer.lanes import Lane, Mark
-from objkv.transfer.loading.fetch import Cuts, Decoder, UnwantedError, claim_of
+from objkv.transfer.loading.fetch import Cuts, Decoder
 from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.loading.queue import Task, TaskQueue
+from objkv.transfer.loading.writing import UnwantedError, claim_of
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import LoadOutcome, LoadPlan
 from objkv.transfer.slabs import SlabPool, WideSlabs
