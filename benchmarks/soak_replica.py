@@ -35,7 +35,8 @@ from objkv.net.guard import CallPolicy
 from objkv.telemetry import MemoryRecorder
 from objkv.testing.flaky import FlakyStore
 from objkv.transfer.lanes import HostLane
-from objkv.transfer.loading.loader import Loader, LoadLimits
+from objkv.transfer.loading.loader import Loader
+from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.saver import SaveLimits, Saver

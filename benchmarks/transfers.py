@@ -32,7 +32,8 @@ from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import NullRecorder
 from objkv.transfer.lanes import HostLane
-from objkv.transfer.loading.loader import Loader, LoadLimits
+from objkv.transfer.loading.loader import Loader
+from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.saver import SaveLimits, Saver

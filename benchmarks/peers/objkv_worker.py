@@ -28,7 +28,8 @@ from objkv.keys.prefix import root_hash, token_digest
 from objkv.keys.topology import rank_shard
 from objkv.telemetry import NullRecorder
 from objkv.transfer.lanes import HostLane
-from objkv.transfer.loading.loader import Loader, LoadLimits
+from objkv.transfer.loading.loader import Loader
+from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.saver import SaveLimits, Saver

@@ -45,19 +45,22 @@ class Progress:
     """One reading of a cell."""
 
     state: CellState
-    layers: int
-    """Leading frames of the payload that are verified and complete. The header is, if not 0."""
+    frames: int
+    """Leading frames of the payload that are verified. If not 0, the header is too."""
     offset: int
-    """Position of the payload in the arena; valid if ``layers`` is not 0."""
+    """Position of the payload in the arena; valid if ``frames`` is not 0."""
     nbytes: int
     reason: int
     """A ``MissReason`` if the state is FAILED."""
 
 
+ALL_FRAMES: Final = 0xFFFF_FFFF
+
+
 class Board:
     """Progress cells at the start of an arena. The agent writes them, replicas read them.
 
-    A cell is written as three words, of which the one with state and layers is last. On x86-64 and
+    A cell is written as three words, of which the one with state and frames is last. On x86-64 and
     ARM64 an aligned word is written at once; the order towards another core is settled by the
     eventfd call that follows on the writer's side and precedes on the reader's.
     """
@@ -72,7 +75,7 @@ class Board:
         words = self._words
         words[at + 1] = progress.offset
         words[at + 2] = progress.nbytes
-        words[at] = progress.state << 48 | progress.reason << 32 | progress.layers
+        words[at] = progress.state << 48 | progress.reason << 32 | progress.frames
 
     def read(self, cell: int) -> Progress:
         """Read a cell."""

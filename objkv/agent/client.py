@@ -1,8 +1,8 @@
 """A replica's side of the agent's socket: leases of payloads in the arena, and lookups.
 
-Everything that fails raises ``TransferError`` and ends the connection, whose leases end with it. No
-call waits longer than its time-out. Whoever reads the arena with a device must have finished before
-the connection is closed: the agent reuses the memory then.
+Everything that fails raises ``TransferError`` and leaves the connection unusable. No call waits
+longer than its time-out. A connection that failed still holds its leases until ``close``: whatever
+reads the arena must have finished by then, because the agent reuses the memory.
 """
 
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Lock
 from typing import NamedTuple, TypeVar
 
-from objkv.agent.arena import Arena, CellState, Progress
+from objkv.agent.arena import ALL_FRAMES, Arena, CellState, Progress
 from objkv.agent.core import Urgency
 from objkv.agent.fill import Wanted
 from objkv.agent.messages import (
@@ -31,6 +31,7 @@ from objkv.agent.messages import (
     pack_find,
     pack_hello,
     pack_opening,
+    pack_rejection,
     pack_release,
     unpack_found,
     unpack_opened,
@@ -62,11 +63,13 @@ class AgentConnection:
         """Raises ``TransferError`` if no agent serves ``path``, or it refuses."""
         self._path = path
         self._lock = Lock()
-        self._sock: socket.socket | None = None
+        self._is_lost = False
         self._arena: Arena | None = None
         self.event = -1
         """An eventfd that becomes readable when a payload that is being filled makes progress."""
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        sock = self._sock = socket.socket(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC
+        )
         try:
             sock.settimeout(call_s)
             sock.connect(str(path))
@@ -79,7 +82,6 @@ class AgentConnection:
         except TransferError:
             sock.close()
             raise
-        self._sock = sock
 
     def _greeted(self, message: bytes, descriptors: list[int], wants_arena: bool) -> None:
         try:
@@ -98,15 +100,14 @@ class AgentConnection:
 
     @property
     def arena(self) -> Arena:
-        """The agent's memory. Its mapping stays valid after the connection ends, but its content
-        does not."""
+        """The agent's memory. Valid until ``close``."""
         assert self._arena is not None
         return self._arena
 
     @property
     def is_open(self) -> bool:
         """Whether the connection has not failed."""
-        return self._sock is not None
+        return not self._is_lost
 
     def open(self, wanted: Sequence[Wanted], *, deadline_s: float, urgency: Urgency) -> list[Lease]:
         """Open payloads of one namespace for reading, in order. Each lease must be released."""
@@ -117,7 +118,8 @@ class AgentConnection:
             answer = self._call(pack_opening(Opening(urgency, deadline_ms, part)))
             for one in self._read(partial(unpack_opened, answer, len(part))):
                 state = CellState(one.state)
-                progress = Progress(state, 0, one.offset, one.nbytes, one.reason)
+                frames = ALL_FRAMES if state is CellState.READY else 0
+                progress = Progress(state, frames, one.offset, one.nbytes, one.reason)
                 if state is CellState.FILLING:
                     progress = self.arena.board.read(one.cell)
                 leases.append(Lease(one.lease, one.cell, progress))
@@ -127,6 +129,11 @@ class AgentConnection:
         """End leases. The memory may change from now on."""
         for start in range(0, len(leases), RELEASE_MAX):
             self._send(pack_release(leases[start : start + RELEASE_MAX]))
+
+    def reject(self, wanted: Wanted) -> None:
+        """Report that a resident payload is not what its key promises a reader. Its record is
+        forgotten, and nobody gets this copy any more."""
+        self._send(pack_rejection(wanted))
 
     def find(
         self, namespace: str, hashes: Sequence[bytes], fields: tuple[str, ...]
@@ -143,33 +150,25 @@ class AgentConnection:
             found += self._read(partial(unpack_found, answer, len(part), fields))
         return found
 
-    def wait(self, seconds: float) -> bool:
-        """Wait for progress, or ``wake``, for at most ``seconds``. Returns False if the agent has
-        gone."""
-        sock = self._sock
-        if sock is None:
-            return False
+    def wait(self, seconds: float, also: int) -> bool:
+        """Wait for progress, or until the eventfd ``also`` is readable, for at most ``seconds``.
+        Returns False if the agent has gone."""
         poll = select.poll()
         poll.register(self.event, select.POLLIN)
-        poll.register(sock, select.POLLHUP)
-        for fd, _ in poll.poll(max(0.0, 1000 * seconds)):
-            if fd != self.event:
-                return False
-            os.eventfd_read(self.event)
-        return True
-
-    def wake(self) -> None:
-        """End a ``wait`` of another thread."""
-        os.eventfd_write(self.event, 1)
-
-    def drop(self) -> None:
-        """End the connection and its leases, but keep the arena mapped. Idempotent."""
-        with self._lock:
-            self._drop()
+        poll.register(also, select.POLLIN)
+        poll.register(self._sock, select.POLLRDHUP)
+        ready = [fd for fd, _ in poll.poll(max(0.0, 1000 * seconds))]
+        for fd in ready:
+            if fd in (self.event, also):
+                os.eventfd_read(fd)
+        if self._sock.fileno() in ready:
+            self._is_lost = True
+        return not self._is_lost
 
     def close(self) -> None:
-        """End the connection, close the eventfd and unmap the arena. Idempotent."""
-        self.drop()
+        """End the connection and all its leases, and unmap the arena. Idempotent."""
+        self._is_lost = True
+        self._sock.close()
         if self.event >= 0:
             os.close(self.event)
             self.event = -1
@@ -182,15 +181,13 @@ class AgentConnection:
     def _call(self, message: bytes) -> bytes:
         with self._lock:
             self._push(message)
-            sock = self._sock
-            assert sock is not None
             try:
-                answer = sock.recv(MESSAGE_BYTES_MAX + 1)
+                answer = self._sock.recv(MESSAGE_BYTES_MAX + 1)
             except OSError as exc:
-                self._drop()
+                self._is_lost = True
                 raise TransferError(f"no answer from the agent at {self._path}: {exc}") from exc
             if not answer:
-                self._drop()
+                self._is_lost = True
                 raise TransferError(f"the agent at {self._path} ended the connection")
             return answer
 
@@ -199,23 +196,18 @@ class AgentConnection:
             self._push(message)
 
     def _push(self, message: bytes) -> None:
-        if self._sock is None:
+        if self._is_lost:
             raise TransferError(f"the connection to the agent at {self._path} is lost")
         try:
             self._sock.send(message)
         except OSError as exc:
-            self._drop()
+            self._is_lost = True
             raise TransferError(f"no connection to the agent at {self._path}: {exc}") from exc
 
     def _read(self, parse: Callable[[], T]) -> T:
-        """Parse an answer. A connection that sends nonsense ends."""
+        """Parse an answer. A connection that sends nonsense is lost."""
         try:
             return parse()
         except ProtocolError:
-            self.drop()
+            self._is_lost = True
             raise
-
-    def _drop(self) -> None:
-        if self._sock is not None:
-            self._sock.close()
-            self._sock = None

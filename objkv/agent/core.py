@@ -129,6 +129,12 @@ class Core:
                 self.residents.failed(resident, MissReason.NO_ROOM)
         return opened
 
+    def reject(self, wanted: Wanted) -> None:
+        """Give nobody this copy of a payload any more, and forget its record."""
+        key = wanted.claim.key
+        self.residents.forget(key.path())
+        self._cache.reject(key, {key.field: wanted.record}, corrupt=True)
+
     def forget_client(self, client: Waiter) -> None:
         """The client has gone; its leases were released."""
         with self._changed:

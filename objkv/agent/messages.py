@@ -47,8 +47,7 @@ class Kind(IntEnum):
     FIND = 7
     FOUND = 8
     FAILED = 9
-    STATS = 10
-    NUMBERS = 11
+    REJECT = 10
 
 
 class Hello(NamedTuple):
@@ -123,6 +122,15 @@ def unpack_text(message: bytes) -> str:
 
 def pack_opening(opening: Opening) -> bytes:
     """Return the message. All payloads are of one namespace, and there are at most ``OPEN_MAX``."""
+    return _pack_wanted(Kind.OPEN, opening)
+
+
+def pack_rejection(wanted: Wanted) -> bytes:
+    """Return the message that a payload is not what its key promises."""
+    return _pack_wanted(Kind.REJECT, Opening(0, 0, (wanted,)))
+
+
+def _pack_wanted(kind: Kind, opening: Opening) -> bytes:
     wanted = opening.wanted
     assert 0 < len(wanted) <= OPEN_MAX
     namespace = wanted[0].claim.key.namespace
@@ -135,7 +143,7 @@ def pack_opening(opening: Opening) -> bytes:
         entries.append(_ENTRY.pack(claim.key.prefix_hash, claim.parent_hash, *places, number))
     names = "\n".join(fields).encode()
     head = _OPENING.pack(
-        Kind.OPEN,
+        kind,
         opening.urgency,
         opening.deadline_ms,
         namespace.encode(),
@@ -150,7 +158,7 @@ def pack_opening(opening: Opening) -> bytes:
 
 
 def unpack_opening(message: bytes) -> Opening:
-    """Read the message."""
+    """Read an opening or a rejection."""
     try:
         _, urgency, deadline_ms, name, number, size = _OPENING.unpack_from(message)
         at = _OPENING.size + size

@@ -119,6 +119,7 @@ class AgentServer:
             Kind.OPEN: self._open,
             Kind.RELEASE: self._release,
             Kind.FIND: self._find,
+            Kind.REJECT: self._reject,
         }
         self._thread = Thread(target=self._accept, name="objkv-agent-accept", daemon=True)
         self._thread.start()
@@ -129,7 +130,8 @@ class AgentServer:
         return len(self._clients)
 
     def close(self) -> None:
-        """End all connections. Idempotent."""
+        """End all connections. The core must be closed: leased memory could be reused otherwise.
+        Idempotent."""
         with self._lock:
             self._closed = True
             clients = dict(self._clients)
@@ -204,6 +206,7 @@ class AgentServer:
         except Exception:
             logger.exception("client dropped number=%d", client.number)
         finally:
+            _await_end(client.sock)
             self._end(client)
 
     def _greet(self, client: Client) -> bool:
@@ -259,6 +262,10 @@ class AgentServer:
                 raise ProtocolError(f"lease {number} is not this client's")
             self._core.residents.release(resident)
 
+    def _reject(self, client: Client, message: bytes) -> None:
+        for wanted in unpack_opening(message).wanted:
+            self._core.reject(wanted)
+
     def _find(self, client: Client, message: bytes) -> bytes:
         namespace, hashes, fields = unpack_find(message)
         if not 0 < len(hashes) <= find_max(len(fields)):
@@ -276,6 +283,18 @@ class AgentServer:
         client.close()
         with self._lock:
             self._clients.pop(client, None)
+
+
+def _await_end(sock: socket.socket) -> None:
+    """End the conversation, and wait until the client has closed its side: a device of the client
+    may read leased memory until then."""
+    try:
+        sock.settimeout(None)
+        sock.shutdown(socket.SHUT_WR)
+        while sock.recv(1):
+            pass
+    except OSError:
+        logger.debug("client gone", exc_info=True)
 
 
 def _hang_up(sock: socket.socket) -> None:

@@ -35,7 +35,7 @@ from objkv.telemetry import MemoryRecorder
 from objkv.transfer.loading import queue as queue_module
 from objkv.transfer import slabs as slabs_module
 from objkv.transfer.loading.fetch import Cuts
-from objkv.transfer.loading.loader import LoadLimits
+from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from tests.fences.device import GONE, Hands, Stream, WatchedLane, WatchedPool
 from tests.fences.stage import Broken, Stage, the_stage

@@ -25,7 +25,8 @@ from objkv.tracing import NO_TRACING, Tracing
 from objkv.transfer.devices import open_lane
 from objkv.transfer.lanes import BlockRuns, HostLane, Lane, PagedLayers, Pages, Recast
 from objkv.transfer.loading.fetch import Cuts
-from objkv.transfer.loading.loader import Loader, LoadLimits
+from objkv.transfer.loading.loader import Loader
+from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.loading.queue import Task
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan, SaveMove, SavePlan

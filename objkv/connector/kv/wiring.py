@@ -44,7 +44,8 @@ from objkv.stores.base import WriteStore
 from objkv.telemetry import Recorder
 from objkv.tracing import NO_TRACING, Tracing, open_tracing
 from objkv.transfer.devices import driver_of, open_lane
-from objkv.transfer.loading.loader import Loader, LoadLimits
+from objkv.transfer.loading.loader import Loader
+from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.loading.queue import Task
 from objkv.transfer.paging import NOT_QUANTISED, PagedGroup, Quantised, check_pages
 from objkv.transfer.saver import SaveLimits, Saver

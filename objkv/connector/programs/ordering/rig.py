@@ -48,7 +48,8 @@ from objkv.tracing import NO_TRACING
 from objkv.transfer.devices import DeviceLane, driver_of, open_lane
 from objkv.transfer.lanes import Lane
 from objkv.transfer.loading.fetch import Cuts
-from objkv.transfer.loading.loader import Loader, LoadLimits
+from objkv.transfer.loading.loader import Loader
+from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import Blank, ChunkMove, LoadMove, LoadMoves, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.saver import SaveLimits, Saver

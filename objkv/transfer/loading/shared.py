@@ -1,0 +1,392 @@
+"""Loads from the memory that a node's agent shares: the agent fetches and verifies, this copies.
+
+One thread opens payloads in the order of their chunks, sleeps until the agent has verified more of
+them, and gives the frames to the lane where they are. A lease ends when the lane has read its
+memory. Any fault is a miss. Without an agent every load is a miss until there is one again.
+"""
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Mapping
+from select import select
+from threading import Lock, Thread
+from time import monotonic, sleep
+
+from objkv.agent.arena import CellState, Progress
+from objkv.agent.client import AgentConnection, Lease
+from objkv.agent.core import Urgency
+from objkv.agent.fill import Wanted
+from objkv.agent.residents import MissReason
+from objkv.background import join_all
+from objkv.codec.payload import Header, header_bytes_needed, read_claimed
+from objkv.errors import ObjkvError, PayloadError, TransferError
+from objkv.telemetry import Recorder, Trouble
+from objkv.tracing import NO_TRACING, Tracing
+from objkv.transfer.lanes import Lane
+from objkv.transfer.loading.job import LoadJob
+from objkv.transfer.loading.loads import LoadLimits, Loads
+from objkv.transfer.loading.writing import BlockWriter, CopyUnknownError, UnwantedError, claim_of
+from objkv.transfer.paging import PagedGroup
+from objkv.transfer.sources import PayloadLayout
+
+logger = logging.getLogger(__name__)
+_LENGTH_BYTES = 8
+_LOOK_S = 3e-4
+"""How often the device is polled while it reads leased memory."""
+_IDLE_S = 5.0
+_RETRY_S, _RETRY_MAX_S = 0.1, 5.0
+"""Pauses between attempts to reach an agent."""
+_WINDOW, _WINDOW_BYTES = 64, 512 << 20
+"""Payloads open at once, so that one long prompt does not lease the whole arena."""
+_BATCH_BYTES = 64 << 20
+"""Pages copied before the thread looks for more urgent loads."""
+_REFUSED = frozenset((MissReason.MISSING, MissReason.CORRUPT))
+
+
+class _Reading:
+    """One payload that is open, or about to be, for one move."""
+
+    __slots__ = (
+        "header",
+        "index",
+        "is_copied",
+        "job",
+        "layers",
+        "lease",
+        "nbytes",
+        "source",
+        "writer",
+    )
+
+    def __init__(self, job: LoadJob, index: int, source: PayloadLayout, writer: BlockWriter):
+        self.job, self.index, self.source, self.writer = job, index, source, writer
+        self.lease: Lease | None = None
+        self.header: Header | None = None
+        self.layers = 0
+        """Leading frames that were given to the lane."""
+        self.is_copied = False
+        """Whether nothing more will be."""
+        self.nbytes = 0
+        """Its pages, once it is open."""
+
+    def wanted(self) -> Wanted:
+        """Return what to ask the agent for."""
+        load = self.job.plan.moves[self.index]
+        claim = claim_of(self.job.plan.namespace, load, self.source)
+        return Wanted(claim, dict(load.records)[claim.key.field])
+
+    def read(self, progress: Progress, arena: memoryview) -> None:
+        """Give the lane the frames that are new. Raises ``PayloadError`` if the payload is not what
+        this rank expects."""
+        start = progress.offset
+        payload = arena[start : start + progress.nbytes]
+        if self.header is None:
+            needed = header_bytes_needed(payload[:_LENGTH_BYTES])
+            layers = self.source.layers
+            header = read_claimed(payload[:needed], self.wanted().claim, layers)
+            if header.nbytes != progress.nbytes or header.codec != "none":
+                raise PayloadError(f"{progress.nbytes} bytes in the arena, not {header.nbytes}")
+            self.source = self.source.reading(header.frames.layers)
+            self.header = header
+            self.job.began()
+        frames, ours = self.header.frames, self.source.frames
+        span = range(self.layers, min(progress.frames, len(frames)))
+        own = range(max(span.start, ours.start), min(span.stop, ours.stop))
+        self.layers = span.stop
+        pages = [payload[frames.starts[n] : frames.ends[n]] for n in own]
+        self.writer.write(self.source, span, pages)
+
+
+class SharedLoader(Loads):
+    """Loads by leases of an agent."""
+
+    def __init__(
+        self,
+        groups: Mapping[int, PagedGroup],
+        lane: Lane,
+        connect: Callable[[], AgentConnection],
+        *,
+        limits: LoadLimits,
+        recorder: Recorder,
+        clock: Callable[[], float] = monotonic,
+        tracing: Tracing = NO_TRACING,
+    ) -> None:
+        """``connect``: returns a new connection with an arena, or raises ``ObjkvError``. It is
+        called again when the connection is lost."""
+        super().__init__(groups, lane, limits, recorder, clock=clock, tracing=tracing)
+        self._connect = connect
+        self._trouble = Trouble(logger, "loads from the agent")
+        self._agent: AgentConnection | None = None
+        self._retry_at, self._retry_s = 0.0, _RETRY_S
+        self._lock = Lock()
+        self._came: deque[tuple[LoadJob, int]] = deque()
+        self._moves = 0
+        """Moves that wait for the thread. Guarded by the lock, with ``_came`` and ``_closed``."""
+        self._closed = False
+        self._waiting: deque[_Reading] = deque()
+        self._reading: list[_Reading] = []
+        self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._reach()
+        self._thread = Thread(target=self._work, name="objkv-load", daemon=True)
+        self._thread.start()
+
+    @property
+    def leased(self) -> int:
+        """Number of payloads that this worker reads now."""
+        return len(self._reading)
+
+    def close(self) -> None:
+        """Stop the thread. Unfinished plans never touch their blocks again. Idempotent."""
+        with self._lock:
+            self._closed = True
+        self._close_jobs()
+        os.eventfd_write(self._event, 1)
+        if join_all([self._thread], self._limits.join_s):
+            logger.warning("copies of loads did not finish on the device, going on")
+
+    def __repr__(self) -> str:
+        return f"<SharedLoader {len(self._jobs)} plans, {self.leased} payloads open>"
+
+    def _begin(self, job: LoadJob) -> int:
+        count = len(job.plan.moves)
+        with self._lock:
+            if self._closed or self._agent is None or not self._agent.is_open:
+                return 0
+            taken = min(count, max(0, self._limits.queue_max - self._moves))
+            self._moves += taken
+            self._came.append((job, taken))
+        os.eventfd_write(self._event, 1)
+        return taken
+
+    def cancel(self, request_id: str) -> None:
+        """See ``Loads.cancel``."""
+        super().cancel(request_id)
+        os.eventfd_write(self._event, 1)
+
+    def _work(self) -> None:
+        self._lane.adopt_thread()
+        try:
+            while not self._closed:
+                try:
+                    self._step()
+                except Exception:  # a dead thread would hang every later load
+                    self._recorder.count("load_errors")
+                    logger.exception("loads failed unexpectedly")
+                    self._lose()
+        finally:
+            self._lose()
+
+    def _step(self) -> None:
+        """Do what can be done now, then sleep until there is more."""
+        agent = self._agent or self._reach()
+        if agent is None:
+            self._sleep(self._retry_at - monotonic())
+            return
+        try:
+            self._take_jobs()
+            self._open(agent)
+            self._advance(agent)
+        except CopyUnknownError as exc:
+            self._trouble.failed(exc)
+            self._lose(keep=True)
+            return
+        except TransferError as exc:
+            self._trouble.failed(exc)
+            self._lose()
+            return
+        if not agent.wait(self._idle_s(), self._event):
+            self._trouble.failed(TransferError("the agent ended the connection"))
+            self._lose()
+
+    def _reach(self) -> AgentConnection | None:
+        if monotonic() < self._retry_at:
+            return None
+        try:
+            self._agent = self._connect()
+        except ObjkvError as exc:
+            self._trouble.failed(exc)
+            self._retry_at = monotonic() + self._retry_s
+            self._retry_s = min(2 * self._retry_s, _RETRY_MAX_S)
+            return None
+        self._trouble.worked()
+        self._retry_s = _RETRY_S
+        return self._agent
+
+    def _idle_s(self) -> float:
+        """Return how long nothing is due, unless something wakes the thread."""
+        if self._waiting and self._room()[0] > 0:
+            return 0.0
+        if any(one.is_copied for one in self._reading):
+            return _LOOK_S
+        left = [one.job.deadline - self._clock() for one in self._reading]
+        return max(0.0, min(left, default=_IDLE_S))
+
+    def _sleep(self, seconds: float) -> None:
+        """Sleep until ``wake`` or for at most ``seconds``."""
+        if select([self._event], [], [], max(0.0, seconds))[0]:
+            os.eventfd_read(self._event)
+
+    def _take_jobs(self) -> None:
+        """Queue the moves of new jobs: those within the step go first."""
+        with self._lock:
+            came = list(self._came)
+            self._came.clear()
+        for job, taken in came:
+            moves = [self._reading_of(job, index) for index in range(taken)]
+            if job.plan.sync:
+                self._waiting.extendleft(reversed(moves))
+            else:
+                self._waiting.extend(moves)
+
+    def _reading_of(self, job: LoadJob, index: int) -> _Reading:
+        load = job.plan.moves[index]
+        writer = BlockWriter(job, index, load, self._lane)
+        return _Reading(job, index, self._layouts.of(load), writer)
+
+    def _room(self) -> tuple[int, int]:
+        """Return how many payloads, and how many bytes, may be opened besides those that are."""
+        nbytes = sum(one.nbytes for one in self._reading)
+        return _WINDOW - len(self._reading), _WINDOW_BYTES - nbytes
+
+    def _open(self, agent: AgentConnection) -> None:
+        """Open the next payloads of one job, as many as there is room for."""
+        count, nbytes = self._room()
+        nbytes = min(nbytes, _BATCH_BYTES)
+        batch: list[tuple[_Reading, Wanted]] = []
+        while self._waiting and len(batch) < count and (nbytes > 0 or not self._reading):
+            one = self._waiting[0]
+            if batch and one.job is not batch[0][0].job:
+                break
+            self._waiting.popleft()
+            with self._lock:
+                self._moves -= 1
+            wanted = self._wanted(one) if one.job.wanted(one.index) else None
+            if wanted is not None:
+                batch.append((one, wanted))
+                one.nbytes = wanted.record.raw_bytes
+                nbytes -= one.nbytes
+        if not batch:
+            return
+        job = batch[0][0].job
+        self._reading += [one for one, _ in batch]
+        leases = agent.open(
+            [wanted for _, wanted in batch],
+            deadline_s=job.deadline - self._clock(),
+            urgency=Urgency.IN_STEP if job.plan.sync else Urgency.BETWEEN_STEPS,
+        )
+        for (one, _), lease in zip(batch, leases, strict=True):
+            one.lease = lease
+
+    def _wanted(self, one: _Reading) -> Wanted | None:
+        """Return what to open. None if the plan has no record of it, as for a ghost."""
+        try:
+            return one.wanted()
+        except KeyError:
+            self._fail(one, rejected=True)
+            return None
+
+    def _advance(self, agent: AgentConnection) -> None:
+        """Read what has arrived, and end the leases that are not needed any more."""
+        ended, kept = [], []
+        for one in self._reading:
+            if not one.is_copied:
+                self._read(agent, one)
+            mark = one.writer.mark
+            if one.is_copied and (mark is None or mark.done()):
+                ended.append(one)
+            else:
+                kept.append(one)
+        self._reading = kept
+        agent.release([one.lease.number for one in ended if one.lease and one.lease.number])
+
+    def _read(self, agent: AgentConnection, one: _Reading) -> None:
+        """Read one payload as far as it is there. Every fault is a miss."""
+        assert one.lease is not None
+        job = one.job
+        if not job.wanted(one.index):
+            self._recorder.count("load_given_up")
+            one.is_copied = True
+            return
+        progress = one.lease.progress
+        if progress.state is CellState.FILLING:
+            progress = agent.arena.board.read(one.lease.cell)
+        is_ready = progress.state is CellState.READY
+        try:
+            if progress.frames > one.layers and (is_ready or self._streams(one)):
+                one.read(progress, agent.arena.view)
+            if is_ready:
+                self._done(one)
+            elif progress.state is CellState.FAILED:
+                self._missed(one, MissReason(progress.reason))
+        except UnwantedError:
+            self._recorder.count("load_given_up")
+            one.is_copied = True
+        except PayloadError as exc:
+            logger.warning("payload refused, recomputing request=%s: %s", job.plan.request_id, exc)
+            self._recorder.count("load_corrupt")
+            self._fail(one, rejected=True)
+            agent.reject(one.wanted())
+
+    def _streams(self, one: _Reading) -> bool:
+        """Whether frames are copied as they arrive: a device has one copy for a whole payload,
+        unless a forward pass waits for single layers."""
+        return one.job.plan.sync or not self._lane.per_span
+
+    def _done(self, one: _Reading) -> None:
+        nbytes = one.wanted().record.nbytes
+        one.is_copied = True
+        one.job.came(nbytes)
+        self._recorder.count("load_bytes", nbytes)
+        self._recorder.count("agent_load_bytes", nbytes)
+        one.job.span_done(one.index)
+        self._settle(one.job)
+
+    def _missed(self, one: _Reading, reason: MissReason) -> None:
+        if reason is MissReason.NO_ROOM:
+            self._recorder.count("load_refused")
+        elif reason is MissReason.MISSING:
+            self._recorder.count("load_ghosts")
+        elif reason is MissReason.CORRUPT:
+            self._recorder.count("load_corrupt")
+        elif reason is not MissReason.LATE:
+            self._recorder.count("load_errors")
+        self._fail(one, rejected=reason in _REFUSED)
+
+    def _fail(self, one: _Reading, *, rejected: bool) -> None:
+        one.is_copied = True
+        one.job.fail(one.index, rejected=rejected)
+        self._settle(one.job)
+
+    def _settle(self, job: LoadJob) -> None:
+        if job.is_over():
+            self._over.set()
+
+    def _lose(self, *, keep: bool = False) -> None:
+        """Give up the connection, once no lane reads the arena any more. What was not copied fails.
+
+        ``keep``: leave it open for ever, because it is unknown when the device has read its memory.
+        """
+        agent = self._agent
+        with self._lock:
+            self._agent = None
+            came = list(self._came)
+            self._came.clear()
+            self._moves = 0
+        for job, _ in came:
+            job.fail(0, rejected=False)
+            self._settle(job)
+        for one in (*self._waiting, *self._reading):
+            one.job.fail(one.index, rejected=False)
+            self._settle(one.job)
+        self._waiting.clear()
+        marks = [one.writer.mark for one in self._reading if one.writer.mark is not None]
+        self._reading = []
+        end = monotonic() + self._limits.deadline_s
+        while not keep and any(not mark.done() for mark in marks):
+            keep = monotonic() >= end
+            sleep(_LOOK_S)
+        if keep:
+            logger.error("copies of loads did not finish on the device, keeping their memory")
+        elif agent is not None:
+            agent.close()
