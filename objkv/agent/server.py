@@ -15,6 +15,7 @@ from threading import Lock, Thread
 
 from objkv.agent.arena import Arena, CellState
 from objkv.agent.core import Core, Urgency
+from objkv.agent.lookups import NodeLookups
 from objkv.agent.messages import (
     MESSAGE_BYTES_MAX,
     VERSION,
@@ -35,7 +36,6 @@ from objkv.agent.messages import (
 from objkv.agent.residents import MissReason, Resident
 from objkv.background import JOIN_S, join_all
 from objkv.errors import StoreError
-from objkv.index.base import ReadIndex
 from objkv.telemetry import Recorder
 
 logger = logging.getLogger(__name__)
@@ -104,13 +104,13 @@ class AgentServer:
         listener: socket.socket,
         core: Core,
         arena: Arena,
-        index: ReadIndex,
+        lookups: NodeLookups,
         recorder: Recorder,
         limits: ServerLimits = ServerLimits(),
     ) -> None:
         """Closes ``listener``, and none of the others."""
         self._listener, self._core, self._arena = listener, core, arena
-        self._index, self._recorder, self._limits = index, recorder, limits
+        self._lookups, self._recorder, self._limits = lookups, recorder, limits
         self._lock = Lock()
         self._clients: dict[Client, Thread] = {}
         self._numbers = 0
@@ -265,12 +265,14 @@ class AgentServer:
     def _reject(self, client: Client, message: bytes) -> None:
         for wanted in unpack_opening(message).wanted:
             self._core.reject(wanted)
+            key = wanted.claim.key
+            self._lookups.invalidate(key.namespace, key.prefix_hash)
 
     def _find(self, client: Client, message: bytes) -> bytes:
         namespace, hashes, fields = unpack_find(message)
         if not 0 < len(hashes) <= find_max(len(fields)):
             raise ProtocolError(f"a lookup of {len(hashes)} chunks")
-        answer = pack_found(self._index.find(namespace, hashes, fields), fields)
+        answer = pack_found(self._lookups.find(namespace, hashes, fields), fields)
         if answer is None:
             raise StoreError("the answer is too long")
         return answer

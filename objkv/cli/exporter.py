@@ -1,11 +1,9 @@
 """``objkv exporter``: serve store and index metrics to Prometheus."""
 
 import logging
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from importlib import metadata
 from typing import Annotated
 
@@ -15,6 +13,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from objkv.assembly.backends import Backends, describe_index, open_backends
 from objkv.cli.command import FINE, UNREACHABLE, Session, command
 from objkv.cli.options import time_option
+from objkv.cli.signals import end_signals
 from objkv.cli.upkeep import refuse_memory
 from objkv.errors import StoreUnavailable
 from objkv.ops.backends_view import BackendsView
@@ -99,7 +98,7 @@ def _serve(
     def is_healthy() -> bool:
         return watch.is_alive() and (scans is None or scans.is_alive())
 
-    with ExitStack() as stack, _end_signals() as ended:
+    with ExitStack() as stack, end_signals() as ended:
         server = ExporterServer(registry, *address, is_healthy=is_healthy)
         watch.start()
         stack.callback(watch.stop)
@@ -134,22 +133,6 @@ def _print_once(
         )
     else:
         sys.stdout.write(generate_latest(registry).decode())
-
-
-@contextmanager
-def _end_signals() -> Iterator[threading.Event]:
-    """An event that SIGTERM (Kubernetes, systemd) and Ctrl-C set. A process that ignores SIGINT
-    keeps ignoring it."""
-    ended = threading.Event()
-    numbers = [signal.SIGTERM]
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        numbers.append(signal.SIGINT)
-    before = {number: signal.signal(number, lambda *_: ended.set()) for number in numbers}
-    try:
-        yield ended
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _asks(session: Session, backends: Backends) -> Asks:

@@ -52,6 +52,7 @@ TOPICS: Final = {
     "hot_payload_bytes_max": "Hot store",
     "model_id": "Model and weights",
     "quota_high_percent": "Eviction",
+    "agent": "Node agent",
     "lookup_deadline_ms": "Deadlines",
     "load_threads": "Threads and queues",
     "near_records_max": "Near cache and leases",
@@ -206,6 +207,15 @@ class Config(BaseModel):
     and for the saves of two full steps, and at most an eighth of the host's memory for all workers.
     If a worker loads payloads of larger shards than its own, it adds a quarter, or twice the
     largest such payload if that is more."""
+
+    agent: str = Field(default="off", pattern=r"^(off|auto|unix:///[^\x00]{1,100})$")
+    """Whether a node agent loads for all replicas of this machine, from memory that they share.
+    ``off``: each worker loads for itself. ``auto``: the first replica starts an agent, which ends
+    when it is idle. ``unix:///path``: the socket of an agent that runs already; replicas then load
+    nothing while it is away."""
+    agent_memory_bytes: int = Field(default=0, ge=0)
+    """Memory of an agent for payloads, its arena. 0: an eighth of the machine's memory. It takes
+    none before payloads fill it."""
 
     lookup_deadline_ms: int = Field(default=500, ge=1)
     """A lookup that takes longer is a miss."""

@@ -5,9 +5,10 @@ import socket
 from typing import Literal
 from urllib.parse import urlsplit
 
+from objkv.assembly.agent import cache_settings
 from objkv.assembly.backends import Backends, check_backends, open_backends, open_room
 from objkv.assembly.seal import open_seal
-from objkv.cache.chunks import CacheSettings, ChunkCache
+from objkv.cache.chunks import ChunkCache
 from objkv.config import Config
 from objkv.errors import ConfigError
 from objkv.telemetry import Recorder
@@ -36,15 +37,7 @@ def open_cache(
         writer: the name of this process in leases.
         read_once: payloads are usually read once, so none is promoted and no quota applies.
     """
-    settings = CacheSettings(
-        writer,
-        config.ttl_s,
-        config.lease_ms,
-        config.hot_payload_bytes_max,
-        config.hot_save_bytes_max,
-        config.hot_promote_loads,
-        0 if read_once else config.hot_promote_bytes_max,
-    )
+    settings = cache_settings(config, writer, promotes=not read_once)
     return ChunkCache(
         backends.bulk,
         backends.hot,

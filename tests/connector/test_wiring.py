@@ -42,7 +42,7 @@ def test_saves_have_slabs_for_two_full_steps_unless_a_setting_or_the_host_forbid
     limited = plan_pools(Config(pinned_bytes_max=50 * pools.slab_bytes), {0: paged}, CHUNK, busy)
     assert limited.load_slabs + limited.save_slabs == 50
     assert "raise pinned_bytes_max slabs=34 expected=200" in caplog.text
-    monkeypatch.setattr(wiring, "_host_bytes", lambda: 4 * 8 * 20 * pools.slab_bytes)
+    monkeypatch.setattr(wiring, "host_bytes", lambda: 4 * 8 * 20 * pools.slab_bytes)
     small = plan_pools(Config(), {0: paged}, CHUNK, busy)
     assert small.load_slabs + small.save_slabs == 20, "an eighth of the host, for four workers"
 
@@ -56,7 +56,10 @@ def test_memory_that_may_not_be_page_locked_is_refused_at_the_start() -> None:
 
     with pytest.raises(ConfigError, match=r"out of memory.*: lower pinned_bytes_max"):
         open_slabs(pools, refuse)
-    assert [pool.total for pool in open_slabs(pools, None)] == [pools.load_slabs, pools.save_slabs]
+    assert [pool.total for pool in open_slabs(pools, None).values()] == [
+        pools.load_slabs,
+        pools.save_slabs,
+    ]
 
 
 @pytest.mark.parametrize(

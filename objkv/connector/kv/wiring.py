@@ -1,16 +1,16 @@
 """Makes the scheduler's and the worker's side from vLLM's configuration, settings and backends."""
 
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from inspect import signature
 from itertools import cycle
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from objkv.assembly.agent import AgentLink
 from objkv.assembly.backends import Backends
 from objkv.cache.admission import AdmissionPolicy
 from objkv.cache.chunks import ChunkCache
@@ -18,6 +18,7 @@ from objkv.cache.lookup import LookupLimits, LookupService
 from objkv.cache.switch import AdmissionSwitch
 from objkv.codec.payload import payload_bytes_max
 from objkv.config import Config
+from objkv.config.node import host_bytes
 from objkv.connector.kv.coverage import open_coverage
 from objkv.connector.kv.requests import RequestTracker
 from objkv.connector.kv.scheduler import Roles, SchedulerSide
@@ -45,8 +46,9 @@ from objkv.telemetry import Recorder
 from objkv.tracing import NO_TRACING, Tracing, open_tracing
 from objkv.transfer.devices import driver_of, open_lane
 from objkv.transfer.loading.loader import Loader
-from objkv.transfer.loading.loads import LoadLimits
+from objkv.transfer.loading.loads import LoadLimits, Loads
 from objkv.transfer.loading.queue import Task
+from objkv.transfer.loading.shared import SharedLoader
 from objkv.transfer.paging import NOT_QUANTISED, PagedGroup, Quantised, check_pages
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import Pin, SlabPool, WideSlabs
@@ -64,7 +66,9 @@ _PINNED_SHARE = 8
 _PINNED_BYTES = 1 << 30
 """The default limit is at least this, if the host has the memory: payloads of other shapes take a
 share of the limit."""
-_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_AGENT_S = 30.0
+"""How long a worker waits at its start for an agent that is being started. Then it serves without,
+until there is one."""
 _LOAD_LANES = 2
 """Streams of loads: while one distributes pages, the other copies."""
 _WIDE_SHARE = 4
@@ -240,27 +244,42 @@ def make_worker_side(
     pools = plan_pools(config, groups, geometry.chunk_tokens, rank)
     pin = None if device.type == "cpu" else driver_of(device).pin
     slabs = open_slabs(pools, pin)
-    # Each lane of a device has staging memory, and more lanes do not copy faster.
-    lanes = cycle([open_lane(device, urgent=True) for _ in range(_LOAD_LANES)])
-    loader = Loader(
-        cache,
-        groups,
-        slabs[0],
-        wide=plan_wide(config, groups, geometry.chunk_tokens, pools, pin=pin),
-        lane_for_thread=lambda: next(lanes),
-        limits=LoadLimits(
-            pools.load_threads,
-            config.load_queue_max,
-            config.load_deadline_ms / 1000,
-            min(config.step_load_deadline_ms, config.load_deadline_ms) / 1000,
-        ),
-        recorder=recorder,
-        tracing=tracing,
+    limits = LoadLimits(
+        pools.load_threads,
+        config.load_queue_max,
+        config.load_deadline_ms / 1000,
+        min(config.step_load_deadline_ms, config.load_deadline_ms) / 1000,
     )
+    loader: Loads
+    if config.agent == "off":
+        # Each lane of a device has staging memory, and more lanes do not copy faster.
+        lanes = cycle([open_lane(device, urgent=True) for _ in range(_LOAD_LANES)])
+        loader = Loader(
+            cache,
+            groups,
+            slabs["load"],
+            wide=plan_wide(config, groups, geometry.chunk_tokens, pools, pin=pin),
+            lane_for_thread=lambda: next(lanes),
+            limits=limits,
+            recorder=recorder,
+            tracing=tracing,
+        )
+    else:
+        link = AgentLink(config)
+        if config.agent == "auto":
+            link.await_agent(_AGENT_S)
+        loader = SharedLoader(
+            groups,
+            open_lane(device, urgent=True),
+            partial(link.connect, wants_arena=True),
+            limits=limits,
+            recorder=recorder,
+            tracing=tracing,
+        )
     saver = Saver(
         cache,
         groups,
-        slabs[1],
+        slabs["save"],
         lane=open_lane(device),
         limits=SaveLimits(
             config.save_threads,
@@ -298,7 +317,7 @@ def plan_pools(
     """Divide the pinned memory: at most half for loads, the rest for saves, so that neither starves
     the other. Each load thread has two slabs, for the payload and for decoded pages. Saves should
     have slabs for two full steps: one that is being copied, and one that is being sent. Raises
-    ``ConfigError`` if there is not enough for one thread of each."""
+    ``ConfigError`` if there is not enough for one thread of each. An agent loads without slabs."""
     # Includes room for token ids, which payloads of other replicas may contain.
     slab_bytes = max(payload_bytes_max(g.layers, tokens=chunk_tokens) for g in groups.values())
     # One page more, because the header is a few bytes longer for another block size.
@@ -309,13 +328,14 @@ def plan_pools(
     save_max = queue_max + config.save_threads
     nbytes = config.pinned_bytes_max
     if not nbytes:
-        share = _host_bytes() // _PINNED_SHARE // rank.workers
+        share = host_bytes() // _PINNED_SHARE // rank.workers
         expected = max(slab_bytes * (load_max + save_max), _PINNED_BYTES)
         nbytes = min(expected, max(share, 4 * slab_bytes))
     budget = nbytes // slab_bytes
-    load = min(load_max, budget // 2 // 2 * 2)
+    loads_here = config.agent == "off"
+    load = min(load_max, budget // 2 // 2 * 2) if loads_here else 0
     save = min(save_max, budget - load)
-    if load < 2 or save < 1:
+    if load < 2 * loads_here or save < 1:
         raise ConfigError(
             f"pinned_bytes_max={config.pinned_bytes_max} is less than 4 slabs of {slab_bytes} "
             "bytes, one chunk each: raise it, or lower chunk_tokens"
@@ -328,18 +348,19 @@ def plan_pools(
             two_steps,
             slab_bytes,
         )
-    return Pools(slab_bytes, load, save, load // 2, queue_max, nbytes)
+    return Pools(slab_bytes, load, save, max(1, load // 2), queue_max, nbytes)
 
 
-def open_slabs(pools: Pools, pin: Pin | None) -> list[SlabPool]:
-    """Allocate the slabs of loads and of saves. Raises ``ConfigError`` if memory is short, or may
-    not be page-locked."""
+def open_slabs(pools: Pools, pin: Pin | None) -> dict[str, SlabPool]:
+    """Allocate the slabs of loads, if there are any, and of saves. Raises ``ConfigError`` if memory
+    is short, or may not be page-locked."""
     counts = {"load": pools.load_slabs, "save": pools.save_slabs}
     try:
-        return [
-            SlabPool(name, count=count, slab_bytes=pools.slab_bytes, pin=pin)
+        return {
+            name: SlabPool(name, count=count, slab_bytes=pools.slab_bytes, pin=pin)
             for name, count in counts.items()
-        ]
+            if count
+        }
     except (OSError, RuntimeError, MemoryError) as exc:
         nbytes = pools.slab_bytes * sum(counts.values())
         raise ConfigError(
@@ -352,15 +373,6 @@ def _workers_here(vllm_config: "VllmConfig") -> int:
     """Return how many workers this host may have, those of data-parallel replicas included."""
     parallel = vllm_config.parallel_config
     return int(parallel.world_size * max(1, parallel.data_parallel_size_local))
-
-
-def _host_bytes() -> int:
-    """Return the memory of this host, or of this container if that is less."""
-    nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        return min(nbytes, int(_CONTAINER_LIMIT.read_text()))
-    except (OSError, ValueError):  # no such file, or "max"
-        return nbytes
 
 
 def plan_wide(

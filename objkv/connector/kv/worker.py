@@ -19,7 +19,7 @@ from objkv.connector.kv.metadata import LostLoad, StepPlan, StepReport
 from objkv.connector.model.groups import Geometry
 from objkv.tracing import Tracing
 from objkv.transfer.lanes import Mark
-from objkv.transfer.loading.loader import Loader
+from objkv.transfer.loading.loads import Loads
 from objkv.transfer.paging import NOT_QUANTISED, PagedGroup, Quantised
 from objkv.transfer.plan import LoadOutcome, LoadPlan
 from objkv.transfer.saver import Saver
@@ -71,7 +71,7 @@ class WorkerSide:
         rank: Rank,
         groups: Mapping[int, PagedGroup],
         *,
-        loader: Loader,
+        loader: Loads,
         saver: Saver,
         cache: ChunkCache,
         tracing: Tracing,

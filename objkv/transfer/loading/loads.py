@@ -148,6 +148,10 @@ class Loads:
                 logger.exception("load not counted request=%s", request_id)
         return outcomes
 
+    def close(self) -> None:
+        """Stop. Unfinished plans never touch their blocks again. Idempotent."""
+        raise NotImplementedError
+
     def _close_jobs(self) -> None:
         """Let no unfinished plan touch its blocks again."""
         end = monotonic() + _COPIES_S  # for all loads: a device that hangs ends none of them

@@ -1,0 +1,146 @@
+"""Runs a node agent: its arena, its core, and its socket, over stores and index."""
+
+import logging
+import os
+import socket
+import sys
+from pathlib import Path
+from threading import Event
+from time import monotonic, sleep
+from types import TracebackType
+from typing import Self
+
+from objkv.agent.arena import PAGE, Arena
+from objkv.agent.client import AgentConnection
+from objkv.agent.core import Core, CoreLimits
+from objkv.agent.launch import AgentSocket, is_listening, start_agent
+from objkv.agent.lookups import NearLimits, NodeLookups
+from objkv.agent.server import AgentServer
+from objkv.assembly.backends import check_backends, open_backends, open_room
+from objkv.assembly.seal import open_seal
+from objkv.cache.chunks import CacheSettings, ChunkCache
+from objkv.config import Config
+from objkv.config.node import agent_environment, agent_socket, host_bytes
+from objkv.errors import TransferError
+from objkv.telemetry import Recorder
+
+logger = logging.getLogger(__name__)
+_MEMORY_SHARE = 8
+"""Divisor: the default arena is this fraction of the machine's memory."""
+_LOOK_S = 1.0
+_POLL_S = 0.05
+_SWITCH_S = 5e-4
+"""How long a thread keeps the interpreter while another waits for it. Lookups take microseconds,
+and would wait for Python's usual 5 ms behind threads that fetch."""
+
+
+def cache_settings(config: Config, writer: str, *, promotes: bool = True) -> CacheSettings:
+    """Return the cache's part of the settings."""
+    return CacheSettings(
+        writer,
+        config.ttl_s,
+        config.lease_ms,
+        config.hot_payload_bytes_max,
+        config.hot_save_bytes_max,
+        config.hot_promote_loads,
+        config.hot_promote_bytes_max if promotes else 0,
+    )
+
+
+class AgentLink:
+    """A replica's way to its agent. Starts one if the settings say so."""
+
+    def __init__(self, config: Config) -> None:
+        """Raises ``ConfigError`` if an agent cannot be started here."""
+        path = agent_socket(config)
+        assert path is not None
+        self._config, self._path = config, path
+        if config.agent == "auto":
+            start_agent(path, agent_environment(config))
+
+    def connect(self, *, wants_arena: bool = False) -> AgentConnection:
+        """Return a new connection. Raises ``TransferError``, and with ``auto`` has then started
+        another agent for the next attempt."""
+        try:
+            return AgentConnection(self._path, wants_arena=wants_arena)
+        except TransferError:
+            if self._config.agent == "auto":
+                start_agent(self._path, agent_environment(self._config))
+            raise
+
+    def await_agent(self, seconds: float) -> bool:
+        """Wait until an agent listens, for at most ``seconds``."""
+        end = monotonic() + seconds
+        while not is_listening(self._path):
+            if monotonic() >= end:
+                return False
+            sleep(_POLL_S)
+        return True
+
+
+class NodeAgent:
+    """An agent that serves a socket until it is closed. A context manager."""
+
+    def __init__(self, config: Config, path: Path, recorder: Recorder) -> None:
+        """Raises ``AgentRuns`` if another one serves ``path``, ``ConfigError``, and with
+        ``at_start`` strict ``StoreError``."""
+        self._config, self._path = config, path
+        self._socket = AgentSocket(path)
+        try:
+            self._backends = open_backends(config, recorder)
+            check_backends(self._backends, config)
+            nbytes = config.agent_memory_bytes or host_bytes() // _MEMORY_SHARE
+            self.arena = Arena.create(max(PAGE, nbytes))
+        except BaseException:
+            self._socket.close()
+            raise
+        writer = f"{socket.gethostname()}:{os.getpid()}:agent"
+        self._cache = ChunkCache(
+            self._backends.bulk,
+            self._backends.hot,
+            self._backends.index,
+            cache_settings(config, writer),
+            recorder,
+            room=open_room(config, self._backends, recorder),
+            seal=open_seal(config),
+        )
+        limits = CoreLimits(config.load_threads, config.load_queue_max)
+        self.core = Core(self._cache, self.arena, limits, recorder)
+        near = NearLimits(
+            config.near_records_max, config.near_ttl_ms / 1000, config.near_miss_ttl_ms / 1000
+        )
+        self.lookups = NodeLookups(self._backends.index, near)
+        self.server = AgentServer(
+            self._socket.listener, self.core, self.arena, self.lookups, recorder
+        )
+        logger.info("agent ready socket=%s arena_bytes=%d", path, self.arena.nbytes)
+
+    def run(self, ended: Event, *, idle_s: float | None = None) -> None:
+        """Serve until ``ended`` is set, or nobody has been connected for ``idle_s``."""
+        sys.setswitchinterval(_SWITCH_S)
+        used = monotonic()
+        while not ended.wait(_LOOK_S if idle_s is None else min(_LOOK_S, idle_s / 2)):
+            if self.server.clients:
+                used = monotonic()
+            elif idle_s is not None and monotonic() - used >= idle_s:
+                logger.info("agent idle, ending idle_s=%g", idle_s)
+                return
+
+    def close(self) -> None:
+        """End: the socket first, so that the next agent can have it, then fetches and clients."""
+        self._socket.close()
+        self.core.close(self._config.load_deadline_ms / 1000)
+        self.server.close()
+        self._cache.close(1.0)
+        self._backends.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

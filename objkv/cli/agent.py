@@ -1,0 +1,40 @@
+"""``objkv agent``: run the node agent."""
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from objkv.assembly.agent import NodeAgent
+from objkv.cli.command import FINE, Session, command
+from objkv.cli.options import time_option
+from objkv.cli.signals import end_signals
+from objkv.cli.upkeep import refuse_memory
+from objkv.config.node import agent_socket
+from objkv.errors import ConfigError
+from objkv.telemetry import MemoryRecorder
+
+
+@command
+def agent(
+    session: Session,
+    path: Annotated[
+        Path | None,
+        typer.Option("--socket", help="Socket to serve; default: OBJKV_AGENT.", metavar="PATH"),
+    ] = None,
+    idle_exit: Annotated[
+        float | None,
+        time_option("Exit after this time without clients", "--idle-exit", least=1),
+    ] = None,
+) -> int:
+    """Fetch, verify and keep payloads for all replicas of this machine."""
+    refuse_memory(session, "agent")
+    where = path or agent_socket(session.config)
+    if where is None:
+        raise ConfigError("no socket to serve: give --socket PATH, or set OBJKV_AGENT")
+    logging.basicConfig(format="%(asctime)s %(levelname)s objkv: %(message)s", level=logging.INFO)
+    with end_signals() as ended, NodeAgent(session.config, where, MemoryRecorder()) as running:
+        session.out.line(f"serving {where}")
+        running.run(ended, idle_s=idle_exit)
+    return FINE

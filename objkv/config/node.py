@@ -1,0 +1,83 @@
+"""The node: its memory, where its agent listens, and which settings an agent's replicas share."""
+
+import hashlib
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Final
+
+from objkv.config.schema import Config
+from objkv.config.sources import CONFIG_FILE_VARIABLE, ENV_PREFIX
+from objkv.errors import ConfigError
+
+_REPLICAS_OWN: Final = frozenset(
+    {
+        *("agent", "chunk_tokens", "codec", "load_mode", "save_decode", "model_id"),
+        *("weights_epoch", "weights_digest", "vllm_patches", "pinned_bytes_max", "store_tokens"),
+        *("lookup_deadline_ms", "load_deadline_ms", "step_load_deadline_ms", "save_deadline_ms"),
+        *("encoder_deadline_ms", "drain_deadline_ms", "load_queue_max", "save_queue_max"),
+        *("lookup_queue_max", "admission", "at_start", "load_failure"),
+    }
+)
+"""Settings that replicas of one agent may have different."""
+_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_PATH_BYTES_MAX = 100
+"""A socket's path may have 107."""
+
+
+def agent_socket(config: Config) -> Path | None:
+    """Return where the agent for these settings listens; None if there is to be none.
+
+    With ``auto``, replicas have an agent in common if they would use the same stores with the same
+    credentials and keys. Raises ``ConfigError`` if the folder of the socket belongs to another
+    user.
+    """
+    if config.agent == "off":
+        return None
+    if config.agent != "auto":
+        return Path(config.agent.removeprefix("unix://"))
+    kept = config.model_dump(mode="json", exclude=set(_REPLICAS_OWN))
+    aws = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    text = json.dumps([kept, aws], sort_keys=True)
+    return _own_folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.sock"
+
+
+def agent_environment(config: Config) -> dict[str, str]:
+    """Return the environment of an agent with these settings, whatever sources they came from."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+    environ.pop(CONFIG_FILE_VARIABLE, None)
+    for name in sorted(config.model_fields_set - {"agent"}):
+        value = getattr(config, name)
+        if value is not None:
+            environ[ENV_PREFIX + name.upper()] = str(value)
+    return environ
+
+
+def _own_folder() -> Path:
+    """Return a folder of this user, with a short path, that is gone after a restart."""
+    given = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(given) / "objkv" if given else Path("/tmp") / f"objkv-{os.geteuid()}"  # noqa: S108
+    if len(os.fsencode(folder)) > _PATH_BYTES_MAX - 32:
+        folder = Path("/tmp") / f"objkv-{os.geteuid()}"  # noqa: S108
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+    except OSError as exc:
+        raise ConfigError(
+            f"no folder {folder} for the agent's socket ({exc}): set agent to off"
+        ) from exc
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise ConfigError(
+            f"{folder} is not a private folder of this user: remove it, or set agent to off"
+        )
+    return folder
+
+
+def host_bytes() -> int:
+    """Return the memory of this machine, or of this container if that is less."""
+    nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(nbytes, int(_CONTAINER_LIMIT.read_text()))
+    except (OSError, ValueError):  # no such file, or "max"
+        return nbytes
