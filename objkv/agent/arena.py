@@ -28,8 +28,20 @@ CELLS: Final = 32_768
 BOARD_BYTES: Final = CELLS * _CELL_BYTES
 # Constants of Linux that Python 3.11 does not name.
 _ADD_SEALS, _GET_SEALS = 1033, 1034
-_SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 0x2, 0x4, 0x10
-_READ_ONLY = _SEAL_SHRINK | _SEAL_GROW | _SEAL_FUTURE_WRITE
+_FIXED_SIZE = 0x2 | 0x4  # F_SEAL_SHRINK, F_SEAL_GROW
+_READ_ONLY = _FIXED_SIZE | 0x10  # F_SEAL_FUTURE_WRITE
+
+
+def seal_size(fd: int) -> None:
+    """Let nobody change the size of a memfd any more. Raises ``OSError``."""
+    fcntl.fcntl(fd, _ADD_SEALS, _FIXED_SIZE)
+
+
+def check_seals(fd: int, *, writable: bool) -> bool:
+    """Whether a memfd has a fixed size and, unless ``writable``, gets no new writers. Raises
+    ``OSError`` if it is no memfd."""
+    seals = _FIXED_SIZE if writable else _READ_ONLY
+    return fcntl.fcntl(fd, _GET_SEALS) & seals == seals
 
 
 class CellState(IntEnum):
@@ -132,9 +144,9 @@ class Arena:
         """Map the arena that an agent sent. Takes over ``fd``. Raises ``TransferError`` unless it
         is one that can neither shrink, which would kill its readers, nor be written here."""
         try:
-            seals = fcntl.fcntl(fd, _GET_SEALS)
             total = os.fstat(fd).st_size
-            if seals & _READ_ONLY != _READ_ONLY or total <= BOARD_BYTES or total % PAGE:
+            sealed = check_seals(fd, writable=False)
+            if not sealed or total <= BOARD_BYTES or total % PAGE:
                 raise TransferError("the agent's arena is not sealed, or has an invalid size")
             return cls(fd, mmap.mmap(fd, total, prot=mmap.PROT_READ), writable=False)
         except OSError as exc:

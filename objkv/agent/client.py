@@ -22,17 +22,20 @@ from objkv.agent.messages import (
     OPEN_MAX,
     RELEASE_MAX,
     VERSION,
+    CommitStatus,
     Hello,
     Kind,
     Opening,
     ProtocolError,
     find_max,
     kind_of,
+    pack_commit,
     pack_find,
     pack_hello,
     pack_opening,
     pack_rejection,
     pack_release,
+    unpack_committed,
     unpack_found,
     unpack_opened,
     unpack_text,
@@ -59,8 +62,16 @@ class Lease(NamedTuple):
 class AgentConnection:
     """One connection. Thread-safe: calls take turns."""
 
-    def __init__(self, path: Path, *, wants_arena: bool = False, call_s: float = CALL_S) -> None:
-        """Raises ``TransferError`` if no agent serves ``path``, or it refuses."""
+    def __init__(
+        self,
+        path: Path,
+        *,
+        wants_arena: bool = False,
+        outbox: int = -1,
+        call_s: float = CALL_S,
+    ) -> None:
+        """``outbox``: a memfd to send; the caller still owns it. Raises ``TransferError`` if no
+        agent serves ``path``, or it refuses."""
         self._path = path
         self._lock = Lock()
         self._is_lost = False
@@ -73,7 +84,8 @@ class AgentConnection:
         try:
             sock.settimeout(call_s)
             sock.connect(str(path))
-            sock.send(pack_hello(Hello(VERSION, wants_arena)))
+            hello = pack_hello(Hello(VERSION, wants_arena, outbox >= 0))
+            socket.send_fds(sock, [hello], [outbox] if outbox >= 0 else [])
             message, descriptors, _, _ = socket.recv_fds(sock, MESSAGE_BYTES_MAX, 2)
             self._greeted(message, descriptors, wants_arena)
         except OSError as exc:
@@ -134,6 +146,11 @@ class AgentConnection:
         """Report that a resident payload is not what its key promises a reader. Its record is
         forgotten, and nobody gets this copy any more."""
         self._send(pack_rejection(wanted))
+
+    def commit(self, offset: int, nbytes: int) -> CommitStatus:
+        """Hand over a payload in the outbox. Its memory may be reused when this returns."""
+        answer = self._call(pack_commit(offset, nbytes))
+        return self._read(partial(unpack_committed, answer))
 
     def find(
         self, namespace: str, hashes: Sequence[bytes], fields: tuple[str, ...]

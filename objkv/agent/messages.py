@@ -48,6 +48,23 @@ class Kind(IntEnum):
     FOUND = 8
     FAILED = 9
     REJECT = 10
+    COMMIT = 11
+    COMMITTED = 12
+
+
+class CommitStatus(IntEnum):
+    """What became of a payload in an outbox. Its memory may change in any case."""
+
+    ACCEPTED = 1
+    """The agent has a copy, and saves it."""
+    REPEATED = 2
+    """It is being saved, or was just saved, by this agent."""
+    NO_ROOM = 3
+    OVER_QUOTA = 4
+    SHED = 5
+    """The store has just refused a save."""
+    REFUSED = 6
+    """It is no valid payload."""
 
 
 class Hello(NamedTuple):
@@ -56,6 +73,8 @@ class Hello(NamedTuple):
     version: int
     wants_arena: bool
     """Whether the answer is to carry the arena and an eventfd."""
+    has_outbox: bool = False
+    """Whether the message carries an outbox."""
 
 
 class Opening(NamedTuple):
@@ -82,7 +101,8 @@ class Opened(NamedTuple):
     nbytes: int
 
 
-_HELLO = struct.Struct("<BHB")
+_HELLO = struct.Struct("<BHBB")
+_COMMIT = struct.Struct("<BQQ")
 _OPENING = struct.Struct(f"<BBI{_NAMESPACE_CHARS}sHH")
 _ENTRY = struct.Struct(f"<{PREFIX_HASH_BYTES}s{PREFIX_HASH_BYTES}sIIB")
 _OPENED = struct.Struct("<BBIIQQ")
@@ -99,15 +119,15 @@ def kind_of(message: bytes) -> Kind:
 
 def pack_hello(hello: Hello) -> bytes:
     """Return the message."""
-    return _HELLO.pack(Kind.HELLO, hello.version, hello.wants_arena)
+    return _HELLO.pack(Kind.HELLO, *hello)
 
 
 def unpack_hello(message: bytes) -> Hello:
     """Read the message. The fields after the version may differ in other versions."""
     if len(message) < _HELLO.size:
         raise ProtocolError("a greeting that is too short")
-    _, version, wants_arena = _HELLO.unpack_from(message)
-    return Hello(version, bool(wants_arena))
+    _, version, wants_arena, has_outbox = _HELLO.unpack_from(message)
+    return Hello(version, bool(wants_arena), bool(has_outbox))
 
 
 def pack_text(kind: Kind, text: str) -> bytes:
@@ -213,6 +233,33 @@ def unpack_release(message: bytes) -> tuple[int, ...]:
     if rest:
         raise ProtocolError("a release that ends within a number")
     return struct.unpack_from(f"<{count}I", message, 1)
+
+
+def pack_commit(offset: int, nbytes: int) -> bytes:
+    """Return the message that a payload is at ``offset`` of the outbox."""
+    return _COMMIT.pack(Kind.COMMIT, offset, nbytes)
+
+
+def unpack_commit(message: bytes) -> tuple[int, int]:
+    """Read offset and length."""
+    if len(message) != _COMMIT.size:
+        raise ProtocolError("a commit of another length")
+    _, offset, nbytes = _COMMIT.unpack(message)
+    return offset, nbytes
+
+
+def pack_committed(status: CommitStatus) -> bytes:
+    """Return the answer."""
+    return bytes((Kind.COMMITTED, status))
+
+
+def unpack_committed(message: bytes) -> CommitStatus:
+    """Read the answer."""
+    _expect(message, Kind.COMMITTED)
+    try:
+        return CommitStatus(message[1])
+    except (IndexError, ValueError):
+        raise ProtocolError("an answer in an unknown state") from None
 
 
 def find_max(fields: int) -> int:

@@ -129,6 +129,14 @@ class Residents:
         """Whether somebody besides the fill itself waits for it."""
         return one.leases > 1
 
+    def is_ready(self, one: Resident) -> bool:
+        """Whether a leased payload is complete."""
+        return one.state is CellState.READY
+
+    def view(self, one: Resident) -> memoryview:
+        """Return the memory of a leased payload. Only a fill may write it."""
+        return self._arena.view[one.offset : one.offset + one.nbytes]
+
     def allot(self, one: Resident, nbytes: int) -> memoryview | None:
         """Give a payload that is being filled its memory, evicting others if need be. None if there
         is no room."""

@@ -24,16 +24,20 @@ from objkv.agent.messages import (
     ProtocolError,
     find_max,
     kind_of,
+    pack_committed,
     pack_failure,
     pack_found,
     pack_opened,
     pack_text,
+    unpack_commit,
     unpack_find,
     unpack_hello,
     unpack_opening,
     unpack_release,
 )
+from objkv.agent.outbox import join_outbox
 from objkv.agent.residents import MissReason, Resident
+from objkv.agent.saves import NodeSaves
 from objkv.background import JOIN_S, join_all
 from objkv.errors import StoreError
 from objkv.telemetry import Recorder
@@ -60,6 +64,7 @@ class Client:
     def __init__(self, sock: socket.socket, number: int) -> None:
         self.sock, self.number = sock, number
         self.leases: dict[int, Resident] = {}
+        self.outbox = memoryview(b"")
         self._next_lease = 1
         self._event = -1
         self._lock = Lock()
@@ -90,6 +95,7 @@ class Client:
     def close(self) -> None:
         """Close socket and eventfd. Idempotent."""
         self.sock.close()
+        self.outbox = memoryview(b"")
         with self._lock:
             if self._event >= 0:
                 os.close(self._event)
@@ -103,13 +109,14 @@ class AgentServer:
         self,
         listener: socket.socket,
         core: Core,
+        saves: NodeSaves,
         arena: Arena,
         lookups: NodeLookups,
         recorder: Recorder,
         limits: ServerLimits = ServerLimits(),
     ) -> None:
         """Closes ``listener``, and none of the others."""
-        self._listener, self._core, self._arena = listener, core, arena
+        self._listener, self._core, self._saves, self._arena = listener, core, saves, arena
         self._lookups, self._recorder, self._limits = lookups, recorder, limits
         self._lock = Lock()
         self._clients: dict[Client, Thread] = {}
@@ -120,6 +127,7 @@ class AgentServer:
             Kind.RELEASE: self._release,
             Kind.FIND: self._find,
             Kind.REJECT: self._reject,
+            Kind.COMMIT: self._commit,
         }
         self._thread = Thread(target=self._accept, name="objkv-agent-accept", daemon=True)
         self._thread.start()
@@ -210,10 +218,16 @@ class AgentServer:
             self._end(client)
 
     def _greet(self, client: Client) -> bool:
-        message = client.sock.recv(MESSAGE_BYTES_MAX + 1)
-        if not message or kind_of(message) is not Kind.HELLO:
-            return False
-        hello = unpack_hello(message)
+        message, given, _, _ = socket.recv_fds(client.sock, MESSAGE_BYTES_MAX + 1, 1)
+        try:
+            if not message or kind_of(message) is not Kind.HELLO:
+                return False
+            hello = unpack_hello(message)
+            if hello.version == VERSION and hello.has_outbox and given:
+                client.outbox = memoryview(join_outbox(given.pop()))
+        finally:
+            for fd in given:
+                os.close(fd)
         if hello.version != VERSION:
             text = f"this agent speaks version {VERSION} of the protocol, not {hello.version}"
             client.sock.send(pack_text(Kind.REFUSED, text))
@@ -267,6 +281,12 @@ class AgentServer:
             self._core.reject(wanted)
             key = wanted.claim.key
             self._lookups.invalidate(key.namespace, key.prefix_hash)
+
+    def _commit(self, client: Client, message: bytes) -> bytes:
+        offset, nbytes = unpack_commit(message)
+        if offset + nbytes > len(client.outbox):
+            raise ProtocolError("a commit of bytes outside of the outbox")
+        return pack_committed(self._saves.commit(client.outbox[offset : offset + nbytes]))
 
     def _find(self, client: Client, message: bytes) -> bytes:
         namespace, hashes, fields = unpack_find(message)

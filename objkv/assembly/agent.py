@@ -15,8 +15,9 @@ from objkv.agent.client import AgentConnection
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.launch import AgentSocket, is_listening, start_agent
 from objkv.agent.lookups import NearLimits, NodeLookups
+from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentServer
-from objkv.assembly.backends import check_backends, open_backends, open_room
+from objkv.assembly.backends import check_backends, is_far, open_backends, open_room
 from objkv.assembly.seal import open_seal
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.config import Config
@@ -58,11 +59,11 @@ class AgentLink:
         if config.agent == "auto":
             start_agent(path, agent_environment(config))
 
-    def connect(self, *, wants_arena: bool = False) -> AgentConnection:
+    def connect(self, *, wants_arena: bool = False, outbox: int = -1) -> AgentConnection:
         """Return a new connection. Raises ``TransferError``, and with ``auto`` has then started
         another agent for the next attempt."""
         try:
-            return AgentConnection(self._path, wants_arena=wants_arena)
+            return AgentConnection(self._path, wants_arena=wants_arena, outbox=outbox)
         except TransferError:
             if self._config.agent == "auto":
                 start_agent(self._path, agent_environment(self._config))
@@ -106,12 +107,20 @@ class NodeAgent:
         )
         limits = CoreLimits(config.load_threads, config.load_queue_max)
         self.core = Core(self._cache, self.arena, limits, recorder)
+        save_limits = NodeSaveLimits(
+            config.save_threads,
+            config.save_queue_max,
+            config.save_deadline_ms / 1000,
+            config.codec,
+            is_far(config),
+        )
+        self.saves = NodeSaves(self._cache, self.core.residents, save_limits, recorder)
         near = NearLimits(
             config.near_records_max, config.near_ttl_ms / 1000, config.near_miss_ttl_ms / 1000
         )
         self.lookups = NodeLookups(self._backends.index, near)
         self.server = AgentServer(
-            self._socket.listener, self.core, self.arena, self.lookups, recorder
+            self._socket.listener, self.core, self.saves, self.arena, self.lookups, recorder
         )
         logger.info("agent ready socket=%s arena_bytes=%d", path, self.arena.nbytes)
 
@@ -131,6 +140,7 @@ class NodeAgent:
         self._socket.close()
         self.core.close(self._config.load_deadline_ms / 1000)
         self.server.close()
+        self.saves.close(self._config.drain_deadline_ms / 1000)
         self._cache.close(1.0)
         self._backends.close()
 

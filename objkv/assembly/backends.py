@@ -42,6 +42,7 @@ from objkv.stores.singleflight import SharedGets
 from objkv.telemetry import Recorder
 
 logger = logging.getLogger(__name__)
+_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 _CHECK_FACTOR = 2
 """Multiple of ``load_deadline_ms``: stores with a deadline have ended by then."""
 
@@ -311,6 +312,13 @@ def _index_place(config: Config) -> PruneIndex:
     from objkv.index.redis.index import RedisIndex
 
     return RedisIndex(connect_redis(config.index_url, config), prefix=config.redis_prefix)
+
+
+def is_far(config: Config) -> bool:
+    """Whether payloads cross a network, so that compression may pay. A directory does not count,
+    because loads from it mostly come from memory, even if its disk makes puts slow."""
+    host = urlsplit(config.s3_endpoint_url or "").hostname
+    return config.bulk_url.startswith("s3:") and host not in _THIS_MACHINE
 
 
 _SEALING = (

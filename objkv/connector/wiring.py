@@ -3,7 +3,6 @@
 import os
 import socket
 from typing import Literal
-from urllib.parse import urlsplit
 
 from objkv.assembly.agent import cache_settings
 from objkv.assembly.backends import Backends, check_backends, open_backends, open_room
@@ -12,8 +11,6 @@ from objkv.cache.chunks import ChunkCache
 from objkv.config import Config
 from objkv.errors import ConfigError
 from objkv.telemetry import Recorder
-
-_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
 
 def writer_name(connector: object) -> str:
@@ -71,10 +68,3 @@ def may_save(config: Config, *, producer: bool, consumer: bool) -> bool:
 def locality(config: Config) -> Literal["LOCAL", "REMOTE"]:
     """Return where the bulk store is, in the words of vLLM's KV events and transfer parameters."""
     return "LOCAL" if config.bulk_url.startswith("file:") else "REMOTE"
-
-
-def is_far(config: Config) -> bool:
-    """Whether payloads cross a network, so that compression may pay. A directory does not count,
-    because loads from it mostly come from memory, even if its disk makes puts slow."""
-    host = urlsplit(config.s3_endpoint_url or "").hostname
-    return config.bulk_url.startswith("s3:") and host not in _THIS_MACHINE

@@ -15,12 +15,12 @@ from threading import Lock
 from time import monotonic, sleep, time
 
 from objkv.background import Pool
-from objkv.cache.chunks import ChunkCache, SaveOutcome
+from objkv.cache.chunks import SaveOutcome
+from objkv.cache.codec_choice import CodecChooser
+from objkv.cache.saving import SavePool, SaveTarget
 from objkv.codec.payload import Claim, Header, Provenance, encode_in_place, header_room
 from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import Recorder
-from objkv.transfer.background import SavePool
-from objkv.transfer.codec_choice import CodecChooser
 from objkv.transfer.lanes import Lane, Mark
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import SaveMove, SavePlan
@@ -32,7 +32,7 @@ class PayloadEncoder:
     its own slabs."""
 
     def __init__(
-        self, groups: Mapping[int, PagedGroup], cache: ChunkCache, limits: "SaveLimits"
+        self, groups: Mapping[int, PagedGroup], cache: SaveTarget, limits: "SaveLimits"
     ) -> None:
         self._groups = groups
         self._codec = limits.codec if limits.codec != "auto" or limits.far else "none"
@@ -139,7 +139,7 @@ class Saver:
 
     def __init__(
         self,
-        cache: ChunkCache,
+        cache: SaveTarget,
         groups: Mapping[int, PagedGroup],
         slabs: SlabPool,
         *,

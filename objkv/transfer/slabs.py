@@ -101,9 +101,12 @@ class SlabPool:
     and drops, but an exception in ``release`` would break the caller's clean-up.
     """
 
-    def __init__(self, name: str, *, count: int, slab_bytes: int, pin: Pin | None = None) -> None:
+    def __init__(
+        self, name: str, *, count: int, slab_bytes: int, pin: Pin | None = None, fd: int = -1
+    ) -> None:
         """``pin``: page-locks the memory, which is unlocked when the pool and all its slabs are
-        gone. Raises ``OSError``, ``MemoryError`` or ``RuntimeError`` if memory is short."""
+        gone. ``fd``: a memfd that is the memory, so that other processes have it too. Raises
+        ``OSError``, ``MemoryError`` or ``RuntimeError`` if memory is short."""
         assert count > 0
         assert slab_bytes > 0
         self._name = name
@@ -115,7 +118,8 @@ class SlabPool:
         self._pending: dict[_Pending, None] = {}
         self._is_polled = False
         self._adds_up = True
-        memory = _allocate(count * slab_bytes, pin)
+        memory = self.memory = _allocate(count * slab_bytes, pin, fd)
+        """All slabs, ``[count * slab_bytes]`` uint8."""
         # Last in, first out: the most recently used slab is leased first, and on a host without a
         # GPU unused slabs never take physical memory.
         self._free = [memory[i * slab_bytes : (i + 1) * slab_bytes] for i in range(count)]
@@ -298,14 +302,14 @@ def _keep_pending(name: str, pending: dict[_Pending, None]) -> None:
         _STRANDED.extend(left)
 
 
-def _allocate(nbytes: int, pin: Pin | None) -> torch.Tensor:
+def _allocate(nbytes: int, pin: Pin | None, fd: int = -1) -> torch.Tensor:
     """Return ``[nbytes]`` uint8 that begins a page, page-locked if ``pin`` is given.
 
     Pages of its own, exactly as many as needed: PyTorch's pinned memory is rounded up to a power of
     two, so that 1 GiB in slabs of 33 MiB takes 1.5.
     """
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    pages = mmap.mmap(-1, nbytes, flags=flags)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if fd < 0 else mmap.MAP_SHARED
+    pages = mmap.mmap(fd, nbytes, flags=flags)
     memory = np.frombuffer(pages, np.uint8)
     tensor = torch.from_numpy(memory)
     if pin is not None:

@@ -5,12 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from objkv.assembly.backends import is_far
 from objkv.codec.payload import payload_bytes_max
 from objkv.config import Config
 from objkv.connector.kv import wiring
 from objkv.connector.kv.wiring import open_slabs, plan_pools
 from objkv.connector.kv.worker import Rank
-from objkv.connector.wiring import is_far, may_save
+from objkv.connector.wiring import may_save
 from objkv.errors import ConfigError
 from tests.support.paged_cache import GROUP, paged_group
 

@@ -24,7 +24,7 @@ _fired = False
 def begin(_llm: Any) -> None:
     """Keep the lines; do not wait half a minute where a test cannot."""
     from objkv.cache import chunks as repeats
-    from objkv.transfer import background as save_crew
+    from objkv.cache import saving as save_crew
 
     logging.getLogger("objkv").addHandler(_lines)
     repeats.KEEP_S = 0.0

@@ -32,8 +32,8 @@ from objkv.stores.base import PruneStore
 from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
-from objkv.transfer.loading import queue as queue_module
 from objkv.transfer import slabs as slabs_module
+from objkv.transfer.loading import queue as queue_module
 from objkv.transfer.loading.fetch import Cuts
 from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan

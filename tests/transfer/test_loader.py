@@ -19,8 +19,8 @@ from objkv.net.deadline import ends_s
 from objkv.stores.base import Arrived, Buffer
 from objkv.stores.memory import MemoryStore
 from objkv.testing.flaky import FlakyStore
-from objkv.transfer.loading import loader
 from objkv.transfer.lanes import BlockRuns, HostLane, HostMark, Mark
+from objkv.transfer.loading import loader
 from objkv.transfer.loading.fetch import Cuts
 from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.loading.loader import Loader

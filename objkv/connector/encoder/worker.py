@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from objkv.cache.chunks import ChunkCache
+from objkv.cache.saving import SavePool
 from objkv.codec.payload import Claim, Header, Provenance, encode_in_place, header_room
 from objkv.connector.encoder.copies import OutputCopies
 from objkv.connector.encoder.items import EncoderOutput, EncoderPlan, EncoderReport, ItemLoad
 from objkv.telemetry import MemoryRecorder, Recorder
-from objkv.transfer.background import SavePool
 from objkv.transfer.paging import DTYPE_NAMES
 
 _THREADS = 2

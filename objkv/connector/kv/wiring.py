@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from objkv.agent.outbox import AgentSaves, Outbox
 from objkv.assembly.agent import AgentLink
-from objkv.assembly.backends import Backends
+from objkv.assembly.backends import Backends, is_far
 from objkv.cache.admission import AdmissionPolicy
 from objkv.cache.chunks import ChunkCache
 from objkv.cache.lookup import LookupLimits, LookupService
+from objkv.cache.saving import SaveTarget
 from objkv.cache.switch import AdmissionSwitch
 from objkv.codec.payload import payload_bytes_max
 from objkv.config import Config
@@ -23,7 +25,7 @@ from objkv.connector.kv.coverage import open_coverage
 from objkv.connector.kv.requests import RequestTracker
 from objkv.connector.kv.scheduler import Roles, SchedulerSide
 from objkv.connector.kv.timing import Timing
-from objkv.connector.kv.worker import Rank, WorkerSide
+from objkv.connector.kv.worker import Rank, Transfers, WorkerSide
 from objkv.connector.model.groups import Geometry
 from objkv.connector.model.identity import (
     copies_are_synchronous,
@@ -37,7 +39,7 @@ from objkv.connector.model.identity import (
 from objkv.connector.model.media import read_quantised
 from objkv.connector.model.weights import open_digests
 from objkv.connector.namespace import ReplicaNamespace
-from objkv.connector.wiring import is_far, locality, may_save
+from objkv.connector.wiring import locality, may_save
 from objkv.errors import ConfigError
 from objkv.index.near import NearIndex
 from objkv.keys.identity import Identity
@@ -46,7 +48,7 @@ from objkv.telemetry import Recorder
 from objkv.tracing import NO_TRACING, Tracing, open_tracing
 from objkv.transfer.devices import driver_of, open_lane
 from objkv.transfer.loading.loader import Loader
-from objkv.transfer.loading.loads import LoadLimits, Loads
+from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.loading.queue import Task
 from objkv.transfer.loading.shared import SharedLoader
 from objkv.transfer.paging import NOT_QUANTISED, PagedGroup, Quantised, check_pages
@@ -69,6 +71,8 @@ share of the limit."""
 _AGENT_S = 30.0
 """How long a worker waits at its start for an agent that is being started. Then it serves without,
 until there is one."""
+_COMMIT_THREADS = 1
+"""Threads that hand payloads to an agent, which takes about as long as copying them."""
 _LOAD_LANES = 2
 """Streams of loads: while one distributes pages, the other copies."""
 _WIDE_SHARE = 4
@@ -238,63 +242,105 @@ def make_worker_side(
     kv_caches: Mapping[str, torch.Tensor],
     tracing: Tracing = NO_TRACING,
 ) -> WorkerSide:
-    """Make the worker's side without vLLM's configuration."""
+    """Make the worker's side without vLLM's configuration. ``cache`` is not used with an agent."""
     groups = read_pages(geometry, (rank.tp_rank, rank.pp_rank), kv_caches, rank.quantised)
-    device = next(iter(groups.values())).device
     pools = plan_pools(config, groups, geometry.chunk_tokens, rank)
-    pin = None if device.type == "cpu" else driver_of(device).pin
-    slabs = open_slabs(pools, pin)
-    limits = LoadLimits(
-        pools.load_threads,
-        config.load_queue_max,
-        config.load_deadline_ms / 1000,
-        min(config.step_load_deadline_ms, config.load_deadline_ms) / 1000,
+    make_transfers = _own_transfers if config.agent == "off" else _agent_transfers
+    transfers = make_transfers(
+        config, _Host(groups, pools, rank, geometry.chunk_tokens, recorder, tracing), cache
     )
-    loader: Loads
-    if config.agent == "off":
-        # Each lane of a device has staging memory, and more lanes do not copy faster.
-        lanes = cycle([open_lane(device, urgent=True) for _ in range(_LOAD_LANES)])
-        loader = Loader(
-            cache,
-            groups,
-            slabs["load"],
-            wide=plan_wide(config, groups, geometry.chunk_tokens, pools, pin=pin),
-            lane_for_thread=lambda: next(lanes),
-            limits=limits,
-            recorder=recorder,
-            tracing=tracing,
+    logger.info("objkv worker ready loader=%r saver=%r", transfers.loader, transfers.saver)
+    return WorkerSide(config, geometry, rank, groups, transfers=transfers, tracing=tracing)
+
+
+@dataclass(frozen=True, slots=True)
+class _Host:
+    """What loads and saves of one worker have in common."""
+
+    groups: Mapping[int, PagedGroup]
+    pools: "Pools"
+    rank: Rank
+    chunk_tokens: int
+    recorder: Recorder
+    tracing: Tracing
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the paged cache."""
+        return next(iter(self.groups.values())).device
+
+    @property
+    def pin(self) -> Pin | None:
+        """What page-locks memory for the device; None on the CPU."""
+        return None if self.device.type == "cpu" else driver_of(self.device).pin
+
+    def load_limits(self, config: Config) -> LoadLimits:
+        """Return the bounds of loads."""
+        return LoadLimits(
+            self.pools.load_threads,
+            config.load_queue_max,
+            config.load_deadline_ms / 1000,
+            min(config.step_load_deadline_ms, config.load_deadline_ms) / 1000,
         )
-    else:
-        link = AgentLink(config)
-        if config.agent == "auto":
-            link.await_agent(_AGENT_S)
-        loader = SharedLoader(
-            groups,
-            open_lane(device, urgent=True),
-            partial(link.connect, wants_arena=True),
-            limits=limits,
-            recorder=recorder,
-            tracing=tracing,
-        )
-    saver = Saver(
-        cache,
-        groups,
-        slabs["save"],
-        lane=open_lane(device),
-        limits=SaveLimits(
-            config.save_threads,
-            pools.save_queue_max,
+
+    def saver(
+        self, config: Config, target: SaveTarget, slabs: SlabPool, threads: int, codec: str
+    ) -> Saver:
+        """Return the saver over ``slabs``."""
+        limits = SaveLimits(
+            threads,
+            self.pools.save_queue_max,
             config.save_deadline_ms / 1000,
-            config.codec,
-            rank.writer,
+            codec,
+            self.rank.writer,
             far=is_far(config),
-        ),
-        recorder=recorder,
+        )
+        return Saver(
+            target,
+            self.groups,
+            slabs,
+            lane=open_lane(self.device),
+            limits=limits,
+            recorder=self.recorder,
+        )
+
+
+def _own_transfers(config: Config, host: _Host, cache: ChunkCache) -> Transfers:
+    """Return loads and saves by threads of this process."""
+    slabs = open_slabs(host.pools, host.pin)
+    # Each lane of a device has staging memory, and more lanes do not copy faster.
+    lanes = cycle([open_lane(host.device, urgent=True) for _ in range(_LOAD_LANES)])
+    loader = Loader(
+        cache,
+        host.groups,
+        slabs["load"],
+        wide=plan_wide(config, host.groups, host.chunk_tokens, host.pools, pin=host.pin),
+        lane_for_thread=lambda: next(lanes),
+        limits=host.load_limits(config),
+        recorder=host.recorder,
+        tracing=host.tracing,
     )
-    logger.info("objkv worker ready loader=%r saver=%r slabs=%r", loader, saver, slabs)
-    return WorkerSide(
-        config, geometry, rank, groups, loader=loader, saver=saver, cache=cache, tracing=tracing
+    saver = host.saver(config, cache, slabs["save"], config.save_threads, config.codec)
+    return Transfers(loader, saver, cache)
+
+
+def _agent_transfers(config: Config, host: _Host, _cache: ChunkCache) -> Transfers:
+    """Return loads and saves by the node's agent."""
+    link = AgentLink(config)
+    if config.agent == "auto":
+        link.await_agent(_AGENT_S)
+    loader = SharedLoader(
+        host.groups,
+        open_lane(host.device, urgent=True),
+        partial(link.connect, wants_arena=True),
+        limits=host.load_limits(config),
+        recorder=host.recorder,
+        tracing=host.tracing,
     )
+    outbox = Outbox(host.pools.save_slabs * host.pools.slab_bytes)
+    slabs = open_slabs(host.pools, host.pin, outbox.fd)["save"]
+    target = AgentSaves(partial(link.connect, outbox=outbox.fd), slabs.memory.numpy())
+    return Transfers(loader, host.saver(config, target, slabs, _COMMIT_THREADS, "none"), target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,13 +397,13 @@ def plan_pools(
     return Pools(slab_bytes, load, save, max(1, load // 2), queue_max, nbytes)
 
 
-def open_slabs(pools: Pools, pin: Pin | None) -> dict[str, SlabPool]:
+def open_slabs(pools: Pools, pin: Pin | None, fd: int = -1) -> dict[str, SlabPool]:
     """Allocate the slabs of loads, if there are any, and of saves. Raises ``ConfigError`` if memory
-    is short, or may not be page-locked."""
+    is short, or may not be page-locked. ``fd``: an outbox, which is the slabs of saves."""
     counts = {"load": pools.load_slabs, "save": pools.save_slabs}
     try:
         return {
-            name: SlabPool(name, count=count, slab_bytes=pools.slab_bytes, pin=pin)
+            name: SlabPool(name, count=count, slab_bytes=pools.slab_bytes, pin=pin, fd=fd)
             for name, count in counts.items()
             if count
         }

@@ -8,11 +8,11 @@ import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from os import getpid
+from typing import Protocol
 
 import torch
 
 from objkv.cache.admission import LoadTime
-from objkv.cache.chunks import ChunkCache
 from objkv.config import Config
 from objkv.connector.guard import guarded
 from objkv.connector.kv.metadata import LostLoad, StepPlan, StepReport
@@ -52,6 +52,22 @@ class Rank:
     """Element types and scales of quantised layers, by layer."""
 
 
+class SaveEnd(Protocol):
+    """Where saves go. It may have work in the background."""
+
+    def close(self, deadline_s: float) -> bool:
+        """End background work. Return True if it ended within ``deadline_s``. Idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """A worker's loads and saves."""
+
+    loader: Loads
+    saver: Saver
+    target: SaveEnd
+
+
 @dataclass(frozen=True, slots=True)
 class StepResults:
     """Ids of the requests whose transfers ended in a step, as the engine expects them."""
@@ -71,14 +87,13 @@ class WorkerSide:
         rank: Rank,
         groups: Mapping[int, PagedGroup],
         *,
-        loader: Loads,
-        saver: Saver,
-        cache: ChunkCache,
+        transfers: Transfers,
         tracing: Tracing,
     ) -> None:
         self._config, self._rank = config, rank
-        self._cache, self._tracing, self._groups = cache, tracing, groups
-        self._loader, self._saver = loader, saver
+        self._tracing, self._groups = tracing, groups
+        self._target = transfers.target
+        self._loader, self._saver = transfers.loader, transfers.saver
         self._layers = {
             name: (g, i) for g, group in groups.items() for i, name in enumerate(group.shape.layers)
         }
@@ -255,7 +270,7 @@ class WorkerSide:
         self._closed = True
         self._saver.close(self._config.drain_deadline_ms / 1000)
         self._loader.close()
-        self._cache.close(_BACKGROUND_S)
+        self._target.close(_BACKGROUND_S)
         self._tracing.close()
 
     def _settle_step(self, plan: StepPlan) -> None:

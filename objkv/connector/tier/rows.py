@@ -14,6 +14,7 @@ from time import time
 import numpy as np
 
 from objkv.cache.chunks import ChunkCache, SaveOutcome
+from objkv.cache.codec_choice import CodecChooser
 from objkv.codec.payload import (
     LAYER_BYTES_MAX,
     Claim,
@@ -32,7 +33,6 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.keys.topology import Shard
 from objkv.telemetry import Recorder
-from objkv.transfer.codec_choice import CodecChooser
 
 WHOLE = Shard(0, 1, 0, 1)
 """The shard of every row. A row has the whole chunk, not one rank's part."""

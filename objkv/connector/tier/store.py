@@ -4,12 +4,13 @@ from time import monotonic
 
 import numpy as np
 
+from objkv.assembly.backends import is_far
 from objkv.cache.lookup import LookupLimits
 from objkv.config import Config
 from objkv.connector.tier.jobs import JobLimits, JobPart, TierJobs
 from objkv.connector.tier.lookup import TierLookups
 from objkv.connector.tier.rows import RowForm, RowOutcome, Rows, chunk_key
-from objkv.connector.wiring import is_far, open_cache, open_checked_backends, writer_name
+from objkv.connector.wiring import open_cache, open_checked_backends, writer_name
 from objkv.errors import StoreError
 from objkv.telemetry import Recorder
 

@@ -27,7 +27,7 @@ from objkv.codec.payload import (
 )
 from objkv.config import load_config
 from objkv.connector.kv.metadata import StepPlan
-from objkv.connector.kv.worker import Rank, WorkerSide
+from objkv.connector.kv.worker import Rank, Transfers, WorkerSide
 from objkv.connector.model.groups import Geometry
 from objkv.connector.programs.ordering.setup import (
     CHUNK_TOKENS,
@@ -160,9 +160,7 @@ class OrderRig:
             self.geometry,
             Rank(0, "rig", 1, writes_early=setup.writes_early),
             {0: self.pages},
-            loader=self.loader,
-            saver=self.saver,
-            cache=self.cache,
+            transfers=Transfers(self.loader, self.saver, self.cache),
             tracing=NO_TRACING,
         )
 

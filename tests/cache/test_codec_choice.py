@@ -5,10 +5,10 @@ from threading import Event, Thread
 
 import pytest
 
+from objkv.cache import codec_choice as choose
+from objkv.cache.codec_choice import SAMPLE_BYTES_MAX, SAMPLE_EVERY, CodecChooser, load_seconds
 from objkv.codec.payload import LayerSpec
 from objkv.testing.clock import ManualClock
-from objkv.transfer import codec_choice as choose
-from objkv.transfer.codec_choice import SAMPLE_BYTES_MAX, SAMPLE_EVERY, CodecChooser, load_seconds
 
 PATIENCE_S = 120.0
 LAYERS = [LayerSpec(f"l{i}", "BF16", (1, 1, 32, 64)) for i in range(32)]

@@ -11,9 +11,13 @@ from time import monotonic
 from typing import Generic, Protocol, TypeVar
 
 from objkv.background import JOIN_S, Pool
-from objkv.cache.chunks import ChunkCache, SaveOutcome
+from objkv.cache.chunks import SaveOutcome
+from objkv.cache.speed import LinkSpeed
 from objkv.codec.payload import Claim, Header
+from objkv.codec.seal import Seal
 from objkv.errors import LeftAlone, ObjkvError, StoreBusy
+from objkv.keys.chunk import ChunkKey
+from objkv.stores.base import Buffer
 from objkv.telemetry import Recorder, Trouble
 
 logger = logging.getLogger(__name__)
@@ -40,6 +44,31 @@ class Save(Protocol):
         """Release the item's resources. Called once, on a thread of the pool."""
 
 
+class SaveTarget(Protocol):
+    """Where a process saves: a ``ChunkCache``, which describes the methods, or an agent."""
+
+    seal: Seal | None
+    link: LinkSpeed
+
+    def has_room(self) -> bool:
+        """See ``ChunkCache``."""
+
+    def begin_save(self, key: ChunkKey) -> bool:
+        """See ``ChunkCache``."""
+
+    def end_save(self, key: ChunkKey) -> None:
+        """See ``ChunkCache``."""
+
+    def take_lease(self, key: ChunkKey) -> bool:
+        """See ``ChunkCache``."""
+
+    def release_lease(self, key: ChunkKey) -> None:
+        """See ``ChunkCache``."""
+
+    def save(self, claim: Claim, payload: Buffer, header: Header) -> SaveOutcome:
+        """See ``ChunkCache``."""
+
+
 Item = TypeVar("Item", bound=Save)
 
 
@@ -50,7 +79,7 @@ class SavePool(Generic[Item]):
         self,
         name: str,
         threads: int,
-        cache: ChunkCache,
+        cache: SaveTarget,
         recorder: Recorder,
         *,
         late: Callable[[Item], object],

@@ -1,0 +1,153 @@
+"""The outbox of a replica's worker: memory in which it hands payloads to the agent.
+
+The worker makes and writes it, the agent maps it read-only and copies each payload before it
+verifies the copy. It can neither shrink nor grow, so no reader faults.
+"""
+
+import logging
+import mmap
+import os
+from collections.abc import Callable
+from threading import Lock
+from time import monotonic
+
+import numpy as np
+
+from objkv.agent.arena import PAGE, check_seals, seal_size
+from objkv.agent.client import AgentConnection
+from objkv.agent.messages import CommitStatus
+from objkv.cache.chunks import InFlightSaves, SaveOutcome
+from objkv.cache.speed import LinkSpeed
+from objkv.codec.payload import Claim, Header
+from objkv.codec.seal import Seal
+from objkv.errors import ObjkvError, StoreBusy, TransferError
+from objkv.keys.chunk import ChunkKey
+from objkv.stores.base import Buffer
+
+logger = logging.getLogger(__name__)
+_PAUSE_S = 5.0
+"""How long nothing is saved after the agent reported that its store is full."""
+_RETRY_S = 1.0
+"""Pause between attempts to reach an agent."""
+
+
+class Outbox:
+    """Memory that a worker writes."""
+
+    def __init__(self, nbytes: int) -> None:
+        """Raises ``OSError``."""
+        self.nbytes = -(-nbytes // PAGE) * PAGE
+        self.fd = os.memfd_create("objkv-outbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        """The memfd. This object closes it."""
+        try:
+            os.ftruncate(self.fd, self.nbytes)
+            seal_size(self.fd)
+        except OSError:
+            os.close(self.fd)
+            raise
+
+    def close(self) -> None:
+        """Close the descriptor. Mappings stay."""
+        os.close(self.fd)
+
+
+def join_outbox(fd: int) -> mmap.mmap:
+    """Map the outbox that a client sent. Takes over ``fd``. Raises ``TransferError`` unless its
+    size is fixed."""
+    try:
+        nbytes = os.fstat(fd).st_size
+        if not check_seals(fd, writable=True) or not nbytes or nbytes % PAGE:
+            raise TransferError("the outbox is not sealed, or has an invalid size")
+        return mmap.mmap(fd, nbytes, prot=mmap.PROT_READ)
+    except OSError as exc:
+        raise TransferError(f"the outbox cannot be mapped: {exc}") from exc
+    finally:
+        os.close(fd)
+
+
+class AgentSaves:
+    """Where a worker saves: the agent. See ``SaveTarget``. Thread-safe."""
+
+    seal: Seal | None = None
+    """None: the agent seals."""
+
+    def __init__(
+        self,
+        connect: Callable[[], AgentConnection],
+        memory: np.ndarray[tuple[int], np.dtype[np.uint8]],
+        *,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        """``connect``: returns a new connection that has the outbox, or raises ``ObjkvError``.
+        ``memory``: the outbox, as this process has mapped it."""
+        self.link = LinkSpeed()
+        self._connect, self._clock = connect, clock
+        self._base, self._end = memory.ctypes.data, memory.ctypes.data + memory.nbytes
+        self._memory = memory
+        self._in_flight = InFlightSaves()
+        self._lock = Lock()
+        self._agent: AgentConnection | None = None
+        self._full_until = self._retry_at = -1.0
+
+    def has_room(self) -> bool:
+        """Whether to save anything at all."""
+        return self._clock() >= self._full_until
+
+    def begin_save(self, key: ChunkKey) -> bool:
+        """See ``ChunkCache.begin_save``."""
+        return self._in_flight.begin(key.path())
+
+    def end_save(self, key: ChunkKey) -> None:
+        """See ``ChunkCache.end_save``."""
+        self._in_flight.end(key.path())
+
+    def take_lease(self, key: ChunkKey) -> bool:
+        """Return True: the agent takes the lease."""
+        return True
+
+    def release_lease(self, key: ChunkKey) -> None:
+        """Do nothing."""
+
+    def save(self, claim: Claim, payload: Buffer, header: Header) -> SaveOutcome:
+        """Hand ``payload``, which is in the outbox, to the agent. When this returns, the agent has
+        a copy, and saves it even if this process ends.
+
+        Raises ``StoreBusy`` if the agent's store is overloaded, and ``TransferError``.
+        """
+        view = np.frombuffer(payload, np.uint8)
+        assert self._base <= view.ctypes.data <= self._end - view.nbytes
+        status = self._reach().commit(view.ctypes.data - self._base, view.nbytes)
+        if status is CommitStatus.ACCEPTED:
+            self._in_flight.keep(claim.key.path())
+            return SaveOutcome.SAVED
+        if status is CommitStatus.REPEATED:
+            return SaveOutcome.EXISTED
+        if status is CommitStatus.SHED:
+            raise StoreBusy("the agent's store is overloaded")
+        if status is CommitStatus.OVER_QUOTA:
+            self._full_until = self._clock() + _PAUSE_S
+        raise TransferError(f"the agent did not take a payload: {status.name}")
+
+    def close(self, deadline_s: float) -> bool:
+        """End the connection. What was accepted is still saved."""
+        with self._lock:
+            if self._agent is not None:
+                self._agent.close()
+                self._agent = None
+        return True
+
+    def _reach(self) -> AgentConnection:
+        with self._lock:
+            if self._agent is not None and self._agent.is_open:
+                return self._agent
+            if self._clock() < self._retry_at:
+                raise TransferError("no agent")
+            if self._agent is not None:
+                self._agent.close()
+            self._agent = None
+            try:
+                self._agent = self._connect()
+            except ObjkvError:
+                self._retry_at = self._clock() + _RETRY_S
+                raise
+            return self._agent

@@ -1,0 +1,219 @@
+"""Payloads that replicas handed over: the agent verifies them, keeps them resident, and saves them.
+
+From ``commit`` on, the bytes are in the agent's memory: the replica may end.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import monotonic
+
+from objkv.agent.arena import ALL_FRAMES
+from objkv.agent.messages import CommitStatus
+from objkv.agent.residents import MissReason, Resident, Residents
+from objkv.cache.chunks import ChunkCache
+from objkv.cache.codec_choice import CodecChooser
+from objkv.cache.saving import SavePool
+from objkv.codec.payload import (
+    Claim,
+    Header,
+    encode,
+    frame_pages,
+    header_bytes_needed,
+    read_header,
+)
+from objkv.errors import PayloadError
+from objkv.stores.base import copy_bytes
+from objkv.telemetry import Recorder
+
+logger = logging.getLogger(__name__)
+_LENGTH_BYTES = 8
+_CHOOSERS_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSaveLimits:
+    """Bounds of saves, and the codec of payloads."""
+
+    threads: int
+    queue_max: int
+    deadline_s: float
+    codec: str
+    """A codec of the payload format, or ``auto``."""
+    far: bool
+    """Whether the bulk store is behind a network. If not, ``auto`` compresses nothing."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CommittedSave:
+    """A resident payload that is to be saved. It holds a lease of it."""
+
+    saves: "NodeSaves"
+    resident: Resident
+    header: Header
+    deadline: float
+
+    @property
+    def claim(self) -> Claim:
+        """See ``Save``."""
+        return self.header.claim
+
+    def encode(self) -> tuple[memoryview, Header]:
+        """See ``Save``."""
+        return self.saves.encode(self)
+
+    def release(self) -> None:
+        """See ``Save``."""
+        self.saves.residents.release(self.resident)
+
+
+class NodeSaves:
+    """Thread-safe. ``commit`` copies and verifies in the calling thread, and never waits for a
+    store."""
+
+    def __init__(
+        self, cache: ChunkCache, residents: Residents, limits: NodeSaveLimits, recorder: Recorder
+    ) -> None:
+        self.residents = residents
+        self._cache, self._limits, self._recorder = cache, limits, recorder
+        self._codec = limits.codec if limits.codec != "auto" or limits.far else "none"
+        self._choosers: dict[str, CodecChooser] = {}
+        self._pool: SavePool[CommittedSave] = SavePool(
+            "saves", limits.threads, cache, recorder, late=self._late, saved=self._saved
+        )
+
+    def commit(self, payload: memoryview) -> CommitStatus:
+        """Take a copy of an uncompressed, unsealed payload, and save it.
+
+        ``payload`` may change at any time: only the copy is trusted, once it is verified.
+        """
+        try:
+            header = self._claimed(payload)
+        except PayloadError as exc:
+            logger.warning("payload of a client refused reason=%s", exc)
+            return CommitStatus.REFUSED
+        key = header.claim.key
+        if not self._cache.has_room():
+            self._recorder.count("save_over_quota")
+            return CommitStatus.OVER_QUOTA
+        if self._pool.is_shedding:
+            self._recorder.count("saves_shed")
+            return CommitStatus.SHED
+        if self._pool.waiting >= self._limits.queue_max:
+            self._recorder.count("save_drops")
+            return CommitStatus.NO_ROOM
+        if not self._cache.begin_save(key):
+            self._recorder.count("save_repeats")
+            return CommitStatus.REPEATED
+        status, resident = self._keep(header, payload)
+        if resident is not None:
+            deadline = monotonic() + self._limits.deadline_s
+            save = CommittedSave(self, resident, header, deadline)
+            if self._pool.put((save,)):
+                return CommitStatus.ACCEPTED
+            save.release()
+            status = CommitStatus.NO_ROOM
+        self._cache.end_save(key)
+        self._recorder.count("save_drops")
+        return status
+
+    def encode(self, save: CommittedSave) -> tuple[memoryview, Header]:
+        """Return the payload as it is to be stored."""
+        one = save.resident
+        plain = self.residents.view(one)
+        header = read_header(plain[: header_bytes_needed(plain[:_LENGTH_BYTES])])
+        frames = header.frames
+        first, last = frames.starts[0], frames.ends[-1]
+        codec = self._codec
+        if codec == "auto":
+            group = header.claim.key.group
+            codec = self._chooser(header).choose(group, frames.layers, plain[first:last])
+        if codec == "none" and self._cache.seal is None:
+            return plain, header
+        pages = [plain[start:end] for start, end in zip(frames.starts, frames.ends, strict=True)]
+        payload = encode(
+            header.claim,
+            frames.layers,
+            pages,
+            codec=codec,
+            provenance=header.provenance,
+            seal=self._cache.seal,
+        )
+        return payload, read_header(payload, seal=self._cache.seal)
+
+    def drain(self, seconds: float) -> bool:
+        """Wait for all saves, for at most ``seconds``. Returns whether all have ended."""
+        return self._pool.drain(seconds)
+
+    def close(self, drain_s: float) -> None:
+        """Drain within the bound, then stop. Idempotent."""
+        self._pool.close(drain_s, self._give_up)
+
+    @property
+    def waiting(self) -> int:
+        """Payloads that wait to be saved."""
+        return self._pool.waiting
+
+    def _claimed(self, payload: memoryview) -> Header:
+        """Return the header of a payload whose frames are not verified yet. Raises
+        ``PayloadError``."""
+        needed = header_bytes_needed(payload[:_LENGTH_BYTES])
+        header = read_header(bytes(payload[:needed]))
+        if header.nbytes != len(payload) or header.codec != "none" or any(header.marks):
+            raise PayloadError("a payload of another length, compressed or sealed")
+        return header
+
+    def _keep(self, header: Header, payload: memoryview) -> tuple[CommitStatus, Resident | None]:
+        """Have the payload in the arena, with a lease."""
+        opened = self.residents.open(header.claim.key.path(), None)
+        if opened is None:
+            return CommitStatus.NO_ROOM, None
+        resident, is_new = opened
+        if not is_new:
+            return self._join(resident)
+        place = self.residents.allot(resident, len(payload))
+        if place is None:
+            self.residents.failed(resident, MissReason.NO_ROOM)
+            self.residents.release(resident)
+            return CommitStatus.NO_ROOM, None
+        copy_bytes(place, payload, len(payload))
+        try:
+            copied = self._claimed(place)
+            if copied != header:
+                raise PayloadError("the payload changed while it was copied")
+            for frame in range(len(header.frames)):
+                frame_pages(header, frame, place, None)
+        except PayloadError as exc:
+            logger.warning("payload of a client refused reason=%s", exc)
+            self.residents.failed(resident, MissReason.CORRUPT)
+            self.residents.release(resident)
+            return CommitStatus.REFUSED, None
+        self.residents.ready(resident, ALL_FRAMES)
+        return CommitStatus.ACCEPTED, resident
+
+    def _join(self, resident: Resident) -> tuple[CommitStatus, Resident | None]:
+        """Save what is resident already: it was verified, too."""
+        if self.residents.is_ready(resident):
+            return CommitStatus.ACCEPTED, resident
+        self.residents.release(resident)  # it is being fetched, so it is stored
+        return CommitStatus.REPEATED, None
+
+    def _chooser(self, header: Header) -> CodecChooser:
+        name = header.claim.key.namespace
+        while len(self._choosers) >= _CHOOSERS_MAX and name not in self._choosers:
+            del self._choosers[next(iter(self._choosers))]
+        return self._choosers.setdefault(name, CodecChooser(lambda: self._cache.link.bytes_per_s))
+
+    def _late(self, save: CommittedSave) -> None:
+        self._recorder.count("save_drops")
+
+    def _saved(self, header: Header, seconds: float, outcome: object) -> None:
+        self._recorder.count(f"save_codec_{header.codec.partition('+')[0]}")
+        if self._codec == "auto":
+            self._chooser(header).saved(seconds)
+
+    def _give_up(self, saves: Sequence[CommittedSave]) -> None:
+        for save in saves:
+            self._cache.end_save(save.claim.key)
+            save.release()
+            self._recorder.count("save_drops")
