@@ -167,6 +167,14 @@ class AgentConnection:
             found += self._read(partial(unpack_found, answer, len(part), fields))
         return found
 
+    def call(self, message: bytes) -> bytes:
+        """Send a message of ``objkv.agent.calls`` and return the answer."""
+        answer = self._call(message)
+        if kind_of(answer) not in (Kind.RESULT, Kind.FAILED):
+            self._is_lost = True
+            raise ProtocolError(f"{kind_of(answer).name} instead of a result")
+        return answer
+
     def wait(self, seconds: float, also: int) -> bool:
         """Wait for progress, or until the eventfd ``also`` is readable, for at most ``seconds``.
         Returns False if the agent has gone."""

@@ -50,6 +50,8 @@ class Kind(IntEnum):
     REJECT = 10
     COMMIT = 11
     COMMITTED = 12
+    CALL = 13
+    RESULT = 14
 
 
 class CommitStatus(IntEnum):
@@ -133,6 +135,15 @@ def unpack_hello(message: bytes) -> Hello:
 def pack_text(kind: Kind, text: str) -> bytes:
     """Return a message that has only a text."""
     return bytes((kind,)) + text.encode()[: MESSAGE_BYTES_MAX - 1]
+
+
+def pack_call(text: str, kind: Kind = Kind.CALL) -> bytes:
+    """Return the message of a call, or of its result. Raises ``ProtocolError`` if it is too
+    long."""
+    message = bytes((kind,)) + text.encode()
+    if len(message) > MESSAGE_BYTES_MAX:
+        raise ProtocolError(f"a message of {len(message)} bytes")
+    return message
 
 
 def unpack_text(message: bytes) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from threading import Lock, Thread
 
 from objkv.agent.arena import Arena, CellState
+from objkv.agent.calls import NodeCalls
 from objkv.agent.core import Core, Urgency
 from objkv.agent.lookups import NodeLookups
 from objkv.agent.messages import (
@@ -24,6 +25,7 @@ from objkv.agent.messages import (
     ProtocolError,
     find_max,
     kind_of,
+    pack_call,
     pack_committed,
     pack_failure,
     pack_found,
@@ -34,13 +36,13 @@ from objkv.agent.messages import (
     unpack_hello,
     unpack_opening,
     unpack_release,
+    unpack_text,
 )
 from objkv.agent.outbox import join_outbox
 from objkv.agent.residents import MissReason, Resident
 from objkv.agent.saves import NodeSaves
 from objkv.background import JOIN_S, join_all
 from objkv.errors import StoreError
-from objkv.telemetry import Recorder
 
 logger = logging.getLogger(__name__)
 _SEND_S = 5.0
@@ -102,22 +104,29 @@ class Client:
                 self._event = -1
 
 
+@dataclass(frozen=True, slots=True)
+class AgentParts:
+    """What an agent serves from."""
+
+    core: Core
+    saves: NodeSaves
+    arena: Arena
+    lookups: NodeLookups
+    calls: NodeCalls
+
+
 class AgentServer:
     """Serves clients on a listening socket until it is closed."""
 
     def __init__(
         self,
         listener: socket.socket,
-        core: Core,
-        saves: NodeSaves,
-        arena: Arena,
-        lookups: NodeLookups,
-        recorder: Recorder,
-        limits: ServerLimits = ServerLimits(),
+        parts: AgentParts,
+        limits: ServerLimits | None = None,
     ) -> None:
-        """Closes ``listener``, and none of the others."""
-        self._listener, self._core, self._saves, self._arena = listener, core, saves, arena
-        self._lookups, self._recorder, self._limits = lookups, recorder, limits
+        """Closes ``listener``, and none of the parts."""
+        self._listener, self._parts, self._core = listener, parts, parts.core
+        self._limits = limits or ServerLimits()
         self._lock = Lock()
         self._clients: dict[Client, Thread] = {}
         self._numbers = 0
@@ -128,6 +137,7 @@ class AgentServer:
             Kind.FIND: self._find,
             Kind.REJECT: self._reject,
             Kind.COMMIT: self._commit,
+            Kind.CALL: self._call,
         }
         self._thread = Thread(target=self._accept, name="objkv-agent-accept", daemon=True)
         self._thread.start()
@@ -232,7 +242,7 @@ class AgentServer:
             text = f"this agent speaks version {VERSION} of the protocol, not {hello.version}"
             client.sock.send(pack_text(Kind.REFUSED, text))
             return False
-        descriptors = [self._arena.fd, client.open_event()] if hello.wants_arena else []
+        descriptors = [self._parts.arena.fd, client.open_event()] if hello.wants_arena else []
         socket.send_fds(client.sock, [bytes((Kind.WELCOME,))], descriptors)
         return True
 
@@ -280,19 +290,25 @@ class AgentServer:
         for wanted in unpack_opening(message).wanted:
             self._core.reject(wanted)
             key = wanted.claim.key
-            self._lookups.invalidate(key.namespace, key.prefix_hash)
+            self._parts.lookups.invalidate(key.namespace, key.prefix_hash)
 
     def _commit(self, client: Client, message: bytes) -> bytes:
         offset, nbytes = unpack_commit(message)
         if offset + nbytes > len(client.outbox):
             raise ProtocolError("a commit of bytes outside of the outbox")
-        return pack_committed(self._saves.commit(client.outbox[offset : offset + nbytes]))
+        return pack_committed(self._parts.saves.commit(client.outbox[offset : offset + nbytes]))
+
+    def _call(self, client: Client, message: bytes) -> bytes:
+        try:
+            return pack_call(self._parts.calls.run(unpack_text(message)), Kind.RESULT)
+        except ProtocolError as exc:
+            raise StoreError(f"the result is too long: {exc}") from exc
 
     def _find(self, client: Client, message: bytes) -> bytes:
         namespace, hashes, fields = unpack_find(message)
         if not 0 < len(hashes) <= find_max(len(fields)):
             raise ProtocolError(f"a lookup of {len(hashes)} chunks")
-        answer = pack_found(self._lookups.find(namespace, hashes, fields), fields)
+        answer = pack_found(self._parts.lookups.find(namespace, hashes, fields), fields)
         if answer is None:
             raise StoreError("the answer is too long")
         return answer

@@ -8,21 +8,24 @@ from pathlib import Path
 from threading import Event
 from time import monotonic, sleep
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 
 from objkv.agent.arena import PAGE, Arena
+from objkv.agent.calls import AgentCalls, AgentDocuments, AgentIndex, NodeCalls
 from objkv.agent.client import AgentConnection
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.launch import AgentSocket, is_listening, start_agent
 from objkv.agent.lookups import NearLimits, NodeLookups
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
-from objkv.agent.server import AgentServer
-from objkv.assembly.backends import check_backends, is_far, open_backends, open_room
+from objkv.agent.server import AgentParts, AgentServer
+from objkv.assembly.backends import Backends, check_backends, is_far, open_backends, open_room
 from objkv.assembly.seal import open_seal
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.config import Config
 from objkv.config.node import agent_environment, agent_socket, host_bytes
 from objkv.errors import TransferError
+from objkv.index.base import WriteIndex
+from objkv.stores.base import PruneStore
 from objkv.telemetry import Recorder
 
 logger = logging.getLogger(__name__)
@@ -79,6 +82,15 @@ class AgentLink:
         return True
 
 
+def open_agent_backends(link: AgentLink) -> Backends:
+    """Return a replica's stores and index, by way of its agent."""
+    calls = AgentCalls(link.connect)
+    # Replicas use documents and the verbs that these have; the rest is for operators.
+    return Backends(
+        cast("PruneStore", AgentDocuments(calls)), None, cast("WriteIndex", AgentIndex(calls))
+    )
+
+
 class NodeAgent:
     """An agent that serves a socket until it is closed. A context manager."""
 
@@ -119,9 +131,9 @@ class NodeAgent:
             config.near_records_max, config.near_ttl_ms / 1000, config.near_miss_ttl_ms / 1000
         )
         self.lookups = NodeLookups(self._backends.index, near)
-        self.server = AgentServer(
-            self._socket.listener, self.core, self.saves, self.arena, self.lookups, recorder
-        )
+        calls = NodeCalls(self._backends.index, self._backends.bulk)
+        parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls)
+        self.server = AgentServer(self._socket.listener, parts)
         logger.info("agent ready socket=%s arena_bytes=%d", path, self.arena.nbytes)
 
     def run(self, ended: Event, *, idle_s: float | None = None) -> None:

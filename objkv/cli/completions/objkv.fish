@@ -16,6 +16,7 @@ end
 complete -c objkv -f
 
 complete -c objkv -n '__objkv_at objkv' -f -a access -d 'Print the least-privilege IAM policy and Redis ACL for a role'
+complete -c objkv -n '__objkv_at objkv' -f -a agent -d 'Fetch, verify and keep payloads for all replicas of this machine'
 complete -c objkv -n '__objkv_at objkv' -f -a admission -d 'Switch loads off or on in running replicas, for a limited time'
 complete -c objkv -n '__objkv_at objkv' -f -a audit -d 'Report stored chunks: owner, age, usage, cost and faults'
 complete -c objkv -n '__objkv_at objkv' -f -a completion -d 'Print the completion script of a shell'
@@ -61,6 +62,18 @@ complete -c objkv -n '__objkv_at objkv access' -l json -d 'The same as -o json'
 complete -c objkv -n '__objkv_at objkv access' -l no-color -d 'Print without colors'
 complete -c objkv -n '__objkv_at objkv access' -l debug -d 'Show where errors come from'
 complete -c objkv -n '__objkv_at objkv access' -l help -d 'Show this message and exit.'
+
+complete -c objkv -n '__objkv_at objkv agent' -l socket -r -F -d 'Socket to serve; default: OBJKV_AGENT'
+complete -c objkv -n '__objkv_at objkv agent' -l idle-exit -r -f -d 'Exit after this time without clients (30s, 2h, 7d; a plain number is seconds)'
+complete -c objkv -n '__objkv_at objkv agent' -l bulk-url -r -f -d 'Bulk store; overrides OBJKV_BULK_URL'
+complete -c objkv -n '__objkv_at objkv agent' -l index-url -r -f -d 'Index; overrides OBJKV_INDEX_URL'
+complete -c objkv -n '__objkv_at objkv agent' -l config -r -F -d 'TOML file; overrides OBJKV_CONFIG_FILE'
+complete -c objkv -n '__objkv_at objkv agent' -l output -r -f -a 'table json wide' -d 'table fits the terminal, wide cuts nothing, json is one document'
+complete -c objkv -n '__objkv_at objkv agent' -s o -r -f -a 'table json wide' -d 'table fits the terminal, wide cuts nothing, json is one document'
+complete -c objkv -n '__objkv_at objkv agent' -l json -d 'The same as -o json'
+complete -c objkv -n '__objkv_at objkv agent' -l no-color -d 'Print without colors'
+complete -c objkv -n '__objkv_at objkv agent' -l debug -d 'Show where errors come from'
+complete -c objkv -n '__objkv_at objkv agent' -l help -d 'Show this message and exit.'
 
 complete -c objkv -n '__objkv_at objkv admission' -f
 complete -c objkv -n '__objkv_at objkv admission' -l for -r -f -d 'Duration of the order (30s, 2h, 7d; a plain number is seconds). Default: 1h'

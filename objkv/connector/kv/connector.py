@@ -19,6 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from objkv.assembly.agent import AgentLink, open_agent_backends
+from objkv.cache.chunks import ChunkCache
 from objkv.config import load_config
 from objkv.connector.counters import HISTOGRAMS
 from objkv.connector.guard import guarded, speak_as_vllm
@@ -71,7 +73,10 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._config = load_config(self._kv_transfer_config.kv_connector_extra_config)
         self._geometry = read_geometry(vllm_config, kv_cache_config, self._config)
         self._recorder = MemoryRecorder(sampled=HISTOGRAMS)
-        backends = open_checked_backends(self._config, self._recorder)
+        if self._config.agent == "off":
+            backends = open_checked_backends(self._config, self._recorder)
+        else:  # it has stores and index, and has checked them
+            backends = open_agent_backends(AgentLink(self._config))
         self._backends, self._published = watch_saves(backends, vllm_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -108,13 +113,18 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._vllm_config,
             self._config,
             self._geometry,
-            open_cache(self._config, self._backends, writer, self._recorder),
+            self._open_cache(writer),
             writer=writer,
             recorder=self._recorder,
             kv_caches=self._kv_caches,
         )
         # This drains saves even if the engine is garbage-collected or the process just exits.
         self._finalizer = weakref.finalize(self, self._worker.close)
+
+    def _open_cache(self, writer: str) -> ChunkCache | None:
+        if self._config.agent != "off":
+            return None
+        return open_cache(self._config, self._backends, writer, self._recorder)
 
     @guarded(None)
     def unregister_kv_caches(self) -> None:

@@ -188,7 +188,7 @@ def open_worker_side(
     vllm_config: "VllmConfig",
     config: Config,
     geometry: Geometry,
-    cache: ChunkCache,
+    cache: ChunkCache | None,
     *,
     writer: str,
     recorder: Recorder,
@@ -236,19 +236,21 @@ def make_worker_side(
     config: Config,
     geometry: Geometry,
     rank: Rank,
-    cache: ChunkCache,
+    cache: ChunkCache | None,
     *,
     recorder: Recorder,
     kv_caches: Mapping[str, torch.Tensor],
     tracing: Tracing = NO_TRACING,
 ) -> WorkerSide:
-    """Make the worker's side without vLLM's configuration. ``cache`` is not used with an agent."""
+    """Make the worker's side without vLLM's configuration. ``cache``: None with a
+    node agent."""
     groups = read_pages(geometry, (rank.tp_rank, rank.pp_rank), kv_caches, rank.quantised)
     pools = plan_pools(config, groups, geometry.chunk_tokens, rank)
-    make_transfers = _own_transfers if config.agent == "off" else _agent_transfers
-    transfers = make_transfers(
-        config, _Host(groups, pools, rank, geometry.chunk_tokens, recorder, tracing), cache
-    )
+    host = _Host(groups, pools, rank, geometry.chunk_tokens, recorder, tracing)
+    if cache is None:
+        transfers = _agent_transfers(config, host)
+    else:
+        transfers = _own_transfers(config, host, cache)
     logger.info("objkv worker ready loader=%r saver=%r", transfers.loader, transfers.saver)
     return WorkerSide(config, geometry, rank, groups, transfers=transfers, tracing=tracing)
 
@@ -324,7 +326,7 @@ def _own_transfers(config: Config, host: _Host, cache: ChunkCache) -> Transfers:
     return Transfers(loader, saver, cache)
 
 
-def _agent_transfers(config: Config, host: _Host, _cache: ChunkCache) -> Transfers:
+def _agent_transfers(config: Config, host: _Host) -> Transfers:
     """Return loads and saves by the node's agent."""
     link = AgentLink(config)
     if config.agent == "auto":

@@ -1,0 +1,282 @@
+"""A replica's index and documents, by way of the agent: it needs no credentials for either.
+
+Lookups have a message of their own. All other calls are rare, and are JSON: a verb and its
+arguments, with hashes as hex and records as an index writes them. Only documents of a namespace and
+the operators' switch can be read or written, never payloads.
+"""
+
+import base64
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from threading import Lock, local
+from time import monotonic
+from typing import Any, Final, TypeVar
+
+from objkv import errors
+from objkv.agent.client import AgentConnection
+from objkv.agent.messages import Kind, kind_of, pack_call, unpack_text
+from objkv.cache.switch import SWITCH_PATH
+from objkv.errors import ObjkvError, StoreDenied, StoreError, StoreUnavailable, TransferError
+from objkv.index.base import ChunkEntry, Record, Savings, ShardRecord, Shards, WriteIndex
+from objkv.index.fields import decode_shard, encode_shard
+from objkv.stores.base import Buffer, WriteStore
+
+DOCUMENT_BYTES_MAX: Final = 32_768
+_DOCUMENT = re.compile(rf"[0-9a-f]{{32}}/identity\.json|{re.escape(SWITCH_PATH)}")
+_RETRY_S = 1.0
+_FAILURES = ("StoreUnavailable", "StoreDenied", "StoreBusy", "LeftAlone")
+Arguments = Mapping[str, Any]
+T = TypeVar("T")
+
+
+class NodeCalls:
+    """The agent's side: runs calls on its index and bulk store. Thread-safe."""
+
+    def __init__(self, index: WriteIndex, bulk: WriteStore) -> None:
+        self._index, self._bulk = index, bulk
+        self._verbs: dict[str, Callable[[Arguments], Any]] = {
+            "lookup": self._lookup,
+            "publish": self._publish,
+            "touch": self._touch,
+            "credit": self._credit,
+            "forget": self._forget,
+            "get": self._get,
+            "put": self._put,
+        }
+
+    def run(self, text: str) -> str:
+        """Run a call and return its result. Raises ``StoreError``, also for an invalid call."""
+        try:
+            call = json.loads(text)
+            verb = self._verbs[call.pop("verb")]
+            return json.dumps(verb(call))
+        except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as exc:
+            raise StoreDenied(f"an invalid call: {exc!r}") from exc
+
+    def _lookup(self, call: Arguments) -> list[Any]:
+        found = self._index.lookup(call["namespace"], _hashes(call))
+        return [None if one is None else _record_text(one) for one in found]
+
+    def _publish(self, call: Arguments) -> None:
+        self._index.publish(_entry(call), _shards(call["shards"]), ttl_s=int(call["ttl_s"]))
+
+    def _touch(self, call: Arguments) -> None:
+        self._index.touch(call["namespace"], _hashes(call), ttl_s=int(call["ttl_s"]))
+
+    def _credit(self, call: Arguments) -> None:
+        self._index.credit(Savings(**call["savings"]))
+
+    def _forget(self, call: Arguments) -> bool:
+        (expected,) = _shards({call["field"]: call["expected"]}).values()
+        (prefix_hash,) = _hashes(call)
+        return self._index.forget(call["namespace"], prefix_hash, call["field"], expected)
+
+    def _get(self, call: Arguments) -> str | None:
+        path = _document(call["path"])
+        document = self._bulk.get_range(path, 0, DOCUMENT_BYTES_MAX)
+        return None if document is None else base64.b64encode(document).decode()
+
+    def _put(self, call: Arguments) -> bool:
+        path, document = _document(call["path"]), base64.b64decode(call["document"])
+        if call["replace"]:
+            self._bulk.put(path, document)
+            return True
+        return self._bulk.put_if_absent(path, document)
+
+
+class AgentCalls:
+    """A replica's side. Each thread has a connection of its own, so none waits for another."""
+
+    def __init__(
+        self, connect: Callable[[], AgentConnection], *, clock: Callable[[], float] = monotonic
+    ) -> None:
+        """``connect``: returns a new connection, or raises ``ObjkvError``."""
+        self._connect, self._clock = connect, clock
+        self._own = local()
+        self._lock = Lock()
+        self._open: list[AgentConnection] = []
+        self._retry_at = -1.0
+        self._closed = False
+
+    def find(
+        self, namespace: str, hashes: Sequence[bytes], fields: tuple[str, ...]
+    ) -> list[Shards | None]:
+        """See ``ReadIndex.find``."""
+        return self._use(lambda agent: agent.find(namespace, hashes, fields))
+
+    def run(self, verb: str, **arguments: Any) -> Any:
+        """Run a call in the agent. Raises ``StoreError`` as the agent's store or index does."""
+        message = pack_call(json.dumps({"verb": verb} | arguments))
+        answer = self._use(lambda agent: agent.call(message))
+        if kind_of(answer) is Kind.FAILED:
+            name, _, text = unpack_text(answer).partition("\n")
+            kind = getattr(errors, name) if name in _FAILURES else StoreError
+            raise kind(text)
+        try:
+            return json.loads(unpack_text(answer))
+        except ValueError as exc:
+            raise StoreUnavailable("the agent's answer is not JSON") from exc
+
+    def close(self) -> None:
+        """Close all connections. Idempotent."""
+        with self._lock:
+            self._closed = True
+            left, self._open = self._open, []
+        for agent in left:
+            agent.close()
+
+    def _use(self, work: Callable[[AgentConnection], T]) -> T:
+        try:
+            return work(self._reach())
+        except TransferError as exc:
+            raise StoreUnavailable(str(exc)) from exc
+
+    def _reach(self) -> AgentConnection:
+        agent: AgentConnection | None = getattr(self._own, "agent", None)
+        if agent is not None and agent.is_open:
+            return agent
+        with self._lock:
+            if self._closed or self._clock() < self._retry_at:
+                raise TransferError("no agent")
+            if agent in self._open:
+                self._open.remove(agent)
+        if agent is not None:
+            agent.close()
+        try:
+            agent = self._own.agent = self._connect()
+        except ObjkvError:
+            self._retry_at = self._clock() + _RETRY_S
+            raise
+        with self._lock:
+            self._open.append(agent)
+        return agent
+
+
+class AgentIndex:
+    """The part of a ``WriteIndex`` that replicas use."""
+
+    def __init__(self, calls: AgentCalls) -> None:
+        self._calls = calls
+
+    def find(
+        self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
+    ) -> list[Shards | None]:
+        """See ``ReadIndex``."""
+        if not prefix_hashes or not fields:
+            return [None] * len(prefix_hashes)
+        return self._calls.find(namespace, prefix_hashes, tuple(fields))
+
+    def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
+        """See ``ReadIndex``."""
+        found = self._calls.run("lookup", namespace=namespace, hashes=_hex(prefix_hashes))
+        return [None if one is None else _read_record(one) for one in found]
+
+    def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
+        """See ``WriteIndex``."""
+        self._calls.run(
+            "publish",
+            namespace=chunk.namespace,
+            hashes=_hex((chunk.prefix_hash, chunk.parent_hash)),
+            tokens=[chunk.token_start, chunk.token_end],
+            shards={name: encode_shard(one).decode() for name, one in shards.items()},
+            ttl_s=ttl_s,
+        )
+
+    def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> None:
+        """See ``WriteIndex``."""
+        self._calls.run("touch", namespace=namespace, hashes=_hex(prefix_hashes), ttl_s=ttl_s)
+
+    def credit(self, savings: Savings) -> None:
+        """See ``WriteIndex``."""
+        self._calls.run("credit", savings=asdict(savings))
+
+    def forget(self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord) -> bool:
+        """See ``WriteIndex``."""
+        text = encode_shard(expected).decode()
+        hashes = _hex((prefix_hash,))
+        return bool(
+            self._calls.run(
+                "forget", namespace=namespace, hashes=hashes, field=field, expected=text
+            )
+        )
+
+    def check(self) -> None:
+        """Do nothing: the agent checks its index."""
+
+    def close(self) -> None:
+        """Close the connections to the agent. Idempotent."""
+        self._calls.close()
+
+
+class AgentDocuments:
+    """The part of a ``WriteStore`` that replicas use: documents, never payloads."""
+
+    def __init__(self, calls: AgentCalls) -> None:
+        self._calls = calls
+
+    def get_range(self, key: str, start: int, end: int) -> bytes | None:
+        """See ``ReadStore``."""
+        found = self._calls.run("get", path=key)
+        return None if found is None else base64.b64decode(found)[start:end]
+
+    def put_if_absent(self, key: str, value: Buffer) -> bool:
+        """See ``WriteStore``."""
+        document = base64.b64encode(value).decode()
+        return bool(self._calls.run("put", path=key, document=document, replace=False))
+
+    def put(self, key: str, value: Buffer) -> None:
+        """See ``WriteStore``."""
+        document = base64.b64encode(value).decode()
+        self._calls.run("put", path=key, document=document, replace=True)
+
+    def check(self) -> None:
+        """Do nothing: the agent checks its store."""
+
+    def close(self) -> None:
+        """Close the connections to the agent. Idempotent."""
+        self._calls.close()
+
+
+def _hex(hashes: Sequence[bytes]) -> list[str]:
+    return [one.hex() for one in hashes]
+
+
+def _hashes(call: Arguments) -> list[bytes]:
+    return [bytes.fromhex(text) for text in call["hashes"]]
+
+
+def _entry(call: Arguments) -> ChunkEntry:
+    prefix_hash, parent_hash = _hashes(call)
+    start, end = call["tokens"]
+    return ChunkEntry(call["namespace"], prefix_hash, parent_hash, int(start), int(end))
+
+
+def _shards(texts: Mapping[str, str]) -> dict[str, ShardRecord]:
+    found = {name: decode_shard(text.encode("ascii")) for name, text in texts.items()}
+    if None in found.values():
+        raise ValueError("an invalid record")
+    return {name: shard for name, shard in found.items() if shard is not None}
+
+
+def _document(path: str) -> str:
+    if _DOCUMENT.fullmatch(path) is None:
+        raise StoreDenied(f"replicas have no access to {path[:100]!r}")
+    return path
+
+
+def _record_text(record: Record) -> dict[str, Any]:
+    return {
+        "hashes": _hex((record.prefix_hash, record.parent_hash)),
+        "tokens": [record.token_start, record.token_end],
+        "shards": {name: encode_shard(one).decode() for name, one in record.shards.items()},
+        "counts": [record.hits, record.touched_s, record.pinned_until_s],
+    }
+
+
+def _read_record(text: Arguments) -> Record:
+    prefix_hash, parent_hash = _hashes(text)
+    (start, end), (hits, touched_s, pinned_until_s) = text["tokens"], text["counts"]
+    shards = _shards(text["shards"])
+    return Record(prefix_hash, parent_hash, start, end, shards, hits, touched_s, pinned_until_s)
