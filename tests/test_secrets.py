@@ -179,7 +179,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
 
 
 def test_every_command_is_tried() -> None:
-    own_servers = {"demo", "gpu-check"}
+    own_servers = {"agent", "demo", "gpu-check"}
     assert set(ALL) == {words[0] for words in COMMANDS} | own_servers
 
 

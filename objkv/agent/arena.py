@@ -1,7 +1,7 @@
 """The arena: memory that the agent writes and replicas read, and the division of it into extents.
 
-It is a memfd, so it has no name, needs no ``/dev/shm``, and lives as long as a process maps it. The
-agent maps it before it seals it: from then on nobody can map it writable or change its size. The
+It is a memfd: it has no name, needs no ``/dev/shm``, and lives as long as a process maps it. The
+agent maps it, then seals it. After that it cannot be mapped writable, and its size is fixed. The
 first part of the arena is the board, with the progress of payloads that are being filled. The rest
 holds payloads, each contiguous and beginning at a page.
 """
@@ -33,19 +33,19 @@ _READ_ONLY = _FIXED_SIZE | 0x10  # F_SEAL_FUTURE_WRITE
 
 
 def seal_size(fd: int) -> None:
-    """Let nobody change the size of a memfd any more. Raises ``OSError``."""
+    """Fix the size of a memfd. Raises ``OSError``."""
     fcntl.fcntl(fd, _ADD_SEALS, _FIXED_SIZE)
 
 
 def check_seals(fd: int, *, writable: bool) -> bool:
     """Whether a memfd has a fixed size and, unless ``writable``, gets no new writers. Raises
-    ``OSError`` if it is no memfd."""
+    ``OSError`` unless it is a memfd."""
     seals = _FIXED_SIZE if writable else _READ_ONLY
     return fcntl.fcntl(fd, _GET_SEALS) & seals == seals
 
 
 class CellState(IntEnum):
-    """What a cell says about its payload."""
+    """State of a cell's payload."""
 
     FILLING = 1
     READY = 2
@@ -72,7 +72,7 @@ ALL_FRAMES: Final = 0xFFFF_FFFF
 class Board:
     """Progress cells at the start of an arena. The agent writes them, replicas read them.
 
-    A cell is written as three words, of which the one with state and frames is last. On x86-64 and
+    A cell is written as three words. The one with state and frames is last. On x86-64 and
     ARM64 an aligned word is written at once; the order towards another core is settled by the
     eventfd call that follows on the writer's side and precedes on the reader's.
     """

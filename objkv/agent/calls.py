@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 
 from objkv import errors
 from objkv.agent.client import AgentConnection
-from objkv.agent.messages import Kind, kind_of, pack_call, unpack_text
+from objkv.agent.messages import MessageKind, kind_of, pack_call, unpack_text
 from objkv.cache.switch import SWITCH_PATH
 from objkv.errors import ObjkvError, StoreDenied, StoreError, StoreUnavailable, TransferError
 from objkv.index.base import ChunkEntry, Record, Savings, ShardRecord, Shards, WriteIndex
@@ -110,7 +110,7 @@ class AgentCalls:
         """Run a call in the agent. Raises ``StoreError`` as the agent's store or index does."""
         message = pack_call(json.dumps({"verb": verb} | arguments))
         answer = self._use(lambda agent: agent.call(message))
-        if kind_of(answer) is Kind.FAILED:
+        if kind_of(answer) is MessageKind.FAILED:
             name, _, text = unpack_text(answer).partition("\n")
             kind = getattr(errors, name) if name in _FAILURES else StoreError
             raise kind(text)

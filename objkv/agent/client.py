@@ -24,7 +24,7 @@ from objkv.agent.messages import (
     VERSION,
     CommitStatus,
     Hello,
-    Kind,
+    MessageKind,
     Opening,
     ProtocolError,
     find_max,
@@ -49,14 +49,14 @@ CALL_S = 2.0
 machine is very busy."""
 
 
-class Lease(NamedTuple):
+class ArenaLease(NamedTuple):
     """A payload that the client may read, now or soon."""
 
     number: int
     """0 if there is no lease: the payload is a miss."""
     cell: int
     progress: Progress
-    """What was known when it was opened."""
+    """The state when it was opened."""
 
 
 class AgentConnection:
@@ -97,10 +97,10 @@ class AgentConnection:
 
     def _greeted(self, message: bytes, descriptors: list[int], wants_arena: bool) -> None:
         try:
-            if message and kind_of(message) is Kind.REFUSED:
+            if message and kind_of(message) is MessageKind.REFUSED:
                 raise TransferError(f"the agent at {self._path} refused: {unpack_text(message)}")
-            if not message or kind_of(message) is not Kind.WELCOME:
-                raise ProtocolError(f"the process at {self._path} is no agent")
+            if not message or kind_of(message) is not MessageKind.WELCOME:
+                raise ProtocolError(f"the process at {self._path} is not an agent")
             if len(descriptors) != 2 * wants_arena:
                 raise ProtocolError(f"{len(descriptors)} descriptors from the agent")
             if wants_arena:
@@ -121,9 +121,11 @@ class AgentConnection:
         """Whether the connection has not failed."""
         return not self._is_lost
 
-    def open(self, wanted: Sequence[Wanted], *, deadline_s: float, urgency: Urgency) -> list[Lease]:
+    def open(
+        self, wanted: Sequence[Wanted], *, deadline_s: float, urgency: Urgency
+    ) -> list[ArenaLease]:
         """Open payloads of one namespace for reading, in order. Each lease must be released."""
-        leases: list[Lease] = []
+        leases: list[ArenaLease] = []
         deadline_ms = max(1, int(1000 * deadline_s))
         for start in range(0, len(wanted), OPEN_MAX):
             part = wanted[start : start + OPEN_MAX]
@@ -134,7 +136,7 @@ class AgentConnection:
                 progress = Progress(state, frames, one.offset, one.nbytes, one.reason)
                 if state is CellState.FILLING:
                     progress = self.arena.board.read(one.cell)
-                leases.append(Lease(one.lease, one.cell, progress))
+                leases.append(ArenaLease(one.lease, one.cell, progress))
         return leases
 
     def release(self, leases: Sequence[int]) -> None:
@@ -144,7 +146,7 @@ class AgentConnection:
 
     def reject(self, wanted: Wanted) -> None:
         """Report that a resident payload is not what its key promises a reader. Its record is
-        forgotten, and nobody gets this copy any more."""
+        forgotten, and this copy is not served any more."""
         self._send(pack_rejection(wanted))
 
     def commit(self, offset: int, nbytes: int) -> CommitStatus:
@@ -162,7 +164,7 @@ class AgentConnection:
         for start in range(0, len(hashes), step):
             part = hashes[start : start + step]
             answer = self._call(pack_find(namespace, part, fields))
-            if kind_of(answer) is Kind.FAILED:
+            if kind_of(answer) is MessageKind.FAILED:
                 raise StoreUnavailable(f"lookup by the agent: {unpack_text(answer)}")
             found += self._read(partial(unpack_found, answer, len(part), fields))
         return found
@@ -170,7 +172,7 @@ class AgentConnection:
     def call(self, message: bytes) -> bytes:
         """Send a message of ``objkv.agent.calls`` and return the answer."""
         answer = self._call(message)
-        if kind_of(answer) not in (Kind.RESULT, Kind.FAILED):
+        if kind_of(answer) not in (MessageKind.RESULT, MessageKind.FAILED):
             self._is_lost = True
             raise ProtocolError(f"{kind_of(answer).name} instead of a result")
         return answer

@@ -130,7 +130,7 @@ class Core:
         return opened
 
     def reject(self, wanted: Wanted) -> None:
-        """Give nobody this copy of a payload any more, and forget its record."""
+        """Stop serving this copy of a payload, and forget its record."""
         key = wanted.claim.key
         self.residents.forget(key.path())
         self._cache.reject(key, {key.field: wanted.record}, corrupt=True)
@@ -141,7 +141,7 @@ class Core:
             self._turns.forget(client)
 
     def close(self, seconds: float) -> bool:
-        """End the threads within ``seconds``. What was not fetched fails. Idempotent."""
+        """End the threads within ``seconds``. Waiting payloads fail. Idempotent."""
         with self._changed:
             self._closed = True
             left = [self._turns.take() for _ in range(len(self._turns))]

@@ -1,8 +1,8 @@
 """Fetches one payload into the arena and verifies it there, frame by frame, as it arrives.
 
 An uncompressed payload goes from the socket to its place in the arena. Others arrive in a buffer of
-the fetching thread, and each frame is decoded to its place. Readers learn of a frame once it is
-verified. What is in the arena is an uncompressed, unsealed payload in both cases.
+the fetching thread, and each frame is decoded to its place. A frame is announced to readers when
+it is verified. In both cases the arena holds an uncompressed, unsealed payload.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A payload that a client wants."""
+    """A payload that a client requested."""
 
     claim: Claim
     record: ShardRecord
@@ -62,7 +62,7 @@ class Fill:
     """The stored payload's header, once it is verified."""
     _is_encrypted = False
     _pages_at = 0
-    """Where the pages of the next frame belong."""
+    """Position of the next frame's pages."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Fill:
         self._place: memoryview | None = None
         """The payload's memory in the arena."""
         self._stored = memoryview(b"")
-        """What the store writes to: the same memory, or a staging buffer."""
+        """The buffer of the store's bytes: the same memory, or a staging buffer."""
         self._sums: list[str] = []
         self.layers = 0
         """Leading frames that readers know of."""

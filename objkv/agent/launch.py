@@ -14,9 +14,17 @@ from objkv.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 IDLE_EXIT_S: Final = 600
-"""After so long without clients, an agent that a replica started ends."""
+"""An agent that a replica started ends after this time without clients."""
 _BACKLOG = 128
 _LOG_BYTES_MAX = 4 << 20
+
+
+def failure_of(path: Path) -> str | None:
+    """Return why the last start of an agent at ``path`` failed; None if it did not."""
+    try:
+        return Path(f"{path}.error").read_text(encoding="utf-8", errors="replace") or None
+    except OSError:
+        return None
 
 
 class AgentRuns(ConfigError):
@@ -53,6 +61,14 @@ class AgentSocket:
             os.close(self._lock)
             raise ConfigError(f"the agent cannot listen on {path}: {exc}") from exc
 
+    def report(self, error: BaseException | None) -> None:
+        """Leave a note for replicas if the agent cannot start; without an error, remove it."""
+        note = Path(f"{self._path}.error")
+        if error is None:
+            note.unlink(missing_ok=True)
+        else:
+            note.write_text(str(error), encoding="utf-8")
+
     def close(self) -> None:
         """Give the path to others. The lock file stays: removing it would let two agents run."""
         self._path.unlink(missing_ok=True)
@@ -77,6 +93,7 @@ def start_agent(path: Path, environ: Mapping[str, str], idle_s: int = IDLE_EXIT_
     if is_listening(path):
         return
     log = Path(f"{path}.log")
+    Path(f"{path}.error").unlink(missing_ok=True)
     command = [sys.executable, "-m", "objkv", "agent", "--socket", str(path)]
     try:
         if log.exists() and log.stat().st_size > _LOG_BYTES_MAX:

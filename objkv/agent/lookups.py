@@ -43,7 +43,7 @@ class NodeLookups:
         return cache.find(namespace, prefix_hashes, fields)
 
     def invalidate(self, namespace: str, prefix_hash: bytes) -> None:
-        """Discard what is kept of a chunk."""
+        """Discard the kept records of a chunk."""
         with self._lock:
             caches = [cache for (name, _), cache in self._caches.items() if name == namespace]
         for cache in caches:

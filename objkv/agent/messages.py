@@ -32,10 +32,10 @@ _RECORD_BYTES_MAX = 400
 
 
 class ProtocolError(TransferError):
-    """The other side sent something that is no message."""
+    """The other side sent an invalid message."""
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """The first byte of each message."""
 
     HELLO = 1
@@ -55,7 +55,7 @@ class Kind(IntEnum):
 
 
 class CommitStatus(IntEnum):
-    """What became of a payload in an outbox. Its memory may change in any case."""
+    """The outcome for a payload in an outbox. Its memory may change in any case."""
 
     ACCEPTED = 1
     """The agent has a copy, and saves it."""
@@ -66,7 +66,7 @@ class CommitStatus(IntEnum):
     SHED = 5
     """The store has just refused a save."""
     REFUSED = 6
-    """It is no valid payload."""
+    """It is not a valid payload."""
 
 
 class Hello(NamedTuple):
@@ -80,14 +80,14 @@ class Hello(NamedTuple):
 
 
 class Opening(NamedTuple):
-    """A client wants to read payloads of one namespace."""
+    """A request to read payloads of one namespace."""
 
     urgency: int
     deadline_ms: int
     wanted: Sequence[Wanted]
 
 
-class Opened(NamedTuple):
+class OpenAnswer(NamedTuple):
     """The answer for one payload."""
 
     state: int
@@ -97,7 +97,7 @@ class Opened(NamedTuple):
     lease: int
     """Names the payload in RELEASE, on this connection."""
     cell: int
-    """Where the board says more, unless the state is READY already."""
+    """The payload's cell on the board, unless the state is READY already."""
     offset: int
     """Position in the arena if the state is READY."""
     nbytes: int
@@ -111,17 +111,17 @@ _OPENED = struct.Struct("<BBIIQQ")
 _FIND = struct.Struct(f"<B{_NAMESPACE_CHARS}sH")
 
 
-def kind_of(message: bytes) -> Kind:
+def kind_of(message: bytes) -> MessageKind:
     """Return the kind of a message."""
     try:
-        return Kind(message[0])
+        return MessageKind(message[0])
     except (IndexError, ValueError):
         raise ProtocolError("a message of no known kind") from None
 
 
 def pack_hello(hello: Hello) -> bytes:
     """Return the message."""
-    return _HELLO.pack(Kind.HELLO, *hello)
+    return _HELLO.pack(MessageKind.HELLO, *hello)
 
 
 def unpack_hello(message: bytes) -> Hello:
@@ -132,12 +132,12 @@ def unpack_hello(message: bytes) -> Hello:
     return Hello(version, bool(wants_arena), bool(has_outbox))
 
 
-def pack_text(kind: Kind, text: str) -> bytes:
+def pack_text(kind: MessageKind, text: str) -> bytes:
     """Return a message that has only a text."""
     return bytes((kind,)) + text.encode()[: MESSAGE_BYTES_MAX - 1]
 
 
-def pack_call(text: str, kind: Kind = Kind.CALL) -> bytes:
+def pack_call(text: str, kind: MessageKind = MessageKind.CALL) -> bytes:
     """Return the message of a call, or of its result. Raises ``ProtocolError`` if it is too
     long."""
     message = bytes((kind,)) + text.encode()
@@ -153,15 +153,15 @@ def unpack_text(message: bytes) -> str:
 
 def pack_opening(opening: Opening) -> bytes:
     """Return the message. All payloads are of one namespace, and there are at most ``OPEN_MAX``."""
-    return _pack_wanted(Kind.OPEN, opening)
+    return _pack_wanted(MessageKind.OPEN, opening)
 
 
 def pack_rejection(wanted: Wanted) -> bytes:
     """Return the message that a payload is not what its key promises."""
-    return _pack_wanted(Kind.REJECT, Opening(0, 0, (wanted,)))
+    return _pack_wanted(MessageKind.REJECT, Opening(0, 0, (wanted,)))
 
 
-def _pack_wanted(kind: Kind, opening: Opening) -> bytes:
+def _pack_wanted(kind: MessageKind, opening: Opening) -> bytes:
     wanted = opening.wanted
     assert 0 < len(wanted) <= OPEN_MAX
     namespace = wanted[0].claim.key.namespace
@@ -212,17 +212,17 @@ def unpack_opening(message: bytes) -> Opening:
         raise ProtocolError(f"an invalid opening: {exc}") from exc
 
 
-def pack_opened(answers: Iterable[Opened]) -> bytes:
+def pack_opened(answers: Iterable[OpenAnswer]) -> bytes:
     """Return the message."""
-    return bytes((Kind.OPENED,)) + b"".join([_OPENED.pack(*one) for one in answers])
+    return bytes((MessageKind.OPENED,)) + b"".join([_OPENED.pack(*one) for one in answers])
 
 
-def unpack_opened(message: bytes, count: int) -> list[Opened]:
+def unpack_opened(message: bytes, count: int) -> list[OpenAnswer]:
     """Read the answer to an opening of ``count`` payloads."""
-    _expect(message, Kind.OPENED)
+    _expect(message, MessageKind.OPENED)
     if len(message) != 1 + count * _OPENED.size:
         raise ProtocolError(f"{len(message)} bytes for {count} payloads")
-    answers = [Opened._make(fields) for fields in _OPENED.iter_unpack(message[1:])]
+    answers = [OpenAnswer._make(fields) for fields in _OPENED.iter_unpack(message[1:])]
     states, reasons = set(CellState), set(MissReason)
     if not all(one.state in states and one.reason in reasons for one in answers):
         raise ProtocolError("an answer in an unknown state")
@@ -232,7 +232,7 @@ def unpack_opened(message: bytes, count: int) -> list[Opened]:
 def pack_release(leases: Sequence[int]) -> bytes:
     """Return the message. At most ``RELEASE_MAX`` leases."""
     assert len(leases) <= RELEASE_MAX
-    return struct.pack(f"<B{len(leases)}I", Kind.RELEASE, *leases)
+    return struct.pack(f"<B{len(leases)}I", MessageKind.RELEASE, *leases)
 
 
 RELEASE_MAX: Final = 8192
@@ -248,7 +248,7 @@ def unpack_release(message: bytes) -> tuple[int, ...]:
 
 def pack_commit(offset: int, nbytes: int) -> bytes:
     """Return the message that a payload is at ``offset`` of the outbox."""
-    return _COMMIT.pack(Kind.COMMIT, offset, nbytes)
+    return _COMMIT.pack(MessageKind.COMMIT, offset, nbytes)
 
 
 def unpack_commit(message: bytes) -> tuple[int, int]:
@@ -261,12 +261,12 @@ def unpack_commit(message: bytes) -> tuple[int, int]:
 
 def pack_committed(status: CommitStatus) -> bytes:
     """Return the answer."""
-    return bytes((Kind.COMMITTED, status))
+    return bytes((MessageKind.COMMITTED, status))
 
 
 def unpack_committed(message: bytes) -> CommitStatus:
     """Read the answer."""
-    _expect(message, Kind.COMMITTED)
+    _expect(message, MessageKind.COMMITTED)
     try:
         return CommitStatus(message[1])
     except (IndexError, ValueError):
@@ -281,7 +281,7 @@ def find_max(fields: int) -> int:
 def pack_find(namespace: str, hashes: Sequence[bytes], fields: Sequence[str]) -> bytes:
     """Return the message."""
     names = "\n".join(fields).encode()
-    head = _FIND.pack(Kind.FIND, namespace.encode(), len(names))
+    head = _FIND.pack(MessageKind.FIND, namespace.encode(), len(names))
     message = b"".join((head, names, *hashes))
     if len(message) > MESSAGE_BYTES_MAX:
         raise ProtocolError(f"a message of {len(message)} bytes")
@@ -316,13 +316,13 @@ def pack_found(found: Iterable[Shards | None], fields: Sequence[str]) -> bytes |
         else:
             texts = [encode_shard(s) if (s := shards.get(name)) else b"" for name in fields]
             rows.append(b"\n".join(texts))
-    message = bytes((Kind.FOUND,)) + b"\n".join(rows)
+    message = bytes((MessageKind.FOUND,)) + b"\n".join(rows)
     return message if len(message) <= MESSAGE_BYTES_MAX else None
 
 
 def unpack_found(message: bytes, count: int, fields: tuple[str, ...]) -> list[Shards | None]:
     """Read the answer for ``count`` chunks. Records are decoded when they are read."""
-    _expect(message, Kind.FOUND)
+    _expect(message, MessageKind.FOUND)
     texts = message[1:].split(b"\n") if count else []
     width = len(fields)
     if len(texts) != count * width:
@@ -336,10 +336,10 @@ def unpack_found(message: bytes, count: int, fields: tuple[str, ...]) -> list[Sh
 
 def pack_failure(error: ObjkvError) -> bytes:
     """Return the message that a call failed in the agent, with the error's class and text."""
-    return pack_text(Kind.FAILED, f"{type(error).__name__}\n{error}"[:4096])
+    return pack_text(MessageKind.FAILED, f"{type(error).__name__}\n{error}"[:4096])
 
 
-def _expect(message: bytes, kind: Kind) -> None:
+def _expect(message: bytes, kind: MessageKind) -> None:
     if message[:1] != bytes((kind,)):
         raise ProtocolError(f"{kind_of(message).name} instead of {kind.name}")
 

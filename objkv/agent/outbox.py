@@ -66,7 +66,7 @@ def join_outbox(fd: int) -> mmap.mmap:
 
 
 class AgentSaves:
-    """Where a worker saves: the agent. See ``SaveTarget``. Thread-safe."""
+    """The agent as a worker's ``SaveTarget``. Thread-safe."""
 
     seal: Seal | None = None
     """None: the agent seals."""
@@ -129,7 +129,7 @@ class AgentSaves:
         raise TransferError(f"the agent did not take a payload: {status.name}")
 
     def close(self, deadline_s: float) -> bool:
-        """End the connection. What was accepted is still saved."""
+        """End the connection. Accepted payloads are still saved."""
         with self._lock:
             if self._agent is not None:
                 self._agent.close()

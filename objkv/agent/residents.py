@@ -1,8 +1,8 @@
-"""Payloads in the arena: which are there, who reads them, and which make room for others.
+"""Payloads in the arena: their states, their readers, and their eviction.
 
 A payload is filled by one fetch, however many readers want it. In the arena it is always an
 uncompressed, unsealed payload of format 1 whose frames are verified. Memory under a lease is never
-moved, evicted or reused, and a lease ends only when its holder says so or its connection ends.
+moved, evicted or reused, and a lease ends only by a release or with its holder's connection.
 """
 
 from collections import deque
@@ -90,14 +90,14 @@ class Residents:
         return len(self._by_key)
 
     def holds(self, keys: Iterable[str]) -> list[bool]:
-        """Whether each payload can be read now. Nobody is counted as its reader."""
+        """Whether each payload can be read now. Takes no lease."""
         get = self._by_key.get
         return [(one := get(key)) is not None and one.state is CellState.READY for key in keys]
 
     def open(self, key: str, waiter: Waiter | None) -> tuple[Resident, bool] | None:
         """Take a lease of a payload.
 
-        Returns it, and whether the caller must fill it: nobody has begun to, so the caller holds a
+        Returns it, and whether it is new. A new payload must be filled by the caller, who holds a
         second lease for that, see ``ready`` and ``failed``. None if too many are being filled.
         """
         with self._lock:
@@ -126,7 +126,7 @@ class Residents:
             self._release(one)
 
     def is_wanted(self, one: Resident) -> bool:
-        """Whether somebody besides the fill itself waits for it."""
+        """Whether there is a lease besides the fill's own."""
         return one.leases > 1
 
     def is_ready(self, one: Resident) -> bool:
@@ -138,8 +138,8 @@ class Residents:
         return self._arena.view[one.offset : one.offset + one.nbytes]
 
     def allot(self, one: Resident, nbytes: int) -> memoryview | None:
-        """Give a payload that is being filled its memory, evicting others if need be. None if there
-        is no room."""
+        """Give a payload that is being filled its memory, evicting others if need be. None if the
+        arena is full."""
         assert one.offset < 0
         with self._lock:
             offset = self._extents.take(nbytes)
@@ -175,7 +175,7 @@ class Residents:
         self._end_fill(one)
 
     def forget(self, key: str) -> None:
-        """Let nobody find this payload from now on. Its readers keep it."""
+        """Make a payload unavailable to new readers. Present ones keep it."""
         with self._lock:
             one = self._by_key.get(key)
             if one is not None and one.state is CellState.READY:
@@ -189,7 +189,7 @@ class Residents:
             return sum(one.leases > 0 for one in self._all)
 
     def wait_idle(self, seconds: float) -> bool:
-        """Wait until no payload is leased, for at most ``seconds``. Returns whether that is so."""
+        """Wait until no payload is leased, for at most ``seconds``. Returns whether none is."""
         with self._lock:
             return self._unleased.wait_for(
                 lambda: not any(one.leases for one in self._all), seconds

@@ -46,7 +46,7 @@ class NodeSaveLimits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CommittedSave:
-    """A resident payload that is to be saved. It holds a lease of it."""
+    """A save of a resident payload. It holds a lease of the payload."""
 
     saves: "NodeSaves"
     resident: Resident
@@ -118,7 +118,7 @@ class NodeSaves:
         return status
 
     def encode(self, save: CommittedSave) -> tuple[memoryview, Header]:
-        """Return the payload as it is to be stored."""
+        """Return the payload in its stored form."""
         one = save.resident
         plain = self.residents.view(one)
         header = read_header(plain[: header_bytes_needed(plain[:_LENGTH_BYTES])])
@@ -192,7 +192,7 @@ class NodeSaves:
         return CommitStatus.ACCEPTED, resident
 
     def _join(self, resident: Resident) -> tuple[CommitStatus, Resident | None]:
-        """Save what is resident already: it was verified, too."""
+        """Save a payload that is resident already, and so verified."""
         if self.residents.is_ready(resident):
             return CommitStatus.ACCEPTED, resident
         self.residents.release(resident)  # it is being fetched, so it is stored

@@ -20,8 +20,8 @@ from objkv.agent.lookups import NodeLookups
 from objkv.agent.messages import (
     MESSAGE_BYTES_MAX,
     VERSION,
-    Kind,
-    Opened,
+    MessageKind,
+    OpenAnswer,
     ProtocolError,
     find_max,
     kind_of,
@@ -60,7 +60,7 @@ class ServerLimits:
     deadline_ms_max: int = 600_000
 
 
-class Client:
+class AgentSession:
     """One connection and its leases. Its methods run on its own thread, except for ``wake``."""
 
     def __init__(self, sock: socket.socket, number: int) -> None:
@@ -106,7 +106,7 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class AgentParts:
-    """What an agent serves from."""
+    """The parts of an agent that its server uses."""
 
     core: Core
     saves: NodeSaves
@@ -128,16 +128,16 @@ class AgentServer:
         self._listener, self._parts, self._core = listener, parts, parts.core
         self._limits = limits or ServerLimits()
         self._lock = Lock()
-        self._clients: dict[Client, Thread] = {}
+        self._clients: dict[AgentSession, Thread] = {}
         self._numbers = 0
         self._closed = False
-        self._answers: dict[Kind, Callable[[Client, bytes], bytes | None]] = {
-            Kind.OPEN: self._open,
-            Kind.RELEASE: self._release,
-            Kind.FIND: self._find,
-            Kind.REJECT: self._reject,
-            Kind.COMMIT: self._commit,
-            Kind.CALL: self._call,
+        self._answers: dict[MessageKind, Callable[[AgentSession, bytes], bytes | None]] = {
+            MessageKind.OPEN: self._open,
+            MessageKind.RELEASE: self._release,
+            MessageKind.FIND: self._find,
+            MessageKind.REJECT: self._reject,
+            MessageKind.COMMIT: self._commit,
+            MessageKind.CALL: self._call,
         }
         self._thread = Thread(target=self._accept, name="objkv-agent-accept", daemon=True)
         self._thread.start()
@@ -175,7 +175,7 @@ class AgentServer:
                 self._refuse(sock, reason)
                 continue
             self._numbers += 1
-            client = Client(sock, self._numbers)
+            client = AgentSession(sock, self._numbers)
             thread = Thread(
                 target=self._serve,
                 args=(client,),
@@ -202,11 +202,11 @@ class AgentServer:
         with sock:
             sock.setblocking(False)
             try:
-                sock.send(pack_text(Kind.REFUSED, reason))
+                sock.send(pack_text(MessageKind.REFUSED, reason))
             except OSError:
                 logger.debug("refusal not sent", exc_info=True)
 
-    def _serve(self, client: Client) -> None:
+    def _serve(self, client: AgentSession) -> None:
         try:
             client.sock.settimeout(None)
             if self._greet(client):
@@ -227,10 +227,10 @@ class AgentServer:
             _await_end(client.sock)
             self._end(client)
 
-    def _greet(self, client: Client) -> bool:
+    def _greet(self, client: AgentSession) -> bool:
         message, given, _, _ = socket.recv_fds(client.sock, MESSAGE_BYTES_MAX + 1, 1)
         try:
-            if not message or kind_of(message) is not Kind.HELLO:
+            if not message or kind_of(message) is not MessageKind.HELLO:
                 return False
             hello = unpack_hello(message)
             if hello.version == VERSION and hello.has_outbox and given:
@@ -240,13 +240,13 @@ class AgentServer:
                 os.close(fd)
         if hello.version != VERSION:
             text = f"this agent speaks version {VERSION} of the protocol, not {hello.version}"
-            client.sock.send(pack_text(Kind.REFUSED, text))
+            client.sock.send(pack_text(MessageKind.REFUSED, text))
             return False
         descriptors = [self._parts.arena.fd, client.open_event()] if hello.wants_arena else []
-        socket.send_fds(client.sock, [bytes((Kind.WELCOME,))], descriptors)
+        socket.send_fds(client.sock, [bytes((MessageKind.WELCOME,))], descriptors)
         return True
 
-    def _answer(self, client: Client, message: bytes) -> bytes | None:
+    def _answer(self, client: AgentSession, message: bytes) -> bytes | None:
         if len(message) > MESSAGE_BYTES_MAX:
             raise ProtocolError(f"a message of more than {MESSAGE_BYTES_MAX} bytes")
         answer = self._answers.get(kind_of(message))
@@ -257,54 +257,54 @@ class AgentServer:
         except StoreError as exc:
             return pack_failure(exc)
 
-    def _open(self, client: Client, message: bytes) -> bytes:
+    def _open(self, client: AgentSession, message: bytes) -> bytes:
         opening = unpack_opening(message)
         if opening.urgency not in set(Urgency):
             raise ProtocolError(f"urgency {opening.urgency}")
         wanted = opening.wanted
         if len(client.leases) + len(wanted) > self._limits.leases_max:
-            none = Opened(CellState.FAILED, MissReason.NO_ROOM, 0, 0, 0, 0)
+            none = OpenAnswer(CellState.FAILED, MissReason.NO_ROOM, 0, 0, 0, 0)
             return pack_opened([none] * len(wanted))
         deadline_s = min(opening.deadline_ms, self._limits.deadline_ms_max) / 1000
         urgency = Urgency(opening.urgency)
         opened = self._core.open(client, wanted, deadline_s=deadline_s, urgency=urgency)
         return pack_opened([self._opened(client, one) for one in opened])
 
-    def _opened(self, client: Client, one: Resident | MissReason) -> Opened:
+    def _opened(self, client: AgentSession, one: Resident | MissReason) -> OpenAnswer:
         if isinstance(one, MissReason):
-            return Opened(CellState.FAILED, one, 0, 0, 0, 0)
+            return OpenAnswer(CellState.FAILED, one, 0, 0, 0, 0)
         lease = client.lease(one)
         # The state is read first: if it is READY, the rest is final.
         state = CellState.READY if one.state is CellState.READY else CellState.FILLING
         place = (one.offset, one.nbytes) if state is CellState.READY else (0, 0)
-        return Opened(state, MissReason.NONE, lease, one.cell, *place)
+        return OpenAnswer(state, MissReason.NONE, lease, one.cell, *place)
 
-    def _release(self, client: Client, message: bytes) -> None:
+    def _release(self, client: AgentSession, message: bytes) -> None:
         for number in unpack_release(message):
             resident = client.leases.pop(number, None)
             if resident is None:
                 raise ProtocolError(f"lease {number} is not this client's")
             self._core.residents.release(resident)
 
-    def _reject(self, client: Client, message: bytes) -> None:
+    def _reject(self, client: AgentSession, message: bytes) -> None:
         for wanted in unpack_opening(message).wanted:
             self._core.reject(wanted)
             key = wanted.claim.key
             self._parts.lookups.invalidate(key.namespace, key.prefix_hash)
 
-    def _commit(self, client: Client, message: bytes) -> bytes:
+    def _commit(self, client: AgentSession, message: bytes) -> bytes:
         offset, nbytes = unpack_commit(message)
         if offset + nbytes > len(client.outbox):
             raise ProtocolError("a commit of bytes outside of the outbox")
         return pack_committed(self._parts.saves.commit(client.outbox[offset : offset + nbytes]))
 
-    def _call(self, client: Client, message: bytes) -> bytes:
+    def _call(self, client: AgentSession, message: bytes) -> bytes:
         try:
-            return pack_call(self._parts.calls.run(unpack_text(message)), Kind.RESULT)
+            return pack_call(self._parts.calls.run(unpack_text(message)), MessageKind.RESULT)
         except ProtocolError as exc:
             raise StoreError(f"the result is too long: {exc}") from exc
 
-    def _find(self, client: Client, message: bytes) -> bytes:
+    def _find(self, client: AgentSession, message: bytes) -> bytes:
         namespace, hashes, fields = unpack_find(message)
         if not 0 < len(hashes) <= find_max(len(fields)):
             raise ProtocolError(f"a lookup of {len(hashes)} chunks")
@@ -313,7 +313,7 @@ class AgentServer:
             raise StoreError("the answer is too long")
         return answer
 
-    def _end(self, client: Client) -> None:
+    def _end(self, client: AgentSession) -> None:
         for resident in client.leases.values():
             self._core.residents.release(resident, client)
         client.leases.clear()

@@ -14,7 +14,7 @@ from objkv.agent.arena import PAGE, Arena
 from objkv.agent.calls import AgentCalls, AgentDocuments, AgentIndex, NodeCalls
 from objkv.agent.client import AgentConnection
 from objkv.agent.core import Core, CoreLimits
-from objkv.agent.launch import AgentSocket, is_listening, start_agent
+from objkv.agent.launch import AgentSocket, failure_of, is_listening, start_agent
 from objkv.agent.lookups import NearLimits, NodeLookups
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentParts, AgentServer
@@ -23,7 +23,7 @@ from objkv.assembly.seal import open_seal
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.config import Config
 from objkv.config.node import agent_environment, agent_socket, host_bytes
-from objkv.errors import TransferError
+from objkv.errors import ConfigError, TransferError
 from objkv.index.base import WriteIndex
 from objkv.stores.base import PruneStore
 from objkv.telemetry import Recorder
@@ -52,7 +52,7 @@ def cache_settings(config: Config, writer: str, *, promotes: bool = True) -> Cac
 
 
 class AgentLink:
-    """A replica's way to its agent. Starts one if the settings say so."""
+    """A replica's way to its agent. With ``auto`` it starts one."""
 
     def __init__(self, config: Config) -> None:
         """Raises ``ConfigError`` if an agent cannot be started here."""
@@ -73,9 +73,12 @@ class AgentLink:
             raise
 
     def await_agent(self, seconds: float) -> bool:
-        """Wait until an agent listens, for at most ``seconds``."""
+        """Wait until an agent listens, for at most ``seconds``. Raises ``ConfigError`` if the
+        agent that this process started could not."""
         end = monotonic() + seconds
         while not is_listening(self._path):
+            if (reason := failure_of(self._path)) is not None:
+                raise ConfigError(f"the node agent did not start: {reason}")
             if monotonic() >= end:
                 return False
             sleep(_POLL_S)
@@ -97,36 +100,22 @@ class NodeAgent:
     def __init__(self, config: Config, path: Path, recorder: Recorder) -> None:
         """Raises ``AgentRuns`` if another one serves ``path``, ``ConfigError``, and with
         ``at_start`` strict ``StoreError``."""
-        self._config, self._path = config, path
+        self._config = config
         self._socket = AgentSocket(path)
         try:
             self._backends = open_backends(config, recorder)
             check_backends(self._backends, config)
             nbytes = config.agent_memory_bytes or host_bytes() // _MEMORY_SHARE
             self.arena = Arena.create(max(PAGE, nbytes))
-        except BaseException:
+            self._cache = self._open_cache(recorder)
+        except BaseException as exc:
+            self._socket.report(exc)
             self._socket.close()
             raise
-        writer = f"{socket.gethostname()}:{os.getpid()}:agent"
-        self._cache = ChunkCache(
-            self._backends.bulk,
-            self._backends.hot,
-            self._backends.index,
-            cache_settings(config, writer),
-            recorder,
-            room=open_room(config, self._backends, recorder),
-            seal=open_seal(config),
-        )
+        self._socket.report(None)
         limits = CoreLimits(config.load_threads, config.load_queue_max)
         self.core = Core(self._cache, self.arena, limits, recorder)
-        save_limits = NodeSaveLimits(
-            config.save_threads,
-            config.save_queue_max,
-            config.save_deadline_ms / 1000,
-            config.codec,
-            is_far(config),
-        )
-        self.saves = NodeSaves(self._cache, self.core.residents, save_limits, recorder)
+        self.saves = NodeSaves(self._cache, self.core.residents, self._save_limits(), recorder)
         near = NearLimits(
             config.near_records_max, config.near_ttl_ms / 1000, config.near_miss_ttl_ms / 1000
         )
@@ -136,8 +125,30 @@ class NodeAgent:
         self.server = AgentServer(self._socket.listener, parts)
         logger.info("agent ready socket=%s arena_bytes=%d", path, self.arena.nbytes)
 
+    def _open_cache(self, recorder: Recorder) -> ChunkCache:
+        config, backends = self._config, self._backends
+        return ChunkCache(
+            backends.bulk,
+            backends.hot,
+            backends.index,
+            cache_settings(config, f"{socket.gethostname()}:{os.getpid()}:agent"),
+            recorder,
+            room=open_room(config, backends, recorder),
+            seal=open_seal(config),
+        )
+
+    def _save_limits(self) -> NodeSaveLimits:
+        config = self._config
+        return NodeSaveLimits(
+            config.save_threads,
+            config.save_queue_max,
+            config.save_deadline_ms / 1000,
+            config.codec,
+            is_far(config),
+        )
+
     def run(self, ended: Event, *, idle_s: float | None = None) -> None:
-        """Serve until ``ended`` is set, or nobody has been connected for ``idle_s``."""
+        """Serve until ``ended`` is set, or no client has been connected for ``idle_s``."""
         sys.setswitchinterval(_SWITCH_S)
         used = monotonic()
         while not ended.wait(_LOOK_S if idle_s is None else min(_LOOK_S, idle_s / 2)):

@@ -45,7 +45,7 @@ class Save(Protocol):
 
 
 class SaveTarget(Protocol):
-    """Where a process saves: a ``ChunkCache``, which describes the methods, or an agent."""
+    """The destination of saves: a ``ChunkCache``, which documents the methods, or an agent."""
 
     seal: Seal | None
     link: LinkSpeed

@@ -1,6 +1,7 @@
 """``objkv agent``: run the node agent."""
 
 import logging
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -28,13 +29,17 @@ def agent(
         time_option("Exit after this time without clients", "--idle-exit", least=1),
     ] = None,
 ) -> int:
-    """Fetch, verify and keep payloads for all replicas of this machine."""
+    """Serve payloads to all replicas of this machine from shared memory."""
     refuse_memory(session, "agent")
     where = path or agent_socket(session.config)
     if where is None:
         raise ConfigError("no socket to serve: give --socket PATH, or set OBJKV_AGENT")
     logging.basicConfig(format="%(asctime)s %(levelname)s objkv: %(message)s", level=logging.INFO)
     with end_signals() as ended, NodeAgent(session.config, where, MemoryRecorder()) as running:
-        session.out.line(f"serving {where}")
+        if session.out.machine:
+            session.out.document({"socket": str(where), "arena_bytes": running.arena.nbytes})
+        else:
+            session.out.line(f"serving {where}")
+        sys.stdout.flush()
         running.run(ended, idle_s=idle_exit)
     return FINE

@@ -159,6 +159,13 @@ class ServedAt(TypedDict):
     """The address for Prometheus."""
 
 
+class AgentServes(TypedDict):
+    """The document of ``agent`` while it serves."""
+
+    socket: str
+    arena_bytes: int
+
+
 class SampleKeys(TypedDict):
     """One metric of ``exporter --once``."""
 
@@ -436,6 +443,7 @@ class JsonDocument:
 
 DOCUMENTS: Final[Mapping[str, tuple[JsonDocument, ...]]] = {
     "access": (JsonDocument((Access,)),),
+    "agent": (JsonDocument((AgentServes,)),),
     "admission": (JsonDocument((AdmissionOrders,)),),
     "audit": (JsonDocument((AuditKeys, AuditReport)),),
     "bench": (JsonDocument((BenchReport, BenchKeys)),),

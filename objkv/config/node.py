@@ -22,12 +22,13 @@ _REPLICAS_OWN: Final = frozenset(
 )
 """Settings that replicas of one agent may have different."""
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
-_PATH_BYTES_MAX = 100
-"""A socket's path may have 107."""
+_PATH_BYTES_MAX = 70
+"""A socket's path may have 107, 22 of them for its name."""
 
 
 def agent_socket(config: Config) -> Path | None:
-    """Return where the agent for these settings listens; None if there is to be none.
+    """Return where the agent for these settings listens; None if
+    replicas use none.
 
     With ``auto``, replicas have an agent in common if they would use the same stores with the same
     credentials and keys. Raises ``ConfigError`` if the folder of the socket belongs to another
@@ -57,9 +58,9 @@ def agent_environment(config: Config) -> dict[str, str]:
 def _own_folder() -> Path:
     """Return a folder of this user, with a short path, that is gone after a restart."""
     given = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(given) / "objkv" if given else Path("/tmp") / f"objkv-{os.geteuid()}"  # noqa: S108
-    if len(os.fsencode(folder)) > _PATH_BYTES_MAX - 32:
-        folder = Path("/tmp") / f"objkv-{os.geteuid()}"  # noqa: S108
+    folder = Path(given) / "objkv" if given else None
+    if folder is None or len(os.fsencode(folder)) > _PATH_BYTES_MAX:
+        folder = Path("/tmp") / f"objkv-{os.geteuid()}"  # noqa: S108 # its owner is checked
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()

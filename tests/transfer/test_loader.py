@@ -20,7 +20,7 @@ from objkv.stores.base import Arrived, Buffer
 from objkv.stores.memory import MemoryStore
 from objkv.testing.flaky import FlakyStore
 from objkv.transfer.lanes import BlockRuns, HostLane, HostMark, Mark
-from objkv.transfer.loading import loader
+from objkv.transfer.loading import loads
 from objkv.transfer.loading.fetch import Cuts
 from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.loading.loader import Loader
@@ -658,7 +658,7 @@ def test_closing_waits_once_for_a_device_that_hangs_and_not_for_each_load(
         return close(job, seconds)
 
     monkeypatch.setattr(LoadJob, "close", watched)
-    monkeypatch.setattr(loader, "_COPIES_S", 0.01)
+    monkeypatch.setattr(loads, "_COPIES_S", 0.01)
     replica.loader.close()
     assert len(waits) == 2
     assert waits[1] == 0.0

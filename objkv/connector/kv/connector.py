@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from objkv.assembly.agent import AgentLink, open_agent_backends
+from objkv.assembly.backends import Backends
 from objkv.cache.chunks import ChunkCache
 from objkv.config import load_config
 from objkv.connector.counters import HISTOGRAMS
@@ -73,10 +74,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._config = load_config(self._kv_transfer_config.kv_connector_extra_config)
         self._geometry = read_geometry(vllm_config, kv_cache_config, self._config)
         self._recorder = MemoryRecorder(sampled=HISTOGRAMS)
-        if self._config.agent == "off":
-            backends = open_checked_backends(self._config, self._recorder)
-        else:  # it has stores and index, and has checked them
-            backends = open_agent_backends(AgentLink(self._config))
+        backends = self._open_backends()
         self._backends, self._published = watch_saves(backends, vllm_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -97,6 +95,11 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
                 lambda: self._kv_cache_manager,
                 patches=self._config.vllm_patches,
             )
+
+    def _open_backends(self) -> Backends:
+        if self._config.agent == "off":
+            return open_checked_backends(self._config, self._recorder)
+        return open_agent_backends(AgentLink(self._config))  # the agent has checked its own
 
     # Worker's side.
 

@@ -257,7 +257,7 @@ def make_worker_side(
 
 @dataclass(frozen=True, slots=True)
 class _Host:
-    """What loads and saves of one worker have in common."""
+    """The common parts of a worker's loads and saves."""
 
     groups: Mapping[int, PagedGroup]
     pools: "Pools"
@@ -273,7 +273,7 @@ class _Host:
 
     @property
     def pin(self) -> Pin | None:
-        """What page-locks memory for the device; None on the CPU."""
+        """Page-locks memory for the device; None on the CPU."""
         return None if self.device.type == "cpu" else driver_of(self.device).pin
 
     def load_limits(self, config: Config) -> LoadLimits:

@@ -53,7 +53,7 @@ class Rank:
 
 
 class SaveEnd(Protocol):
-    """Where saves go. It may have work in the background."""
+    """The destination of saves, which may have work in the background."""
 
     def close(self, deadline_s: float) -> bool:
         """End background work. Return True if it ended within ``deadline_s``. Idempotent."""

@@ -112,8 +112,7 @@ class Decoder:
         """``load``: the task's move. ``source``: the expected layout of the payload. ``seal``: the
         seal that payloads must have."""
         job, index, span = task
-        self._job, self._index = job, index
-        self._writer = BlockWriter(job, index, load, lane)
+        self._job, self._index, self._writer = job, index, BlockWriter(job, index, load, lane)
         self._lane, self._slabs, self._seal = lane, slabs, seal
         self._leased: list[Slab] = []
         self._decoded: list[memoryview] = []

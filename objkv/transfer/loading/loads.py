@@ -1,4 +1,4 @@
-"""Loads in progress: what the forward thread asks of a loader, however payloads reach the host.
+"""Loads in progress, as the forward thread sees them, however payloads reach the host.
 
 A block is loaded only if its last byte was verified and its payload is as long as its header
 states. Any fault fails the move and all later chunks of the same plan. Nothing here raises into the

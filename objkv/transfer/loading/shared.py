@@ -14,7 +14,7 @@ from threading import Lock, Thread
 from time import monotonic, sleep
 
 from objkv.agent.arena import CellState, Progress
-from objkv.agent.client import AgentConnection, Lease
+from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.core import Urgency
 from objkv.agent.fill import Wanted
 from objkv.agent.residents import MissReason
@@ -61,7 +61,7 @@ class _Reading:
 
     def __init__(self, job: LoadJob, index: int, source: PayloadLayout, writer: BlockWriter):
         self.job, self.index, self.source, self.writer = job, index, source, writer
-        self.lease: Lease | None = None
+        self.lease: ArenaLease | None = None
         self.header: Header | None = None
         self.layers = 0
         """Leading frames that were given to the lane."""
@@ -287,7 +287,7 @@ class SharedLoader(Loads):
             return None
 
     def _advance(self, agent: AgentConnection) -> None:
-        """Read what has arrived, and end the leases that are not needed any more."""
+        """Read new frames, and end the leases that are not needed any more."""
         ended, kept = [], []
         for one in self._reading:
             if not one.is_copied:
@@ -301,7 +301,7 @@ class SharedLoader(Loads):
         agent.release([one.lease.number for one in ended if one.lease and one.lease.number])
 
     def _read(self, agent: AgentConnection, one: _Reading) -> None:
-        """Read one payload as far as it is there. Every fault is a miss."""
+        """Read the verified frames of one payload. Every fault is a miss."""
         assert one.lease is not None
         job = one.job
         if not job.wanted(one.index):
@@ -323,7 +323,7 @@ class SharedLoader(Loads):
             self._recorder.count("load_given_up")
             one.is_copied = True
         except PayloadError as exc:
-            logger.warning("payload refused, recomputing request=%s: %s", job.plan.request_id, exc)
+            logger.warning("payload refused request=%s reason=%s", job.plan.request_id, exc)
             self._recorder.count("load_corrupt")
             self._fail(one, rejected=True)
             agent.reject(one.wanted())
@@ -363,7 +363,7 @@ class SharedLoader(Loads):
             self._over.set()
 
     def _lose(self, *, keep: bool = False) -> None:
-        """Give up the connection, once no lane reads the arena any more. What was not copied fails.
+        """Give up the connection, once no lane reads the arena any more. The rest fails.
 
         ``keep``: leave it open for ever, because it is unknown when the device has read its memory.
         """
