@@ -1,33 +1,121 @@
-"""The order in which resident payloads are evicted."""
+"""The order in which resident payloads are evicted: S3-FIFO, with half of the memory on probation.
+
+A new payload joins the probation queue. At its end it moves to the main queue if it was read
+meanwhile, and is evicted if not: prompts that occur once do not push out those that recur. A
+payload that comes back soon after its eviction joins the main queue at once. A payload of the main
+queue is spared as often as it was read, at most three times. A read only counts.
+
+Source: Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023, which keeps a
+tenth on probation. ``docs/decisions/0034`` compares sizes, LRU and SIEVE on a request trace.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Final
+
+_READS_MAX: Final = 3
+_PROBATION: Final = 1 / 2
+"""Share of the memory. A conversation's next turn comes after many other prompts: with a tenth,
+most conversations were gone by then."""
+
+
+class _Fifo:
+    """A queue of keys with their sizes and reads."""
+
+    def __init__(self) -> None:
+        self.keys: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        self.nbytes = 0
+
+    def push(self, key: str, nbytes: int) -> None:
+        """Add a key that was not read yet."""
+        self.keys[key] = nbytes, 0
+        self.nbytes += nbytes
+
+    def pop(self, key: str) -> int:
+        """Remove a key and return its size."""
+        nbytes, _ = self.keys.pop(key)
+        self.nbytes -= nbytes
+        return nbytes
+
+    def count(self, key: str, by: int) -> None:
+        """Count reads."""
+        nbytes, reads = self.keys[key]
+        self.keys[key] = nbytes, min(_READS_MAX, reads + by)
 
 
 class Ranking:
-    """Least recently used first. Thread safety is the caller's."""
+    """Payloads by key. Thread safety is the caller's."""
 
     def __init__(self, nbytes_max: int) -> None:
-        self._keys: OrderedDict[str, int] = OrderedDict()
+        """``nbytes_max``: size of the arena."""
+        self._nbytes_max = nbytes_max
+        self._new, self._main = _Fifo(), _Fifo()
+        self._gone: OrderedDict[int, int] = OrderedDict()
+        """Hashes of keys that were evicted on probation, with their sizes. A wrong match only
+        puts a payload into the wrong queue."""
+        self._gone_bytes = 0
 
     def add(self, key: str, nbytes: int) -> None:
         """Record that a payload became resident."""
-        self._keys[key] = nbytes
+        assert key not in self
+        known = self._gone.pop(hash(key), None)
+        if known is None:
+            self._new.push(key, nbytes)
+        else:
+            self._gone_bytes -= known
+            self._main.push(key, nbytes)
 
     def use(self, key: str) -> None:
         """Record that a payload was read."""
-        self._keys.move_to_end(key)
+        self._queue_of(key).count(key, 1)
 
     def remove(self, key: str) -> None:
-        """Forget a payload."""
-        self._keys.pop(key, None)
+        """Forget a payload, if it is known."""
+        if key in self._main.keys:
+            self._main.pop(key)
+        elif key in self._new.keys:
+            nbytes = self._new.pop(key)
+            self._gone[hash(key)] = nbytes
+            self._gone_bytes += nbytes
+            while self._gone_bytes > self._nbytes_max:
+                self._gone_bytes -= self._gone.popitem(last=False)[1]
 
     def victim(self, is_free: Callable[[str], bool]) -> str | None:
-        """Return the next payload to evict among those that are free."""
-        return next((key for key in self._keys if is_free(key)), None)
+        """Return the payload to evict next among those for which ``is_free`` is true; None if there
+        is none. It stays ranked. Others may change their places."""
+        on_probation_first = self._new.nbytes >= _PROBATION * self._nbytes_max
+        if on_probation_first or not self._main.keys:
+            return self._from_new(is_free) or self._from_main(is_free)
+        return self._from_main(is_free) or self._from_new(is_free)
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._new.keys) + len(self._main.keys)
 
     def __contains__(self, key: str) -> bool:
-        return key in self._keys
+        return key in self._new.keys or key in self._main.keys
+
+    def _from_new(self, is_free: Callable[[str], bool]) -> str | None:
+        keys = self._new.keys
+        for _ in range(len(keys)):
+            key, (_, reads) = next(iter(keys.items()))
+            if reads:
+                self._main.push(key, self._new.pop(key))
+            elif is_free(key):
+                return key
+            else:
+                keys.move_to_end(key)
+        return None
+
+    def _from_main(self, is_free: Callable[[str], bool]) -> str | None:
+        keys = self._main.keys
+        for _ in range((_READS_MAX + 1) * len(keys)):
+            key, (_, reads) = next(iter(keys.items()))
+            if not reads and is_free(key):
+                return key
+            if reads and is_free(key):
+                self._main.count(key, -1)
+            keys.move_to_end(key)
+        return None
+
+    def _queue_of(self, key: str) -> _Fifo:
+        return self._main if key in self._main.keys else self._new

@@ -1,0 +1,158 @@
+import mmap
+import os
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from objkv.agent.arena import (
+    BOARD_BYTES,
+    PAGE,
+    Arena,
+    CellState,
+    Extents,
+    Progress,
+    check_seals,
+)
+from objkv.agent.residents import Residents
+from objkv.errors import ConfigError, TransferError
+from objkv.telemetry import NullRecorder
+
+PAGES = 24
+
+
+def test_only_the_agent_can_write_and_nobody_can_resize() -> None:
+    arena = Arena.create(8 * PAGE)
+    mine = Arena.join(os.dup(arena.fd))
+    arena.view[BOARD_BYTES] = 7
+    assert mine.view[BOARD_BYTES] == 7
+    assert mine.view.readonly
+    with pytest.raises(PermissionError):
+        mmap.mmap(mine.fd, mine.nbytes)
+    for nbytes in (PAGE, 2 * arena.nbytes):
+        with pytest.raises(PermissionError):
+            os.ftruncate(mine.fd, nbytes)
+    mine.close()
+    mine.close()
+    assert arena.view[BOARD_BYTES] == 7
+    arena.close()
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_file_that_could_shrink_or_has_no_room_is_refused_and_closed(sealed: bool) -> None:
+    if sealed:
+        fd = os.dup(Arena.create(PAGE).fd)
+        assert check_seals(fd, writable=False)
+        Arena.join(fd).close()
+    fd = os.memfd_create("x", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, BOARD_BYTES + PAGE)
+    with pytest.raises(TransferError, match="not sealed"):
+        Arena.join(fd)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_what_is_no_memfd_is_refused() -> None:
+    reader, writer = os.pipe()
+    os.close(writer)
+    with pytest.raises(TransferError, match="cannot be mapped"):
+        Arena.join(reader)
+
+
+def test_an_arena_of_no_page_is_a_wrong_setting() -> None:
+    with pytest.raises(ConfigError, match="agent_memory_bytes"):
+        Arena.create(PAGE - 1)
+
+
+def test_a_reader_sees_what_the_agent_writes_into_a_cell() -> None:
+    arena = Arena.create(PAGE)
+    mine = Arena.join(os.dup(arena.fd))
+    written = Progress(CellState.FAILED, 12, BOARD_BYTES, 99, 3)
+    arena.board.write(5, written)
+    assert mine.board.read(5) == written
+    with pytest.raises(TypeError):
+        mine.board.write(5, written)
+
+
+class ExtentsMachine(RuleBasedStateMachine):
+    """Extents against a list of pages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extents = Extents(PAGE, (PAGES + 1) * PAGE)
+        self.pages: list[int | None] = [None] * PAGES
+        self.taken: dict[int, int] = {}
+
+    def gaps(self) -> list[int]:
+        text = "".join(".#"[page is not None] for page in self.pages)
+        return [len(gap) for gap in text.split("#") if gap]
+
+    @rule(nbytes=st.integers(1, PAGES * PAGE // 2))
+    def take(self, nbytes: int) -> None:
+        count, gaps = -(-nbytes // PAGE), self.gaps()
+        start = self.extents.take(nbytes)
+        fitting = [gap for gap in gaps if gap >= count]
+        assert (start is None) == (not fitting)
+        if start is None:
+            return
+        first = start // PAGE - 1
+        assert self.pages[first : first + count] == [None] * count
+        self.pages[first : first + count] = [start] * count
+        self.taken[start] = count
+        left = sorted(gaps)
+        left.remove(min(fitting))
+        if min(fitting) > count:
+            left.append(min(fitting) - count)
+        assert sorted(self.gaps()) == sorted(left)
+
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        if self.taken:
+            start = data.draw(st.sampled_from(sorted(self.taken)))
+            self.extents.give_back(start)
+            del self.taken[start]
+            self.pages = [None if page == start else page for page in self.pages]
+
+    @rule(data=st.data(), count=st.integers(1, PAGES))
+    def windows(self, data: st.DataObject, count: int) -> None:
+        movable = data.draw(st.sets(st.sampled_from(sorted(self.taken)))) if self.taken else set()
+        sizes = {start: self.taken[start] * PAGE for start in movable}
+        found = list(self.extents.windows(count * PAGE, sizes))
+        free = [page is None or page in movable for page in self.pages]
+        exists = any(all(free[at : at + count]) for at in range(PAGES - count + 1))
+        assert bool(found) == exists
+        for used, starts in found:
+            assert set(starts) <= movable
+            assert used == sum(self.taken[start] * PAGE for start in starts)
+            left = [None if page in starts else page for page in self.pages]
+            runs = "".join(".#"[page is not None] for page in left).split("#")
+            assert max(map(len, runs)) >= count
+
+    @invariant()
+    def adds_up(self) -> None:
+        assert self.extents.check()
+        assert self.extents.free_bytes == PAGE * self.pages.count(None)
+
+
+TestExtents = ExtentsMachine.TestCase
+TestExtents.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_little_is_lost_between_payloads_of_three_models() -> None:
+    arena, chance = Arena.create(512 << 20), random.Random(1)
+    residents = Residents(arena, NullRecorder())
+    sizes = [(4 << 20) + 8192, (17 << 19) + 12288, (1 << 20) + 4096]
+    lost = []
+    for number in range(6000):
+        opened = residents.open(str(number), None)
+        assert opened is not None
+        one, _ = opened
+        assert residents.allot(one, chance.choice(sizes)) is not None
+        residents.ready(one, 1)
+        residents.release(one)
+        if number > 1000:
+            lost.append(residents.free_bytes / residents.total_bytes)
+    assert residents.check()
+    assert sum(lost) / len(lost) < 0.1

@@ -1,0 +1,313 @@
+"""Payloads that are fetched, verified and decoded into the arena."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from objkv.agent.arena import CellState
+from objkv.agent.core import Urgency
+from objkv.agent.fill import Wanted
+from objkv.agent.residents import MissReason, Resident
+from objkv.codec.payload import encode, frame_pages, read_header
+from objkv.errors import StoreUnavailable
+from objkv.stores.base import Arrived
+from objkv.stores.memory import MemoryStore
+from tests.agent.test_residents import Sleeper
+from tests.agent.world import PATIENCE_S, RIGHT, Node, WatchedStore, pages_at
+from tests.codec.seals import other_seal
+from tests.support.samples import NAMESPACE, record_of
+from tests.support.paged_cache import wait_until
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Node]]:
+    nodes: list[Node] = []
+
+    def made(**options: object) -> Node:
+        nodes.append(Node(**options))  # type: ignore[arg-type]
+        return nodes[-1]
+
+    yield made
+    for node in nodes:
+        node.close()
+        assert node.residents.check()
+
+
+def settled(node: Node, one: Resident | MissReason) -> Resident:
+    assert isinstance(one, Resident)
+    wait_until(lambda: one.state is not CellState.FILLING)
+    return one
+
+
+def fetch(node: Node, *wanted: Wanted, deadline_s: float = PATIENCE_S) -> list[Resident]:
+    opened = node.core.open(
+        Sleeper(), wanted, deadline_s=deadline_s, urgency=Urgency.BETWEEN_STEPS
+    )
+    return [settled(node, one) for one in opened]
+
+
+def right(node: Node, one: Resident) -> bool:
+    progress = node.arena.board.read(one.cell)
+    assert progress.state is CellState.READY
+    return pages_at(node.arena.view, progress) == RIGHT
+
+
+@pytest.mark.parametrize("codec", ["none", "lz4", "zstd", "blosc", "blosclz4"])
+def test_every_codec_is_an_uncompressed_payload_in_the_arena(
+    codec: str, make: Callable[..., Node]
+) -> None:
+    node = make()
+    for one in fetch(node, *node.save(codec=codec)):
+        assert right(node, one)
+        node.residents.release(one)
+    assert node.residents.leased() == 0
+    assert node.recorder.value("agent_fills") == 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from(["none", "zstd"]))
+def test_no_changed_byte_is_served(data: st.DataObject, codec: str) -> None:
+    node = Node()
+    try:
+        wanted = node.save(codec=codec)[0]
+        key = wanted.claim.key
+        stored = bytearray(node.store.get(key.path()) or b"")
+        change = data.draw(st.sampled_from(["flip", "cut", "grow"]))
+        at = data.draw(st.integers(0, len(stored) - 1))
+        if change == "flip":
+            stored[at] ^= 1 << data.draw(st.integers(0, 7))
+        elif change == "cut":
+            del stored[at:]
+        else:
+            stored += b"x" * (at + 1)
+        node.store.put(key.path(), bytes(stored))
+        (one,) = fetch(node, wanted)
+        assert (one.state, one.reason) == (CellState.FAILED, MissReason.CORRUPT)
+        assert node.index.find(NAMESPACE, [key.prefix_hash], (key.field,)) == [None]
+        node.residents.release(one)
+        assert node.residents.leased() == 0
+    finally:
+        node.close()
+
+
+class Trickle(MemoryStore):
+    """Delivers a payload in pieces, each only after the last was reported."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self._step = step
+
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
+    ) -> int | None:
+        value = self.get(key)
+        assert value is not None
+        buffer[:] = b"\xee" * len(buffer)
+        for end in (*range(self._step, len(value), self._step), len(value)):
+            buffer[end - self._step if end >= self._step else 0 : end] = value[
+                end - self._step if end >= self._step else 0 : end
+            ]
+            buffer[:end] = value[:end]
+            if arrived is not None:
+                arrived(end)
+        return len(value)
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("step", [1, 7, 600, 4096, 100_000])
+def test_a_frame_is_announced_when_its_bytes_are_final(
+    step: int, codec: str, make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = make(store=Trickle(step))
+    announced, advance = list[int](), node.residents.advance
+
+    def watched(one: Resident, frames: int) -> None:
+        payload = node.residents.view(one)
+        header = read_header(payload)
+        for number in range(frames):
+            assert frame_pages(header, number, payload, None) == RIGHT[number]
+        announced.append(frames)
+        advance(one, frames)
+
+    monkeypatch.setattr(node.residents, "advance", watched)
+    (one,) = fetch(node, node.save(codec=codec)[0])
+    assert right(node, one)
+    assert announced[-1] == 2
+    node.residents.release(one)
+
+
+def test_a_missing_payload_is_a_miss_and_its_record_goes(make: Callable[..., Node]) -> None:
+    node = make()
+    wanted = node.save()[0]
+    key = wanted.claim.key
+    node.store.delete(key.path())
+    (one,) = fetch(node, wanted)
+    assert one.reason is MissReason.MISSING
+    assert node.index.find(NAMESPACE, [key.prefix_hash], (key.field,)) == [None]
+    node.residents.release(one)
+
+
+def test_another_chunks_payload_is_refused(make: Callable[..., Node]) -> None:
+    node = make()
+    one, other, _ = node.save()
+    node.store.put(one.claim.key.path(), node.store.get(other.claim.key.path()) or b"")
+    (found,) = fetch(node, one)
+    assert found.reason is MissReason.CORRUPT
+    node.residents.release(found)
+
+
+def test_all_who_ask_at_the_same_moment_share_one_fetch(make: Callable[..., Node]) -> None:
+    node = make(threads=4)
+    assert isinstance(node.store, WatchedStore)
+    wanted, gate = node.save(), threading.Barrier(8)
+    found: deque[Resident] = deque()
+
+    def reader() -> None:
+        gate.wait()
+        found.extend(fetch(node, *wanted))
+
+    threads = [threading.Thread(target=reader) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 24
+    assert all(right(node, one) for one in found)
+    assert set(node.store.gets.values()) == {1}
+    assert len(node.store.gets) == 3
+    for one in found:
+        node.residents.release(one)
+    assert node.residents.leased() == 0
+
+
+def test_urgent_payloads_go_first_and_clients_take_turns(make: Callable[..., Node]) -> None:
+    node = make(threads=1)
+    assert isinstance(node.store, WatchedStore)
+    order, gate = list[str](), threading.Event()
+    tokens = list(range(1000, 1000 + 16 * 12))
+    wanted = node.save(tokens)
+    names = {one.claim.key.path(): number for number, one in enumerate(wanted)}
+
+    def on_get(key: str) -> None:
+        order.append(key)
+        assert gate.wait(PATIENCE_S)
+
+    node.store.on_get = on_get
+    greedy, modest = Sleeper(), Sleeper()
+
+    def open_(client: Sleeper, numbers: range, urgency: Urgency) -> None:
+        some = [wanted[number] for number in numbers]
+        node.core.open(client, some, deadline_s=PATIENCE_S, urgency=urgency)
+
+    open_(greedy, range(6), Urgency.BETWEEN_STEPS)
+    wait_until(lambda: len(order) == 1)
+    open_(modest, range(6, 8), Urgency.BETWEEN_STEPS)
+    open_(modest, range(8, 9), Urgency.PREFETCH)
+    open_(modest, range(9, 10), Urgency.IN_STEP)
+    gate.set()
+    wait_until(lambda: len(order) == 10)
+    numbers = [names[key] for key in order]
+    assert numbers[:2] == [0, 9]
+    assert numbers[-1] == 8
+    assert max(numbers.index(6), numbers.index(7)) < numbers.index(4)
+
+
+def test_a_late_payload_is_late_and_a_broken_store_is_a_miss(make: Callable[..., Node]) -> None:
+    node = make()
+    assert isinstance(node.store, WatchedStore)
+    first, second, _ = node.save()
+    (late,) = fetch(node, first, deadline_s=0.0)
+    assert late.reason is MissReason.LATE
+
+    def broken(key: str) -> None:
+        raise StoreUnavailable("down")
+
+    node.store.on_get = broken
+    (failed,) = fetch(node, second)
+    assert failed.reason is MissReason.STORE
+    node.store.on_get = lambda key: None
+    (again,) = fetch(node, second)
+    assert right(node, again)
+    for one in (late, failed, again):
+        node.residents.release(one)
+
+
+def test_a_full_queue_and_a_full_arena_are_misses(make: Callable[..., Node]) -> None:
+    node = make(memory=2 * 8192, queue_max=1000)
+    ones = fetch(node, *node.save())
+    assert [one.reason for one in ones].count(MissReason.NO_ROOM) == 1
+    for one in ones:
+        node.residents.release(one)
+    (again,) = fetch(node, node.save()[0])
+    assert right(node, again)
+    node.residents.release(again)
+    none = make(queue_max=0)
+    (refused,) = fetch(none, none.save()[0])
+    assert refused.reason is MissReason.NO_ROOM
+    none.residents.release(refused)
+
+
+def test_a_client_that_left_early_costs_no_fetch(make: Callable[..., Node]) -> None:
+    node = make(threads=1)
+    assert isinstance(node.store, WatchedStore)
+    gate = threading.Event()
+    node.store.on_get = lambda key: gate.wait(PATIENCE_S) and None  # type: ignore[func-returns-value]
+    wanted = node.save()
+    opened = node.core.open(
+        Sleeper(), wanted, deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS
+    )
+    for one in opened:
+        assert isinstance(one, Resident)
+        node.residents.release(one)
+    gate.set()
+    assert node.residents.wait_idle(PATIENCE_S)
+    assert len(node.store.gets) <= 1
+
+
+def test_closing_fails_what_waits(make: Callable[..., Node]) -> None:
+    node = make(threads=1)
+    assert isinstance(node.store, WatchedStore)
+    gate = threading.Event()
+    node.store.on_get = lambda key: gate.wait(PATIENCE_S) and None  # type: ignore[func-returns-value]
+    opened = node.core.open(
+        Sleeper(), node.save(), deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS
+    )
+    wait_until(lambda: bool(node.store.gets))  # type: ignore[attr-defined]
+    assert not node.core.close(0.0)
+    gate.set()
+    assert node.core.close(PATIENCE_S)
+    reasons = [settled(node, one).reason for one in opened]
+    assert sorted(reasons) == [MissReason.NONE, MissReason.CLOSED, MissReason.CLOSED]
+    for one in opened:
+        assert isinstance(one, Resident)
+        node.residents.release(one)
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("kind", ["signed", "encrypted"])
+def test_sealed_payloads_are_opened_once_for_all(
+    codec: str, kind: str, make: Callable[..., Node]
+) -> None:
+    seal = other_seal(kind)
+    node = make(seal=seal)
+    wanted = node.save()[0]
+    plain = node.store.get(wanted.claim.key.path()) or b""
+    header = read_header(plain)
+    pages = [frame_pages(header, number, plain, None) for number in range(2)]
+    sealed = encode(
+        header.claim,
+        header.frames.layers,
+        pages,
+        codec=codec,
+        provenance=header.provenance,
+        seal=seal,
+    )
+    node.store.put(wanted.claim.key.path(), sealed)
+    record = record_of(read_header(sealed, seal=seal))
+    (found,) = fetch(node, Wanted(wanted.claim, record))
+    assert right(node, found)
+    node.residents.release(found)

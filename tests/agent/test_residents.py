@@ -1,0 +1,213 @@
+"""The states of payloads, against a model with several clients."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from objkv.agent import residents as module
+from objkv.agent.arena import PAGE, Arena, CellState
+from objkv.agent.residents import MissReason, Resident, Residents
+from objkv.telemetry import MemoryRecorder
+
+PAGES = 10
+KEYS = [f"key-{number}" for number in range(6)]
+
+
+class Sleeper:
+    """A client that counts how often it was woken."""
+
+    def __init__(self) -> None:
+        self.woken = 0
+
+    def wake(self) -> None:
+        self.woken += 1
+
+
+@dataclass(eq=False)
+class Fill:
+    """A payload that the model knows of."""
+
+    one: Resident
+    pattern: int
+    holders: list[Sleeper] = field(default_factory=list)
+    nbytes: int = 0
+    is_filling: bool = True
+
+
+class ResidentsMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.arena = Arena.create(PAGES * PAGE)
+        self.residents = Residents(self.arena, MemoryRecorder())
+        self.clients = [Sleeper(), Sleeper()]
+        self.listed: dict[str, Fill] = {}
+        self.all: list[Fill] = []
+        self.patterns = 0
+
+    def teardown(self) -> None:
+        self.arena.close()
+
+    @rule(key=st.sampled_from(KEYS), number=st.integers(0, 1))
+    def open(self, key: str, number: int) -> None:
+        client = self.clients[number]
+        opened = self.residents.open(key, client)
+        assert opened is not None
+        one, is_new = opened
+        known = self.listed.get(key)
+        if known is not None and known.is_filling:
+            assert not is_new
+        if is_new:  # never there, evicted, failed or forgotten
+            assert known is None or not known.holders
+            if known is not None:
+                self.all.remove(known)
+            self.patterns = self.patterns % 250 + 1
+            known = self.listed[key] = Fill(one, self.patterns)
+            self.all.append(known)
+        assert known is not None
+        assert known.one is one
+        known.holders.append(client)
+
+    def some(self, data: st.DataObject, *, filling: bool, placed: bool | None) -> Fill | None:
+        found = [
+            fill
+            for fill in self.all
+            if fill.is_filling == filling and placed in (None, fill.nbytes > 0)
+        ]
+        return data.draw(st.sampled_from(found)) if found else None
+
+    @rule(data=st.data(), pages=st.integers(1, PAGES // 2))
+    def allot(self, data: st.DataObject, pages: int) -> None:
+        fill = self.some(data, filling=True, placed=False)
+        if fill is None:
+            return
+        nbytes = pages * PAGE - 5
+        memory = self.residents.allot(fill.one, nbytes)
+        if memory is not None:
+            fill.nbytes = nbytes
+            memory[:] = bytes([fill.pattern]) * nbytes
+        else:
+            held = sum(-(-one.nbytes // PAGE) for one in self.all if one.is_filling or one.holders)
+            assert held > 0 or pages > PAGES
+
+    @rule(data=st.data(), frames=st.integers(1, 3))
+    def advance(self, data: st.DataObject, frames: int) -> None:
+        if (fill := self.some(data, filling=True, placed=True)) is not None:
+            before = [client.woken for client in self.clients]
+            self.residents.advance(fill.one, frames)
+            for client, woken in zip(self.clients, before, strict=True):
+                if client in fill.holders:
+                    assert client.woken > woken
+
+    @rule(data=st.data())
+    def ready(self, data: st.DataObject) -> None:
+        if (fill := self.some(data, filling=True, placed=True)) is not None:
+            self.residents.ready(fill.one, 3)
+            fill.is_filling = False
+
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        if (fill := self.some(data, filling=True, placed=None)) is not None:
+            self.residents.failed(fill.one, MissReason.STORE, 1)
+            fill.is_filling = False
+            self.unlist(fill)
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        held = [fill for fill in self.all if fill.holders]
+        if held:
+            fill = data.draw(st.sampled_from(held))
+            client = fill.holders.pop(0)
+            self.residents.release(fill.one, None if client in fill.holders else client)
+            if not fill.holders and not fill.is_filling and fill not in self.listed.values():
+                self.all.remove(fill)
+
+    @rule(key=st.sampled_from(KEYS))
+    def forget(self, key: str) -> None:
+        self.residents.forget(key)
+        fill = self.listed.get(key)
+        if fill is not None and not fill.is_filling:
+            self.unlist(fill)
+
+    def unlist(self, fill: Fill) -> None:
+        for key in [key for key, one in self.listed.items() if one is fill]:
+            del self.listed[key]
+        if not fill.holders and fill in self.all:
+            self.all.remove(fill)
+
+    @invariant()
+    def adds_up(self) -> None:
+        assert self.residents.check()
+        assert self.residents.leased() == sum(f.is_filling or bool(f.holders) for f in self.all)
+
+    @invariant()
+    def memory_under_a_lease_is_nobody_elses(self) -> None:
+        for fill in self.all:
+            if fill.nbytes and (fill.is_filling or fill.holders):
+                memory = bytes(self.residents.view(fill.one))
+                assert memory == bytes([fill.pattern]) * fill.nbytes
+
+    @invariant()
+    def the_board_says_what_became_of_it(self) -> None:
+        for fill in self.all:
+            if not fill.holders:
+                continue
+            progress = self.arena.board.read(fill.one.cell)
+            if fill.is_filling:
+                assert progress.state is CellState.FILLING
+            elif fill in self.listed.values():
+                assert progress.state is CellState.READY
+                assert (progress.offset, progress.nbytes) == (fill.one.offset, fill.nbytes)
+
+
+TestResidents = ResidentsMachine.TestCase
+TestResidents.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+
+
+def make(pages: int = PAGES) -> Residents:
+    return Residents(Arena.create(pages * PAGE), MemoryRecorder())
+
+
+def filled(residents: Residents, key: str, pages: int = 1) -> Resident:
+    opened = residents.open(key, None)
+    assert opened is not None
+    one, is_new = opened
+    assert is_new
+    assert residents.allot(one, pages * PAGE) is not None
+    residents.ready(one, 1)
+    return one
+
+
+def test_without_a_cell_nothing_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CELLS", 2)
+    residents = make()
+    first = residents.open("a", None)
+    assert first is not None
+    assert residents.open("b", None) is not None
+    assert residents.open("c", None) is None
+    assert residents.open("a", None) == (first[0], False)
+
+
+def test_neighbours_make_room_where_single_gaps_do_not() -> None:
+    residents = make(6)
+    ones = [filled(residents, str(number)) for number in range(6)]
+    for number in (0, 1, 2, 4, 5):
+        residents.release(ones[number])
+    large = residents.open("large", None)
+    assert large is not None
+    assert residents.allot(large[0], 3 * PAGE) is not None
+    assert residents.holds(["3"]) == [True]
+    small = residents.open("small", None)
+    assert small is not None
+    assert residents.allot(small[0], 3 * PAGE) is None, "page 3 is leased"
+    assert residents.check()
+
+
+def test_waiting_for_readers() -> None:
+    residents = make()
+    one = filled(residents, "a")
+    assert not residents.wait_idle(0.0)
+    residents.release(one)
+    assert residents.wait_idle(0.0)

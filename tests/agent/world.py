@@ -1,0 +1,155 @@
+"""An agent in this process, over stores that tests can slow down, count and break."""
+
+import shutil
+import socket
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from threading import Lock
+
+from objkv.agent.arena import Arena, CellState, Progress
+from objkv.agent.calls import NodeCalls
+from objkv.agent.client import AgentConnection, ArenaLease
+from objkv.agent.core import Core, CoreLimits, Urgency
+from objkv.agent.fill import Wanted
+from objkv.agent.lookups import NearLimits, NodeLookups
+from objkv.agent.saves import NodeSaveLimits, NodeSaves
+from objkv.agent.server import AgentParts, AgentServer, ServerLimits
+from objkv.cache.chunks import CacheSettings, ChunkCache
+from objkv.codec.payload import Claim, frame_pages, read_header
+from objkv.codec.seal import Seal
+from objkv.index.memory import MemoryIndex
+from objkv.keys.chunk import ChunkKey
+from objkv.stores.base import Arrived
+from objkv.stores.memory import MemoryStore
+from objkv.telemetry import MemoryRecorder
+from tests.support.samples import NAMESPACE, TOKENS, save
+
+PATIENCE_S = 60.0
+MEMORY = 1 << 20
+
+
+class WatchedStore(MemoryStore):
+    """Counts gets, and calls ``on_get`` before each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gets: Counter[str] = Counter()
+        self.on_get: Callable[[str], None] = lambda key: None
+        self._counting = Lock()
+
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
+    ) -> int | None:
+        with self._counting:
+            self.gets[key] += 1
+        self.on_get(key)
+        return super().get_into(key, buffer, arrived, start)
+
+
+class Node:
+    """Stores, an arena and a core, and a socket once ``listen`` was called."""
+
+    def __init__(
+        self,
+        *,
+        memory: int = MEMORY,
+        threads: int = 2,
+        queue_max: int = 1000,
+        seal: Seal | None = None,
+        store: MemoryStore | None = None,
+        codec: str = "none",
+        path: Path | None = None,
+    ) -> None:
+        self.store = store or WatchedStore()
+        self.index, self.recorder = MemoryIndex(), MemoryRecorder()
+        settings = CacheSettings("agent", ttl_s=3600, lease_ms=60_000, hot_payload_bytes_max=0)
+        self.cache = ChunkCache(self.store, None, self.index, settings, self.recorder, seal=seal)
+        self.arena = Arena.create(memory)
+        limits = CoreLimits(threads, queue_max)
+        self.core = Core(self.cache, self.arena, limits, self.recorder)
+        self.residents = self.core.residents
+        self.saves = NodeSaves(
+            self.cache,
+            self.residents,
+            NodeSaveLimits(2, 100, PATIENCE_S, codec, far=True),
+            self.recorder,
+        )
+        self.folder = Path(tempfile.mkdtemp(prefix="objkv-", dir="/tmp"))
+        self.path = path or self.folder / "s"
+        self.server: AgentServer | None = None
+        self.clients: list[AgentConnection] = []
+
+    def listen(self, limits: ServerLimits | None = None) -> "Node":
+        """Serve the socket."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(str(self.path))
+        listener.listen(64)
+        lookups = NodeLookups(self.index, NearLimits(1000, 30.0, 0.0))
+        calls = NodeCalls(self.index, self.store)
+        parts = AgentParts(self.core, self.saves, self.arena, lookups, calls)
+        self.server = AgentServer(listener, parts, limits)
+        return self
+
+    def connect(self, *, wants_arena: bool = True, outbox: int = -1) -> AgentConnection:
+        """A new connection, closed at the end."""
+        client = AgentConnection(
+            self.path, wants_arena=wants_arena, outbox=outbox, call_s=PATIENCE_S
+        )
+        self.clients.append(client)
+        return client
+
+    def save(self, tokens: Sequence[int] = TOKENS, *, codec: str = "none") -> list[Wanted]:
+        """Store payloads; what to open."""
+        return self.wanted(save(self.store, self.index, tokens, codec=codec))
+
+    def wanted(self, keys: Sequence[ChunkKey]) -> list[Wanted]:
+        """What to open for these keys, by the index."""
+        records = self.index.lookup(NAMESPACE, [key.prefix_hash for key in keys])
+        return [
+            Wanted(
+                Claim(key, record.parent_hash, record.token_start, record.token_end),
+                record.shards[key.field],
+            )
+            for key, record in zip(keys, records, strict=True)
+            if record is not None
+        ]
+
+    def close(self) -> None:
+        """End everything; what is leaked shows."""
+        self.core.close(PATIENCE_S)
+        for client in self.clients:
+            client.close()
+        if self.server is not None:
+            self.server.close()
+        self.saves.close(PATIENCE_S)
+        shutil.rmtree(self.folder)
+
+
+def ended(client: AgentConnection, lease: ArenaLease) -> Progress:
+    """What a lease's payload became; waits for it."""
+    progress = lease.progress
+    while progress.state is CellState.FILLING:
+        progress = client.arena.board.read(lease.cell)
+        if progress.state is CellState.FILLING:
+            assert client.wait(PATIENCE_S, client.event)
+    return progress
+
+
+def opened(client: AgentConnection, wanted: Sequence[Wanted]) -> list[ArenaLease]:
+    """Leases of these payloads."""
+    return client.open(wanted, deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
+
+
+def pages_at(view: memoryview, progress: Progress) -> list[bytes]:
+    """The verified pages of a payload in the arena."""
+    payload = view[progress.offset : progress.offset + progress.nbytes]
+    header = read_header(payload)
+    assert header.nbytes == progress.nbytes
+    assert header.codec == "none"
+    return [bytes(frame_pages(header, n, payload, None)) for n in range(len(header.frames))]
+
+
+RIGHT = [bytes([number]) * 512 for number in range(2)]
+"""The pages of every sample."""
