@@ -42,12 +42,14 @@ from objkv.agent.outbox import join_outbox
 from objkv.agent.residents import MissReason, Resident
 from objkv.agent.saves import NodeSaves
 from objkv.background import JOIN_S, join_all
-from objkv.errors import StoreError
+from objkv.errors import StoreError, TransferError
 
 logger = logging.getLogger(__name__)
 _SEND_S = 5.0
 """How long a client may leave an answer unread. Answers fit into its socket's buffer."""
+_REFUSAL_S = 1.0
 _PEER = struct.Struct("3i")
+_ROOT = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,7 @@ class AgentServer:
                 logger.exception("connection not accepted")
                 continue
             if (reason := self._refusal(sock)) is not None:
-                self._refuse(sock, reason)
+                Thread(target=self._refuse, args=(sock, reason), daemon=True).start()
                 continue
             self._numbers += 1
             client = AgentSession(sock, self._numbers)
@@ -191,7 +193,7 @@ class AgentServer:
 
     def _refusal(self, sock: socket.socket) -> str | None:
         _, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-        if uid not in (os.geteuid(), 0):
+        if uid not in (os.geteuid(), _ROOT):
             return f"this agent serves user {os.geteuid()}, not user {uid}"
         if len(self._clients) >= self._limits.clients_max:
             return f"this agent has {self._limits.clients_max} clients already"
@@ -200,8 +202,9 @@ class AgentServer:
     def _refuse(self, sock: socket.socket, reason: str) -> None:
         logger.warning("client refused reason=%s", reason)
         with sock:
-            sock.setblocking(False)
             try:
+                sock.settimeout(_REFUSAL_S)
+                sock.recv(MESSAGE_BYTES_MAX)  # unread, it would reset the connection
                 sock.send(pack_text(MessageKind.REFUSED, reason))
             except OSError:
                 logger.debug("refusal not sent", exc_info=True)
@@ -217,7 +220,7 @@ class AgentServer:
                     answer = self._answer(client, message)
                     if answer is not None:
                         client.sock.send(answer)
-        except ProtocolError as exc:
+        except TransferError as exc:
             logger.warning("client dropped number=%d reason=%s", client.number, exc)
         except OSError as exc:
             logger.debug("client gone number=%d reason=%s", client.number, exc)

@@ -3,6 +3,7 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -19,8 +20,8 @@ from objkv.stores.memory import MemoryStore
 from tests.agent.test_residents import Sleeper
 from tests.agent.world import PATIENCE_S, RIGHT, Node, WatchedStore, pages_at
 from tests.codec.seals import other_seal
-from tests.support.samples import NAMESPACE, record_of
 from tests.support.paged_cache import wait_until
+from tests.support.samples import NAMESPACE, record_of
 
 
 @pytest.fixture
@@ -44,9 +45,7 @@ def settled(node: Node, one: Resident | MissReason) -> Resident:
 
 
 def fetch(node: Node, *wanted: Wanted, deadline_s: float = PATIENCE_S) -> list[Resident]:
-    opened = node.core.open(
-        Sleeper(), wanted, deadline_s=deadline_s, urgency=Urgency.BETWEEN_STEPS
-    )
+    opened = node.core.open(Sleeper(), wanted, deadline_s=deadline_s, urgency=Urgency.BETWEEN_STEPS)
     return [settled(node, one) for one in opened]
 
 
@@ -92,6 +91,19 @@ def test_no_changed_byte_is_served(data: st.DataObject, codec: str) -> None:
         assert node.residents.leased() == 0
     finally:
         node.close()
+
+
+def test_bytes_after_the_last_frame_are_refused_even_if_the_record_promised_them(
+    make: Callable[..., Node],
+) -> None:
+    node = make()
+    wanted = node.save()[0]
+    key = wanted.claim.key.path()
+    node.store.put(key, (node.store.get(key) or b"") + b"more")
+    record = replace(wanted.record, nbytes=wanted.record.nbytes + 4)
+    (one,) = fetch(node, Wanted(wanted.claim, record))
+    assert one.reason is MissReason.CORRUPT
+    node.residents.release(one)
 
 
 class Trickle(MemoryStore):
@@ -257,9 +269,7 @@ def test_a_client_that_left_early_costs_no_fetch(make: Callable[..., Node]) -> N
     gate = threading.Event()
     node.store.on_get = lambda key: gate.wait(PATIENCE_S) and None  # type: ignore[func-returns-value]
     wanted = node.save()
-    opened = node.core.open(
-        Sleeper(), wanted, deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS
-    )
+    opened = node.core.open(Sleeper(), wanted, deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
     for one in opened:
         assert isinstance(one, Resident)
         node.residents.release(one)

@@ -1,0 +1,391 @@
+"""Clients of one agent, over its socket."""
+
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from objkv.agent import calls as calls_module
+from objkv.agent import messages as m
+from objkv.agent import server as server_module
+from objkv.agent.arena import CellState
+from objkv.agent.calls import AgentCalls, AgentDocuments, AgentIndex
+from objkv.agent.client import AgentConnection
+from objkv.agent.outbox import AgentSaves, Outbox
+from objkv.agent.server import ServerLimits
+from objkv.cache.chunks import SaveOutcome
+from objkv.cache.switch import SWITCH_PATH
+from objkv.codec.payload import read_header
+from objkv.errors import StoreBusy, StoreDenied, StoreUnavailable, TransferError
+from objkv.index.base import Savings
+from objkv.keys.identity import identity_path
+from objkv.transfer.slabs import SlabPool
+from tests.agent.world import (
+    PATIENCE_S,
+    RIGHT,
+    Node,
+    WatchedStore,
+    ended,
+    opened,
+    pages_at,
+)
+from tests.support.paged_cache import wait_until
+from tests.support.samples import NAMESPACE, TOKENS
+
+
+def test_eight_clients_that_open_at_once_share_one_fetch_of_each_payload(node: Node) -> None:
+    wanted, gate = node.save(list(range(5000, 5000 + 16 * 20)), codec="zstd"), threading.Barrier(8)
+    assert len(wanted) == 20
+    read: deque[list[bytes]] = deque()
+
+    def reader() -> None:
+        client = node.connect()
+        gate.wait()
+        leases = opened(client, wanted)
+        for lease in leases:
+            read.append(pages_at(client.arena.view, ended(client, lease)))
+        client.release([lease.number for lease in leases])
+
+    threads = [threading.Thread(target=reader) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert list(read) == [RIGHT] * 160
+    assert isinstance(node.store, WatchedStore)
+    assert list(node.store.gets.values()) == [1] * 20
+
+
+def test_leases_end_with_their_connection(node: Node) -> None:
+    wanted, client = node.save(), node.connect()
+    for lease in opened(client, wanted):
+        ended(client, lease)
+    assert node.residents.leased() == 3
+    client.close()
+    assert node.residents.wait_idle(PATIENCE_S)
+    again = node.connect()
+    leases = opened(again, wanted)
+    assert [lease.progress.state for lease in leases] == [CellState.READY] * 3
+    again.release([lease.number for lease in leases])
+    assert node.residents.wait_idle(PATIENCE_S)
+
+
+def raw(node: Node) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.settimeout(PATIENCE_S)
+    sock.connect(str(node.path))
+    return sock
+
+
+def greeted(node: Node) -> socket.socket:
+    sock = raw(node)
+    sock.send(m.pack_hello(m.Hello(m.VERSION, wants_arena=False)))
+    assert m.kind_of(sock.recv(100)) is m.MessageKind.WELCOME
+    return sock
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"\xff",
+        m.pack_release([7]),
+        m.pack_text(m.MessageKind.FOUND, ""),
+        m.pack_commit(0, 1),
+        b"\x04" + b"x" * 70_000,
+        m.pack_find(NAMESPACE, [], ("0.L0-1_H0-1",)),
+    ],
+)
+def test_a_client_that_lies_harms_only_itself_and_keeps_its_memory_until_it_goes(
+    node: Node, message: bytes
+) -> None:
+    wanted, honest, liar = node.save(), node.connect(), greeted(node)
+    leases = opened(honest, wanted[:1])
+    liar.send(m.pack_opening(m.Opening(1, 60_000, wanted)))
+    m.unpack_opened(liar.recv(1000), 3)
+    wait_until(lambda: node.residents.holds([w.claim.key.path() for w in wanted]) == [True] * 3)
+    liar.send(message)
+    assert liar.recv(100) == b"", "the agent ends the conversation"
+    assert node.residents.leased() == 3, "a device of the client may still read"
+    liar.close()
+    wait_until(lambda: node.residents.leased() == 1)
+    assert pages_at(honest.arena.view, ended(honest, leases[0])) == RIGHT
+    honest.release([leases[0].number])
+
+
+def test_another_version_and_a_stranger_are_refused(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sock = raw(node)
+    sock.send(m.pack_hello(m.Hello(m.VERSION + 1, wants_arena=True)))
+    assert "speaks version" in m.unpack_text(sock.recv(1000))
+    sock.close()
+    monkeypatch.setattr(server_module.os, "geteuid", lambda: 4242)
+    monkeypatch.setattr(server_module, "_ROOT", 4243)
+    with pytest.raises(TransferError, match="serves user 4242"):
+        node.connect()
+
+
+def test_there_is_a_limit_of_clients_and_of_leases() -> None:
+    node = Node().listen(ServerLimits(clients_max=2, leases_max=2))
+    first = node.connect()
+    node.connect()
+    with pytest.raises(TransferError, match="has 2 clients already"):
+        node.connect()
+    wanted = node.save()
+    leases = opened(first, wanted[:2])
+    (over,) = opened(first, wanted[2:])
+    assert (over.number, over.progress.state) == (0, CellState.FAILED)
+    first.release([lease.number for lease in leases])
+    node.close()
+
+
+def test_a_process_that_is_no_agent_is_none() -> None:
+    with pytest.raises(TransferError, match="no agent at"):
+        AgentConnection(Node().folder / "nothing")
+
+
+def test_an_agent_that_never_answers_is_lost_in_time(node: Node) -> None:
+    client = node.connect()
+    client._sock.settimeout(0.01)
+    gate = threading.Event()
+    node.index.find = lambda *_: gate.wait(PATIENCE_S) and []  # type: ignore[assignment, method-assign, func-returns-value]
+    with pytest.raises(TransferError, match="no answer"):
+        client.find(NAMESPACE, [bytes(20)], ("0.L0-2_H0-2",))
+    assert not client.is_open
+    with pytest.raises(TransferError, match="lost"):
+        client.find(NAMESPACE, [bytes(20)], ("0.L0-2_H0-2",))
+    gate.set()
+
+
+@pytest.fixture
+def calls(node: Node) -> Any:
+    made = AgentCalls(lambda: node.connect(wants_arena=False))
+    yield made
+    made.close()
+
+
+def test_lookups_are_answered_from_one_near_cache(node: Node, calls: AgentCalls) -> None:
+    wanted, index = node.save(), AgentIndex(calls)
+    key = wanted[0].claim.key
+    hashes = [one.claim.key.prefix_hash for one in wanted]
+    found = index.find(NAMESPACE, [*hashes, bytes(20)], [key.field])
+    assert [None if one is None else dict(one) for one in found] == [
+        *({key.field: one.record} for one in wanted),
+        None,
+    ]
+    index.forget(NAMESPACE, key.prefix_hash, key.field, wanted[0].record)
+    assert index.find(NAMESPACE, hashes, [key.field])[0] is not None, "for a while"
+    assert index.lookup(NAMESPACE, hashes)[0] is None
+    assert index.lookup(NAMESPACE, hashes)[1] == node.index.lookup(NAMESPACE, hashes)[1]
+    assert index.find(NAMESPACE, [], [key.field]) == []
+
+
+def test_writes_of_an_index_go_through(node: Node, calls: AgentCalls) -> None:
+    wanted, index = node.save(), AgentIndex(calls)
+    hashes = [one.claim.key.prefix_hash for one in wanted]
+    index.touch(NAMESPACE, hashes, ttl_s=100)
+    (record, *_) = node.index.lookup(NAMESPACE, hashes)
+    assert record is not None
+    assert record.hits == 1
+    savings = Savings(NAMESPACE, "2026-11", loads=3, tokens=100)
+    index.credit(savings)
+    assert node.index.savings() == [savings]
+    entry = wanted[0].claim
+    chunk = calls_module.ChunkEntry(NAMESPACE, b"x" * 20, entry.parent_hash, 0, 16)
+    index.publish(chunk, {"0.L0-2_H0-2": wanted[0].record}, ttl_s=100)
+    assert node.index.lookup(NAMESPACE, [b"x" * 20])[0] is not None
+
+
+def test_documents_can_be_read_and_written_and_payloads_cannot(
+    node: Node, calls: AgentCalls
+) -> None:
+    documents = AgentDocuments(calls)
+    path = identity_path(NAMESPACE)
+    assert documents.get_range(path, 0, 100) is None
+    assert documents.put_if_absent(path, b"document")
+    assert not documents.put_if_absent(path, b"other")
+    assert documents.get_range(path, 2, 100) == b"cument"
+    documents.put(SWITCH_PATH, b"{}")
+    assert node.store.get(SWITCH_PATH) == b"{}"
+    payload = node.save()[0].claim.key.path()
+    for wrong in (payload, "../x", f"{path}/x"):
+        with pytest.raises(StoreDenied, match="no access"):
+            documents.get_range(wrong, 0, 10)
+        with pytest.raises(StoreDenied, match="no access"):
+            documents.put(wrong, b"x")
+
+
+def test_the_stores_errors_arrive_as_what_they_are(node: Node, calls: AgentCalls) -> None:
+    def denied(*_: object, **__: object) -> Any:
+        raise StoreDenied("no rights")
+
+    node.index.find = denied  # type: ignore[method-assign]
+    node.index.touch = denied  # type: ignore[method-assign]
+    index = AgentIndex(calls)
+    with pytest.raises(StoreUnavailable, match="no rights"):
+        index.find(NAMESPACE, [bytes(20)], ["0.L0-2_H0-2"])
+    with pytest.raises(StoreDenied, match="no rights"):
+        index.touch(NAMESPACE, [bytes(20)], ttl_s=1)
+    with pytest.raises(StoreDenied, match="invalid call"):
+        calls.run("explode")
+
+
+def test_a_lost_connection_is_replaced(node: Node) -> None:
+    now = [0.0]
+    calls = AgentCalls(lambda: node.connect(wants_arena=False), clock=lambda: now[0])
+    assert calls.run("get", path=SWITCH_PATH) is None
+    node.clients[-1]._is_lost = True
+    assert calls.run("get", path=SWITCH_PATH) is None
+    assert len(node.clients) == 2
+    assert node.server is not None
+    node.server.close()
+    with pytest.raises(StoreUnavailable):
+        calls.run("get", path=SWITCH_PATH)
+    tries = len(node.clients)
+    with pytest.raises(StoreUnavailable):
+        calls.run("get", path=SWITCH_PATH)
+    assert len(node.clients) == tries, "not before a pause has passed"
+    calls.close()
+
+
+class Desk:
+    """A worker's end of saves."""
+
+    def __init__(self, node: Node) -> None:
+        self.outbox = Outbox(4 * 8192)
+        self.slabs = SlabPool("save", count=4, slab_bytes=8192, fd=self.outbox.fd)
+        self.now = 0.0
+        self.saves = AgentSaves(
+            lambda: node.connect(wants_arena=False, outbox=self.outbox.fd),
+            self.slabs.memory.numpy(),
+            clock=lambda: self.now,
+        )
+
+    def hand_over(self, payload: bytes) -> SaveOutcome:
+        with self.slabs.lease() as slab:
+            slab.view[100 : 100 + len(payload)] = payload
+            header = read_header(payload)
+            try:
+                return self.saves.save(header.claim, slab.view[100 : 100 + len(payload)], header)
+            finally:
+                slab.tensor.fill_(0xEE)  # free from now on
+
+    def close(self) -> None:
+        self.saves.close(1.0)
+        self.outbox.close()
+
+
+@pytest.fixture
+def desk(node: Node) -> Any:
+    made = Desk(node)
+    yield made
+    made.close()
+
+
+def payloads(tokens: list[int] | None = None) -> list[bytes]:
+    """Payloads as a worker makes them."""
+    other = Node()
+    found = [other.store.get(w.claim.key.path()) or b"" for w in other.save(tokens or TOKENS)]
+    other.close()
+    return found
+
+
+def test_what_was_handed_over_is_saved_and_resident(node: Node, desk: Desk) -> None:
+    made = payloads()
+    assert [desk.hand_over(payload) for payload in made] == [SaveOutcome.SAVED] * 3
+    assert node.saves.drain(PATIENCE_S)
+    keys = [read_header(payload).claim.key for payload in made]
+    assert [node.store.get(key.path()) for key in keys] == made
+    client = node.connect()
+    leases = opened(client, node.wanted(keys))
+    assert [lease.progress.state for lease in leases] == [CellState.READY] * 3
+    for lease in leases:
+        assert pages_at(client.arena.view, lease.progress) == RIGHT
+    client.release([lease.number for lease in leases])
+    assert isinstance(node.store, WatchedStore)
+    assert not node.store.gets
+    assert desk.hand_over(made[0]) is SaveOutcome.EXISTED
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda p: p[:-1],
+        lambda p: p + b"x",
+        lambda p: p[:4100] + bytes([p[4100] ^ 1]) + p[4101:],
+        lambda p: p[:50] + bytes([p[50] ^ 1]) + p[51:],
+        lambda p: b"x" * 9,
+    ],
+)
+def test_no_wrong_payload_is_saved(
+    node: Node, desk: Desk, spoil: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = payloads()[0]
+    header = read_header(good)
+    bad = spoil(good)
+    with desk.slabs.lease() as slab:
+        slab.view[: len(bad)] = bad
+        with pytest.raises(TransferError, match="REFUSED"):
+            desk.saves.save(header.claim, slab.view[: len(bad)], header)
+    assert node.saves.drain(PATIENCE_S)
+    assert not list(node.store.scan(""))
+    assert desk.hand_over(good) is SaveOutcome.SAVED, "it can be saved later"
+
+
+def test_a_client_that_goes_at_once_loses_nothing(node: Node, desk: Desk) -> None:
+    made, gate = payloads(), threading.Event()
+    put = node.store.put_if_absent
+    node.store.put_if_absent = lambda k, v: gate.wait(PATIENCE_S) and put(k, v)  # type: ignore[assignment, method-assign, return-value]
+    for payload in made:
+        desk.hand_over(payload)
+    desk.close()
+    desk.outbox = Outbox(8192)  # for the fixture
+    gate.set()
+    assert node.saves.drain(PATIENCE_S)
+    assert len(list(node.store.scan(""))) == 3
+
+
+def test_an_overloaded_or_full_store_is_reported(node: Node, desk: Desk) -> None:
+    def busy(key: str, value: object) -> bool:
+        raise StoreBusy("slow down")
+
+    first, second, third = payloads()
+    put, node.store.put_if_absent = node.store.put_if_absent, busy  # type: ignore[assignment, method-assign]
+    desk.hand_over(first)
+    wait_until(lambda: node.saves._pool.is_shedding)
+    with pytest.raises(StoreBusy):
+        desk.hand_over(second)
+    node.store.put_if_absent = put  # type: ignore[method-assign]
+    wait_until(lambda: not node.saves._pool.is_shedding)
+    node.cache.has_room = lambda: False  # type: ignore[method-assign]
+    assert desk.saves.has_room()
+    with pytest.raises(TransferError, match="OVER_QUOTA"):
+        desk.hand_over(second)
+    assert not desk.saves.has_room()
+    desk.now = 100.0
+    assert desk.saves.has_room()
+    node.cache.has_room = lambda: True  # type: ignore[method-assign]
+    assert desk.hand_over(third) is SaveOutcome.SAVED
+
+
+def test_an_outbox_that_could_shrink_is_refused(node: Node) -> None:
+    fd = os.memfd_create("x", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 8192)
+    with pytest.raises(TransferError):
+        node.connect(outbox=fd)
+    os.close(fd)
+
+
+def test_an_outbox_is_memory_that_both_have() -> None:
+    outbox = Outbox(5000)
+    pool = SlabPool("save", count=1, slab_bytes=4096, fd=outbox.fd)
+    theirs = np.frombuffer(server_module.join_outbox(os.dup(outbox.fd)), np.uint8)
+    with pool.lease() as slab:
+        slab.view[7] = 42
+        assert theirs[7] == 42
+    outbox.close()
