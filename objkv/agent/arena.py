@@ -12,6 +12,7 @@ import mmap
 import os
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
@@ -103,7 +104,7 @@ class Board:
 class Arena:
     """One mapping of the arena. The agent's is writable, a replica's is not.
 
-    ``view`` is valid until ``close``. Closing raises ``BufferError`` while parts of it are in use.
+    ``view`` is valid until ``close``, parts of it as long as they are referenced.
     """
 
     def __init__(self, fd: int, mapping: mmap.mmap, *, writable: bool) -> None:
@@ -162,14 +163,15 @@ class Arena:
         return len(self.view)
 
     def close(self) -> None:
-        """Unmap it. Idempotent."""
+        """Unmap it, or let the last reference to a part do so. Idempotent."""
         if self.fd < 0:
             return
         os.close(self.fd)
         self.fd = -1
         self.board = Board(memoryview(bytes(BOARD_BYTES)))
-        self.view.release()
-        self._mapping.close()
+        with suppress(BufferError):  # with its last part
+            self.view.release()
+            self._mapping.close()
 
     def __repr__(self) -> str:
         kind = "writable" if self._writable else "read-only"

@@ -41,6 +41,8 @@ _WINDOW, _WINDOW_BYTES = 64, 512 << 20
 """Payloads open at once, so that one long prompt does not lease the whole arena."""
 _BATCH_BYTES = 64 << 20
 """Pages copied before the thread looks for more urgent loads."""
+_KEPT: list[AgentConnection] = []
+"""Connections whose memory a hung device may still read. They end with the process."""
 _REFUSED = frozenset((MissReason.MISSING, MissReason.CORRUPT))
 
 
@@ -386,7 +388,10 @@ class SharedLoader(Loads):
         while not keep and any(not mark.done() for mark in marks):
             keep = monotonic() >= end
             sleep(_LOOK_S)
+        if agent is None:
+            return
         if keep:
             logger.error("copies of loads did not finish on the device, keeping their memory")
-        elif agent is not None:
+            _KEPT.append(agent)
+        else:
             agent.close()

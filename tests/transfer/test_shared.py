@@ -1,0 +1,401 @@
+"""Loads from an agent's memory: right bytes or a miss, and memory is read only under a lease."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from objkv.agent.client import AgentConnection
+from objkv.agent.residents import Resident, Residents
+from objkv.errors import StoreUnavailable, TransferError
+from objkv.transfer.lanes import HostLane, Lane
+from objkv.transfer.loading import shared as module
+from objkv.transfer.loading.loads import LoadLimits
+from objkv.transfer.loading.shared import SharedLoader
+from objkv.transfer.plan import LoadMove, LoadPlan
+from tests.agent.world import Node, WatchedStore
+from tests.support.paged_cache import (
+    BLOCKS,
+    PATIENCE_S,
+    LazyLane,
+    Replica,
+    same_blocks,
+    wait_until,
+)
+
+pytestmark = pytest.mark.host
+
+
+class World:
+    """A replica that saved, an agent, and a replica that loads by it."""
+
+    def __init__(self) -> None:
+        self.node = Node(memory=1 << 21).listen()
+        self.writer = Replica(self.node.store, self.node.index, seed=1)
+        self.writer.save(range(4))
+        self.reader = self.open()
+
+    def open(self, lane: Lane | None = None, **limits: Any) -> Replica:
+        """A replica that loads by the agent."""
+        replica = Replica(self.node.store, self.node.index, seed=2)
+        replica.loader.close()
+        bounds = LoadLimits(1, 64, PATIENCE_S, PATIENCE_S, join_s=PATIENCE_S)
+        replica.loader = SharedLoader(  # type: ignore[assignment]
+            {0: replica.paged},
+            lane or HostLane(),
+            self.connect,
+            limits=replace(bounds, **limits),
+            recorder=replica.recorder,
+        )
+        return replica
+
+    def connect(self) -> AgentConnection:
+        return AgentConnection(self.node.path, wants_arena=True, call_s=PATIENCE_S)
+
+    @property
+    def store(self) -> WatchedStore:
+        assert isinstance(self.node.store, WatchedStore)
+        return self.node.store
+
+    def right(self, first: int = 1, chunks: int = 4, reader: Replica | None = None) -> bool:
+        """Whether the reader's blocks from ``first`` on are those that were saved from 1 on."""
+        ids = range(BLOCKS * chunks)
+        mine = (reader or self.reader).caches
+        return same_blocks(self.writer.caches, [1 + n for n in ids], mine, [first + n for n in ids])
+
+    def restart(self) -> None:
+        """Another agent at the same place."""
+        assert self.node.server is not None
+        self.node.core.close(PATIENCE_S)
+        self.node.server.close()
+        old, self.node = self.node, Node(memory=1 << 21, path=self.node.path, store=self.node.store)
+        self.node.index = old.index
+        self.node.path.unlink()
+        self.node.listen()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.reader.close()
+    assert world.node.residents.wait_idle(PATIENCE_S)
+    assert world.node.residents.check()
+    world.node.close()
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_what_one_replica_saved_another_loads_by_the_agent(world: World, sync: bool) -> None:
+    outcome = world.reader.load(range(4), 1, sync=sync)
+    assert not outcome.failed_blocks
+    assert world.right()
+    assert world.store.gets.total() == 4
+    again = world.reader.load(range(4), 17, sync=sync)
+    assert not again.failed_blocks
+    assert world.right(17)
+    assert world.store.gets.total() == 4, "from memory"
+    assert again.nbytes == outcome.nbytes > 0
+
+
+def test_the_first_blocks_of_a_chunk_may_be_computed_already(world: World) -> None:
+    before = world.reader.snapshot()
+    outcome = world.reader.load(range(4), 1, skip=1)
+    assert not outcome.failed_blocks
+    assert torch.equal(before[0][1], world.reader.caches[0][1])
+    assert same_blocks(world.writer.caches, range(2, 9), world.reader.caches, range(2, 9))
+
+
+def test_a_forward_pass_gets_each_layer_when_it_is_verified(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gates = [threading.Event() for _ in range(4)]
+    advance, ready = Residents.advance, Residents.ready
+
+    def slowly(self: Residents, one: Resident, frames: int) -> None:
+        for frame in range(1, frames + 1):
+            assert gates[frame].wait(PATIENCE_S)
+            advance(self, one, frame)
+
+    def at_last(self: Residents, one: Resident, frames: int) -> None:
+        ready(self, one, frames)
+
+    monkeypatch.setattr(Residents, "advance", slowly)
+    monkeypatch.setattr(Residents, "ready", at_last)
+    plan = world.reader.load_plan(range(1), 1, sync=True)
+    world.reader.loader.submit(plan)
+    for layer in range(3):
+        gates[layer + 1].set()
+        world.reader.loader.wait_layer(0, layer)
+        assert same_blocks(
+            world.writer.caches[layer : layer + 1],
+            [1, 2],
+            world.reader.caches[layer : layer + 1],
+            [1, 2],
+        )
+    (outcome,) = world.reader.loader.take_finished(sync=True)
+    assert not outcome.failed_blocks
+
+
+def test_long_prompts_are_opened_a_few_payloads_at_a_time(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most, opened = [0], Residents.open
+    monkeypatch.setattr(module, "_WINDOW", 2)
+
+    def counted(self: Residents, key: str, waiter: Any) -> Any:
+        found = opened(self, key, waiter)
+        most[0] = max(most[0], self.leased())
+        return found
+
+    monkeypatch.setattr(Residents, "open", counted)
+    assert not world.reader.load(range(4), 1).failed_blocks
+    assert world.right()
+    assert most[0] <= 2
+
+
+def test_a_step_goes_before_what_waits(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_WINDOW", 1)
+    gate, order = threading.Event(), list[str]()
+
+    def on_get(key: str) -> None:
+        order.append(key)
+        assert gate.wait(PATIENCE_S)
+
+    world.store.on_get = on_get
+    slow = world.reader.load_plan(range(3), 1)
+    world.reader.loader.submit(slow)
+    wait_until(lambda: bool(order))
+    fast = world.reader.load_plan(range(3, 4), 20, sync=True)
+    world.reader.loader.submit(LoadPlan("step", fast.namespace, fast.moves, sync=True))
+    gate.set()
+    (step,) = world.reader.loader.take_finished(sync=True)
+    assert not step.failed_blocks
+    assert order[1] == world.reader.path(3)
+    assert not world.reader.outcome().failed_blocks
+    assert world.right(chunks=3)
+
+
+@pytest.mark.parametrize("fault", ["missing", "corrupt", "down"])
+def test_a_fault_is_a_miss_from_there_on(world: World, fault: str) -> None:
+    path = world.reader.path(2)
+    if fault == "missing":
+        world.store.delete(path)
+    elif fault == "corrupt":
+        payload = bytearray(world.store.get(path) or b"")
+        payload[-1] ^= 1
+        world.store.put(path, bytes(payload))
+    else:
+
+        def down(key: str) -> None:
+            if key == path:
+                raise StoreUnavailable("down")
+
+        world.store.on_get = down
+    outcome = world.reader.load(range(4), 1)
+    assert outcome.failed_blocks == frozenset(range(5, 9))
+    assert world.right(chunks=2)
+    assert bool(outcome.rejected) == (fault != "down")
+    (record,) = world.node.index.lookup(
+        world.reader.load_plan(range(1), 1).namespace,
+        [world.reader.move(2, 1).prefix_hash],
+    )
+    assert (record is None) == (fault != "down")
+
+
+def test_a_payload_of_other_layers_is_refused_and_not_served_again(world: World) -> None:
+    plan = world.reader.load_plan(range(1), 1)
+    other = world.writer.load_plan(range(1), 1)
+    layers = world.reader.paged.layers
+    world.reader.loader._layouts._own[0].layers = tuple(  # type: ignore[attr-defined]
+        replace(layer, dtype="F16") for layer in layers
+    )
+    world.reader.loader._layouts._own[0]._group = world.reader.paged  # type: ignore[attr-defined]
+    outcome = world.reader.outcome(plan)
+    assert outcome.failed_blocks == frozenset({1, 2})
+    assert outcome.rejected
+    path = world.reader.path(0)
+    wait_until(lambda: world.node.residents.holds([path]) == [False])
+    assert other.moves[0].records
+
+
+def test_a_load_without_a_record_fails_as_a_ghost(world: World) -> None:
+    plan = world.reader.load_plan(range(1), 1)
+    moves = tuple(LoadMove(load.move, ()) for load in plan.moves)
+    outcome = world.reader.outcome(LoadPlan("r", plan.namespace, moves, sync=False))
+    assert outcome.failed_blocks
+    assert outcome.rejected
+
+
+def test_an_aborted_load_ends_soon_and_writes_no_more(world: World) -> None:
+    gate, begun = threading.Event(), threading.Event()
+
+    def on_get(key: str) -> None:
+        begun.set()
+        assert gate.wait(PATIENCE_S)
+
+    world.store.on_get = on_get
+    world.reader.loader.submit(world.reader.load_plan(range(4), 1))
+    assert begun.wait(PATIENCE_S)
+    world.reader.loader.cancel("r")
+    outcome = world.reader.outcome()
+    assert outcome.failed_blocks == frozenset(range(1, 9))
+    before = world.reader.snapshot()
+    gate.set()
+    assert world.node.residents.wait_idle(PATIENCE_S)
+    assert all(map(torch.equal, before, world.reader.snapshot()))
+
+
+def test_a_load_ends_at_its_deadline(world: World) -> None:
+    gate = threading.Event()
+    world.store.on_get = lambda key: gate.wait(PATIENCE_S) and None  # type: ignore[func-returns-value]
+    hasty = world.open(deadline_s=0.05)
+    assert hasty.load(range(4), 1).failed_blocks == frozenset(range(1, 9))
+    gate.set()
+    hasty.close()
+
+
+def test_more_moves_than_the_queue_takes_are_misses(world: World) -> None:
+    small = world.open(queue_max=2)
+    outcome = small.load(range(4), 1)
+    assert outcome.failed_blocks == frozenset(range(5, 9))
+    assert world.right(chunks=2, reader=small)
+    assert small.recorder.value("load_refused") == 2
+    small.close()
+
+
+def test_memory_is_not_reused_while_a_lane_reads_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = Residents._release
+
+    def poisoned(self: Residents, one: Resident) -> None:
+        if one.leases == 1 and one.offset >= 0:
+            self.view(one)[:] = b"\xee" * one.nbytes
+            self._unlist(one)
+        release(self, one)
+
+    monkeypatch.setattr(Residents, "_release", poisoned)
+    late = world.open(LazyLane())
+    for _ in range(5):
+        assert not late.load(range(4), 1).failed_blocks
+        assert world.right(reader=late)
+        for cache in late.caches:
+            cache.zero_()
+    late.close()
+
+
+class GatedMark:
+    number = 1
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+
+    def done(self) -> bool:
+        return self.gate.is_set()
+
+    def hold_compute(self) -> None: ...
+
+
+class GatedLane(HostLane):
+    """A device that is slow to read."""
+
+    def __init__(self) -> None:
+        self.last = GatedMark()
+
+    def mark(self) -> Any:
+        return self.last
+
+
+def test_a_lost_connection_is_closed_when_the_lane_has_read(world: World) -> None:
+    lane = GatedLane()
+    slow = world.open(lane)
+    slow.loader.submit(slow.load_plan(range(4), 1))
+    wait_until(lambda: slow.loader.leased == 4 and slow.loader._jobs["r"].is_over())  # type: ignore[attr-defined]
+    slow.loader._agent._is_lost = True  # type: ignore[attr-defined]
+    slow.loader.cancel("r")  # wakes its thread
+    wait_until(lambda: slow.loader._agent is None)  # type: ignore[attr-defined]
+    assert world.node.residents.leased() == 4
+    lane.last.gate.set()
+    assert world.node.residents.wait_idle(PATIENCE_S)
+    slow.close()
+
+
+class FailingLane(HostLane):
+    """A device that is gone."""
+
+    def mark(self) -> Any:
+        raise RuntimeError("device lost")
+
+
+def test_a_device_that_fails_keeps_its_memory_and_ends_no_thread(world: World) -> None:
+    broken = world.open(FailingLane())
+    assert broken.load(range(4), 1).failed_blocks
+    assert world.node.residents.leased() > 0, "nothing shows until when the device reads"
+    wait_until(lambda: broken.loader._agent is not None)  # type: ignore[attr-defined]
+    assert broken.load(range(4), 1).failed_blocks
+    broken.close()
+    assert len(module._KEPT) == 2
+    assert world.node.residents.leased() > 0
+    while module._KEPT:
+        module._KEPT.pop().close()  # the process ends
+
+
+@pytest.mark.parametrize("moment", ["before", "within"])
+def test_loads_are_misses_while_there_is_no_agent_and_go_on_with_the_next(
+    world: World, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_RETRY_MAX_S", 0.1)
+    if moment == "within":
+        gate = threading.Event()
+        world.store.on_get = lambda key: gate.wait(PATIENCE_S) and None  # type: ignore[func-returns-value]
+        world.reader.loader.submit(world.reader.load_plan(range(4), 1))
+        wait_until(lambda: bool(world.store.gets))
+        threading.Timer(0.01, gate.set).start()
+        world.restart()
+        assert world.reader.outcome().failed_blocks
+        world.store.on_get = lambda key: None
+    else:
+        world.restart()
+
+    def loads() -> bool:
+        return not world.reader.load(range(4), 1).failed_blocks
+
+    wait_until(loads)
+    assert world.right()
+
+
+def test_without_an_agent_nothing_waits(world: World) -> None:
+    def nothing() -> AgentConnection:
+        raise TransferError("no agent")
+
+    replica = Replica(world.node.store, world.node.index, seed=3)
+    replica.loader.close()
+    limits = LoadLimits(1, 64, PATIENCE_S, PATIENCE_S, join_s=PATIENCE_S)
+    replica.loader = SharedLoader(  # type: ignore[assignment]
+        {0: replica.paged}, HostLane(), nothing, limits=limits, recorder=replica.recorder
+    )
+    assert replica.load(range(4), 1).failed_blocks == frozenset(range(1, 9))
+    replica.close()
+
+
+def test_many_loads_at_once(world: World) -> None:
+    plans = [
+        replace_name(world.reader.load_plan(range(n % 4, 4), 1 + 8 * n), str(n)) for n in range(3)
+    ]
+    for plan in plans:
+        world.reader.loader.submit(plan)
+    found: list[Any] = []
+    wait_until(lambda: len(found) == 3 or bool(found.extend(loaded(world)) or len(found) == 3))
+    assert not any(outcome.failed_blocks for outcome in found)
+    assert world.right(1)
+
+
+def replace_name(plan: LoadPlan, name: str) -> LoadPlan:
+    return LoadPlan(name, plan.namespace, plan.moves, plan.sync)
+
+
+def loaded(world: World) -> list[Any]:
+    return world.reader.loader.take_finished(sync=False)
