@@ -26,13 +26,15 @@ from objkv.config.node import agent_environment, agent_socket, host_bytes
 from objkv.errors import ConfigError, TransferError
 from objkv.index.base import WriteIndex
 from objkv.stores.base import PruneStore
-from objkv.telemetry import Recorder
+from objkv.telemetry import MemoryRecorder, Recorder
 
 logger = logging.getLogger(__name__)
 _MEMORY_SHARE = 8
 """Divisor: the default arena is this fraction of the machine's memory."""
 _LOOK_S = 1.0
 _POLL_S = 0.05
+_SUMMARY = ("agent_hits", "agent_fills", "load_bytes", "saves", "save_bytes", "agent_evictions")
+"""Counters that an agent logs at its end."""
 _SWITCH_S = 5e-4
 """How long a thread keeps the interpreter while another waits for it. Lookups take microseconds,
 and would wait for Python's usual 5 ms behind threads that fetch."""
@@ -97,10 +99,10 @@ def open_agent_backends(link: AgentLink) -> Backends:
 class NodeAgent:
     """An agent that serves a socket until it is closed. A context manager."""
 
-    def __init__(self, config: Config, path: Path, recorder: Recorder) -> None:
+    def __init__(self, config: Config, path: Path, recorder: MemoryRecorder) -> None:
         """Raises ``AgentRuns`` if another one serves ``path``, ``ConfigError``, and with
         ``at_start`` strict ``StoreError``."""
-        self._config = config
+        self._config, self._recorder = config, recorder
         self._socket = AgentSocket(path)
         try:
             self._backends = open_backends(config, recorder)
@@ -166,6 +168,8 @@ class NodeAgent:
         self.saves.close(self._config.drain_deadline_ms / 1000)
         self._cache.close(1.0)
         self._backends.close()
+        numbers = {name: int(self._recorder.value(name)) for name in _SUMMARY}
+        logger.info("agent ended %s", " ".join(f"{k}={v}" for k, v in numbers.items()))
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,170 @@
+"""Real engines on one node agent: the same tokens, each payload fetched once, saves that outlive
+their engine, and an agent that is killed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.cache import Values, scenario
+from tests.engine.fleet import CHUNK, SharedStore
+from tests.engine.harness import ReplicaFailed, run_replica, run_replicas
+from tests.engine.job import Call, Generate, Job, ResetPrefixCache, Settle, Step
+from tests.engine.prompts import prompt_of
+from tests.engine.test_shapes_tp import TWO_RANKS
+from tests.support.agents import AgentProcess
+from tests.support.paged_cache import wait_until
+
+PROMPTS = (prompt_of(300), prompt_of(600, seed=1))
+LOADED = [256, 512]
+CHUNKS = sum(LOADED) // CHUNK
+GENERATE: tuple[Step, ...] = (Generate(prompts=PROMPTS), Settle())
+NOWHERE = {"bulk_url": "file:///nowhere/chunks", "index_url": "sqlite:///nowhere/index"}
+"""A replica of an agent uses neither."""
+
+
+def settings(store: SharedStore) -> dict[str, str]:
+    return {
+        "bulk_url": f"file://{store.bulk}",
+        "index_url": f"sqlite://{store.index_file}",
+        "agent_memory_bytes": "64MiB",
+        "near_miss_ttl_ms": "0",
+        "codec": "zstd",
+        "save_deadline_ms": "600s",
+        "drain_deadline_ms": "600s",
+    }
+
+
+def job(store: SharedStore, agent: AgentProcess, *steps: Step, **more: Any) -> Job:
+    return store.job(*steps, agent=agent.url, **NOWHERE, **more)
+
+
+def kill_this(llm: Any) -> None:
+    """End the engine as a machine would that loses power."""
+    import os
+    import signal
+
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@scenario
+def on_one_agent(folder: Path) -> Values:
+    store = SharedStore(folder / "store")
+    alone = run_replica(Job(steps=GENERATE), folder)
+    with AgentProcess(settings(store)) as agent:
+        again = (ResetPrefixCache(), *GENERATE)
+        first = run_replica(job(store, agent, *GENERATE, *again), folder)
+        loads = [
+            job(store, agent, *GENERATE),
+            job(store, agent, *GENERATE, load_mode="layerwise"),
+        ]
+        both = run_replicas(loads, folder)
+        before = agent.end()
+    with AgentProcess(settings(store)) as agent:
+        later = run_replicas([job(store, agent, *GENERATE) for _ in range(2)], folder)
+        after = agent.end()
+    return {
+        "alone": alone,
+        "first": first,
+        "both": both,
+        "later": later,
+        "before": before,
+        "after": after,
+        "payloads": len(store.payloads()),
+    }
+
+
+@scenario
+def engine_killed(folder: Path) -> Values:
+    store = SharedStore(folder / "store")
+    with AgentProcess(settings(store)) as agent:
+        killed = Call(function="tests.engine.test_agent:kill_this")
+        try:
+            run_replica(job(store, agent, *GENERATE, killed), folder)
+        except ReplicaFailed as exc:
+            reason = str(exc)
+        wait_until(lambda: len(store.payloads()) == CHUNKS)
+        after = run_replica(job(store, agent, *GENERATE), folder)
+        return {"reason": reason, "after": after, "numbers": agent.end()}
+
+
+def kill_agent(llm: Any, pid: int) -> None:
+    """Kill the agent from within the replica, between two prompts."""
+    import os
+    import signal
+
+    os.kill(pid, signal.SIGKILL)
+
+
+@scenario
+def agent_killed(folder: Path) -> Values:
+    store = SharedStore(folder / "store")
+    with AgentProcess(settings(store)) as agent:
+        run_replica(job(store, agent, *GENERATE), folder)
+        wait_until(lambda: len(store.payloads()) == CHUNKS)
+        arguments = {"pid": agent.process.pid}
+        kill = Call(function="tests.engine.test_agent:kill_agent", arguments=arguments)
+        steps = (*GENERATE, kill, ResetPrefixCache(), *GENERATE)
+        return {"run": run_replica(job(store, agent, *steps), folder)}
+
+
+@scenario
+def two_ranks(folder: Path) -> Values:
+    store = SharedStore(folder / "store")
+    with AgentProcess(settings(store)) as agent:
+        made = store.job(*GENERATE, engine=TWO_RANKS, agent=agent.url, **NOWHERE)
+        environment = {
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+        }
+        first = run_replica(made.model_copy(update={"env": environment}), folder)
+        second = run_replica(job(store, agent, *GENERATE), folder)
+        return {"first": first, "second": second, "numbers": agent.end()}
+
+
+def test_replicas_of_one_agent_share_their_kv_with_the_same_tokens() -> None:
+    runs = on_one_agent()
+    alone = runs["alone"].tokens
+    assert runs["first"].cached == [0, 0, *LOADED]
+    assert runs["first"].tokens == [*alone, *alone]
+    for run in runs["both"]:
+        assert run.cached == LOADED
+        assert run.tokens == alone
+
+
+def test_what_was_saved_is_read_from_memory_and_stored_once() -> None:
+    runs = on_one_agent()
+    assert runs["before"]["agent_fills"] == 0
+    assert runs["before"]["agent_hits"] == 3 * CHUNKS
+    assert runs["before"]["saves"] == CHUNKS == runs["payloads"]
+
+
+def test_after_a_restart_each_payload_is_fetched_once() -> None:
+    runs = on_one_agent()
+    assert [run.cached for run in runs["later"]] == [LOADED] * 2
+    assert all(run.tokens == runs["alone"].tokens for run in runs["later"])
+    assert runs["after"]["agent_fills"] == CHUNKS
+    assert runs["after"]["agent_hits"] == CHUNKS
+
+
+def test_an_engine_that_is_killed_loses_nothing_that_it_computed() -> None:
+    runs = engine_killed()
+    assert "exit status -9" in runs["reason"]
+    assert runs["after"].cached == LOADED
+    assert runs["after"].tokens == on_one_agent()["alone"].tokens
+    assert runs["numbers"]["agent_fills"] == 0, "it was resident"
+
+
+def test_an_agent_that_is_killed_costs_loads_and_no_token() -> None:
+    run = agent_killed()["run"]
+    assert run.cached == [*LOADED, 0, 0]
+    assert run.tokens == on_one_agent()["alone"].tokens * 2
+
+
+@pytest.mark.wide
+def test_ranks_of_one_engine_share_an_agent() -> None:
+    runs = two_ranks()
+    assert runs["second"].cached == LOADED
+    assert runs["second"].tokens == on_one_agent()["alone"].tokens
+    assert runs["numbers"]["saves"] == 2 * CHUNKS
+    assert runs["numbers"]["agent_fills"] == 0

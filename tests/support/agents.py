@@ -1,0 +1,80 @@
+"""Node agents as processes of their own."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from objkv.agent.launch import is_listening
+from tests.support.paged_cache import PATIENCE_S, wait_until
+
+
+class AgentProcess:
+    """``objkv agent`` over some stores. As a context manager it ends with its block."""
+
+    def __init__(self, settings: Mapping[str, str], *, path: Path | None = None) -> None:
+        """``settings``: names and values. ``path``: by default in a new folder with a short name,
+        since a socket's path may have 107 bytes."""
+        self.folder = Path(tempfile.mkdtemp(prefix="objkv-", dir="/tmp"))
+        self.path = path or self.folder / "agent.sock"
+        self.log_file = self.folder / "log"
+        ours = {f"OBJKV_{name.upper()}": value for name, value in settings.items()}
+        others = {n: v for n, v in os.environ.items() if not n.startswith("OBJKV_")}
+        with self.log_file.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "objkv", "agent", "--socket", str(self.path)],
+                env=others | ours,
+                cwd=self.folder,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        self._await()
+
+    def _await(self) -> None:
+        def is_up() -> bool:
+            assert self.process.poll() is None, self.log()
+            return is_listening(self.path)
+
+        wait_until(is_up)
+
+    @property
+    def url(self) -> str:
+        """The setting ``agent`` of its replicas."""
+        return f"unix://{self.path}"
+
+    def log(self) -> str:
+        """What it has printed."""
+        return self.log_file.read_text()
+
+    def end(self) -> dict[str, int]:
+        """End it in order. The numbers that it logs last."""
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(PATIENCE_S) == 0, self.log()
+        last = re.search(r"agent ended (.*)", self.log())
+        assert last is not None, self.log()
+        pairs = (pair.partition("=") for pair in last[1].split())
+        return {name: int(value) for name, _, value in pairs}
+
+    def kill(self) -> None:
+        """Kill it at once."""
+        self.process.kill()
+        self.process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()
+        shutil.rmtree(self.folder)
