@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from threading import Lock
 
 from objkv.index.base import Shards, WriteIndex
+from objkv.index.fields import WrittenShards, encode_shard
+from objkv.index.guarded import GuardedIndex
 from objkv.index.near import NearIndex
 
 _CACHES_MAX = 32
@@ -20,11 +22,32 @@ class NearLimits:
     miss_ttl_s: float
 
 
+class _WrittenIndex(GuardedIndex):
+    """Returns encoded shards, so that they are encoded once and not for each client."""
+
+    def find(
+        self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
+    ) -> list[Shards | None]:
+        """See ``ReadIndex.find``."""
+        names = tuple(fields)
+        return [
+            None if shards is None else _written(names, shards)
+            for shards in super().find(namespace, prefix_hashes, fields)
+        ]
+
+
+def _written(fields: tuple[str, ...], shards: Shards) -> WrittenShards:
+    if isinstance(shards, WrittenShards):
+        return shards
+    texts = [encode_shard(shards[name]) if name in shards else b"" for name in fields]
+    return WrittenShards(fields, texts)
+
+
 class NodeLookups:
     """Answers ``find`` from near caches of ``index``. Thread-safe."""
 
     def __init__(self, index: WriteIndex, limits: NearLimits) -> None:
-        self._index, self._limits = index, limits
+        self._index, self._limits = _WrittenIndex(index), limits
         self._lock = Lock()
         self._caches: OrderedDict[tuple[str, tuple[str, ...]], NearIndex] = OrderedDict()
 

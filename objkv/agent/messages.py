@@ -108,6 +108,7 @@ _COMMIT = struct.Struct("<BQQ")
 _OPENING = struct.Struct(f"<BBI{_NAMESPACE_CHARS}sHH")
 _ENTRY = struct.Struct(f"<{PREFIX_HASH_BYTES}s{PREFIX_HASH_BYTES}sIIB")
 _OPENED = struct.Struct("<BBIIQQ")
+_HASH = struct.Struct(f"{PREFIX_HASH_BYTES}s")
 _FIND = struct.Struct(f"<B{_NAMESPACE_CHARS}sH")
 
 
@@ -299,8 +300,7 @@ def unpack_find(message: bytes) -> tuple[str, list[bytes], tuple[str, ...]]:
         raise ProtocolError(f"an invalid question: {exc}") from exc
     if len(message) < at or len(hashes) % PREFIX_HASH_BYTES:
         raise ProtocolError("a question that ends within a hash")
-    step = PREFIX_HASH_BYTES
-    return _namespace(name), [hashes[n : n + step] for n in range(0, len(hashes), step)], fields
+    return _namespace(name), [one for (one,) in _HASH.iter_unpack(hashes)], fields
 
 
 def pack_found(found: Iterable[Shards | None], fields: Sequence[str]) -> bytes | None:
@@ -345,13 +345,9 @@ def _expect(message: bytes, kind: MessageKind) -> None:
 
 
 def _namespace(name: bytes) -> str:
-    text = name.decode("ascii")
-    if not set(text) <= _HEX:
+    if name.translate(None, b"0123456789abcdef"):
         raise ProtocolError("an invalid namespace")
-    return text
-
-
-_HEX = frozenset("0123456789abcdef")
+    return name.decode("ascii")
 
 
 def _parse_field(text: str) -> tuple[int, Shard]:

@@ -21,6 +21,7 @@ from objkv.cli.options import check_file
 from objkv.cli.output import Printer, plain, size
 from objkv.config import cache_folder
 from objkv.errors import ConfigError, pip_install
+from objkv.ops.bench.agent import bench_agent
 from objkv.ops.bench.gpu import bench_gpu, bench_simulated
 from objkv.ops.bench.harness import (
     BenchReport,
@@ -218,6 +219,18 @@ def lookup(
 
 
 @command
+def agent(
+    session: Session,
+    rounds: Rounds = 7,
+    quick: Quick = False,
+    check: Check = False,
+    plot: Plot = None,
+) -> int:
+    """Benchmark loads, saves and lookups by a node agent against memcpy."""
+    return run_works(session, (bench_agent,), BenchOptions(rounds, quick, check, plot))
+
+
+@command
 def gpu(
     session: Session,
     rounds: Rounds = 7,
@@ -249,7 +262,7 @@ def everything(
 
     Benchmarks that cannot run on this machine are skipped with a note.
     """
-    works = (bench_store, bench_lookup, bench_gpu)
+    works = (bench_store, bench_lookup, bench_agent, bench_gpu)
     possible = tuple(_if_possible(work) for work in works)
     return run_works(session, possible, BenchOptions(rounds, quick, check, plot))
 
@@ -269,7 +282,8 @@ def _gone(name: str) -> Callable[..., None]:
     return gone
 
 
-for _name, _command in (("store", store), ("lookup", lookup), ("gpu", gpu), ("all", everything)):
+_COMMANDS = {"store": store, "lookup": lookup, "agent": agent, "gpu": gpu, "all": everything}
+for _name, _command in _COMMANDS.items():
     bench.command(_name)(_command)
 for _name in ("codec", "engine"):
     any_options = {"ignore_unknown_options": True, "allow_extra_args": True}

@@ -81,6 +81,11 @@ class Program:
                 text=True,
             )
 
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
     def __enter__(self) -> Self:
         return self
 

@@ -443,6 +443,7 @@ complete -c objkv -n '__objkv_at objkv gpu-check' -l help -d 'Show this message 
 
 complete -c objkv -n '__objkv_at objkv bench' -f -a store -d 'Benchmark stores against a bare socket and memcpy'
 complete -c objkv -n '__objkv_at objkv bench' -f -a lookup -d 'Benchmark index lookups against one round trip'
+complete -c objkv -n '__objkv_at objkv bench' -f -a agent -d 'Benchmark loads, saves and lookups by a node agent against memcpy'
 complete -c objkv -n '__objkv_at objkv bench' -f -a gpu -d 'Benchmark GPU loads and saves against pinned copies'
 complete -c objkv -n '__objkv_at objkv bench' -f -a all -d 'Run all benchmarks and print one report'
 complete -c objkv -n '__objkv_at objkv bench' -l help -d 'Show this message and exit.'
@@ -475,6 +476,20 @@ complete -c objkv -n '__objkv_at objkv bench lookup' -l json -d 'The same as -o 
 complete -c objkv -n '__objkv_at objkv bench lookup' -l no-color -d 'Print without colors'
 complete -c objkv -n '__objkv_at objkv bench lookup' -l debug -d 'Show where errors come from'
 complete -c objkv -n '__objkv_at objkv bench lookup' -l help -d 'Show this message and exit.'
+
+complete -c objkv -n '__objkv_at objkv bench agent' -l rounds -r -f -d 'Number of rounds'
+complete -c objkv -n '__objkv_at objkv bench agent' -l quick -d 'Use small sizes, to test that the benchmark runs'
+complete -c objkv -n '__objkv_at objkv bench agent' -l check -d 'Exit 1 if a row misses its target'
+complete -c objkv -n '__objkv_at objkv bench agent' -l plot -r -F -d 'Draw the ratios as a .png or .svg file'
+complete -c objkv -n '__objkv_at objkv bench agent' -l bulk-url -r -f -d 'Bulk store; overrides OBJKV_BULK_URL'
+complete -c objkv -n '__objkv_at objkv bench agent' -l index-url -r -f -d 'Index; overrides OBJKV_INDEX_URL'
+complete -c objkv -n '__objkv_at objkv bench agent' -l config -r -F -d 'TOML file; overrides OBJKV_CONFIG_FILE'
+complete -c objkv -n '__objkv_at objkv bench agent' -l output -r -f -a 'table json wide' -d 'table fits the terminal, wide cuts nothing, json is one document'
+complete -c objkv -n '__objkv_at objkv bench agent' -s o -r -f -a 'table json wide' -d 'table fits the terminal, wide cuts nothing, json is one document'
+complete -c objkv -n '__objkv_at objkv bench agent' -l json -d 'The same as -o json'
+complete -c objkv -n '__objkv_at objkv bench agent' -l no-color -d 'Print without colors'
+complete -c objkv -n '__objkv_at objkv bench agent' -l debug -d 'Show where errors come from'
+complete -c objkv -n '__objkv_at objkv bench agent' -l help -d 'Show this message and exit.'
 
 complete -c objkv -n '__objkv_at objkv bench gpu' -l rounds -r -f -d 'Number of rounds'
 complete -c objkv -n '__objkv_at objkv bench gpu' -l quick -d 'Use small sizes, to test that the benchmark runs'
