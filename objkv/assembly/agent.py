@@ -168,8 +168,11 @@ class NodeAgent:
         self.saves.close(self._config.drain_deadline_ms / 1000)
         self._cache.close(1.0)
         self._backends.close()
-        numbers = {name: int(self._recorder.value(name)) for name in _SUMMARY}
-        logger.info("agent ended %s", " ".join(f"{k}={v}" for k, v in numbers.items()))
+        value = self._recorder.value
+        logger.info(
+            "agent ended hits=%d fills=%d load_bytes=%d saves=%d save_bytes=%d evictions=%d",
+            *(value(name) for name in _SUMMARY),
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -134,8 +134,8 @@ def test_replicas_of_one_agent_share_their_kv_with_the_same_tokens() -> None:
 
 def test_what_was_saved_is_read_from_memory_and_stored_once() -> None:
     runs = on_one_agent()
-    assert runs["before"]["agent_fills"] == 0
-    assert runs["before"]["agent_hits"] == 3 * CHUNKS
+    assert runs["before"]["fills"] == 0
+    assert runs["before"]["hits"] == 3 * CHUNKS
     assert runs["before"]["saves"] == CHUNKS == runs["payloads"]
 
 
@@ -143,8 +143,8 @@ def test_after_a_restart_each_payload_is_fetched_once() -> None:
     runs = on_one_agent()
     assert [run.cached for run in runs["later"]] == [LOADED] * 2
     assert all(run.tokens == runs["alone"].tokens for run in runs["later"])
-    assert runs["after"]["agent_fills"] == CHUNKS
-    assert runs["after"]["agent_hits"] == CHUNKS
+    assert runs["after"]["fills"] == CHUNKS
+    assert runs["after"]["hits"] == CHUNKS
 
 
 def test_an_engine_that_is_killed_loses_nothing_that_it_computed() -> None:
@@ -152,7 +152,7 @@ def test_an_engine_that_is_killed_loses_nothing_that_it_computed() -> None:
     assert "exit status -9" in runs["reason"]
     assert runs["after"].cached == LOADED
     assert runs["after"].tokens == on_one_agent()["alone"].tokens
-    assert runs["numbers"]["agent_fills"] == 0, "it was resident"
+    assert runs["numbers"]["fills"] == 0, "it was resident"
 
 
 def test_an_agent_that_is_killed_costs_loads_and_no_token() -> None:
@@ -167,4 +167,4 @@ def test_ranks_of_one_engine_share_an_agent() -> None:
     assert runs["second"].cached == LOADED
     assert runs["second"].tokens == on_one_agent()["alone"].tokens
     assert runs["numbers"]["saves"] == 2 * CHUNKS
-    assert runs["numbers"]["agent_fills"] == 0
+    assert runs["numbers"]["fills"] == 0

@@ -1,5 +1,6 @@
 """Loads from an agent's memory: right bytes or a miss, and memory is read only under a lease."""
 
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +15,7 @@ from objkv.errors import StoreUnavailable, TransferError
 from objkv.transfer.lanes import HostLane, Lane
 from objkv.transfer.loading import shared as module
 from objkv.transfer.loading.loads import LoadLimits
-from objkv.transfer.loading.shared import SharedLoader
+from objkv.transfer.loading.shared import ArenaLane, SharedLoader
 from objkv.transfer.plan import LoadMove, LoadPlan
 from tests.agent.world import Node, WatchedStore
 from tests.support.paged_cache import (
@@ -45,7 +46,7 @@ class World:
         bounds = LoadLimits(1, 64, PATIENCE_S, PATIENCE_S, join_s=PATIENCE_S)
         replica.loader = SharedLoader(  # type: ignore[assignment]
             {0: replica.paged},
-            lane or HostLane(),
+            lane or ArenaLane(),
             self.connect,
             limits=replace(bounds, **limits),
             recorder=replica.recorder,
@@ -285,6 +286,27 @@ def test_memory_is_not_reused_while_a_lane_reads_it(
         for cache in late.caches:
             cache.zero_()
     late.close()
+
+
+@pytest.mark.parametrize("pieces", [1024, 1])
+def test_where_copies_wait_for_the_interpreter_the_rest_is_read_at_once(
+    world: World, pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, preadv = list[int](), os.preadv
+
+    def counted(fd: int, buffers: Any, offset: int) -> int:
+        reads.append(len(buffers))
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(module, "_WAITED_S", -1.0)
+    monkeypatch.setattr(module, "_PIECES_MAX", pieces)
+    monkeypatch.setattr(module.os, "preadv", counted)
+    assert not world.reader.load(range(4), 1).failed_blocks
+    assert world.right()
+    assert reads == ([2] * 4 if pieces > 1 else []), "all layers but the first"
+    assert not world.reader.load(range(4), 17, skip=1).failed_blocks
+    ids = range(18, 25)
+    assert same_blocks(world.writer.caches, range(2, 9), world.reader.caches, ids)
 
 
 class GatedMark:

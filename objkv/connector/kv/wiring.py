@@ -50,7 +50,7 @@ from objkv.transfer.devices import driver_of, open_lane
 from objkv.transfer.loading.loader import Loader
 from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.loading.queue import Task
-from objkv.transfer.loading.shared import SharedLoader
+from objkv.transfer.loading.shared import ArenaLane, SharedLoader
 from objkv.transfer.paging import NOT_QUANTISED, PagedGroup, Quantised, check_pages
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import Pin, SlabPool, WideSlabs
@@ -333,7 +333,7 @@ def _agent_transfers(config: Config, host: _Host) -> Transfers:
         link.await_agent(_AGENT_S)
     loader = SharedLoader(
         host.groups,
-        open_lane(host.device, urgent=True),
+        ArenaLane() if host.device.type == "cpu" else open_lane(host.device, urgent=True),
         partial(link.connect, wants_arena=True),
         limits=host.load_limits(config),
         recorder=host.recorder,

@@ -8,12 +8,14 @@ memory. Any fault is a miss. Without an agent every load is a miss until there i
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from select import select
 from threading import Lock, Thread
 from time import monotonic, sleep
 
-from objkv.agent.arena import CellState, Progress
+import numpy as np
+
+from objkv.agent.arena import Arena, CellState, Progress
 from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.core import Urgency
 from objkv.agent.fill import Wanted
@@ -23,7 +25,7 @@ from objkv.codec.payload import Header, header_bytes_needed, read_claimed
 from objkv.errors import ObjkvError, PayloadError, TransferError
 from objkv.telemetry import Recorder, Trouble
 from objkv.tracing import NO_TRACING, Tracing
-from objkv.transfer.lanes import Lane
+from objkv.transfer.lanes import BlockRuns, HostLane, Lane, PagedLayers, Pages, Recast
 from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.loading.loads import LoadLimits, Loads
 from objkv.transfer.loading.writing import BlockWriter, CopyUnknownError, UnwantedError, claim_of
@@ -39,11 +41,88 @@ _RETRY_S, _RETRY_MAX_S = 0.1, 5.0
 """Pauses between attempts to reach an agent."""
 _WINDOW, _WINDOW_BYTES = 64, 512 << 20
 """Payloads open at once, so that one long prompt does not lease the whole arena."""
+_COPY_BYTES_PER_S = 2e9
+_WAITED_S = 1e-3
+"""A copy that takes this much longer than at the speed above has waited for the interpreter."""
+_PIECES_MAX = 1024
+"""The most pieces that one call of ``preadv`` may read into."""
 _BATCH_BYTES = 64 << 20
 """Pages copied before the thread looks for more urgent loads."""
 _KEPT: list[AgentConnection] = []
 """Connections whose memory a hung device may still read. They end with the process."""
 _REFUSED = frozenset((MissReason.MISSING, MissReason.CORRUPT))
+
+
+class ArenaLane(HostLane):
+    """Copies from an arena to a paged cache in host memory.
+
+    numpy gives up the interpreter's lock for each layer and waits for it afterwards, up to 5 ms if
+    another thread computes in Python. So where a copy waited, the remaining layers are read from
+    the arena's file in one call: 2.1 GB/s while such a thread runs, against 0.2. Alone that takes 2.4
+    times as long as numpy (2 cores, 2026-11).
+    """
+
+    def __init__(self) -> None:
+        self._fd, self._base, self._end = -1, 0, 0
+
+    def attach(self, arena: Arena) -> None:
+        """Copy from ``arena`` from now on."""
+        self._fd = arena.fd
+        self._base = np.frombuffer(arena.view, np.uint8).ctypes.data
+        self._end = self._base + arena.nbytes
+
+    def scatter(
+        self,
+        pages: Sequence[Pages],
+        layers: PagedLayers,
+        placed: BlockRuns,
+        recast: Recast | None = None,
+    ) -> None:
+        """See ``Lane.scatter``."""
+        count, done = len(pages), 0
+        while done < count:
+            begun = monotonic()
+            one = range(done, done + 1)
+            super().scatter(pages[done : done + 1], layers.cut(one), placed, recast)
+            done += 1
+            waited_s = monotonic() - begun - pages[done - 1].nbytes / _COPY_BYTES_PER_S
+            if waited_s > _WAITED_S and done < count:
+                break
+        rest = pages[done:]
+        if rest and not self._read(rest, layers, done, placed, recast):
+            super().scatter(rest, layers.cut(range(done, count)), placed, recast)
+
+    def _read(
+        self,
+        pages: Sequence[Pages],
+        layers: PagedLayers,
+        first: int,
+        placed: BlockRuns,
+        recast: Recast | None,
+    ) -> bool:
+        """Read pages of the layers from ``first`` on. Returns False if that is impossible."""
+        at = pages[0].ctypes.data
+        nbytes = sum(given.nbytes for given in pages)
+        follows = pages[-1].ctypes.data + pages[-1].nbytes == at + nbytes
+        inside = self._base <= at and at + nbytes <= self._end
+        count = len(pages) * len(placed.runs)
+        if recast is not None or not (follows and inside and layers.has_whole_blocks):
+            return False
+        if count > _PIECES_MAX:
+            return False
+        room = []
+        for given, cache in zip(pages, layers.caches[first:], strict=True):
+            assert len(given) == len(placed.ids)  # otherwise pages would go to other blocks
+            array = cache.numpy()
+            for block, _, blocks in placed.runs:
+                if block > len(array) - blocks:
+                    raise IndexError(f"block {block + blocks - 1} of {len(array)}")
+                room.append(array[block : block + blocks].data.cast("B"))
+        if sum(map(len, room)) != nbytes:
+            return False
+        if os.preadv(self._fd, room, at - self._base) != nbytes:
+            raise TransferError("the arena is shorter than its payloads")
+        return True
 
 
 class _Reading:
@@ -211,6 +290,8 @@ class SharedLoader(Loads):
             self._retry_at = monotonic() + self._retry_s
             self._retry_s = min(2 * self._retry_s, _RETRY_MAX_S)
             return None
+        if isinstance(self._lane, ArenaLane):
+            self._lane.attach(self._agent.arena)
         self._trouble.worked()
         self._retry_s = _RETRY_S
         return self._agent

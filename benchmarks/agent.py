@@ -1,0 +1,196 @@
+"""Measure what loads by a node agent leave to the engine's other threads.
+
+    python -m benchmarks.agent [--rounds N] [--json]
+
+A worker loads a gigabyte into a paged cache while another thread of its process counts. How much
+less it counts than alone is the time for which loads held the interpreter's lock. Once the worker
+loads by an agent from shared memory, once it fetches for itself from the same folder.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from objkv.agent.client import AgentConnection
+from objkv.assembly.backends import open_backends
+from objkv.cache.chunks import CacheSettings, ChunkCache
+from objkv.codec.payload import payload_bytes_max
+from objkv.config import load_config
+from objkv.keys.identity import GroupIdentity
+from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
+from objkv.telemetry import MemoryRecorder
+from objkv.transfer.lanes import HostLane
+from objkv.transfer.loading.loader import Loader
+from objkv.transfer.loading.loads import LoadLimits, Loads
+from objkv.transfer.loading.shared import ArenaLane, SharedLoader
+from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
+from objkv.transfer.saver import SaveLimits, Saver
+from objkv.transfer.slabs import SlabPool
+from tests.support.agents import AgentProcess
+from tests.support.paged_cache import paged_group
+
+CHUNK, BLOCK, CHUNKS = 256, 16, 32
+GROUP = GroupIdentity(
+    "full", None, tuple(f"l{n}" for n in range(32)), heads=8, content=256, block_size=BLOCK
+)
+NAMESPACE = "0123456789abcdef" * 2
+TOKENS = list(range(1000, 1000 + CHUNKS * CHUNK))
+HASHES = prefix_hashes(NAMESPACE, TOKENS, CHUNK)
+PATIENCE_S = 600.0
+
+
+def move(chunk: int) -> ChunkMove:
+    """A chunk of the prompt, in blocks of its own."""
+    blocks = CHUNK // BLOCK
+    first = 1 + chunk * blocks
+    return ChunkMove(
+        chunk,
+        0,
+        HASHES[chunk],
+        HASHES[chunk - 1] if chunk else root_hash(NAMESPACE),
+        chunk * CHUNK,
+        (chunk + 1) * CHUNK,
+        0,
+        tuple(range(first, first + blocks)),
+    )
+
+
+class Counting:
+    """A thread that counts, as a scheduler that is busy in Python does."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ended:
+            self.count += 1
+
+    def end(self) -> None:
+        """Stop it."""
+        self._ended = True
+        self._thread.join()
+
+
+def load_once(loads: Loads, plan: LoadPlan) -> float:
+    """Load the prompt; the seconds it took."""
+    begun = time.perf_counter()
+    loads.submit(plan)
+    while not (done := loads.take_finished(sync=False)):
+        time.sleep(0.001)
+    assert not done[0].failed_blocks
+    return time.perf_counter() - begun
+
+
+def held(work: Callable[[], float]) -> tuple[float, float]:
+    """Seconds of the work, and for how much of them the lock was held by others than a counter."""
+    counting = Counting()
+    before, begun = counting.count, time.perf_counter()
+    time.sleep(0.5)
+    rate = (counting.count - before) / (time.perf_counter() - begun)
+    before, begun = counting.count, time.perf_counter()
+    seconds = work()
+    whole = time.perf_counter() - begun
+    counted = counting.count - before
+    counting.end()
+    return seconds, whole - counted / rate
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        config = load_config(
+            {"bulk_url": f"file://{folder}/c", "index_url": f"sqlite://{folder}/i"}, environ={}
+        )
+        paged, _ = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=1 + CHUNKS * 16, seed=1)
+        recorder = MemoryRecorder()
+        backends = stack.enter_context(open_backends(config, recorder))
+        settings = CacheSettings("bench", 3600, 60_000, 0)
+        cache = ChunkCache(backends.bulk, None, backends.index, settings, recorder)
+        slab_bytes = payload_bytes_max(paged.layers)
+        plan = saved(cache, paged, recorder, slab_bytes)
+        urls = {"bulk_url": config.bulk_url, "index_url": config.index_url}
+        agent = stack.enter_context(AgentProcess(urls | {"agent_memory_bytes": "2GiB"}))
+        limits = LoadLimits(8, 4096, PATIENCE_S, PATIENCE_S)
+        own = Loader(
+            cache,
+            {0: paged},
+            SlabPool("load", count=16, slab_bytes=slab_bytes),
+            lane_for_thread=HostLane,
+            limits=limits,
+            recorder=recorder,
+        )
+        shared = SharedLoader(
+            {0: paged},
+            ArenaLane(),
+            partial(AgentConnection, agent.path, wants_arena=True),
+            limits=limits,
+            recorder=recorder,
+        )
+        report(options, {"agent": shared, "own": own}, plan, CHUNKS * paged.raw_bytes / 1e9)
+        shared.close()
+        own.close()
+
+
+def saved(cache: ChunkCache, paged, recorder, slab_bytes: int) -> LoadPlan:  # type: ignore[no-untyped-def]
+    """Save the prompt; the plan that loads it."""
+    slabs = SlabPool("save", count=4, slab_bytes=slab_bytes)
+    limits = SaveLimits(2, 64, PATIENCE_S, "none", "bench")
+    saver = Saver(cache, {0: paged}, slabs, lane=HostLane(), limits=limits, recorder=recorder)
+    for chunk in range(CHUNKS):
+        digest = token_digest(tuple(TOKENS[chunk * CHUNK : (chunk + 1) * CHUNK]))
+        plan = SavePlan("r", NAMESPACE, (SaveMove(move(chunk), digest, None),))
+        assert not saver.gather((plan,))
+        assert saver.drain(PATIENCE_S)
+    saver.close(1.0)
+    records = cache._index.lookup(NAMESPACE, HASHES)
+    moves = tuple(
+        LoadMove(move(chunk), tuple(record.shards.items()))
+        for chunk, record in enumerate(records)
+        if record is not None
+    )
+    assert len(moves) == CHUNKS
+    return LoadPlan("r", NAMESPACE, moves, sync=False)
+
+
+def report(
+    options: argparse.Namespace, sides: dict[str, Loads], plan: LoadPlan, gigabytes: float
+) -> None:
+    """Measure both sides in turn, and print medians."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    for number in range(options.rounds + 1):
+        for name, loads in sides.items():
+            one = held(partial(load_once, loads, plan))
+            if number:  # the first fills caches
+                found[name].append(one)
+    document = {
+        name: {
+            "gb_per_s": gigabytes / statistics.median(s for s, _ in rows),
+            "lock_ms_per_gb": 1e3 * statistics.median(h for _, h in rows) / gigabytes,
+        }
+        for name, rows in found.items()
+    }
+    if options.json:
+        json.dump(document, sys.stdout)
+        return
+    for name, numbers in document.items():
+        print(name, " ".join(f"{key}={value:.2f}" for key, value in numbers.items()))
+
+
+if __name__ == "__main__":
+    main()
