@@ -33,8 +33,6 @@ _MEMORY_SHARE = 8
 """Divisor: the default arena is this fraction of the machine's memory."""
 _LOOK_S = 1.0
 _POLL_S = 0.05
-_SUMMARY = ("agent_hits", "agent_fills", "load_bytes", "saves", "save_bytes", "agent_evictions")
-"""Counters that an agent logs at its end."""
 _SWITCH_S = 5e-4
 """How long a thread keeps the interpreter while another waits for it. Lookups take microseconds,
 and would wait for Python's usual 5 ms behind threads that fetch."""
@@ -171,7 +169,12 @@ class NodeAgent:
         value = self._recorder.value
         logger.info(
             "agent ended hits=%d fills=%d load_bytes=%d saves=%d save_bytes=%d evictions=%d",
-            *(value(name) for name in _SUMMARY),
+            value("agent_hits"),
+            value("agent_fills"),
+            value("load_bytes"),
+            value("saves"),
+            value("save_bytes"),
+            value("agent_evictions"),
         )
 
     def __enter__(self) -> Self:

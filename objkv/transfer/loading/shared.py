@@ -58,8 +58,8 @@ class ArenaLane(HostLane):
 
     numpy gives up the interpreter's lock for each layer and waits for it afterwards, up to 5 ms if
     another thread computes in Python. So where a copy waited, the remaining layers are read from
-    the arena's file in one call: 2.1 GB/s while such a thread runs, against 0.2. Alone that takes 2.4
-    times as long as numpy (2 cores, 2026-11).
+    the arena's file in one call: 2.1 GB/s while such a thread runs, against 0.2. Alone that takes
+    2.4 times as long as numpy (2 cores, 2026-11).
     """
 
     def __init__(self) -> None:
