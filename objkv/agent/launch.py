@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -72,6 +73,8 @@ class AgentSocket:
     def close(self) -> None:
         """Give the path to others. The lock file stays: removing it would let two agents run."""
         self._path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self.listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self.listener.close()
         os.close(self._lock)
 

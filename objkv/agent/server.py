@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import struct
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock, Thread
@@ -155,8 +156,9 @@ class AgentServer:
         with self._lock:
             self._closed = True
             clients = dict(self._clients)
-        _hang_up(self._listener)
-        self._listener.close()
+        if self._listener.fileno() >= 0:
+            _hang_up(self._listener)
+            self._listener.close()
         for client in clients:
             _hang_up(client.sock)
         join_all([self._thread, *clients.values()], JOIN_S)
@@ -168,10 +170,11 @@ class AgentServer:
         while True:
             try:
                 sock, _ = self._listener.accept()
-            except OSError:
-                if self._closed:
+            except OSError as exc:
+                if self._closed or self._listener.fileno() < 0:
                     return
-                logger.exception("connection not accepted")
+                logger.warning("connection not accepted reason=%s", exc)
+                time.sleep(_REFUSAL_S)  # such as no descriptor: it may be some time
                 continue
             if (reason := self._refusal(sock)) is not None:
                 Thread(target=self._refuse, args=(sock, reason), daemon=True).start()

@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -78,3 +79,16 @@ class AgentProcess:
     ) -> None:
         self.kill()
         shutil.rmtree(self.folder)
+
+
+@contextmanager
+def agent_folder() -> Iterator[Path]:
+    """A folder for sockets, with a short path. Agents in it end with the block."""
+    with tempfile.TemporaryDirectory(prefix="objkv-", dir="/tmp") as name:
+        try:
+            yield Path(name)
+        finally:
+            for file in Path("/proc").glob("[0-9]*/cmdline"):
+                with suppress(OSError):
+                    if name.encode() in file.read_bytes():
+                        os.kill(int(file.parent.name), signal.SIGKILL)

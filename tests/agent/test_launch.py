@@ -1,0 +1,167 @@
+"""Agents as processes: one for each socket, started by the first replica, gone when idle."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from objkv.agent.client import AgentConnection
+from objkv.agent.launch import AgentRuns, AgentSocket, failure_of, is_listening, start_agent
+from objkv.assembly.agent import AgentLink, NodeAgent
+from objkv.config import Config
+from objkv.config.node import agent_environment, agent_socket
+from objkv.errors import ConfigError
+from objkv.telemetry import MemoryRecorder
+from tests.support.agents import AgentProcess, agent_folder
+from tests.support.paged_cache import PATIENCE_S, wait_until
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
+    with agent_folder() as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+        yield Config(
+            bulk_url=f"file://{tmp_path}/chunks",
+            index_url=f"sqlite://{tmp_path}/index",
+            agent="auto",
+            agent_memory_bytes=1 << 20,
+        )
+
+
+def test_a_path_has_one_agent_and_a_stale_socket_is_no_obstacle(config: Config) -> None:
+    path = agent_socket(config)
+    assert path is not None
+    first = AgentSocket(path)
+    with pytest.raises(AgentRuns):
+        AgentSocket(path)
+    os.close(first._lock)  # as if it had been killed: its socket stays
+    second = AgentSocket(path)
+    assert is_listening(path)
+    second.close()
+    assert not path.exists()
+    first.listener.close()
+
+
+def test_the_first_replica_starts_an_agent_for_all(config: Config) -> None:
+    links = [AgentLink(config) for _ in range(3)]
+    assert all(link.await_agent(PATIENCE_S) for link in links)
+    connections = [link.connect(wants_arena=True) for link in links]
+    for connection in connections:
+        connection.close()
+    path = agent_socket(config)
+    log = Path(f"{path}.log").read_text()
+    assert log.count("agent ready") == 1
+
+
+def test_an_agent_that_cannot_start_is_an_error_with_its_reason(config: Config) -> None:
+    folder = Path(config.bulk_url.removeprefix("file://"))
+    folder.parent.mkdir(exist_ok=True)
+    folder.write_text("a file where a folder is needed")
+    link = AgentLink(config)
+    with pytest.raises(ConfigError, match="the node agent did not start: bulk store"):
+        link.await_agent(PATIENCE_S)
+    folder.unlink()
+    assert AgentLink(config).await_agent(PATIENCE_S)
+    path = agent_socket(config)
+    assert path is not None
+    assert failure_of(path) is None
+
+
+def test_an_agent_that_nobody_uses_ends(config: Config) -> None:
+    path = agent_socket(config)
+    assert path is not None
+    start_agent(path, agent_environment(config), idle_s=1)
+    wait_until(lambda: is_listening(path))
+    client = AgentConnection(path)
+    time.sleep(1.5)  # longer than it would wait
+    assert is_listening(path)
+    client.close()
+    wait_until(lambda: not path.exists())
+
+
+def test_settings_that_matter_have_agents_of_their_own(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other(**changes: object) -> Path | None:
+        return agent_socket(config.model_copy(update=changes))
+
+    same = agent_socket(config)
+    assert other(chunk_tokens=512, load_mode="layerwise", admission="never") == same
+    assert other(tenant="else") != same
+    assert other(bulk_url="file:///else") != same
+    assert other(s3_secret_access_key="x") != same
+    monkeypatch.setenv("AWS_PROFILE", "else")
+    assert agent_socket(config) != same
+    assert other(agent="unix:///run/x.sock") == Path("/run/x.sock")
+    assert other(agent="off") is None
+
+
+def test_a_folder_of_another_user_is_refused(config: Config) -> None:
+    path = agent_socket(config)
+    assert path is not None
+    path.parent.chmod(0o755)
+    with pytest.raises(ConfigError, match="not a private folder"):
+        agent_socket(config)
+
+
+def test_an_agent_gets_all_settings_of_its_replica(config: Config) -> None:
+    environ = agent_environment(config)
+    assert environ["OBJKV_BULK_URL"] == config.bulk_url
+    assert environ["OBJKV_AGENT_MEMORY_BYTES"] == str(1 << 20)
+    assert "OBJKV_AGENT" not in environ
+
+
+def test_closing_takes_no_time_to_wait_for(config: Config, tmp_path: Path) -> None:
+    path = agent_socket(config)
+    assert path is not None
+    agent = NodeAgent(config, path, MemoryRecorder())
+    client = AgentConnection(path, wants_arena=True)
+    ended = threading.Event()
+    running = threading.Thread(target=agent.run, args=(ended,), kwargs={"idle_s": None})
+    running.start()
+    ended.set()
+    running.join(PATIENCE_S)
+    agent.close()
+    assert not agent.server._thread.is_alive()
+    assert not client.wait(PATIENCE_S, client.event)
+    client.close()
+
+
+def test_the_command_says_where_it_serves_and_ends_in_order(tmp_path: Path) -> None:
+    settings = {"bulk_url": f"file://{tmp_path}/c", "index_url": f"sqlite://{tmp_path}/i"}
+    with AgentProcess(settings) as agent:
+        wait_until(lambda: f"serving {agent.path}" in agent.log())
+        again = subprocess.run(
+            [sys.executable, "-m", "objkv", "agent", "--socket", str(agent.path)],
+            env=os.environ | {f"OBJKV_{n.upper()}": v for n, v in settings.items()},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert again.returncode == 2
+        assert "another agent serves" in again.stderr
+        assert agent.end()["saves"] == 0
+        assert not agent.path.exists()
+        assert agent.process.returncode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_client_of_an_agent_that_is_gone_or_stuck_learns_it_in_time(
+    tmp_path: Path, number: int
+) -> None:
+    settings = {"bulk_url": f"file://{tmp_path}/c", "index_url": f"sqlite://{tmp_path}/i"}
+    with AgentProcess(settings) as agent:
+        client = AgentConnection(agent.path, wants_arena=True, call_s=0.2)
+        agent.process.send_signal(number)
+        begun = time.monotonic()
+        with pytest.raises(Exception, match="agent"):
+            client.find("0" * 32, [bytes(20)], ("0.L0-1_H0-1",))
+        assert time.monotonic() - begun < PATIENCE_S
+        client.close()
+        agent.process.send_signal(signal.SIGCONT)
