@@ -73,8 +73,9 @@ fuzz: $(STAMP) ## fuzz every parser with hostile input (MINUTES=10)
 
 ROUNDS ?= 1000
 .PHONY: crash
-crash: $(STAMP) ## kill savers, sweeps, rebuilds and servers at every step (ROUNDS=1000)
+crash: $(STAMP) ## kill savers, sweeps, rebuilds, servers and node agents at every step (ROUNDS=1000)
 	@$(BIN)/python -m tests.crash.run --rounds $(ROUNDS) $(ARGS)
+	@$(BIN)/python -m tests.crash.agents --rounds $(ROUNDS)
 
 .PHONY: fences
 fences: $(STAMP) ## run transfers with every order of their threads (MINUTES=10)

@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from tests.crash.agents import run_rounds
 from tests.crash.places import folder_place, quick_place
 from tests.crash.run import Open, run_place
 
@@ -22,3 +23,9 @@ def test_what_was_killed_leaves_only_whole_payloads_and_sweepable_rest(
     assert seen.rounds.total() == rounds
     assert seen.kills > 0
     assert seen.indexed > 0
+
+
+def test_killed_agents_and_workers_cost_loads_and_leak_no_memory() -> None:
+    seen = run_rounds(6, 3, quiet=True)
+    assert seen["agent"] > 0
+    assert seen["worker"] > 1

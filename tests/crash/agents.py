@@ -1,0 +1,200 @@
+"""Kills node agents, and workers that read from them, at random moments.
+
+``python -m tests.crash.agents --rounds 1000`` stops if a block is wrong, a load does not end, or the
+memory of a killed worker does not come back. The arena has room for few more payloads than one
+worker reads, so a lease that is lost shows as a load that fails.
+"""
+
+import argparse
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from objkv.agent.client import AgentConnection
+from objkv.agent.core import Urgency
+from objkv.agent.fill import Wanted
+from objkv.agent.messages import Opening, pack_opening, unpack_opening
+from objkv.codec.payload import Claim
+from objkv.errors import ObjkvError
+from objkv.index.sqlite.index import SqliteIndex
+from objkv.keys.chunk import ChunkKey
+from objkv.stores.local import LocalStore
+from objkv.transfer.loading.loads import LoadLimits
+from objkv.transfer.loading.shared import ArenaLane, SharedLoader
+from tests.support.agents import AgentProcess
+from tests.support.paged_cache import (
+    BLOCKS,
+    HASHES,
+    NAMESPACE,
+    PATIENCE_S,
+    Replica,
+    same_blocks,
+    wait_until,
+)
+
+CHUNKS = 4
+_LATEST_S = 4e-3
+"""A load takes about this long."""
+
+
+class Violation(Exception):
+    """Something that must not be."""
+
+
+class AgentRounds:
+    """One agent after another, and a worker that loads by them."""
+
+    def __init__(self, folder: Path, seed: int, stack: ExitStack) -> None:
+        self.seen: Counter[str] = Counter()
+        self._random = random.Random(seed)
+        store, index = LocalStore(folder / "chunks"), SqliteIndex(folder / "index")
+        stack.callback(store.close)
+        stack.callback(index.close)
+        self._writer = Replica(store, index, seed=1).keep()  # type: ignore[arg-type]
+        self._writer.save(range(CHUNKS))
+        self._reader = Replica(store, index, seed=2).keep()  # type: ignore[arg-type]
+        self._reader.loader.close()
+        payload = store.head(self._writer.path(0))
+        assert payload is not None
+        pages = -(-payload.nbytes // 4096) * 4096
+        settings = {
+            "bulk_url": f"file://{folder / 'chunks'}",
+            "index_url": f"sqlite://{folder / 'index'}",
+            "agent_memory_bytes": str((CHUNKS + 1) * pages),
+        }
+        sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
+        self._open = partial(AgentProcess, settings, path=sockets / "s")
+        self._agent = self._open()
+        self._connect = partial(AgentConnection, self._agent.path, wants_arena=True)
+        limits = LoadLimits(1, 64, PATIENCE_S, PATIENCE_S, join_s=PATIENCE_S)
+        self._reader.loader = SharedLoader(  # type: ignore[assignment]
+            {0: self._reader.paged},
+            ArenaLane(),
+            self._connect,
+            limits=limits,
+            recorder=self._reader.recorder,
+        )
+        stack.callback(self.close)
+
+    def close(self) -> None:
+        """End everything."""
+        for replica in (self._reader, self._writer):
+            replica.saver.close(1.0)
+            replica.loader.close()
+        self._agent.kill()
+
+    def run(self) -> None:
+        """One round. Raises ``Violation``."""
+        kind = self._random.choice(["agent", "worker", "worker"])
+        self.seen[kind] += 1
+        if kind == "agent":
+            self._kill_agent()
+        else:
+            self._kill_worker()
+        self._load_all()
+
+    def _kill_agent(self) -> None:
+        for cache in self._reader.caches:
+            cache.zero_()
+        self._reader.loader.submit(self._reader.load_plan(range(CHUNKS), 1))
+        time.sleep(self._random.uniform(0, _LATEST_S))
+        self._agent.kill()
+        failed = self._reader.outcome().failed_blocks
+        self.seen["loads that were cut short"] += bool(failed)
+        loaded = [block for block in range(1, 1 + CHUNKS * BLOCKS) if block not in failed]
+        if loaded and not self._is_right(loaded):
+            raise Violation("a wrong block after the agent was killed")
+        self._agent = self._open()
+
+    def _kill_worker(self) -> None:
+        """Kill a process that holds leases of all payloads, or is about to."""
+        plan = self._reader.load_plan(range(CHUNKS), 1)
+        wanted = [
+            Wanted(
+                Claim(
+                    ChunkKey(NAMESPACE, HASHES[n], 0, self._reader.paged.shape.rank_shard.shard),
+                    load.move.parent_hash,
+                    load.move.token_start,
+                    load.move.token_end,
+                ),
+                load.records[0][1],
+            )
+            for n, load in enumerate(plan.moves)
+        ]
+        message = pack_opening(Opening(Urgency.BETWEEN_STEPS, 60_000, wanted)).hex()
+        child = subprocess.Popen(
+            [sys.executable, "-m", "tests.crash.agents", "--hold", str(self._agent.path), message],
+            stdout=subprocess.PIPE,
+        )
+        assert child.stdout is not None
+        child.stdout.readline()  # it is connected, and goes on opening and releasing
+        time.sleep(self._random.uniform(0, _LATEST_S))
+        child.kill()
+        child.wait()
+        child.stdout.close()
+
+    def _load_all(self) -> None:
+        """A load must come right again, soon."""
+
+        def is_loaded() -> bool:
+            return not self._reader.load(range(CHUNKS), 1).failed_blocks
+
+        wait_until(is_loaded)
+        if not self._is_right(range(1, 1 + CHUNKS * BLOCKS)):
+            raise Violation("a wrong block")
+
+    def _is_right(self, blocks: "list[int] | range") -> bool:
+        return same_blocks(self._writer.caches, blocks, self._reader.caches, blocks)
+
+
+def hold(path: str, message: str) -> None:
+    """Open and release payloads for ever."""
+    opening = unpack_opening(bytes.fromhex(message))
+    agent = AgentConnection(Path(path), wants_arena=True)
+    print("connected", flush=True)
+    while True:
+        leases = agent.open(opening.wanted, deadline_s=60.0, urgency=Urgency.BETWEEN_STEPS)
+        agent.release([lease.number for lease in leases[1:] if lease.number])
+
+
+def run_rounds(rounds: int, seed: int, *, quiet: bool = False) -> Counter[str]:
+    """So many rounds; what happened."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        work = AgentRounds(folder, seed, stack)
+        for number in range(rounds):
+            try:
+                work.run()
+            except (Violation, AssertionError, ObjkvError) as exc:
+                raise Violation(f"agents, seed {seed}, round {number}: {exc}") from exc
+            if not quiet and number % 50 == 49:
+                print(f"agents: {number + 1} rounds", file=sys.stderr, flush=True)
+        return work.seen
+
+
+def main() -> int:
+    """The script."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--hold", nargs=2, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.hold:
+        hold(*given.hold)
+    try:
+        seen = run_rounds(given.rounds, given.seed)
+    except Violation as exc:
+        print(f"VIOLATION: {exc}", file=sys.stderr)
+        return 1
+    print(", ".join(f"{name}: {count}" for name, count in sorted(seen.items())))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
