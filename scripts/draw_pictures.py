@@ -230,11 +230,37 @@ def icon() -> Picture:
     return p
 
 
+def agent() -> Picture:
+    """Who talks to whom on a node with an agent."""
+    p = Picture(
+        960, 330, "Workers lease payloads in the memory of their node's agent, which has the stores"
+    )
+    p.area((14, 14), (690, 302), "soft")
+    p.text((30, 38), "one node", "quiet", 14)
+    p.box((34, 56), (180, 66), "engine", ["scheduler", "lookups"])
+    p.box((34, 140), (180, 66), "engine", ["worker", "copies, read-only"])
+    p.box((34, 224), (180, 66), "engine", ["worker", "of another engine"])
+    p.box((400, 56), (280, 66), "soft", ["objkv agent", "fetches, verifies, saves"])
+    p.box((400, 160), (280, 130), "hot", ["arena", "verified payloads,", "under leases"])
+    p.arrow([(214, 89), (392, 89)], "engine")
+    p.text((303, 78), "Unix socket", "mono", 13, anchor="middle")
+    p.arrow([(400, 190), (222, 175)], "hot")
+    p.arrow([(400, 240), (222, 255)], "hot")
+    p.arrow([(540, 122), (540, 152)])
+    p.box((776, 56), (160, 66), "hot", ["index", "Redis"])
+    p.box((776, 192), (160, 66), "bulk", ["bulk", "S3 or a directory"])
+    p.arrow([(680, 89), (768, 89)], "hot")
+    p.arrow([(776, 225), (688, 225)], "bulk")
+    p.text((732, 214), "once", "mono", 13, anchor="middle")
+    return p
+
+
 PICTURES: dict[str, Callable[[], Picture]] = {
     "overview": overview,
     "lookup": lookup,
     "load": load,
     "save": save,
+    "agent": agent,
     "sweep": sweep,
     "icon": icon,
 }

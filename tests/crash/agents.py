@@ -1,7 +1,7 @@
 """Kills node agents, and workers that read from them, at random moments.
 
-``python -m tests.crash.agents --rounds 1000`` stops if a block is wrong, a load does not end, or the
-memory of a killed worker does not come back. The arena has room for few more payloads than one
+``python -m tests.crash.agents --rounds 1000`` stops if a block is wrong, a load does not end, or
+the memory of a killed worker does not come back. The arena has room for few more payloads than one
 worker reads, so a lease that is lost shows as a load that fails.
 """
 
