@@ -81,6 +81,8 @@ class AgentSaves:
         """``connect``: returns a new connection that has the outbox, or raises ``ObjkvError``.
         ``memory``: the outbox, as this process has mapped it."""
         self.link = LinkSpeed()
+        self.accepted: Callable[[ChunkKey], None] = lambda key: None
+        """Called for each payload that the agent took."""
         self._connect, self._clock = connect, clock
         self._base, self._end = memory.ctypes.data, memory.ctypes.data + memory.nbytes
         self._memory = memory
@@ -119,6 +121,7 @@ class AgentSaves:
         status = self._reach().commit(view.ctypes.data - self._base, view.nbytes)
         if status is CommitStatus.ACCEPTED:
             self._in_flight.keep(claim.key.path())
+            self.accepted(claim.key)
             return SaveOutcome.SAVED
         if status is CommitStatus.REPEATED:
             return SaveOutcome.EXISTED

@@ -23,6 +23,7 @@ from objkv.cache.switch import SWITCH_PATH
 from objkv.codec.payload import read_header
 from objkv.errors import StoreBusy, StoreDenied, StoreUnavailable, TransferError
 from objkv.index.base import Savings
+from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
 from objkv.transfer.slabs import SlabPool
 from tests.agent.world import (
@@ -296,7 +297,8 @@ def payloads(tokens: list[int] | None = None) -> list[bytes]:
 
 
 def test_what_was_handed_over_is_saved_and_resident(node: Node, desk: Desk) -> None:
-    made = payloads()
+    made, taken = payloads(), list[ChunkKey]()
+    desk.saves.accepted = taken.append
     assert [desk.hand_over(payload) for payload in made] == [SaveOutcome.SAVED] * 3
     assert node.saves.drain(PATIENCE_S)
     keys = [read_header(payload).claim.key for payload in made]
@@ -310,6 +312,7 @@ def test_what_was_handed_over_is_saved_and_resident(node: Node, desk: Desk) -> N
     assert isinstance(node.store, WatchedStore)
     assert not node.store.gets
     assert desk.hand_over(made[0]) is SaveOutcome.EXISTED
+    assert taken == keys
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,8 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
             recorder=self._recorder,
             kv_caches=self._kv_caches,
         )
+        if self._published is not None:
+            self._worker.watch_saves(self._published.note)
         # This drains saves even if the engine is garbage-collected or the process just exits.
         self._finalizer = weakref.finalize(self, self._worker.close)
 

@@ -35,6 +35,7 @@ from objkv.connector.model.groups import Geometry
 from objkv.connector.wiring import locality
 from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
 from objkv.index.guarded import GuardedIndex
+from objkv.keys.chunk import ChunkKey
 from objkv.transfer.plan import ChunkMove
 
 if TYPE_CHECKING:
@@ -161,6 +162,12 @@ class PublishedIndex(GuardedIndex):
         with self._lock:
             if len(self._published) < _SHARDS_MAX:
                 self._published |= names
+
+    def note(self, key: ChunkKey) -> None:
+        """Record a shard that a node agent took over: it publishes it when it is stored."""
+        with self._lock:
+            if len(self._published) < _SHARDS_MAX:
+                self._published.add((key.namespace, key.prefix_hash, key.field))
 
     def take(self) -> set[StoredShard]:
         """Return the shards published since the last call."""

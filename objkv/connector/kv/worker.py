@@ -5,18 +5,20 @@ order: vLLM 0.31-0.33, ``v1/worker/kv_connector_model_runner_mixin.py``.
 """
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from os import getpid
 from typing import Protocol
 
 import torch
 
+from objkv.agent.outbox import AgentSaves
 from objkv.cache.admission import LoadTime
 from objkv.config import Config
 from objkv.connector.guard import guarded
 from objkv.connector.kv.metadata import LostLoad, StepPlan, StepReport
 from objkv.connector.model.groups import Geometry
+from objkv.keys.chunk import ChunkKey
 from objkv.tracing import Tracing
 from objkv.transfer.lanes import Mark
 from objkv.transfer.loading.loads import Loads
@@ -257,6 +259,12 @@ class WorkerSide:
         """Return the blocks whose load failed since the last call. Single-group models only."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
+
+    def watch_saves(self, accepted: Callable[[ChunkKey], None]) -> None:
+        """Call ``accepted`` for each payload that a node agent takes. Without one, saves are
+        published by this process."""
+        if isinstance(self._target, AgentSaves):
+            self._target.accepted = accepted
 
     def take_report(self) -> StepReport | None:
         """Return the report for the scheduler's side since the last call."""
