@@ -17,6 +17,7 @@ from objkv.codec.seal import Seal
 from objkv.config import Config, Resolved, Role, clear_hosts, local_path
 from objkv.errors import ObjkvError, PayloadError, pip_install
 from objkv.index.base import WriteIndex
+from objkv.ops.doctor.agent import check_agent
 from objkv.ops.doctor.lifecycle import ReadRules, check_lifecycle
 from objkv.ops.doctor.probes import BAD, Area, Check, failure, probe_index_as, probe_store_as
 from objkv.ops.doctor.server import ServerFacts, judge_server
@@ -248,6 +249,7 @@ def examine(resolved: Resolved, patient: Patient, further: tuple[Check, ...] = (
         *check_transport(resolved.config),
         *check_login(resolved.config),
         check_engine(),
+        *check_agent(resolved.config),
         *further,
     ]
     values = resolved.config.public()

@@ -23,7 +23,7 @@ CLOCK_SKEW_MAX_S = 60
 _NOT_ALLOWED = f"not allowed and not needed: {_PROBE_BYTES} bytes stay until they are deleted"
 _PROXY = "check for a proxy or cache that answers instead of the store"
 _UNTESTED = "use a server that objkv is tested with, see docs/indexes.md"
-Area = Literal["bulk", "hot", "index", "seal", "engine"]
+Area = Literal["bulk", "hot", "index", "seal", "engine", "agent"]
 Status = Literal["ok", "warning", "failed", "unreachable", "denied", "skipped"]
 BAD: frozenset[Status] = frozenset(("failed", "unreachable", "denied"))
 

@@ -1,0 +1,88 @@
+"""Checks of a replica's node agent: whether it answers, and whether its arena fits this machine."""
+
+import resource
+import stat
+from contextlib import closing
+from pathlib import Path
+
+from objkv.agent.arena import PAGE, Arena
+from objkv.agent.client import AgentConnection
+from objkv.config import Config
+from objkv.config.node import agent_socket, host_bytes
+from objkv.errors import ConfigError, TransferError
+from objkv.ops.doctor.probes import Check
+
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_ARENA_SHARE_MAX = 3 / 4
+"""More of the machine's memory leaves too little for engines and page cache."""
+
+
+def check_agent(config: Config) -> list[Check]:
+    """Return the checks for the setting ``agent``, none if it is ``off``."""
+    try:
+        path = agent_socket(config)
+    except ConfigError as exc:
+        return [Check("agent", "socket", "failed", str(exc), "remove the folder")]
+    if path is None:
+        return []
+    checks = [*_check_folder(path), _check_memory(), _check_locked(), *_check_huge_pages()]
+    try:
+        with closing(AgentConnection(path, wants_arena=True)) as agent:
+            nbytes = agent.arena.nbytes
+    except TransferError as exc:
+        if config.agent == "auto" and not path.exists():
+            detail = "none runs; the first replica starts one"
+            return [Check("agent", "socket", "ok", detail), *checks]
+        fix = f"start it: objkv agent --socket {path}, as the user of the replicas"
+        return [Check("agent", "socket", "unreachable", str(exc), fix), *checks]
+    answers = Check("agent", "socket", "ok", f"{path}, arena of {nbytes >> 20:,} MiB")
+    return [answers, _check_size(nbytes), *checks]
+
+
+def _check_folder(path: Path) -> list[Check]:
+    """Check that other users cannot put a socket of their own in place of the agent's."""
+    try:
+        mode = path.parent.stat().st_mode
+    except OSError:  # the check of the socket reports it
+        return []
+    if not mode & (stat.S_IWGRP | stat.S_IWOTH) or mode & stat.S_ISVTX:
+        return [Check("agent", "socket folder", "ok", str(path.parent))]
+    detail = f"{path.parent} can be written by other users"
+    return [Check("agent", "socket folder", "warning", detail, f"chmod go-w {path.parent}")]
+
+
+def _check_size(nbytes: int) -> Check:
+    limit = host_bytes()
+    detail = f"{nbytes >> 20:,} MiB of {limit >> 20:,} MiB"
+    if nbytes <= _ARENA_SHARE_MAX * limit:
+        return Check("agent", "arena size", "ok", detail)
+    return Check("agent", "arena size", "warning", detail, "lower agent_memory_bytes")
+
+
+def _check_memory() -> Check:
+    """Check that this system can share memory as an agent does."""
+    try:
+        Arena.create(PAGE).close()
+    except ConfigError as exc:
+        return Check("agent", "shared memory", "failed", str(exc), "needs Linux 5.1 or later")
+    return Check("agent", "shared memory", "ok", "sealed memory files")
+
+
+def _check_locked() -> Check:
+    """Report how much memory a process may page-lock. A replica with a device locks the memory that
+    it hands saves over in; root is not limited."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit == resource.RLIM_INFINITY:
+        detail = "unlimited"
+    else:
+        detail = f"{limit >> 10:,} KiB; with a GPU, replicas need pinned_bytes_max or more"
+    return Check("agent", "locked memory", "ok", detail)
+
+
+def _check_huge_pages() -> list[Check]:
+    try:
+        chosen = _HUGE_PAGES.read_text().partition("[")[2].partition("]")[0]
+    except OSError:
+        return []
+    hint = "" if chosen != "never" else f"; loads are faster after: echo advise > {_HUGE_PAGES}"
+    return [Check("agent", "huge pages", "ok", f"shmem_enabled is {chosen}{hint}")]

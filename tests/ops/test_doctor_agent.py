@@ -1,0 +1,70 @@
+"""The doctor's checks of a node agent."""
+
+from pathlib import Path
+
+import pytest
+
+from objkv.config import Config
+from objkv.errors import ConfigError
+from objkv.ops.doctor import agent as module
+from objkv.ops.doctor.agent import check_agent
+from tests.agent.world import Node
+from tests.support.agents import agent_folder
+
+
+def config(path: Path) -> Config:
+    return Config(bulk_url="memory:", index_url="memory:", agent=f"unix://{path}")
+
+
+def statuses(settings: Config) -> dict[str, str]:
+    return {check.name: check.status for check in check_agent(settings)}
+
+
+def test_without_an_agent_nothing_is_checked() -> None:
+    assert check_agent(Config(bulk_url="memory:", index_url="memory:")) == []
+
+
+def test_an_agent_that_answers_is_fine_unless_its_arena_is_huge(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node = Node().listen()
+    found = check_agent(config(node.path))
+    assert {check.status for check in found} == {"ok"}
+    assert "arena of 2 MiB" in found[0].detail
+    monkeypatch.setattr(module, "host_bytes", lambda: 1 << 20)
+    assert statuses(config(node.path))["arena size"] == "warning"
+    node.close()
+
+
+def test_an_agent_that_does_not_answer_is_unreachable_with_a_fix() -> None:
+    with agent_folder() as folder:
+        (first, *_) = check_agent(config(folder / "s"))
+    assert first.status == "unreachable"
+    assert "objkv agent --socket" in first.fix
+
+
+def test_a_folder_that_others_can_write_is_a_warning() -> None:
+    with agent_folder() as folder:
+        for mode, status in ((0o700, "ok"), (0o770, "warning"), (0o1777, "ok")):
+            folder.chmod(mode)
+            assert statuses(config(folder / "s"))["socket folder"] == status
+
+
+def test_one_that_the_first_replica_will_start_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    with agent_folder() as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+        settings = Config(bulk_url="memory:", index_url="memory:", agent="auto")
+        assert statuses(settings)["socket"] == "ok"
+        (folder / "objkv").chmod(0o777)
+        (found,) = check_agent(settings)
+        assert found.status == "failed"
+
+
+def test_a_system_without_sealed_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(nbytes: int) -> None:
+        raise ConfigError("the system makes no memfd")
+
+    node = Node().listen()
+    monkeypatch.setattr(module.Arena, "create", refuse)
+    assert statuses(config(node.path))["shared memory"] == "failed"
+    node.close()
