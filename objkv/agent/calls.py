@@ -1,15 +1,17 @@
 """A replica's index and documents, by way of the agent: it needs no credentials for either.
 
-Lookups have a message of their own. All other calls are rare, and are JSON: a verb and its
-arguments, with hashes as hex and records as an index writes them. Only documents of a namespace and
-the operators' switch can be read or written, never payloads.
+Lookups have a message of their own, and near caches that all replicas share. All other calls are
+rare, and are JSON: a verb and its arguments, with hashes as hex and records as an index writes
+them. Only documents of a namespace and the operators' switch can be read or written, never
+payloads.
 """
 
 import base64
 import json
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from threading import Lock, local
 from time import monotonic
 from typing import Any, Final, TypeVar
@@ -20,15 +22,88 @@ from objkv.agent.messages import MessageKind, kind_of, pack_call, unpack_text
 from objkv.cache.switch import SWITCH_PATH
 from objkv.errors import ObjkvError, StoreDenied, StoreError, StoreUnavailable, TransferError
 from objkv.index.base import ChunkEntry, Record, Savings, ShardRecord, Shards, WriteIndex
-from objkv.index.fields import decode_shard, encode_shard
+from objkv.index.fields import WrittenShards, decode_shard, encode_shard
+from objkv.index.guarded import GuardedIndex
+from objkv.index.near import NearIndex
 from objkv.stores.base import Buffer, WriteStore
 
 DOCUMENT_BYTES_MAX: Final = 32_768
 _DOCUMENT = re.compile(rf"[0-9a-f]{{32}}/identity\.json|{re.escape(SWITCH_PATH)}")
 _RETRY_S = 1.0
+_CACHES_MAX = 32
 _FAILURES = ("StoreUnavailable", "StoreDenied", "StoreBusy", "LeftAlone")
 Arguments = Mapping[str, Any]
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class NearLimits:
+    """Bounds of each near cache, see ``NearIndex``."""
+
+    records_max: int
+    ttl_s: float
+    miss_ttl_s: float
+
+
+class _WrittenIndex(GuardedIndex):
+    """Returns encoded shards, so that they are encoded once and not for each client."""
+
+    def find(
+        self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
+    ) -> list[Shards | None]:
+        """See ``ReadIndex.find``."""
+        names = tuple(fields)
+        return [
+            None if shards is None else _written(names, shards)
+            for shards in super().find(namespace, prefix_hashes, fields)
+        ]
+
+
+def _written(fields: tuple[str, ...], shards: Shards) -> WrittenShards:
+    if isinstance(shards, WrittenShards):
+        return shards
+    texts = [encode_shard(shards[name]) if name in shards else b"" for name in fields]
+    return WrittenShards(fields, texts)
+
+
+class NodeLookups:
+    """Answers ``find`` from near caches of ``index``. Thread-safe."""
+
+    def __init__(self, index: WriteIndex, limits: NearLimits) -> None:
+        self._index, self._limits = _WrittenIndex(index), limits
+        self._lock = Lock()
+        self._caches: OrderedDict[tuple[str, tuple[str, ...]], NearIndex] = OrderedDict()
+
+    def find(
+        self, namespace: str, prefix_hashes: Sequence[bytes], fields: tuple[str, ...]
+    ) -> list[Shards | None]:
+        """See ``ReadIndex.find``."""
+        with self._lock:
+            cache = self._caches.get((namespace, fields))
+            if cache is None:
+                cache = self._caches[namespace, fields] = self._open(fields)
+                if len(self._caches) > _CACHES_MAX:
+                    self._caches.popitem(last=False)
+            else:
+                self._caches.move_to_end((namespace, fields))
+        return cache.find(namespace, prefix_hashes, fields)
+
+    def invalidate(self, namespace: str, prefix_hash: bytes) -> None:
+        """Discard the kept records of a chunk."""
+        with self._lock:
+            caches = [cache for (name, _), cache in self._caches.items() if name == namespace]
+        for cache in caches:
+            cache.invalidate(namespace, prefix_hash)
+
+    def _open(self, fields: tuple[str, ...]) -> NearIndex:
+        limits = self._limits
+        return NearIndex(
+            self._index,
+            records_max=limits.records_max,
+            ttl_s=limits.ttl_s,
+            fields=fields,
+            miss_ttl_s=limits.miss_ttl_s,
+        )
 
 
 class NodeCalls:

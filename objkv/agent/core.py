@@ -118,13 +118,17 @@ class Core:
         deadline = monotonic() + deadline_s
         opened: list[Resident | MissReason] = []
         for one in wanted:
-            lease = self.residents.open(one.claim.key.path(), client)
+            ahead = urgency is Urgency.PREFETCH
+            lease = self.residents.open(one.claim.key.path(), client, ahead=ahead)
             if lease is None:
                 opened.append(MissReason.NO_ROOM)
                 continue
             resident, is_new = lease
             opened.append(resident)
-            self._recorder.count("agent_fills" if is_new else "agent_hits")
+            if not ahead:
+                self._recorder.count("agent_fills" if is_new else "agent_hits")
+            elif is_new:
+                self._recorder.count("agent_prefetches")
             if is_new and not self._queue(client, urgency, resident, one, deadline):
                 self.residents.failed(resident, MissReason.NO_ROOM)
         return opened

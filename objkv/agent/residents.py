@@ -55,6 +55,8 @@ class Resident:
     """-1 as long as it has no memory."""
     nbytes: int = 0
     reason: MissReason = MissReason.NONE
+    is_unused: bool = False
+    """Whether it was prefetched and not read yet."""
     is_listed: bool = True
     """Whether new readers may find it."""
     waiters: set[Waiter] = field(default_factory=set)
@@ -94,8 +96,10 @@ class Residents:
         get = self._by_key.get
         return [(one := get(key)) is not None and one.state is CellState.READY for key in keys]
 
-    def open(self, key: str, waiter: Waiter | None) -> tuple[Resident, bool] | None:
-        """Take a lease of a payload.
+    def open(
+        self, key: str, waiter: Waiter | None, *, ahead: bool = False
+    ) -> tuple[Resident, bool] | None:
+        """Take a lease of a payload. ``ahead``: for a prefetch, which does not count as a read.
 
         Returns it, and whether it is new. A new payload must be filled by the caller, who holds a
         second lease for that, see ``ready`` and ``failed``. None if too many are being filled.
@@ -104,7 +108,10 @@ class Residents:
             one = self._by_key.get(key)
             if one is not None:
                 one.leases += 1
-                if one.state is CellState.READY:
+                if one.is_unused and not ahead:
+                    one.is_unused = False
+                    self._recorder.count("agent_prefetch_used")
+                if one.state is CellState.READY and not ahead:
                     self._ranking.use(key)
                 elif waiter is not None:
                     one.waiters.add(waiter)
@@ -112,6 +119,7 @@ class Residents:
             if not self._cells:
                 return None
             one = self._by_key[key] = Resident(key, self._cells.popleft(), leases=2)
+            one.is_unused = ahead
             self._all.add(one)
             if waiter is not None:
                 one.waiters.add(waiter)
@@ -128,6 +136,10 @@ class Residents:
     def is_wanted(self, one: Resident) -> bool:
         """Whether there is a lease besides the fill's own."""
         return one.leases > 1
+
+    def is_filling(self, one: Resident) -> bool:
+        """Whether a leased payload is still being filled."""
+        return one.state is CellState.FILLING
 
     def is_ready(self, one: Resident) -> bool:
         """Whether a leased payload is complete."""
@@ -266,6 +278,8 @@ class Residents:
         return not self._by_key[key].leases
 
     def _evict(self, one: Resident) -> None:
+        if one.is_unused:
+            self._recorder.count("agent_prefetch_unused")
         self._recorder.count("agent_evictions")
         self._recorder.count("agent_evicted_bytes", one.nbytes)
         self._unlist(one)

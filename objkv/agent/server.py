@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from threading import Lock, Thread
 
 from objkv.agent.arena import Arena, CellState
-from objkv.agent.calls import NodeCalls
+from objkv.agent.calls import NodeCalls, NodeLookups
 from objkv.agent.core import Core, Urgency
-from objkv.agent.lookups import NodeLookups
 from objkv.agent.messages import (
     MESSAGE_BYTES_MAX,
     VERSION,

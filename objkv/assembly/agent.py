@@ -11,11 +11,19 @@ from types import TracebackType
 from typing import Self, cast
 
 from objkv.agent.arena import PAGE, Arena
-from objkv.agent.calls import AgentCalls, AgentDocuments, AgentIndex, NodeCalls
+from objkv.agent.calls import (
+    AgentCalls,
+    AgentDocuments,
+    AgentIndex,
+    NearLimits,
+    NodeCalls,
+    NodeLookups,
+)
 from objkv.agent.client import AgentConnection
 from objkv.agent.core import Core, CoreLimits
+from objkv.agent.http import AgentHttp, AgentNumbers
 from objkv.agent.launch import AgentSocket, failure_of, is_listening, start_agent
-from objkv.agent.lookups import NearLimits, NodeLookups
+from objkv.agent.prefetch import Prefetches
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentParts, AgentServer
 from objkv.assembly.backends import Backends, check_backends, is_far, open_backends, open_room
@@ -100,7 +108,7 @@ class NodeAgent:
     def __init__(self, config: Config, path: Path, recorder: MemoryRecorder) -> None:
         """Raises ``AgentRuns`` if another one serves ``path``, ``ConfigError``, and with
         ``at_start`` strict ``StoreError``."""
-        self._config, self._recorder = config, recorder
+        self._config = config
         self._socket = AgentSocket(path)
         try:
             self._backends = open_backends(config, recorder)
@@ -123,6 +131,11 @@ class NodeAgent:
         calls = NodeCalls(self._backends.index, self._backends.bulk)
         parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls)
         self.server = AgentServer(self._socket.listener, parts)
+        prefetches = Prefetches(self.core, self._backends.index, self._backends.bulk)
+        self.numbers = AgentNumbers(recorder)
+        self._http = AgentHttp(
+            Path(f"{path}.http"), self.core, prefetches, self.numbers, lambda: self.server.clients
+        )
         logger.info("agent ready socket=%s arena_bytes=%d", path, self.arena.nbytes)
 
     def _open_cache(self, recorder: Recorder) -> ChunkCache:
@@ -160,21 +173,22 @@ class NodeAgent:
 
     def close(self) -> None:
         """End: the socket first, so that the next agent can have it, then fetches and clients."""
+        self._http.close()
         self._socket.close()
         self.core.close(self._config.load_deadline_ms / 1000)
         self.server.close()
         self.saves.close(self._config.drain_deadline_ms / 1000)
         self._cache.close(1.0)
         self._backends.close()
-        value = self._recorder.value
+        numbers = self.numbers.read()
         logger.info(
             "agent ended hits=%d fills=%d load_bytes=%d saves=%d save_bytes=%d evictions=%d",
-            value("agent_hits"),
-            value("agent_fills"),
-            value("load_bytes"),
-            value("saves"),
-            value("save_bytes"),
-            value("agent_evictions"),
+            numbers.get("agent_hits", 0),
+            numbers.get("agent_fills", 0),
+            numbers.get("load_bytes", 0),
+            numbers.get("saves", 0),
+            numbers.get("save_bytes", 0),
+            numbers.get("agent_evictions", 0),
         )
 
     def __enter__(self) -> Self:

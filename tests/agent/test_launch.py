@@ -157,8 +157,11 @@ def test_a_client_of_an_agent_that_is_gone_or_stuck_learns_it_in_time(
 ) -> None:
     settings = {"bulk_url": f"file://{tmp_path}/c", "index_url": f"sqlite://{tmp_path}/i"}
     with AgentProcess(settings) as agent:
-        client = AgentConnection(agent.path, wants_arena=True, call_s=0.2)
+        client = AgentConnection(agent.path, wants_arena=True, call_s=PATIENCE_S)
+        client._sock.settimeout(0.2)
         agent.process.send_signal(number)
+        state = Path(f"/proc/{agent.process.pid}/stat")
+        wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] in "TZ")
         begun = time.monotonic()
         with pytest.raises(Exception, match="agent"):
             client.find("0" * 32, [bytes(20)], ("0.L0-1_H0-1",))

@@ -9,11 +9,10 @@ from pathlib import Path
 from threading import Lock
 
 from objkv.agent.arena import Arena, CellState, Progress
-from objkv.agent.calls import NodeCalls
+from objkv.agent.calls import NearLimits, NodeCalls, NodeLookups
 from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.core import Core, CoreLimits, Urgency
 from objkv.agent.fill import Wanted
-from objkv.agent.lookups import NearLimits, NodeLookups
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentParts, AgentServer, ServerLimits
 from objkv.cache.chunks import CacheSettings, ChunkCache
