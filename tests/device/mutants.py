@@ -80,9 +80,10 @@ def mutant(name: str, found_by: str, place: str, old: str, new: str = "pass") ->
 _LANE = "transfer.devices:DeviceLane."
 _ON_STREAM = "with self._lock, self._api.stream(self.stream):"
 _MARK = "transfer.devices:DeviceMark."
-_FETCH = "transfer.fetch:Decoder."
-_JOB = "transfer.job:LoadJob."
-_LOADER = "transfer.loader:Loader."
+_FETCH = "transfer.loading.fetch:Decoder."
+_WRITER = "transfer.loading.writing:BlockWriter."
+_JOB = "transfer.loading.job:LoadJob."
+_LOADER = "transfer.loading.loads:Loads."
 _SLABS = "transfer.slabs:SlabPool."
 _SAVER = "transfer.saver:Saver."
 _WORKER = "connector.kv.worker:WorkerSide."
@@ -200,7 +201,7 @@ MUTANTS = (
     mutant(
         "copies do not follow the mark of their step",
         "load after a kernel",
-        _FETCH + "_write",
+        _WRITER + "write",
         "lane.follow(job.after)",
     ),
     mutant(
@@ -227,7 +228,7 @@ MUTANTS = (
         "slabs of loads are free before their copies",
         "slabs of loads",
         _FETCH + "__exit__",
-        "slab.release_after(self._mark)",
+        "slab.release_after(mark)",
         "slab.release()",
     ),
     mutant(
@@ -278,7 +279,7 @@ MUTANTS = (
     mutant(
         "the mark that a thread reports last counts",
         "marks of two threads",
-        "transfer.job:_add",
+        "transfer.loading.job:_add",
         "if known is None or mark.number >= known.number:",
         "if True:",
     ),

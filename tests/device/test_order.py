@@ -79,7 +79,10 @@ def test_each_missing_edge_is_found(sim: ModuleType, mutant: Mutant) -> None:
 
 @pytest.mark.parametrize(
     ("place", "old"),
-    [("transfer.loader:Loader.submit", "not in it"), ("transfer.loader:Loader.gone", "pass")],
+    [
+        ("transfer.loading.loads:Loads.submit", "not in it"),
+        ("transfer.loading.loads:Loads.gone", "pass"),
+    ],
 )
 def test_a_mutant_of_code_that_has_changed_is_an_error(place: str, old: str) -> None:
     with pytest.raises((AssertionError, AttributeError)), Edit(place, old, "pass").applied():

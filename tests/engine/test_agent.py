@@ -1,11 +1,13 @@
 """Real engines on one node agent: the same tokens, each payload fetched once, saves that outlive
 their engine, and an agent that is killed."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from objkv.index.sqlite.index import SqliteIndex
 from tests.engine.cache import Values, scenario
 from tests.engine.fleet import CHUNK, SharedStore
 from tests.engine.harness import ReplicaFailed, run_replica, run_replicas
@@ -35,6 +37,17 @@ def settings(store: SharedStore) -> dict[str, str]:
     }
 
 
+def await_saved(_llm: Any, index: str, count: int) -> None:
+    """Wait until the agent has published so many payloads."""
+    with closing(SqliteIndex(Path(index))) as records:
+        wait_until(lambda: sum(one.payloads for one in records.usage()) >= count)
+
+
+def saved(store: SharedStore, count: int = CHUNKS) -> Call:
+    arguments = {"index": str(store.index_file), "count": count}
+    return Call(function="tests.engine.test_agent:await_saved", arguments=arguments)
+
+
 def job(store: SharedStore, agent: AgentProcess, *steps: Step, **more: Any) -> Job:
     return store.job(*steps, agent=agent.url, **NOWHERE, **more)
 
@@ -52,7 +65,7 @@ def on_one_agent(folder: Path) -> Values:
     store = SharedStore(folder / "store")
     alone = run_replica(Job(steps=GENERATE), folder)
     with AgentProcess(settings(store)) as agent:
-        again = (ResetPrefixCache(), *GENERATE)
+        again = (saved(store), ResetPrefixCache(), *GENERATE)
         first = run_replica(job(store, agent, *GENERATE, *again), folder)
         loads = [
             job(store, agent, *GENERATE),
@@ -83,7 +96,7 @@ def engine_killed(folder: Path) -> Values:
             run_replica(job(store, agent, *GENERATE, killed), folder)
         except ReplicaFailed as exc:
             reason = str(exc)
-        wait_until(lambda: len(store.payloads()) == CHUNKS)
+        await_saved(None, str(store.index_file), CHUNKS)
         after = run_replica(job(store, agent, *GENERATE), folder)
         return {"reason": reason, "after": after, "numbers": agent.end()}
 
@@ -100,8 +113,7 @@ def kill_agent(llm: Any, pid: int) -> None:
 def agent_killed(folder: Path) -> Values:
     store = SharedStore(folder / "store")
     with AgentProcess(settings(store)) as agent:
-        run_replica(job(store, agent, *GENERATE), folder)
-        wait_until(lambda: len(store.payloads()) == CHUNKS)
+        run_replica(job(store, agent, *GENERATE, saved(store)), folder)
         arguments = {"pid": agent.process.pid}
         kill = Call(function="tests.engine.test_agent:kill_agent", arguments=arguments)
         steps = (*GENERATE, kill, ResetPrefixCache(), *GENERATE)
@@ -112,7 +124,9 @@ def agent_killed(folder: Path) -> Values:
 def two_ranks(folder: Path) -> Values:
     store = SharedStore(folder / "store")
     with AgentProcess(settings(store)) as agent:
-        made = store.job(*GENERATE, engine=TWO_RANKS, agent=agent.url, **NOWHERE)
+        made = store.job(
+            *GENERATE, saved(store, 2 * CHUNKS), engine=TWO_RANKS, agent=agent.url, **NOWHERE
+        )
         environment = {
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "0|1",

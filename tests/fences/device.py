@@ -208,8 +208,10 @@ class WatchedPool(SlabPool):
 
     _pools: "list[WatchedPool]"
 
-    def __init__(self, name: str, *, count: int, slab_bytes: int, pin: Any = None) -> None:
-        super().__init__(name, count=count, slab_bytes=slab_bytes, pin=pin)
+    def __init__(
+        self, name: str, *, count: int, slab_bytes: int, pin: Any = None, fd: int = -1
+    ) -> None:
+        super().__init__(name, count=count, slab_bytes=slab_bytes, pin=pin, fd=fd)
         self.leases = {memory.data_ptr(): 0 for memory in self._free}
         WatchedPool._pools.append(self)
 

@@ -11,7 +11,7 @@ import pytest
 from objkv.cache.chunks import ChunkCache
 from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.transfer import slabs
-from objkv.transfer.loading import job, loader
+from objkv.transfer.loading import job, loads
 from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.loading.loader import Loader
 from objkv.transfer.saver import Saver
@@ -198,7 +198,7 @@ MUTANTS = {
         job, "_add", _keep_last, "load async abort 1", WORLDS["slow lane"]
     ),
     "loads follow nothing": Mutant(
-        loader, "LoadJob", _FollowsNothing, "load async abort 1", WORLDS["patient"]
+        loads, "LoadJob", _FollowsNothing, "load async abort 1", WORLDS["patient"]
     ),
     "loads follow the mark of an earlier step": Mutant(
         WorkerSide, "before_forward", _mark_once, "load async abort 1", WORLDS["patient"]
