@@ -1,6 +1,8 @@
 """What connectors are opened with: who saves, how far a store is, how memory is divided."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from objkv.connector.kv.wiring import open_slabs, plan_pools
 from objkv.connector.kv.worker import Rank
 from objkv.connector.wiring import may_save
 from objkv.errors import ConfigError
+from objkv.telemetry import MemoryRecorder
+from objkv.tracing import NO_TRACING
 from tests.support.paged_cache import GROUP, paged_group
 
 CHUNK = 4096
@@ -46,6 +50,17 @@ def test_saves_have_slabs_for_two_full_steps_unless_a_setting_or_the_host_forbid
     monkeypatch.setattr(wiring, "host_bytes", lambda: 4 * 8 * 20 * pools.slab_bytes)
     small = plan_pools(Config(), {0: paged}, CHUNK, busy)
     assert small.load_slabs + small.save_slabs == 20, "an eighth of the host, for four workers"
+
+
+def test_with_a_device_a_node_agent_is_refused_at_the_start() -> None:
+    paged, _ = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=4)
+    on_device = SimpleNamespace(device=torch.device("cuda"), layers=paged.layers)
+    pools = plan_pools(Config(), {0: paged}, CHUNK, Rank(0, "w", 1))
+    host = wiring._Host(
+        cast(Any, {0: on_device}), pools, Rank(0, "w", 1), CHUNK, MemoryRecorder(), NO_TRACING
+    )
+    with pytest.raises(ConfigError, match="set agent to off"):
+        wiring._agent_transfers(Config(agent="auto"), host)
 
 
 def test_memory_that_may_not_be_page_locked_is_refused_at_the_start() -> None:

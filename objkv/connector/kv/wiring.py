@@ -327,13 +327,18 @@ def _own_transfers(config: Config, host: _Host, cache: ChunkCache) -> Transfers:
 
 
 def _agent_transfers(config: Config, host: _Host) -> Transfers:
-    """Return loads and saves by the node's agent."""
+    """Return loads and saves by the node's agent. Raises ``ConfigError`` for devices."""
+    if host.device.type != "cpu":
+        raise ConfigError(
+            "the node agent does not serve devices yet, because its memory is not registered with "
+            "them: set agent to off"
+        )
     link = AgentLink(config)
     if config.agent == "auto":
         link.await_agent(_AGENT_S)
     loader = SharedLoader(
         host.groups,
-        ArenaLane() if host.device.type == "cpu" else open_lane(host.device, urgent=True),
+        ArenaLane(),
         partial(link.connect, wants_arena=True),
         limits=host.load_limits(config),
         recorder=host.recorder,
