@@ -47,8 +47,10 @@ class Outbox:
             raise
 
     def close(self) -> None:
-        """Close the descriptor. Mappings stay."""
-        os.close(self.fd)
+        """Close the descriptor. Mappings stay. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 def join_outbox(fd: int) -> mmap.mmap:
@@ -73,17 +75,19 @@ class AgentSaves:
 
     def __init__(
         self,
-        connect: Callable[[], AgentConnection],
+        connect: Callable[[int], AgentConnection],
+        outbox: Outbox,
         memory: np.ndarray[tuple[int], np.dtype[np.uint8]],
         *,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """``connect``: returns a new connection that has the outbox, or raises ``ObjkvError``.
-        ``memory``: the outbox, as this process has mapped it."""
+        """``connect``: returns a new connection that has the outbox with the given descriptor, or
+        raises ``ObjkvError``. ``outbox``: this object closes it. ``memory``: the outbox, as this
+        process has mapped it."""
         self.link = LinkSpeed()
         self.accepted: Callable[[ChunkKey], None] = lambda key: None
         """Called for each payload that the agent took."""
-        self._connect, self._clock = connect, clock
+        self._connect, self._outbox, self._clock = connect, outbox, clock
         self._base, self._end = memory.ctypes.data, memory.ctypes.data + memory.nbytes
         self._memory = memory
         self._in_flight = InFlightSaves()
@@ -137,19 +141,20 @@ class AgentSaves:
             if self._agent is not None:
                 self._agent.close()
                 self._agent = None
+            self._outbox.close()
         return True
 
     def _reach(self) -> AgentConnection:
         with self._lock:
             if self._agent is not None and self._agent.is_open:
                 return self._agent
-            if self._clock() < self._retry_at:
+            if self._clock() < self._retry_at or self._outbox.fd < 0:
                 raise TransferError("no agent")
             if self._agent is not None:
                 self._agent.close()
             self._agent = None
             try:
-                self._agent = self._connect()
+                self._agent = self._connect(self._outbox.fd)
             except ObjkvError:
                 self._retry_at = self._clock() + _RETRY_S
                 raise

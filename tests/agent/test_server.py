@@ -262,7 +262,8 @@ class Desk:
         self.slabs = SlabPool("save", count=4, slab_bytes=8192, fd=self.outbox.fd)
         self.now = 0.0
         self.saves = AgentSaves(
-            lambda: node.connect(wants_arena=False, outbox=self.outbox.fd),
+            lambda fd: node.connect(wants_arena=False, outbox=fd),
+            self.outbox,
             self.slabs.memory.numpy(),
             clock=lambda: self.now,
         )
@@ -278,7 +279,7 @@ class Desk:
 
     def close(self) -> None:
         self.saves.close(1.0)
-        self.outbox.close()
+        assert self.outbox.fd < 0
 
 
 @pytest.fixture
@@ -347,7 +348,6 @@ def test_a_client_that_goes_at_once_loses_nothing(node: Node, desk: Desk) -> Non
     for payload in made:
         desk.hand_over(payload)
     desk.close()
-    desk.outbox = Outbox(8192)  # for the fixture
     gate.set()
     assert node.saves.drain(PATIENCE_S)
     assert len(list(node.store.scan(""))) == 3

@@ -146,8 +146,8 @@ def test_long_prompts_are_opened_a_few_payloads_at_a_time(
     most, opened = [0], Residents.open
     monkeypatch.setattr(module, "_WINDOW", 2)
 
-    def counted(self: Residents, key: str, waiter: Any) -> Any:
-        found = opened(self, key, waiter)
+    def counted(self: Residents, key: str, waiter: Any, **options: Any) -> Any:
+        found = opened(self, key, waiter, **options)
         most[0] = max(most[0], self.leased())
         return found
 
@@ -401,6 +401,19 @@ def test_without_an_agent_nothing_waits(world: World) -> None:
     )
     assert replica.load(range(4), 1).failed_blocks == frozenset(range(1, 9))
     replica.close()
+
+
+def test_a_closed_loader_takes_and_cancels_nothing_and_leaves_no_descriptor(world: World) -> None:
+    loader = world.open()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        closed = world.open()
+        closed.close()
+        closed.loader.close()
+        closed.loader.cancel("r")
+        assert closed.load(range(4), 1).failed_blocks
+    assert len(os.listdir("/proc/self/fd")) <= before
+    loader.close()
 
 
 def test_many_loads_at_once(world: World) -> None:

@@ -346,7 +346,7 @@ def _agent_transfers(config: Config, host: _Host) -> Transfers:
     )
     outbox = Outbox(host.pools.save_slabs * host.pools.slab_bytes)
     slabs = open_slabs(host.pools, host.pin, outbox.fd)["save"]
-    target = AgentSaves(partial(link.connect, outbox=outbox.fd), slabs.memory.numpy())
+    target = AgentSaves(lambda fd: link.connect(outbox=fd), outbox, slabs.memory.numpy())
     return Transfers(loader, host.saver(config, target, slabs, _COMMIT_THREADS, "none"), target)
 
 

@@ -220,11 +220,15 @@ class SharedLoader(Loads):
     def close(self) -> None:
         """Stop the thread. Unfinished plans never touch their blocks again. Idempotent."""
         with self._lock:
-            self._closed = True
+            was_closed, self._closed = self._closed, True
         self._close_jobs()
+        if was_closed:
+            return
         os.eventfd_write(self._event, 1)
         if join_all([self._thread], self._limits.join_s):
             logger.warning("copies of loads did not finish on the device, going on")
+        else:
+            os.close(self._event)
 
     def __repr__(self) -> str:
         return f"<SharedLoader {len(self._jobs)} plans, {self.leased} payloads open>"
@@ -237,13 +241,15 @@ class SharedLoader(Loads):
             taken = min(count, max(0, self._limits.queue_max - self._moves))
             self._moves += taken
             self._came.append((job, taken))
-        os.eventfd_write(self._event, 1)
+            os.eventfd_write(self._event, 1)
         return taken
 
     def cancel(self, request_id: str) -> None:
         """See ``Loads.cancel``."""
         super().cancel(request_id)
-        os.eventfd_write(self._event, 1)
+        with self._lock:
+            if not self._closed:
+                os.eventfd_write(self._event, 1)
 
     def _work(self) -> None:
         self._lane.adopt_thread()
