@@ -17,7 +17,6 @@ from objkv.codec.seal import Seal
 from objkv.config import Config, Resolved, Role, clear_hosts, local_path
 from objkv.errors import ObjkvError, PayloadError, pip_install
 from objkv.index.base import WriteIndex
-from objkv.ops.doctor.agent import check_agent
 from objkv.ops.doctor.lifecycle import ReadRules, check_lifecycle
 from objkv.ops.doctor.probes import BAD, Area, Check, failure, probe_index_as, probe_store_as
 from objkv.ops.doctor.server import ServerFacts, judge_server
@@ -249,7 +248,7 @@ def examine(resolved: Resolved, patient: Patient, further: tuple[Check, ...] = (
         *check_transport(resolved.config),
         *check_login(resolved.config),
         check_engine(),
-        *check_agent(resolved.config),
+        *_examine_agent(resolved.config),
         *further,
     ]
     values = resolved.config.public()
@@ -280,6 +279,14 @@ def _examine_seal(patient: Patient) -> list[Check]:
     except ObjkvError as exc:
         return [failure("seal", "keys", exc)]
     return [] if seal is None else [Check("seal", "keys", "ok", seal.key_ids)]
+
+
+def _examine_agent(config: Config) -> list[Check]:
+    if config.agent == "off":
+        return []
+    from objkv.ops.doctor.agent import check_agent  # late: `--help` must start at once
+
+    return check_agent(config)
 
 
 def _examine_switch(patient: Patient) -> list[Check]:

@@ -33,7 +33,7 @@ class World:
         connector._worker, connector._asleep = None, False
         connector._vllm_config = connector._geometry = None
         connector._config = Config()
-        connector._backends = connector._recorder = None
+        connector._backends = connector._recorder = connector._published = None
         self.connector = connector
 
     def _open(self, *_: Any, **_more: Any) -> WorkerSide:
