@@ -25,6 +25,9 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("objkv")
 
+# Agents outlive what starts them. Tests of agents start their own; all others do without.
+os.environ["OBJKV_AGENT"] = "off"
+
 # A shell starts what it puts in the background deaf to SIGINT, and every child inherits that: then
 # no test could interrupt a program as a terminal does.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -39,6 +39,8 @@ from objkv.telemetry import MemoryRecorder, Recorder
 logger = logging.getLogger(__name__)
 _MEMORY_SHARE = 8
 """Divisor: the default arena is this fraction of the machine's memory."""
+_START_S = 30.0
+"""How long a replica waits at its start for an agent that is being started."""
 _LOOK_S = 1.0
 _POLL_S = 0.05
 _SWITCH_S = 5e-4
@@ -91,6 +93,28 @@ class AgentLink:
                 return False
             sleep(_POLL_S)
         return True
+
+
+def reach_agent(config: Config) -> AgentLink | None:
+    """Return the way to this machine's agent. None if the replica is to load for itself: without an
+    agent, and with ``auto`` if none can serve these settings or start within 30 s, which is logged.
+    """
+    urls = (config.bulk_url, config.index_url)
+    if config.agent == "off":
+        return None
+    if config.agent != "auto":
+        return AgentLink(config)
+    if any(url.startswith("memory:") for url in urls):  # another process has its own
+        return None
+    try:
+        link = AgentLink(config)
+        if link.await_agent(_START_S):
+            return link
+        reason = "it does not listen yet"
+    except ConfigError as exc:
+        reason = str(exc)
+    logger.warning("no node agent, this replica loads for itself reason=%s", reason)
+    return None
 
 
 def open_agent_backends(link: AgentLink) -> Backends:

@@ -16,8 +16,9 @@ from objkv.errors import ObjkvError
 
 _TAIL_LINES = 25
 _PR_SET_PDEATHSIG = 1
-# A child needs no network, reports no usage, and listens on loopback only.
+# A child needs no network, reports no usage, listens on loopback only, and starts no node agent.
 _ENVIRONMENT = {
+    "OBJKV_AGENT": "off",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_HOST_IP": "127.0.0.1",
@@ -152,6 +153,18 @@ class Program:
     def failed(self, what: str) -> ProgramFailed:
         """Return the error that describes the failure ``what``."""
         return ProgramFailed(f"{self.name} {what}", self.log_file)
+
+    def end(self, *, bound_s: float) -> None:
+        """Ask the program to end, and wait until it has. Raises ``ProgramFailed``, also after
+        ``bound_s``."""
+        self._process.terminate()
+        try:
+            status = self._process.wait(bound_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise self.failed(f"did not end within {bound_s:.0f} s") from None
+        if status:
+            raise self.failed(f"ended with exit status {status}")
 
     def kill(self) -> None:
         """Kill the program and its children. Idempotent."""

@@ -15,6 +15,7 @@ from objkv.cli.output import Printer
 from objkv.errors import ConfigError
 from objkv.ops import demo as demo_module
 from objkv.ops.demo import (
+    DemoAgent,
     DemoAnswer,
     DemoFolder,
     DemoPrompt,
@@ -62,6 +63,7 @@ def report(shown: tuple[DemoRow, ...], **changes: object) -> DemoReport:
         "rows": shown,
         "load_failures": 0,
         "stored": DemoStore(chunks=15, tokens=3840, nbytes=3 << 20, settings={"OBJKV_X": "y"}),
+        "agent": DemoAgent(read=15, fetched=0),
         "notices": (),
     }
     return DemoReport(**values | changes)  # type: ignore[arg-type]

@@ -60,7 +60,7 @@ def test_with_a_device_a_node_agent_is_refused_at_the_start() -> None:
         cast(Any, {0: on_device}), pools, Rank(0, "w", 1), CHUNK, MemoryRecorder(), NO_TRACING
     )
     with pytest.raises(ConfigError, match="set agent to off"):
-        wiring._agent_transfers(Config(agent="auto"), host)
+        wiring._agent_transfers(Config(), host, cast(Any, None))
 
 
 def test_memory_that_may_not_be_page_locked_is_refused_at_the_start() -> None:

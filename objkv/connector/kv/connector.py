@@ -19,9 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from objkv.assembly.agent import AgentLink, open_agent_backends
+from objkv.assembly.agent import open_agent_backends, reach_agent
 from objkv.assembly.backends import Backends
-from objkv.cache.chunks import ChunkCache
 from objkv.config import load_config
 from objkv.connector.counters import HISTOGRAMS
 from objkv.connector.guard import guarded, speak_as_vllm
@@ -74,6 +73,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._config = load_config(self._kv_transfer_config.kv_connector_extra_config)
         self._geometry = read_geometry(vllm_config, kv_cache_config, self._config)
         self._recorder = MemoryRecorder(sampled=HISTOGRAMS)
+        self._link = reach_agent(self._config)
         backends = self._open_backends()
         self._backends, self._published = watch_saves(backends, vllm_config)
         self._scheduler: SchedulerSide | None = None
@@ -82,7 +82,12 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         warn_of_outer_policy(vllm_config, self._config)
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = open_scheduler_side(
-                vllm_config, self._config, self._geometry, self._backends, self._recorder
+                vllm_config,
+                self._config,
+                self._geometry,
+                self._backends,
+                self._recorder,
+                saves_outlive=self._link is not None,
             )
             log = open_event_log(vllm_config, kv_cache_config, self._geometry, self._config)
             self._scheduler.events = log
@@ -97,9 +102,9 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def _open_backends(self) -> Backends:
-        if self._config.agent == "off":
+        if self._link is None:
             return open_checked_backends(self._config, self._recorder)
-        return open_agent_backends(AgentLink(self._config))  # the agent has checked its own
+        return open_agent_backends(self._link)  # the agent has checked its own
 
     # Worker's side.
 
@@ -116,7 +121,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._vllm_config,
             self._config,
             self._geometry,
-            self._open_cache(writer),
+            self._link or open_cache(self._config, self._backends, writer, self._recorder),
             writer=writer,
             recorder=self._recorder,
             kv_caches=self._kv_caches,
@@ -125,11 +130,6 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.watch_saves(self._published.note)
         # This drains saves even if the engine is garbage-collected or the process just exits.
         self._finalizer = weakref.finalize(self, self._worker.close)
-
-    def _open_cache(self, writer: str) -> ChunkCache | None:
-        if self._config.agent != "off":
-            return None
-        return open_cache(self._config, self._backends, writer, self._recorder)
 
     @guarded(None)
     def unregister_kv_caches(self) -> None:

@@ -68,9 +68,6 @@ _PINNED_SHARE = 8
 _PINNED_BYTES = 1 << 30
 """The default limit is at least this, if the host has the memory: payloads of other shapes take a
 share of the limit."""
-_AGENT_S = 30.0
-"""How long a worker waits at its start for an agent that is being started. Then it serves without,
-until there is one."""
 _COMMIT_THREADS = 1
 """Threads that hand payloads to an agent, which takes about as long as copying them."""
 _LOAD_LANES = 2
@@ -86,9 +83,11 @@ def open_scheduler_side(
     geometry: Geometry,
     backends: Backends,
     recorder: Recorder,
+    *,
+    saves_outlive: bool,
 ) -> SchedulerSide:
     """Open the scheduler's side. Reads the model's files. Raises ``ConfigError`` for unsupported
-    models."""
+    models. ``saves_outlive``: whether saves go on when the engine is killed."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     if config.load_failure == "recompute":
@@ -97,7 +96,7 @@ def open_scheduler_side(
         transfer.kv_load_failure_policy = "recompute"
     identity = read_identity(vllm_config, geometry, config)
     saves = may_save(config, producer=transfer.is_kv_producer, consumer=transfer.is_kv_consumer)
-    if saves:
+    if saves and not saves_outlive:
         warn_of_sudden_end(vllm_config)
     roles = Roles(
         loads=transfer.is_kv_consumer,
@@ -188,7 +187,7 @@ def open_worker_side(
     vllm_config: "VllmConfig",
     config: Config,
     geometry: Geometry,
-    cache: ChunkCache | None,
+    source: ChunkCache | AgentLink,
     *,
     writer: str,
     recorder: Recorder,
@@ -196,6 +195,7 @@ def open_worker_side(
 ) -> WorkerSide:
     """Open the worker's side. Raises ``ConfigError`` for a cache layout that objkv cannot read.
 
+    ``source``: of loads and saves, this process's own cache or its node's agent.
     ``kv_caches``: vLLM's paged cache by layer, never freed or resized here.
     """
     use_batched_copies(next(iter(kv_caches.values())).device)
@@ -213,7 +213,7 @@ def open_worker_side(
         config,
         geometry,
         rank,
-        cache,
+        source,
         recorder=recorder,
         kv_caches=kv_caches,
         tracing=open_tracing(),
@@ -236,21 +236,21 @@ def make_worker_side(
     config: Config,
     geometry: Geometry,
     rank: Rank,
-    cache: ChunkCache | None,
+    source: ChunkCache | AgentLink,
     *,
     recorder: Recorder,
     kv_caches: Mapping[str, torch.Tensor],
     tracing: Tracing = NO_TRACING,
 ) -> WorkerSide:
-    """Make the worker's side without vLLM's configuration. ``cache``: None with a
-    node agent."""
+    """Make the worker's side without vLLM's configuration."""
     groups = read_pages(geometry, (rank.tp_rank, rank.pp_rank), kv_caches, rank.quantised)
-    pools = plan_pools(config, groups, geometry.chunk_tokens, rank)
+    loads_here = isinstance(source, ChunkCache)
+    pools = plan_pools(config, groups, geometry.chunk_tokens, rank, loads_here=loads_here)
     host = _Host(groups, pools, rank, geometry.chunk_tokens, recorder, tracing)
-    if cache is None:
-        transfers = _agent_transfers(config, host)
+    if isinstance(source, ChunkCache):
+        transfers = _own_transfers(config, host, source)
     else:
-        transfers = _own_transfers(config, host, cache)
+        transfers = _agent_transfers(config, host, source)
     logger.info("objkv worker ready loader=%r saver=%r", transfers.loader, transfers.saver)
     return WorkerSide(config, geometry, rank, groups, transfers=transfers, tracing=tracing)
 
@@ -326,16 +326,13 @@ def _own_transfers(config: Config, host: _Host, cache: ChunkCache) -> Transfers:
     return Transfers(loader, saver, cache)
 
 
-def _agent_transfers(config: Config, host: _Host) -> Transfers:
+def _agent_transfers(config: Config, host: _Host, link: AgentLink) -> Transfers:
     """Return loads and saves by the node's agent. Raises ``ConfigError`` for devices."""
     if host.device.type != "cpu":
         raise ConfigError(
             "the node agent does not serve devices yet, because its memory is not registered with "
             "them: set agent to off"
         )
-    link = AgentLink(config)
-    if config.agent == "auto":
-        link.await_agent(_AGENT_S)
     loader = SharedLoader(
         host.groups,
         ArenaLane(),
@@ -365,12 +362,20 @@ class Pools:
 
 
 def plan_pools(
-    config: Config, groups: Mapping[int, PagedGroup], chunk_tokens: int, rank: Rank
+    config: Config,
+    groups: Mapping[int, PagedGroup],
+    chunk_tokens: int,
+    rank: Rank,
+    *,
+    loads_here: bool = True,
 ) -> Pools:
     """Divide the pinned memory: at most half for loads, the rest for saves, so that neither starves
     the other. Each load thread has two slabs, for the payload and for decoded pages. Saves should
     have slabs for two full steps: one that is being copied, and one that is being sent. Raises
-    ``ConfigError`` if there is not enough for one thread of each. An agent loads without slabs."""
+    ``ConfigError`` if there is not enough for one thread of each.
+
+    ``loads_here``: False with a node agent, whose loads need no slabs.
+    """
     # Includes room for token ids, which payloads of other replicas may contain.
     slab_bytes = max(payload_bytes_max(g.layers, tokens=chunk_tokens) for g in groups.values())
     # One page more, because the header is a few bytes longer for another block size.
@@ -385,7 +390,6 @@ def plan_pools(
         expected = max(slab_bytes * (load_max + save_max), _PINNED_BYTES)
         nbytes = min(expected, max(share, 4 * slab_bytes))
     budget = nbytes // slab_bytes
-    loads_here = config.agent == "off"
     load = min(load_max, budget // 2 // 2 * 2) if loads_here else 0
     save = min(save_max, budget - load)
     if load < 2 * loads_here or save < 1:

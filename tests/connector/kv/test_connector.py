@@ -30,7 +30,7 @@ class World:
         monkeypatch.setattr(kv, "open_worker_side", self._open)
         monkeypatch.setattr(kv, "open_cache", lambda *_: None)
         connector: Any = object.__new__(ObjKVConnector)
-        connector._worker, connector._asleep = None, False
+        connector._worker, connector._link, connector._asleep = None, None, False
         connector._vllm_config = connector._geometry = None
         connector._config = Config()
         connector._backends = connector._recorder = connector._published = None
