@@ -82,6 +82,7 @@ ENGINE: dict[str, Any] = {
 }
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
+    "OBJKV_AGENT": "off",
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": str(ROOT),
     "TOKENIZERS_PARALLELISM": "false",

@@ -32,6 +32,7 @@ VLLM_CACHE = {"VLLM_CACHE_ROOT": str(ROOT / ".cache" / "vllm")}
 _ENVIRONMENT = VLLM_CACHE | {
     "HF_HUB_OFFLINE": "1",
     "NO_COLOR": "1",
+    "OBJKV_AGENT": "off",
     "PYTHONFAULTHANDLER": "1",
     "PYTHONPATH": str(ROOT),
     "TOKENIZERS_PARALLELISM": "false",

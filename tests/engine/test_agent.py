@@ -14,7 +14,7 @@ from tests.engine.harness import ReplicaFailed, run_replica, run_replicas
 from tests.engine.job import Call, Generate, Job, ResetPrefixCache, Settle, Step
 from tests.engine.prompts import prompt_of
 from tests.engine.test_shapes_tp import TWO_RANKS
-from tests.support.agents import AgentProcess
+from tests.support.agents import AgentProcess, agent_folder
 from tests.support.paged_cache import wait_until
 
 PROMPTS = (prompt_of(300), prompt_of(600, seed=1))
@@ -88,6 +88,17 @@ def on_one_agent(folder: Path) -> Values:
 
 
 @scenario
+def with_nothing_configured(folder: Path) -> Values:
+    store = SharedStore(folder / "store")
+    with agent_folder() as sockets:
+        environment = {"XDG_RUNTIME_DIR": str(sockets)}
+        made = store.job(*GENERATE, agent="auto").model_copy(update={"env": environment})
+        runs = [run_replica(made, folder) for _ in range(2)]
+        (log,) = sockets.glob("objkv/*.log")
+        return {"runs": runs, "log": log.read_text()}
+
+
+@scenario
 def engine_killed(folder: Path) -> Values:
     store = SharedStore(folder / "store")
     with AgentProcess(settings(store)) as agent:
@@ -144,6 +155,15 @@ def test_replicas_of_one_agent_share_their_kv_with_the_same_tokens() -> None:
     for run in runs["both"]:
         assert run.cached == LOADED
         assert run.tokens == alone
+
+
+def test_by_default_the_first_replica_starts_an_agent_that_the_next_one_uses_too() -> None:
+    values = with_nothing_configured()
+    first, second = values["runs"]
+    assert values["log"].count("agent ready") == 1
+    assert first.cached == [0, 0]
+    assert second.cached == LOADED
+    assert first.tokens == second.tokens == on_one_agent()["alone"].tokens
 
 
 def test_what_was_saved_is_read_from_memory_and_stored_once() -> None:
