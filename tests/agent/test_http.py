@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from objkv.agent.http import LEVELS, PREFIX, TOTALS, AgentHttp, AgentNumbers
+from objkv.agent.http.api import AgentHttp, AgentNumbers
+from objkv.agent.http.metrics import LEVELS, PREFIX, TOTALS
 from objkv.agent.prefetch import Prefetches
 from objkv.errors import StoreUnavailable
 from objkv.ops.top.scrape import values_of

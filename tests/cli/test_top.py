@@ -25,7 +25,7 @@ import pyte
 import pytest
 from rich.console import Console
 
-from objkv.agent.http import AgentHttp, AgentNumbers
+from objkv.agent.http.api import AgentHttp, AgentNumbers
 from objkv.agent.prefetch import Prefetches
 from objkv.cli.top import SORTS, Showing, screen, sort_rows, summary_lines
 from objkv.ops.top.nodes import NodeRow

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from objkv.agent.http import PREFIX
+from objkv.agent.http.metrics import PREFIX
 from objkv.ops.top.scrape import Scrape
 
 

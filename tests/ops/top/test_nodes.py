@@ -2,7 +2,7 @@
 
 import pytest
 
-from objkv.agent.http import LEVELS, TOTALS, metrics_page
+from objkv.agent.http.metrics import LEVELS, TOTALS, metrics_page
 from objkv.ops.top.nodes import node_of
 from objkv.ops.top.scrape import Scrape, values_of
 
