@@ -1,4 +1,4 @@
-"""Node agents in Kubernetes: off by default; they alone have credentials, and replicas find them."""
+"""Agents in Kubernetes: off by default; they alone have credentials, and replicas find them."""
 
 import json
 import os
