@@ -2,7 +2,11 @@
 
 import http.client
 import json
+import os
+import re
+import shutil
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -176,3 +180,22 @@ def test_leased_bytes_are_those_of_payloads_that_are_held(node: Node, router: Ro
     values = values_of(router.ask("GET", "/metrics")[1])
     assert values[f"{PREFIX}leased_bytes"] == sizes[0]
     assert values[f"{PREFIX}leased_payloads"] == 1
+
+
+def test_the_documented_command_gives_node_exporter_a_file_while_there_is_an_agent(
+    node: Node, router: Router, tmp_path: Path
+) -> None:
+    if shutil.which("curl") is None:
+        if os.environ.get("CI"):
+            pytest.fail("curl is not installed")
+        pytest.skip("curl is not installed")
+    page = (Path(__file__).parents[2] / "docs" / "agent.md").read_text()
+    (script,) = re.findall(r"```\n(cd /var/lib/node_exporter.*?)```", page, re.DOTALL)
+    script = script.replace("/var/lib/node_exporter", str(tmp_path))
+    for socket_file, files in ((node.folder / "http", ["objkv.prom"]), (tmp_path / "none", [])):
+        told = script.replace("/run/objkv/agent.sock.http", str(socket_file))
+        subprocess.run(["/bin/sh", "-c", told], check=True, timeout=PATIENCE_S)
+        assert [file.name for file in tmp_path.iterdir()] == files
+        if files:
+            values = values_of((tmp_path / "objkv.prom").read_text())
+            assert values[f"{PREFIX}clients"] == 7

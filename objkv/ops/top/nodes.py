@@ -1,7 +1,7 @@
 """Rows of node agents from two scrapes of their metrics. Pure arithmetic."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from objkv.agent.http.metrics import PREFIX
@@ -79,7 +79,7 @@ def node_of(name: str, before: Scrape | None, now: Scrape) -> NodeRow:
         return NodeRow(name, "no agent", "its metrics are not those of an agent")
     levels = {field: now.values.get(PREFIX + metric, 0.0) for field, metric in _LEVELS.items()}
     if before is None or now.at_s <= before.at_s:
-        return NodeRow(name, "new", **levels)
+        return replace(NodeRow(name, "new"), **levels)
     restarted = _is_restarted(before.values, now.values)
     old: Mapping[str, float] = {} if restarted else before.values
     seconds = now.at_s - before.at_s
@@ -87,7 +87,7 @@ def node_of(name: str, before: Scrape | None, now: Scrape) -> NodeRow:
         field: (now.values.get(key, 0.0) - old.get(key, 0.0)) / seconds
         for field, key in ((field, PREFIX + metric) for field, metric in _RATES.items())
     }
-    return NodeRow(name, "restarted" if restarted else "up", **levels, **rates)
+    return replace(NodeRow(name, "restarted" if restarted else "up"), **levels, **rates)
 
 
 def _is_restarted(before: Mapping[str, float], now: Mapping[str, float]) -> bool:
