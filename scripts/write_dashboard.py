@@ -53,6 +53,17 @@ def quantiles(name: str) -> list[Query]:
 LOCAL, HIT, ASKED = rate("local_hit_tokens"), rate("hit_tokens"), rate("query_tokens")
 OF_THE_STORE = "max by (namespace, tenant, model)"
 
+AGENT = "objkv_agent_"
+
+
+def agent_rate(name: str) -> str:
+    """Return the rate per second over all node agents."""
+    return f"sum(rate({AGENT}{name}_total[$__rate_interval]))"
+
+
+OF_AN_AGENT, LEASED = "max by (instance)", ("leased", "arena")
+AGENT_HITS, AGENT_FILLS = agent_rate("hits"), agent_rate("fills")
+
 ROWS: dict[str, list[Panel]] = {
     "Benefit": [
         Panel(
@@ -281,6 +292,99 @@ ROWS: dict[str, list[Panel]] = {
             "Payloads per second. none: compression did not gain enough.",
             [("{{codec}}", rate("save_codec", "codec"))],
             unit="cps",
+        ),
+    ],
+    "Node agents": [
+        Panel(
+            "Agents",
+            "Node agents whose metrics Prometheus has.",
+            [("", f"count({AGENT}arena_bytes)")],
+            kind="stat",
+            width=4,
+            height=4,
+        ),
+        Panel(
+            "Served from memory",
+            "Share of the payloads requested from agents that were in an arena.",
+            [("", share(AGENT_HITS, f"{AGENT_HITS} + {AGENT_FILLS}"))],
+            unit="percentunit",
+            kind="stat",
+            width=4,
+            height=4,
+            most=1,
+        ),
+        Panel(
+            "Arenas in use",
+            "Share of all arenas that payloads take. A full arena evicts what is used least.",
+            [("", f"1 - sum({AGENT}arena_free_bytes) / sum({AGENT}arena_bytes)")],
+            unit="percentunit",
+            kind="stat",
+            width=4,
+            height=4,
+            most=1,
+        ),
+        Panel(
+            "Leased",
+            "Share of each arena that is leased, and so cannot be evicted.",
+            [("{{instance}}", " / ".join(f"{OF_AN_AGENT} ({AGENT}{one}_bytes)" for one in LEASED))],
+            unit="percentunit",
+            width=12,
+            height=4,
+            most=1,
+        ),
+        Panel(
+            "Payloads by place",
+            "Per second: in the arena, or fetched from the hot or bulk store.",
+            [("arena", AGENT_HITS), ("store", AGENT_FILLS)],
+            unit="cps",
+            stack=True,
+        ),
+        Panel(
+            "Bytes of agents",
+            "Fetched from stores, saved, and evicted from arenas.",
+            [
+                ("fetched", agent_rate("load_bytes")),
+                ("saved", agent_rate("save_bytes")),
+                ("evicted", agent_rate("evicted_bytes")),
+            ],
+            unit="Bps",
+        ),
+        Panel(
+            "Prefetched",
+            "Payloads per second: fetched ahead of a request, read later, or evicted unread.",
+            [
+                ("prefetched", agent_rate("prefetches")),
+                ("read", agent_rate("prefetch_used")),
+                ("evicted unread", agent_rate("prefetch_unused")),
+            ],
+            unit="cps",
+        ),
+        Panel(
+            "Misses of agents",
+            "Per second, by reason. The model computes these tokens instead.",
+            [
+                ("arena full of leases", agent_rate("no_room")),
+                ("store or deadline", agent_rate("load_errors")),
+                ("corrupt", agent_rate("load_corrupt")),
+                ("gone", agent_rate("load_ghosts")),
+            ],
+            unit="cps",
+        ),
+        Panel(
+            "Saves not made by agents",
+            "Per second, by reason.",
+            [
+                ("queue, room or deadline", agent_rate("save_drops")),
+                ("store failed", agent_rate("save_errors")),
+                ("circuit open", agent_rate("saves_shed")),
+                ("quota", agent_rate("save_over_quota")),
+            ],
+            unit="cps",
+        ),
+        Panel(
+            "Connections of replicas",
+            "To each agent. A replica has several.",
+            [("{{instance}}", f"{OF_AN_AGENT} ({AGENT}clients)")],
         ),
     ],
 }

@@ -6,6 +6,7 @@ python scripts/write_metrics.py; ``tests/test_metrics_page.py`` fails when the p
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from objkv.agent.http.metrics import LEVELS, PREFIX, TOTALS
 from objkv.connector.counters import (
     BUCKETS_S,
     ENCODER_METRICS,
@@ -53,6 +54,14 @@ def exporter() -> Iterator[Row]:
         yield name + labels, metric.kind, metric.text
 
 
+def agent() -> Iterator[Row]:
+    """Yield a node agent's own metrics."""
+    for name, text in LEVELS.items():
+        yield PREFIX + name, "gauge", text
+    for name, text in TOTALS.items():
+        yield f"{PREFIX}{name}_total", "counter", text
+
+
 def table(rows: Iterable[Row]) -> str:
     """One table, in the order given."""
     lines = ["| Name | Kind | Meaning |", "|---|---|---|"]
@@ -66,6 +75,7 @@ def page() -> str:
         "encoder": connector(ENCODER_METRICS),
         "tier": connector(TIER_METRICS),
         "exporter": exporter(),
+        "agent": agent(),
     }
     text = HEAD.read_text()
     for name, rows in parts.items():

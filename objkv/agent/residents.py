@@ -200,6 +200,11 @@ class Residents:
         with self._lock:
             return sum(one.leases > 0 for one in self._all)
 
+    def leased_bytes(self) -> int:
+        """Return the bytes of payloads under a lease."""
+        with self._lock:
+            return sum(one.nbytes for one in self._all if one.leases)
+
     def wait_idle(self, seconds: float) -> bool:
         """Wait until no payload is leased, for at most ``seconds``. Returns whether none is."""
         with self._lock:

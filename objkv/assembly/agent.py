@@ -21,7 +21,7 @@ from objkv.agent.calls import (
 )
 from objkv.agent.client import AgentConnection
 from objkv.agent.core import Core, CoreLimits
-from objkv.agent.http import AgentHttp, AgentNumbers
+from objkv.agent.http.api import AgentHttp, AgentNumbers
 from objkv.agent.launch import AgentSocket, failure_of, is_listening, start_agent
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.saves import NodeSaveLimits, NodeSaves

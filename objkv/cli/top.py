@@ -23,8 +23,11 @@ from objkv.cli.command import FINE, FOUND, UNREACHABLE, Session, command, ending
 from objkv.cli.options import time_option
 from objkv.cli.output import Printer, age, plain, size
 from objkv.cli.tables import HASH_DIGITS, shortened
+from objkv.config.node import agent_socket
+from objkv.config.schema import Config
 from objkv.errors import ConfigError
 from objkv.ops.formats import printable
+from objkv.ops.top.nodes import NodeRow
 from objkv.ops.top.prefixes import HotPrefix, PrefixLook
 from objkv.ops.top.rates import Flow, ReplicaRow
 from objkv.ops.top.scrape import MetricsSource
@@ -44,9 +47,19 @@ REPLICA_COLUMNS: Final = (
     "replica", "state", ">tokens/s", ">hit", ">local", ">hot/s", ">bulk/s", ">saved/s",
     ">refused/s", ">missed/s", ">dropped/s", ">lookup", ">load", ">run", ">wait", "notes",
 )  # fmt: skip
-_DROPPED_FIRST: Final = (">wait", ">run", ">load", ">lookup", ">local", ">saved/s", ">missed/s")
+NODE_COLUMNS: Final = (
+    "node", "state", ">arena", ">used", ">leased", ">clients", ">in memory", ">on disk",
+    ">fetched/s", ">saved/s", ">no room/s", ">prefetched", ">read", ">unread", "notes",
+)  # fmt: skip
+_DROPPED_FIRST: Final = {
+    REPLICA_COLUMNS: (">wait", ">run", ">load", ">lookup", ">local", ">saved/s", ">missed/s"),
+    NODE_COLUMNS: (">clients", ">saved/s", ">on disk", ">arena", ">prefetched", ">read"),
+}
 """Columns omitted on a narrow terminal, the least important first."""
-_DROPPED_FOR_NOTES: Final = (">dropped/s", ">hot/s", ">bulk/s", ">hit", ">refused/s", ">tokens/s")
+_DROPPED_FOR_NOTES: Final = {
+    REPLICA_COLUMNS: (">dropped/s", ">hot/s", ">bulk/s", ">hit", ">refused/s", ">tokens/s"),
+    NODE_COLUMNS: (">unread", ">fetched/s", ">leased", ">used", ">in memory", ">no room/s"),
+}
 """Columns also omitted if the notes (such as why a replica is down) do not fit otherwise."""
 _NOTES_MIN = 24
 PREFIX_COLUMNS: Final = (
@@ -91,16 +104,22 @@ def screen(
         return Group(head, Text("reading metrics ...", style="dim"))
     above = len(summary_lines(view)) + len(view.problems)
     room = max(2, height - _HEADINGS - above)
+    nodes = sorted(view.nodes, key=lambda row: row.state == "up")[: max(0, (room - 4) // 2)]
+    room -= len(nodes) + 2 if nodes else 0
     rows = sort_rows(view.rows, showing.sort)
     replicas = rows[showing.top :][: max(1, min(len(rows), room * 2 // 3))]
     left = room - len(replicas)
     parts: list[RenderableType] = [head, _summary(view, width), Text()]
-    parts.append(_replica_table([replica_cells(row) for row in replicas], width))
+    cells = [replica_cells(row) for row in replicas]
+    parts.append(_fitted_table(REPLICA_COLUMNS, cells, width))
     if len(rows) > len(replicas):
         first = showing.top + 1
         last = showing.top + len(replicas)
         parts.append(Text(f"{first} to {last} of {len(rows)}", style="dim"))
     parts.append(Text())
+    if nodes:
+        cells = [node_cells(row) for row in nodes]
+        parts += [_fitted_table(NODE_COLUMNS, cells, width), Text()]
     if view.prefixes is not None:
         parts.append(Text(prefix_heading(view.prefixes), style="bold"))
         shown = view.prefixes.prefixes[: max(0, left)]
@@ -200,6 +219,31 @@ def replica_cells(row: ReplicaRow) -> list[str]:
     ]
 
 
+def node_cells(row: NodeRow) -> list[str]:
+    """One node agent's row as text."""
+    if row.state in ("down", "no agent"):
+        return [row.name, row.state, *[""] * 12, row.problem or ""]
+    known = row.state != "new"
+    asked = row.hits + row.fills
+    return [
+        row.name,
+        row.state,
+        size(round(row.arena_bytes)),
+        percent(row.used_share),
+        percent(row.leased_bytes / row.arena_bytes if row.arena_bytes else None),
+        f"{row.clients:.0f}",
+        percent(row.hit_rate) if known else "",
+        percent(row.disk_hits / asked) if known and asked else "",
+        _bytes(row.load_bytes) if known else "",
+        _bytes(row.save_bytes) if known else "",
+        _count(row.no_room) if known else "",
+        f"{row.prefetches:,.0f}",
+        f"{row.prefetch_used:,.0f}",
+        f"{row.prefetch_unused:,.0f}",
+        "",
+    ]
+
+
 def prefix_cells(prefix: HotPrefix) -> list[str]:
     """One prefix's row as text."""
     return [
@@ -269,20 +313,20 @@ def _sparkline(values: Sequence[float | None]) -> str:
     )
 
 
-def _replica_table(rows: Sequence[Sequence[str]], width: int) -> Table:
+def _fitted_table(names: tuple[str, ...], rows: Sequence[Sequence[str]], width: int) -> Table:
     """Return a table of the columns that fit; the notes get the remaining width."""
-    columns = list(REPLICA_COLUMNS)
-    cells = [dict(zip(REPLICA_COLUMNS, row, strict=True)) for row in rows]
+    columns = list(names)
+    cells = [dict(zip(names, row, strict=True)) for row in rows]
 
     def widest(name: str) -> int:
         return max(len(name.removeprefix(">")), *(len(row[name]) for row in cells))
 
-    for name in _DROPPED_FIRST:
+    for name in _DROPPED_FIRST[names]:
         if sum(widest(column) + 2 for column in columns[:-1]) + _NOTES_MIN <= width:
             break
         columns.remove(name)
     notes = min(_NOTES_MIN, widest("notes"))
-    for name in _DROPPED_FOR_NOTES:
+    for name in _DROPPED_FOR_NOTES[names]:
         if sum(widest(column) + 2 for column in columns[:-1]) + notes <= width:
             break
         columns.remove(name)
@@ -304,7 +348,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
         )
     for row in rows:
         cells = [Text(printable(shortened(cell, HASH_DIGITS))) for cell in row]
-        if columns[0] == "replica":
+        if columns[0] in ("replica", "node"):
             cells[1].stylize(_STATE_STYLES.get(row[1], "yellow"))
             cells[-1].stylize("yellow")
         table.add_row(*cells)
@@ -343,6 +387,12 @@ def top(
     exporter: Annotated[
         str | None, typer.Option(help="An objkv exporter, for stored totals.", metavar="URL")
     ] = None,
+    agent: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Socket of a node agent; repeatable (default: OBJKV_AGENT's).", metavar="PATH"
+        ),
+    ] = None,
     no_index: Annotated[
         bool, typer.Option("--no-index", help="Do not read hot prefixes from the index.")
     ] = False,
@@ -368,7 +418,8 @@ def top(
         backends = stack.enter_context(session.backends()) if wants_index else None
         sources = [MetricsSource(url, deadline_s=deadline_s) for url in urls]
         told = MetricsSource(exporter, deadline_s=deadline_s) if exporter else None
-        watch = FleetWatch(sources, told, backends.index if backends else None)
+        agents = [_agent_source(path, deadline_s) for path in _agents(agent, config)]
+        watch = FleetWatch(sources, told, backends.index if backends else None, agents=agents)
         if once:
             return _once(session.out, watch, every, look=wants_index)
         return _live(session.out, stack.enter_context(watch), every)
@@ -387,6 +438,20 @@ def _urls(given: list[str] | None, file: Path | None) -> list[str]:
     return list(dict.fromkeys(urls)) or [_DEFAULT]
 
 
+def _agents(given: list[Path] | None, config: Config) -> list[Path]:
+    """Return the sockets of the agents to show."""
+    if given:
+        return list(dict.fromkeys(given))
+    path = agent_socket(config)
+    # Another user's replicas, or none, may have started agents on this machine.
+    is_shown = path is not None and (config.agent != "auto" or path.exists())
+    return [path] if path is not None and is_shown else []
+
+
+def _agent_source(path: Path, deadline_s: float) -> MetricsSource:
+    return MetricsSource("http://agent", deadline_s=deadline_s, socket=Path(f"{path}.http"))
+
+
 def _once(out: Printer, watch: FleetWatch, every_s: float, *, look: bool) -> int:
     """Print the rates of one interval."""
     try:
@@ -401,6 +466,7 @@ def _once(out: Printer, watch: FleetWatch, every_s: float, *, look: bool) -> int
     finally:
         watch.__exit__(None, None, None)
     down = sum(row.state == "down" for row in view.rows)
+    is_node_down = any(row.state == "down" for row in view.nodes)
     if out.machine:
         hit_rate = view.total.hit_rate
         out.document({**plain(view), "hit_rate": hit_rate, "every_s": every_s})
@@ -408,24 +474,31 @@ def _once(out: Printer, watch: FleetWatch, every_s: float, *, look: bool) -> int
         _print(out, view)
     if down == len(view.rows):
         return UNREACHABLE
-    return FOUND if down or view.problems else FINE
+    return FOUND if down or is_node_down or view.problems else FINE
 
 
 def _print(out: Printer, view: View) -> None:
     for line in summary_lines(view):
         out.line(line)
     out.line()
-    columns, rows = list(REPLICA_COLUMNS), [replica_cells(row) for row in view.rows]
-    for row in (columns, *rows):  # why a replica is down stays on a narrow terminal
-        row.insert(2, row.pop())
-    columns[2] = f"~{columns[2]}"
-    out.table(columns, rows)
+    out.table(*_notes_third(REPLICA_COLUMNS, [replica_cells(row) for row in view.rows]))
+    if view.nodes:
+        out.line()
+        out.table(*_notes_third(NODE_COLUMNS, [node_cells(row) for row in view.nodes]))
     if view.prefixes is not None and view.prefixes.prefixes:
         out.line()
         out.line(prefix_heading(view.prefixes), "bold")
         out.table(PREFIX_COLUMNS, [prefix_cells(prefix) for prefix in view.prefixes.prefixes])
     for problem in view.problems:
         out.line(problem, "yellow")
+
+
+def _notes_third(
+    names: Sequence[str], rows: Sequence[Sequence[str]]
+) -> tuple[list[str], list[list[str]]]:
+    """Move the notes forward: why a replica or node is down stays on a narrow terminal."""
+    columns = [*names[:2], f"~{names[-1]}", *names[2:-1]]
+    return columns, [[*row[:2], row[-1], *row[2:-1]] for row in rows]
 
 
 def _live(out: Printer, watch: FleetWatch, every_s: float) -> int:

@@ -2,7 +2,11 @@
 
 import http.client
 import json
+import os
+import re
+import shutil
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +14,11 @@ from typing import Any
 
 import pytest
 
-from objkv.agent.http import AgentHttp, AgentNumbers
+from objkv.agent.http.api import AgentHttp, AgentNumbers
+from objkv.agent.http.metrics import LEVELS, PREFIX, TOTALS
 from objkv.agent.prefetch import Prefetches
 from objkv.errors import StoreUnavailable
+from objkv.ops.top.scrape import values_of
 from tests.agent.world import PATIENCE_S, Node, WatchedStore, ended, opened
 from tests.support.paged_cache import wait_until
 from tests.support.samples import NAMESPACE, TOKENS, save_identity
@@ -143,3 +149,53 @@ def test_other_paths_methods_and_faults_have_their_status(node: Node, router: Ro
     node.index.lookup = down  # type: ignore[method-assign]
     body = {"namespace": NAMESPACE, "hashes": ["0" * 40]}
     assert router.ask("POST", "/v1/match", body) == (503, {"error": "the index is down"})
+
+
+def test_metrics_are_whole_from_the_start_and_levels_fall_again(node: Node, router: Router) -> None:
+    """A rate from the first event on needs the 0 before it, and large counters all their digits."""
+    page = router.ask("GET", "/metrics")[1]
+    values = values_of(page)
+    assert values.keys() == {PREFIX + name for name in LEVELS} | {
+        f"{PREFIX}{name}_total" for name in TOTALS
+    }
+    assert values[f"{PREFIX}arena_bytes"] == node.residents.total_bytes
+    assert page.count("# HELP ") == page.count("# TYPE ") == len(values)
+    node.recorder.count("load_bytes", 123_456_789_012)
+    node.recorder.level("breaker_open_bulk_read", 1)
+    node.recorder.observe("save_seconds", 0.5)
+    values = values_of(router.ask("GET", "/metrics")[1])
+    assert values[f"{PREFIX}load_bytes_total"] == 123_456_789_012
+    assert values[f"{PREFIX}save_seconds_count_total"] == 1
+    assert values[f"{PREFIX}breaker_open_bulk_read"] == 1
+    node.recorder.level("breaker_open_bulk_read", 0)
+    assert values_of(router.ask("GET", "/metrics")[1])[f"{PREFIX}breaker_open_bulk_read"] == 0
+
+
+def test_leased_bytes_are_those_of_payloads_that_are_held(node: Node, router: Router) -> None:
+    client = node.connect()
+    lease, *others = opened(client, node.save())
+    sizes = [ended(client, one).nbytes for one in (lease, *others)]
+    client.release([one.number for one in others])
+    wait_until(lambda: node.residents.leased() == 1)
+    values = values_of(router.ask("GET", "/metrics")[1])
+    assert values[f"{PREFIX}leased_bytes"] == sizes[0]
+    assert values[f"{PREFIX}leased_payloads"] == 1
+
+
+def test_the_documented_command_gives_node_exporter_a_file_while_there_is_an_agent(
+    node: Node, router: Router, tmp_path: Path
+) -> None:
+    if shutil.which("curl") is None:
+        if os.environ.get("CI"):
+            pytest.fail("curl is not installed")
+        pytest.skip("curl is not installed")
+    page = (Path(__file__).parents[2] / "docs" / "agent.md").read_text()
+    (script,) = re.findall(r"```\n(cd /var/lib/node_exporter.*?)```", page, re.DOTALL)
+    script = script.replace("/var/lib/node_exporter", str(tmp_path))
+    for socket_file, files in ((node.folder / "http", ["objkv.prom"]), (tmp_path / "none", [])):
+        told = script.replace("/run/objkv/agent.sock.http", str(socket_file))
+        subprocess.run(["/bin/sh", "-c", told], check=True, timeout=PATIENCE_S)
+        assert [file.name for file in tmp_path.iterdir()] == files
+        if files:
+            values = values_of((tmp_path / "objkv.prom").read_text())
+            assert values[f"{PREFIX}clients"] == 7

@@ -25,10 +25,14 @@ import pyte
 import pytest
 from rich.console import Console
 
+from objkv.agent.http.api import AgentHttp, AgentNumbers
+from objkv.agent.prefetch import Prefetches
 from objkv.cli.top import SORTS, Showing, screen, sort_rows, summary_lines
+from objkv.ops.top.nodes import NodeRow
 from objkv.ops.top.prefixes import HotPrefix, PrefixLook
 from objkv.ops.top.rates import Flow, ReplicaRow, total_of
 from objkv.ops.top.watch import StoredTotals, View
+from tests.agent.world import Node
 from tests.cli.conftest import Machine, Run, refused
 from tests.support.samples import NAMESPACE
 
@@ -95,14 +99,15 @@ def test_machines_get_one_document(run: Run, home: Path) -> None:
     with replica() as url:
         document = run("top", "--json", *QUICK, "--endpoint", url, "--no-index").document
     assert list(document) == [
-        "rows", "total", "hit_rates", "stored", "ends", "prefixes", "problems", "hit_rate",
-        "every_s",
+        "rows", "total", "hit_rates", "stored", "ends", "prefixes", "problems", "nodes",
+        "hit_rate", "every_s",
     ]  # fmt: skip
     [row] = document["rows"]
     assert list(row) == ["name", "state", "problem", "flow", "breakers_open", "switched"]
     assert (row["state"], row["breakers_open"]) == ("up", ["bulk_write"])
     assert document["hit_rate"] == pytest.approx(0.25)
     assert document["prefixes"] is None
+    assert document["nodes"] == []
 
 
 def test_the_exporter_tells_what_is_stored(run: Run, home: Path) -> None:
@@ -116,6 +121,46 @@ def test_the_exporter_tells_what_is_stored(run: Run, home: Path) -> None:
     assert ran.code == 0
     assert "stored 2.0 KiB in 0 payloads of 1 namespace (from the exporter)" in ran.out
     assert "backends: bulk up, index DOWN" in ran.out
+
+
+@pytest.fixture
+def agent() -> Iterator[Path]:
+    """The socket of an agent."""
+    node = Node()
+    prefetches = Prefetches(node.core, node.index, node.store)
+    http = AgentHttp(
+        Path(f"{node.path}.http"), node.core, prefetches, AgentNumbers(node.recorder), lambda: 7
+    )
+    yield node.path
+    http.close()
+    node.close()
+
+
+def test_a_nodes_agent_is_a_row_of_its_own(run: Run, home: Path, agent: Path) -> None:
+    with replica() as url:
+        words = ("top", *QUICK, "--endpoint", url, "--no-index", "--agent", str(agent))
+        ran, document = run(*words, "--once"), run(*words, "--json").document
+    assert (ran.code, ran.err) == (0, "")
+    [line] = [line for line in ran.out.splitlines() if f"{agent}.http" in line]
+    assert line.split()[1:6] == ["up", "1.0", "MiB", "0%", "0%"]
+    [row] = document["nodes"]
+    assert (row["name"], row["state"], row["clients"]) == (f"{agent}.http", "up", 7)
+
+
+def test_the_agent_of_the_settings_is_shown(
+    run: Run, home: Path, agent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OBJKV_AGENT", f"unix://{agent}")
+    with replica() as url:
+        words = ("top", "--json", *QUICK, "--endpoint", url, "--no-index")
+        assert [row["state"] for row in run(*words).document["nodes"]] == ["up"]
+        monkeypatch.setenv("OBJKV_AGENT", "unix:///nowhere/agent.sock")
+        ran = run(*words)
+        assert [row["state"] for row in ran.document["nodes"]] == ["down"]
+        assert ran.code == 1
+        monkeypatch.setenv("OBJKV_AGENT", "auto")  # and no replica has started one
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(agent.parent))
+        assert run(*words).document["nodes"] == []
 
 
 def test_a_replica_that_is_down_is_a_row_and_1(run: Run, home: Path) -> None:
@@ -278,6 +323,10 @@ VIEW = View(
     (("bulk", True), ("index", False)),
     PrefixLook(0.0, (PREFIX,) * 40, 50_000, whole=False),
     ("the exporter does not answer: \x1b[31mrefused",),
+    (
+        NodeRow("/run/objkv/agent.sock.http", "up", None, 1 << 34, 1 << 32, 1 << 30, 6, 30, 0, 10),
+        NodeRow("/run/objkv-b/agent.sock.http", "down", "No such file or directory"),
+    ),
 )
 
 
@@ -316,6 +365,17 @@ def test_no_more_is_drawn_than_there_is_room_for(height: int) -> None:
     lines = drawn(many, Showing(2), 160, height)
     assert len(lines) <= height
     assert any("of 80" in line for line in lines)
+
+
+@pytest.mark.parametrize("width", [72, 100, 160])
+def test_nodes_are_shown_and_why_one_is_down(width: int) -> None:
+    lines = drawn(VIEW, Showing(2), width, 40)
+    [up] = [line for line in lines if line.startswith("/run/objkv/")]
+    assert up.split()[1] == "up"
+    if width > 100:
+        assert up.split()[2:7] == ["16.0", "GiB", "75%", "6%", "75%"]
+    [down] = [line for line in lines if line.startswith("/run/objkv-b/")]
+    assert down.split()[1:3] == ["down", "No"]
 
 
 def test_an_index_that_was_read_in_part_says_so() -> None:

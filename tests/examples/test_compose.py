@@ -1,10 +1,18 @@
 """The Compose files, as Docker Compose itself reads them. They are run in ``test_fleet``."""
 
 import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from objkv.config import load_config
+from objkv.agent.http.api import AgentHttp, AgentNumbers
+from objkv.agent.prefetch import Prefetches
+from objkv.config import Config, load_config
+from objkv.config.node import agent_socket
+from tests.agent.world import Node
 from tests.examples.commands import parsed
 from tests.examples.places import COMPOSE, EXAMPLES, ROOT, compose
 
@@ -102,3 +110,66 @@ def test_without_gpus_nothing_asks_for_one() -> None:
         assert "deploy" not in replica
         assert replica["environment"]["VLLM_CPU_KVCACHE_SPACE"] == "4"
         assert replica["environment"]["OBJKV_BULK_URL"] == "s3://kv-cache/objkv"
+
+
+def with_agent(*more: str) -> dict[str, Any]:
+    return compose("compose.yaml", "compose.agent.yaml", *more, **GIVEN)
+
+
+def test_with_an_agent_replicas_have_no_passwords_and_find_it() -> None:
+    services = with_agent("compose.cpu.yaml")["services"]
+    agent = services["agent"]
+    program, option, path = agent["command"]
+    assert (program, option) == ("agent", "--socket")
+    assert parsed(agent["command"]) == "agent"
+    for number in (1, 2):
+        replica = services[f"replica-{number}"]
+        assert "secret" not in str(replica["environment"])
+        assert replica["environment"]["VLLM_CPU_KVCACHE_SPACE"] == "4"
+        ours = {n: v for n, v in replica["environment"].items() if n.startswith("OBJKV_")}
+        assert agent_socket(load_config(environ=ours)) == Path(path)
+        assert replica["depends_on"] == {
+            "agent": {"condition": "service_healthy", "required": True}
+        }
+        targets = {one["target"]: one["source"] for one in replica["volumes"]}
+        assert targets["/root/.cache/huggingface"] == "models"
+        (mount,) = agent["volumes"]
+        assert targets[str(Path(path).parent)] == mount["source"] == "socket"
+    theirs = load_config(environ=agent["environment"])
+    assert ours["OBJKV_BULK_URL"] == theirs.bulk_url
+    assert theirs.redis_password == GIVEN["REDIS_PASSWORD"]
+
+
+def test_the_agent_starts_with_the_rest_has_its_memory_and_may_complete_its_saves() -> None:
+    agent = with_agent()["services"]["agent"]
+    assert not agent.get("profiles")
+    arena = load_config(environ=agent["environment"]).agent_memory_bytes
+    assert int(agent["mem_limit"]) == arena + (200 << 20)
+    config = Config()
+    needed_s = (config.load_deadline_ms + config.drain_deadline_ms) / 1000
+    assert agent["stop_grace_period"] == "1m0s"
+    assert needed_s < 60
+    assert agent["read_only"]
+    assert agent["cap_drop"] == ["ALL"]
+    options = with_agent()["volumes"]["socket"]["driver_opts"]["o"]
+    assert "uid=65532" in options, "the user of the image"
+    assert "user" not in agent
+    assert "agent" not in compose(**GIVEN)["services"], "off by default"
+
+
+def test_the_agents_health_is_asked_for_on_its_socket() -> None:
+    agent = with_agent()["services"]["agent"]
+    kind, python, *words, path = agent["healthcheck"]["test"]
+    assert (kind, python) == ("CMD", "python3")
+    assert path == f"{agent['command'][-1]}.http"
+    node = Node()
+    socket = Path(f"{node.path}.http")
+    try:
+        command = [sys.executable, *words, str(socket)]
+        assert subprocess.run(command, capture_output=True).returncode != 0
+        prefetches = Prefetches(node.core, node.index, node.store)
+        http = AgentHttp(socket, node.core, prefetches, AgentNumbers(node.recorder), lambda: 0)
+        assert subprocess.run(command, capture_output=True).returncode == 0
+        http.close()
+    finally:
+        node.close()

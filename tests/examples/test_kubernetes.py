@@ -46,6 +46,13 @@ ALL: dict[str, Any] = {
         "alerts": {"kind": "prometheusRule", "labels": {"release": "prometheus"}},
         "serviceMonitor": {"enabled": True, "vllmLabels": {LABEL: "vllm"}},
     },
+    "agent": {
+        "enabled": True,
+        "listen": {"enabled": True},
+        "priorityClassName": "high",
+        "nodeSelector": {"pool": "gpu"},
+        "affinity": {"nodeAffinity": {}},
+    },
     "networkPolicy": {"enabled": True, "scrapers": [{"namespaceSelector": {}}]},
     "nodeSelector": {"pool": "small"},
     "tolerations": [{"key": "pool", "operator": "Exists"}],
@@ -84,7 +91,7 @@ def test_there_is_all_that_a_fleet_needs() -> None:
         *("Job", "CronJob"),
     }
     more = {one["kind"] for one in manifests(**ALL)} - {one["kind"] for one in manifests()}
-    assert more == {"Secret", "ServiceMonitor", "PrometheusRule", "NetworkPolicy"}
+    assert more == {"Secret", "ServiceMonitor", "PrometheusRule", "NetworkPolicy", "DaemonSet"}
 
 
 @pytest.mark.parametrize("values", [{}, ALL], ids=["default", "all"])
@@ -164,7 +171,9 @@ def test_who_selects_finds() -> None:
         selected += [selector["matchLabels"][LABEL] for selector in selectors]
     assert set(selected) <= labels
     values = ALL | {"redisPrefix": "objkv"}
-    services = {one["metadata"]["labels"][LABEL]: one for one in of_kind("Service").values()}
+    services = {
+        one["metadata"]["labels"][LABEL]: one for one in of_kind("Service", **values).values()
+    }
     for monitor in of_kind("ServiceMonitor", **values).values():
         service = services[monitor["spec"]["selector"]["matchLabels"][LABEL]]
         ports = {port["name"] for port in service["spec"]["ports"]}

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from objkv.config import Config, load_config
+from objkv.config.node import agent_socket
 from objkv.ops.doctor.access import COMMAND_ROLES
 from tests.examples.commands import parsed
 from tests.examples.places import EXAMPLES, need
@@ -49,7 +51,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_systemd_has_nothing_to_say(installed: Path) -> None:
     units = sorted(installed.glob("objkv-*.*"))
     files = [str(unit) for unit in units if unit.is_file()]
-    assert len(files) == 5
+    assert len(files) == 6
     done = analyze(installed, "verify", *files)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     bad = installed / "objkv-bad.service"
@@ -71,6 +73,9 @@ def test_each_command_is_objkvs_and_its_role_may_run_it() -> None:
         command = parsed(words)
         assert unit.name == f"objkv-{command}.service"
         role = Path(settings(unit)["EnvironmentFile"]).stem
+        if command == "agent":
+            assert role == "writer"
+            continue
         name = f"{command} --apply" if "--apply" in words else command
         assert role in COMMAND_ROLES[name]
 
@@ -80,3 +85,62 @@ def test_each_timer_has_its_service() -> None:
         assert timer.with_suffix(".service") in SERVICES
         words = ("calendar", settings(timer)["OnCalendar"])
         assert analyze(UNITS, *words).returncode == 0
+
+
+HARDENING = UNITS / "objkv-.service.d" / "10-hardening.conf"
+AGENT = UNITS / "objkv-agent.service"
+AGENT_OWN = UNITS / "objkv-agent.service.d" / "20-agent.conf"
+AGENT_CALLS = {
+    *("memfd_create", "ftruncate", "fcntl", "flock", "mmap", "madvise", "eventfd2"),
+    *("socket", "bind", "listen", "accept4", "connect", "getsockopt", "sendmsg", "recvmsg"),
+    *("chmod", "umask", "rename", "clone3", "futex", "poll", "epoll_wait"),
+}
+"""An arena that is handed over Unix sockets, threads, and connections to stores."""
+
+
+def calls_of(group: str) -> set[str]:
+    """The system calls of one of systemd's groups, with those of the groups in it."""
+    done = analyze(UNITS, "syscall-filter", group)
+    assert done.returncode == 0, done.stderr
+    found: set[str] = set()
+    for word in done.stdout.split("\n"):
+        name = word.strip()
+        if name.startswith("@") and name != group:
+            found |= calls_of(name)
+        elif name and not name.startswith("#"):
+            found.add(name)
+    return found - {group}
+
+
+def test_the_sandbox_permits_what_an_agent_does() -> None:
+    lines = [line for line in HARDENING.read_text().splitlines() if "SystemCallFilter" in line]
+    allowed, denied = (line.partition("=")[2] for line in lines)
+    permitted = calls_of(allowed)
+    for group in denied.removeprefix("~").split():
+        permitted -= calls_of(group)
+    assert permitted >= AGENT_CALLS
+    assert "memfd_create" not in calls_of("@resources")
+    assert "AF_UNIX" in settings(HARDENING)["RestrictAddressFamilies"].split()
+
+
+def test_an_agents_memory_user_and_socket_are_those_of_its_replicas() -> None:
+    own = settings(AGENT_OWN)
+    # systemd reads drop-ins by their names, so this one has the last word.
+    assert AGENT_OWN.name > HARDENING.name
+    assert own["DynamicUser"] == "no", "replicas could not connect"
+    name, _, arena = own["Environment"].partition("=")
+    config = load_config(environ={name: arena})
+    assert own["MemoryMax"] == f"{(config.agent_memory_bytes >> 20) + 200}M"
+    socket = shlex.split(settings(AGENT)["ExecStart"])[-1]
+    assert Path(socket).parent == Path("/run") / own["RuntimeDirectory"]
+    page = (UNITS / "README.md").read_text()
+    (told,) = (line for line in page.splitlines() if "OBJKV_AGENT=" in line)
+    variable, _, value = told.split()[1].partition("=")
+    assert agent_socket(load_config(environ={variable: value})) == Path(socket)
+
+
+def test_an_agent_may_complete_its_loads_and_saves() -> None:
+    config, unit = Config(), settings(AGENT)
+    needed_s = (config.load_deadline_ms + config.drain_deadline_ms) / 1000
+    assert int(unit["TimeoutStopSec"]) > needed_s
+    assert (unit["KillSignal"], unit["Restart"]) == ("SIGTERM", "on-failure")

@@ -1,11 +1,13 @@
-"""The part of a replica's page that objkv tells, made by what makes it there, before and after
-some work; the whole page of a real server is looked at in ``tests/engine``."""
+"""The part of a replica's page that objkv tells, and an agent's page, made by what makes them
+there, before and after some work; the whole page of a real server is looked at in
+``tests/engine``."""
 
 from types import SimpleNamespace
 from typing import Any, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from objkv.agent.http.metrics import LEVELS, TOTALS, metrics_page
 from objkv.connector.counters import COUNTERS, HISTOGRAMS
 from objkv.connector.metrics import ObjKVPromMetrics
 
@@ -26,3 +28,9 @@ def pages_of_a_replica() -> list[str]:
     busy |= {name: [0.02, 0.3, 4.0] for name in HISTOGRAMS}
     metrics.observe(busy | {"query_tokens": 1000.0, "hit_tokens": 600.0}, 0)
     return [idle, generate_latest(registry).decode()]
+
+
+def pages_of_an_agent() -> list[str]:
+    """A page of an agent that has done nothing yet, and one after everything happened once."""
+    levels = dict.fromkeys(LEVELS, 1.0)
+    return [metrics_page(levels, {}), metrics_page(levels, dict.fromkeys(TOTALS, 1.0))]

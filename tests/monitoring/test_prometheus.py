@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from objkv.agent.http.metrics import LEVELS, PREFIX, TOTALS
 from objkv.connector.counters import ENCODER_METRICS, KV_METRICS, TIER_METRICS
 from objkv.index.redis.index import RedisIndex
 from objkv.ops.exporter.metrics import METRICS
@@ -30,7 +31,7 @@ from tests.monitoring.queries import (
     panels,
     selectors,
 )
-from tests.monitoring.replica import pages_of_a_replica
+from tests.monitoring.replica import pages_of_a_replica, pages_of_an_agent
 from tests.support.samples import IDENTITY, NAMESPACE, save, save_identity
 from tests.support.servers.redis import valkey_server, wait_until
 
@@ -78,8 +79,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
             assert exporter.stdout is not None
             line = exporter.stdout.readline()
             address = line.removeprefix("serving http://").removesuffix("/metrics\n")
-            with serving(pages_of_a_replica()) as replica:
-                targets = {"vllm": [replica], "objkv": [address]}
+            with serving(pages_of_a_replica()) as replica, serving(pages_of_an_agent()) as agent:
+                targets = {"vllm": [replica], "objkv": [address], "objkv-agent": [agent]}
                 with prometheus(folder / "prometheus", targets) as started:
                     wait_until(
                         lambda: all(started.scraped(job, 3) for job in targets),
@@ -97,8 +98,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
             exporter.wait(60)
 
 
-def test_both_are_scraped_without_a_complaint(server: Prometheus) -> None:
-    assert sorted(server.targets()) == [("objkv", "up", ""), ("vllm", "up", "")]
+def test_all_are_scraped_without_a_complaint(server: Prometheus) -> None:
+    assert sorted(server.targets()) == [(job, "up", "") for job in ("objkv", "objkv-agent", "vllm")]
 
 
 def test_what_is_stored_arrives_with_whose_it_is(server: Prometheus) -> None:
@@ -170,6 +171,8 @@ def known() -> dict[str, set[str]]:
         for families, ending in ((table.counter_families, "_total"), (table.gauge_families, "")):
             for name, family in families.items():
                 found[f"{table.prefix}{name}{ending}"] = OF_A_REPLICA | {*family.labels}
+    agent = {f"{PREFIX}{name}" for name in LEVELS} | {f"{PREFIX}{name}_total" for name in TOTALS}
+    found |= {name: {"instance", "job"} for name in agent}
     return found | {name: {*one.labels, "instance", "job"} for name, one in METRICS.items()}
 
 

@@ -223,6 +223,7 @@ complete -c objkv -n '__objkv_at objkv size' -l help -d 'Show this message and e
 complete -c objkv -n '__objkv_at objkv top' -l endpoint -r -f -d 'A replica; repeatable (default: http://127.0.0.1:8000)'
 complete -c objkv -n '__objkv_at objkv top' -l endpoints -r -F -d 'A file with one replica URL on each line'
 complete -c objkv -n '__objkv_at objkv top' -l exporter -r -f -d 'An objkv exporter, for stored totals'
+complete -c objkv -n '__objkv_at objkv top' -l agent -r -F -d 'Socket of a node agent; repeatable (default: OBJKV_AGENT\'s)'
 complete -c objkv -n '__objkv_at objkv top' -l no-index -d 'Do not read hot prefixes from the index'
 complete -c objkv -n '__objkv_at objkv top' -l every -r -f -d 'Time between updates (30s, 2h, 7d; a plain number is seconds). Default: 2s'
 complete -c objkv -n '__objkv_at objkv top' -l once -d 'Measure one interval, print it and exit'

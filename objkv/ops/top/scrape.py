@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from time import monotonic
 from typing import Final
 from urllib.parse import urlsplit
@@ -33,7 +34,7 @@ class Scrape:
 
 
 class MetricsSource:
-    """An endpoint with metrics: a replica or the exporter."""
+    """An endpoint with metrics: a replica, the exporter or a node agent."""
 
     def __init__(
         self,
@@ -42,13 +43,18 @@ class MetricsSource:
         deadline_s: float,
         clock: Callable[[], float] = monotonic,
         is_exact: bool = False,
+        socket: Path | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         """``url``: the server's URL, with or without ``/metrics`` or ``/v1``. ``is_exact``: use any
-        other path of the URL unchanged. Raises ``ConfigError``."""
+        other path of the URL unchanged. ``socket``: the Unix socket to connect to, whatever host
+        the URL names. Raises ``ConfigError``."""
         self.url = _metrics_url(url, is_exact=is_exact)
         self._deadline_s = deadline_s
         self._clock = clock
+        self._socket = socket
+        if socket is not None:
+            transport = httpx.HTTPTransport(uds=str(socket))
         self._http = httpx.Client(
             timeout=deadline_s,
             # Servers on this machine are never reached through a proxy.
@@ -62,7 +68,9 @@ class MetricsSource:
 
     @property
     def name(self) -> str:
-        """Host, port and path, without a password."""
+        """Host, port and path, without a password; of a socket its path."""
+        if self._socket is not None:
+            return str(self._socket)
         parts = urlsplit(self.url)
         return parts.netloc.rpartition("@")[2] + parts.path.removesuffix("/metrics")
 

@@ -1,5 +1,5 @@
-"""Watches a fleet: scrapes all replicas in parallel and reads the index from time to time. A round
-takes at most the deadline of one scrape, whichever replicas are down."""
+"""Watches a fleet: scrapes all replicas and node agents in parallel and reads the index from time
+to time. A round takes at most the deadline of one scrape, whichever of them are down."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,6 +12,7 @@ from typing import Final, Self
 
 from objkv.errors import StoreError
 from objkv.index.base import ReadIndex
+from objkv.ops.top.nodes import NodeRow, node_of
 from objkv.ops.top.prefixes import PrefixLook, look
 from objkv.ops.top.rates import Flow, ReplicaRow, row_of, total_of
 from objkv.ops.top.scrape import MetricsSource, Scrape
@@ -47,6 +48,8 @@ class View:
     prefixes: PrefixLook | None
     problems: tuple[str, ...]
     """Failures of exporter and index, one sentence each."""
+    nodes: tuple[NodeRow, ...] = ()
+    """Node agents, if any are watched."""
 
 
 class FleetWatch:
@@ -58,15 +61,17 @@ class FleetWatch:
         exporter: MetricsSource | None = None,
         index: ReadIndex | None = None,
         *,
+        agents: Sequence[MetricsSource] = (),
         look_every_s: float = LOOK_EVERY_S,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._replicas = tuple(replicas)
         self._exporter = exporter
+        self._agents = tuple(agents)
         self._index = index
         self._look_every_s = look_every_s
         self._clock = clock
-        self._last: dict[str, Scrape] = {}
+        self._last: dict[MetricsSource, Scrape] = {}
         self._hit_rates: deque[float | None] = deque(maxlen=_HISTORY)
         self._lock = Lock()
         self._look: PrefixLook | None = None
@@ -91,24 +96,31 @@ class FleetWatch:
         if self._looker.is_alive():
             self._looker.join(_JOIN_S)
         self._crew.shutdown(wait=True, cancel_futures=True)
-        for source in (*self._replicas, *filter(None, [self._exporter])):
+        for source in self._sources():
             source.close()
 
     def tick(self) -> View:
         """Scrape every source once. Blocks until the slowest answers, at most for the deadline of a
         scrape."""
-        sources = [*self._replicas, *filter(None, [self._exporter])]
-        scrapes = list(self._crew.map(MetricsSource.scrape, sources))
-        rows = []
-        for source, scrape in zip(self._replicas, scrapes, strict=False):
-            rows.append(row_of(source.name, self._last.get(source.url), scrape))
-            if scrape.problem is None:
-                self._last[source.url] = scrape
+        sources = self._sources()
+        scrapes = dict(zip(sources, self._crew.map(MetricsSource.scrape, sources), strict=True))
+        rows = [row_of(*self._compared(one, scrapes[one])) for one in self._replicas]
+        nodes = [node_of(*self._compared(one, scrapes[one])) for one in self._agents]
         total = total_of(rows)
         if any(row.state in ("up", "restarted") for row in rows):
             self._hit_rates.append(total.hit_rate)
-        told = scrapes[-1] if self._exporter is not None else None
-        return self._view(tuple(rows), total, told)
+        told = scrapes[self._exporter] if self._exporter is not None else None
+        return self._view(tuple(rows), total, told, tuple(nodes))
+
+    def _sources(self) -> list[MetricsSource]:
+        return [*self._replicas, *self._agents, *filter(None, [self._exporter])]
+
+    def _compared(self, source: MetricsSource, now: Scrape) -> tuple[str, Scrape | None, Scrape]:
+        """Return a source's name, its last successful scrape before ``now``, and ``now``."""
+        before = self._last.get(source)
+        if now.problem is None:
+            self._last[source] = now
+        return source.name, before, now
 
     def look_now(self) -> None:
         """Read the index once. Never raises."""
@@ -134,7 +146,13 @@ class FleetWatch:
             self.look_now()
             self._ended.wait(self._look_every_s)
 
-    def _view(self, rows: tuple[ReplicaRow, ...], total: Flow, told: Scrape | None) -> View:
+    def _view(
+        self,
+        rows: tuple[ReplicaRow, ...],
+        total: Flow,
+        told: Scrape | None,
+        nodes: tuple[NodeRow, ...],
+    ) -> View:
         with self._lock:
             found, stored, problem = self._look, self._usage, self._look_problem
         problems = [problem] if problem else []
@@ -149,7 +167,8 @@ class FleetWatch:
                 if key.startswith(start)
             )
             stored = _stored(told) or stored
-        return View(rows, total, tuple(self._hit_rates), stored, ends, found, tuple(problems))
+        rates = tuple(self._hit_rates)
+        return View(rows, total, rates, stored, ends, found, tuple(problems), nodes)
 
 
 def _stored(told: Scrape) -> StoredTotals | None:

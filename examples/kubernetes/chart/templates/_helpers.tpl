@@ -36,6 +36,12 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 - secretRef: {name: {{ include "objkv.secret" . }}}
 {{- end }}
 
+{{/* The node's folder with the agent's socket, as a volume of agents and replicas. */}}
+{{- define "objkv.socket" -}}
+- name: socket
+  hostPath: {path: {{ .Values.agent.hostPath | default (printf "/run/%s" (include "objkv.name" .)) }}, type: DirectoryOrCreate}
+{{- end }}
+
 {{/* A pod that runs objkv: (dict "top" $ "role" "reader" "name" "sweep" "args" (list) "part" values). */}}
 {{- define "objkv.pod" -}}
 {{- $top := .top -}}

@@ -18,10 +18,11 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from objkv.agent.core import Core
+from objkv.agent.http.metrics import metrics_page
 from objkv.agent.prefetch import Prefetches
 from objkv.errors import ConfigError, ObjkvError
 from objkv.keys.prefix import PREFIX_HASH_BYTES
-from objkv.telemetry import MemoryRecorder, added
+from objkv.telemetry import MemoryRecorder, added, is_level
 
 logger = logging.getLogger(__name__)
 _BODY_BYTES_MAX = 16 << 20
@@ -90,7 +91,9 @@ class AgentNumbers:
     def read(self) -> dict[str, float]:
         """Return all totals."""
         with self._lock:
-            self._totals = added(self._totals, self._recorder.drain())
+            drained = self._recorder.drain()
+            newest = {name: value for name, value in drained.items() if is_level(name)}
+            self._totals = added(self._totals, drained) | newest
             return dict(self._totals)
 
 
@@ -154,17 +157,12 @@ class AgentHttp:
         levels: dict[str, float] = {
             "arena_bytes": residents.total_bytes,
             "arena_free_bytes": residents.free_bytes,
-            "resident_payloads": len(residents),
+            "leased_bytes": residents.leased_bytes(),
             "leased_payloads": residents.leased(),
+            "resident_payloads": len(residents),
             "clients": self._clients(),
         }
-        lines = []
-        for name, value in levels.items():
-            lines += [f"# TYPE objkv_agent_{name} gauge", f"objkv_agent_{name} {value:g}"]
-        for name, value in sorted(self._numbers.read().items()):
-            full = f"objkv_agent_{name.removeprefix('agent_')}_total"
-            lines += [f"# TYPE {full} counter", f"{full} {value:g}"]
-        return "\n".join(lines) + "\n"
+        return metrics_page(levels, self._numbers.read())
 
     def _match(self, body: Mapping[str, Any]) -> dict[str, Any]:
         return asdict(self._prefetches.match(*self._prompt(body)))

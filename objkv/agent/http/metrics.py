@@ -1,0 +1,57 @@
+"""The names and texts of an agent's metrics, and its page for Prometheus. They have no labels."""
+
+from collections.abc import Mapping
+from typing import Final
+
+from objkv.telemetry import is_level
+
+PREFIX: Final = "objkv_agent_"
+LEVELS: Final = {
+    "arena_bytes": "Room for payloads in the arena.",
+    "arena_free_bytes": "Room that no payload takes.",
+    "leased_bytes": "Bytes of payloads that are leased, and so cannot be evicted.",
+    "leased_payloads": "Payloads that a client, a fetch or a prefetch has leased.",
+    "resident_payloads": "Payloads in the arena, including those that are being filled.",
+    "clients": "Connections of replicas. A replica has several.",
+}
+TOTALS: Final = {
+    "hits": "Requested payloads that were in the arena, or already on their way.",
+    "fills": "Requested payloads that had to be fetched from a store.",
+    "no_room": "Payloads not fetched because everything that could be evicted was leased.",
+    "prefetches": "Payloads fetched ahead of a request.",
+    "prefetch_used": "Prefetched payloads that were read.",
+    "prefetch_unused": "Prefetched payloads that were evicted before anything read them.",
+    "evictions": "Payloads evicted from the arena.",
+    "evicted_bytes": "Bytes of evicted payloads.",
+    "load_bytes": "Payload bytes fetched from stores and verified.",
+    "load_errors": "Fetches that failed in a store, or at their deadline.",
+    "load_corrupt": "Payloads refused because of their length, claim or checksum.",
+    "load_ghosts": "Indexed payloads that were missing from the store.",
+    "saves": "Payloads saved.",
+    "save_bytes": "Payload bytes saved.",
+    "save_drops": "Payloads not saved because of a full queue, missing room or the deadline.",
+    "save_errors": "Payloads not saved because a store failed.",
+    "saves_shed": "Payloads not saved because the store was overloaded or its circuit was open.",
+    "save_over_quota": "Payloads not saved because the quota was used up.",
+}
+"""Counters since the agent's start. They are exported from the start, with ``_total``."""
+
+
+def metrics_page(levels: Mapping[str, float], numbers: Mapping[str, float]) -> str:
+    """Return a page for Prometheus of these levels, and of a recorder's numbers since the start."""
+    lines = []
+    for name, value in levels.items():
+        lines += _metric(PREFIX + name, "gauge", value, LEVELS.get(name))
+    rest = {name.removeprefix("agent_"): value for name, value in numbers.items()}
+    for name in (*TOTALS, *sorted(rest.keys() - TOTALS.keys())):
+        value = rest.get(name, 0.0)
+        if is_level(name):
+            lines += _metric(PREFIX + name, "gauge", value, None)
+        elif not name.endswith("_max"):
+            lines += _metric(f"{PREFIX}{name}_total", "counter", value, TOTALS.get(name))
+    return "\n".join(lines) + "\n"
+
+
+def _metric(name: str, kind: str, value: float, text: str | None) -> list[str]:
+    help_lines = [f"# HELP {name} {text}"] if text else []
+    return [*help_lines, f"# TYPE {name} {kind}", f"{name} {value:.15g}"]
