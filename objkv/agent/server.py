@@ -7,6 +7,7 @@ user, or of root, are served.
 
 import logging
 import os
+import select
 import socket
 import struct
 import time
@@ -191,7 +192,11 @@ class AgentServer:
                     sock.close()
                     return
                 self._clients[client] = thread
+            try:
                 thread.start()
+            except RuntimeError as exc:  # the system is out of threads
+                logger.warning("connection not served reason=%s", exc)
+                self._end(client)
 
     def _refusal(self, sock: socket.socket) -> str | None:
         _, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
@@ -332,12 +337,13 @@ def _await_end(sock: socket.socket) -> None:
     """End the conversation, and wait until the client has closed its side: a device of the client
     may read leased memory until then."""
     try:
-        sock.settimeout(None)
         sock.shutdown(socket.SHUT_WR)
-        while sock.recv(1):
-            pass
     except OSError:
         logger.debug("client gone", exc_info=True)
+    # Not by recv: an empty message looks like an end.
+    poll = select.poll()
+    poll.register(sock, select.POLLRDHUP)
+    poll.poll()
 
 
 def _hang_up(sock: socket.socket) -> None:
