@@ -225,7 +225,7 @@ class AgentCalls:
 
     def _reach(self) -> AgentConnection:
         agent: AgentConnection | None = getattr(self._own, "agent", None)
-        if agent is not None and agent.is_open:
+        if agent is not None and not agent.has_ended():
             return agent
         with self._lock:
             if self._closed or self._clock() < self._retry_at:

@@ -120,7 +120,7 @@ class Core:
         self._trouble = Trouble(logger, "loads")
         self._changed = Condition(Lock())
         self._turns = _Turns()
-        self._closed = False
+        self._closed = self._draining = False
         self._known: dict[tuple[str, str], tuple[LayerSpec, ...]] = {}
         self._threads = [
             Thread(target=self._work, name=f"objkv-fill-{n}", daemon=True)
@@ -134,6 +134,8 @@ class Core:
     ) -> list[Resident | MissReason]:
         """Take a lease of each payload, and fetch those that are not resident within
         ``deadline_s``. ``client`` is woken at each progress. The caller releases each lease."""
+        if self._draining:
+            return [MissReason.CLOSED] * len(wanted)
         deadline = monotonic() + deadline_s
         opened: list[Resident | MissReason] = []
         for one in wanted:
@@ -164,6 +166,10 @@ class Core:
         """The client has gone; its leases were released."""
         with self._changed:
             self._turns.forget(client)
+
+    def drain(self) -> None:
+        """Open nothing from now on. What was opened is still fetched."""
+        self._draining = True
 
     def close(self, seconds: float) -> bool:
         """End the threads within ``seconds``. Waiting payloads fail. Idempotent."""

@@ -340,6 +340,7 @@ def _agent_transfers(config: Config, host: _Host) -> Transfers:
         host.groups,
         ArenaLane(),
         partial(link.connect, wants_arena=True),
+        verify=config.agent_verify == "reader",
         limits=host.load_limits(config),
         recorder=host.recorder,
         tracing=host.tracing,
