@@ -229,7 +229,7 @@ def test_two_agents_change_places_under_a_lease(tmp_path: Path) -> None:
         (lease,) = holder.open([wanted], deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
         before = pages_at(holder.arena.view, ended(holder, lease))
         with AgentProcess(settings, path=old.path, options=["--replace"]) as new:
-            wait_until(lambda: old.path.exists())
+            wait_until(lambda: not reader.replica.load(range(CHUNKS), 1).failed_blocks)
             for _ in range(3):
                 reader.load()
             assert reader.loader._agent is not None
