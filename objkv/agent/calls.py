@@ -11,7 +11,7 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from threading import Lock, local
 from time import monotonic
 from typing import Any, Final, TypeVar
@@ -25,6 +25,7 @@ from objkv.index.base import ChunkEntry, Record, Savings, ShardRecord, Shards, W
 from objkv.index.fields import WrittenShards, decode_shard, encode_shard
 from objkv.index.guarded import GuardedIndex
 from objkv.index.near import NearIndex
+from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.stores.base import Buffer, WriteStore
 
 DOCUMENT_BYTES_MAX: Final = 32_768
@@ -32,6 +33,16 @@ _DOCUMENT = re.compile(rf"[0-9a-f]{{32}}/identity\.json|{re.escape(SWITCH_PATH)}
 _RETRY_S = 1.0
 _CACHES_MAX = 32
 _FAILURES = ("StoreUnavailable", "StoreDenied", "StoreBusy", "LeftAlone")
+_INVALID = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+_NAMESPACE = re.compile(r"[0-9a-f]{32}")
 Arguments = Mapping[str, Any]
 T = TypeVar("T")
 
@@ -127,26 +138,30 @@ class NodeCalls:
             call = json.loads(text)
             verb = self._verbs[call.pop("verb")]
             return json.dumps(verb(call))
-        except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as exc:
-            raise StoreDenied(f"an invalid call: {exc!r}") from exc
+        except _INVALID as exc:
+            raise StoreDenied(f"an invalid call: {exc!r}"[:1000]) from exc
 
     def _lookup(self, call: Arguments) -> list[Any]:
-        found = self._index.lookup(call["namespace"], _hashes(call))
+        found = self._index.lookup(_namespace(call), _hashes(call))
         return [None if one is None else _record_text(one) for one in found]
 
     def _publish(self, call: Arguments) -> None:
         self._index.publish(_entry(call), _shards(call["shards"]), ttl_s=int(call["ttl_s"]))
 
     def _touch(self, call: Arguments) -> None:
-        self._index.touch(call["namespace"], _hashes(call), ttl_s=int(call["ttl_s"]))
+        self._index.touch(_namespace(call), _hashes(call), ttl_s=int(call["ttl_s"]))
 
     def _credit(self, call: Arguments) -> None:
-        self._index.credit(Savings(**call["savings"]))
+        savings = Savings(**call["savings"])
+        _namespace(call["savings"])
+        if not all(type(one) is int for one in astuple(savings)[2:]):
+            raise ValueError("savings that are no integers")
+        self._index.credit(savings)
 
     def _forget(self, call: Arguments) -> bool:
         (expected,) = _shards({call["field"]: call["expected"]}).values()
         (prefix_hash,) = _hashes(call)
-        return self._index.forget(call["namespace"], prefix_hash, call["field"], expected)
+        return self._index.forget(_namespace(call), prefix_hash, call["field"], expected)
 
     def _get(self, call: Arguments) -> str | None:
         path = _document(call["path"])
@@ -210,7 +225,7 @@ class AgentCalls:
 
     def _reach(self) -> AgentConnection:
         agent: AgentConnection | None = getattr(self._own, "agent", None)
-        if agent is not None and agent.is_open:
+        if agent is not None and not agent.has_ended():
             return agent
         with self._lock:
             if self._closed or self._clock() < self._retry_at:
@@ -319,13 +334,23 @@ def _hex(hashes: Sequence[bytes]) -> list[str]:
 
 
 def _hashes(call: Arguments) -> list[bytes]:
-    return [bytes.fromhex(text) for text in call["hashes"]]
+    hashes = [bytes.fromhex(text) for text in call["hashes"]]
+    if any(len(one) != PREFIX_HASH_BYTES for one in hashes):
+        raise ValueError("a hash of another length")
+    return hashes
+
+
+def _namespace(call: Arguments) -> str:
+    name: str = call["namespace"]
+    if _NAMESPACE.fullmatch(name) is None:
+        raise ValueError("an invalid namespace")
+    return name
 
 
 def _entry(call: Arguments) -> ChunkEntry:
     prefix_hash, parent_hash = _hashes(call)
     start, end = call["tokens"]
-    return ChunkEntry(call["namespace"], prefix_hash, parent_hash, int(start), int(end))
+    return ChunkEntry(_namespace(call), prefix_hash, parent_hash, int(start), int(end))
 
 
 def _shards(texts: Mapping[str, str]) -> dict[str, ShardRecord]:

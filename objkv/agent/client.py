@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Lock
 from typing import NamedTuple, TypeVar
 
-from objkv.agent.arena import ALL_FRAMES, Arena, CellState, Progress
+from objkv.agent.arena import ALL_FRAMES, CELLS, Arena, CellState, Progress
 from objkv.agent.core import Urgency
 from objkv.agent.fill import Wanted
 from objkv.agent.messages import (
@@ -121,6 +121,15 @@ class AgentConnection:
         """Whether the connection has not failed."""
         return not self._is_lost
 
+    def has_ended(self) -> bool:
+        """Whether the connection has failed, or the agent has ended it, as one that is replaced
+        does. Costs a system call."""
+        if not self._is_lost:
+            poll = select.poll()
+            poll.register(self._sock, select.POLLRDHUP)
+            self._is_lost = bool(poll.poll(0))
+        return self._is_lost
+
     def open(
         self, wanted: Sequence[Wanted], *, deadline_s: float, urgency: Urgency
     ) -> list[ArenaLease]:
@@ -131,6 +140,9 @@ class AgentConnection:
             part = wanted[start : start + OPEN_MAX]
             answer = self._call(pack_opening(Opening(urgency, deadline_ms, part)))
             for one in self._read(partial(unpack_opened, answer, len(part))):
+                if one.cell >= CELLS:
+                    self._is_lost = True
+                    raise ProtocolError(f"cell {one.cell} is not on the board")
                 state = CellState(one.state)
                 frames = ALL_FRAMES if state is CellState.READY else 0
                 progress = Progress(state, frames, one.offset, one.nbytes, one.reason)
@@ -164,7 +176,7 @@ class AgentConnection:
         for start in range(0, len(hashes), step):
             part = hashes[start : start + step]
             answer = self._call(pack_find(namespace, part, fields))
-            if kind_of(answer) is MessageKind.FAILED:
+            if self._read(partial(kind_of, answer)) is MessageKind.FAILED:
                 raise StoreUnavailable(f"lookup by the agent: {unpack_text(answer)}")
             found += self._read(partial(unpack_found, answer, len(part), fields))
         return found
@@ -172,7 +184,7 @@ class AgentConnection:
     def call(self, message: bytes) -> bytes:
         """Send a message of ``objkv.agent.calls`` and return the answer."""
         answer = self._call(message)
-        if kind_of(answer) not in (MessageKind.RESULT, MessageKind.FAILED):
+        if self._read(partial(kind_of, answer)) not in (MessageKind.RESULT, MessageKind.FAILED):
             self._is_lost = True
             raise ProtocolError(f"{kind_of(answer).name} instead of a result")
         return answer

@@ -62,12 +62,14 @@ class _Turns:
 
     def __init__(self) -> None:
         self._heap: list[_Job] = []
+        self._queued: dict[Resident, _Job] = {}
+        """The job of each queued payload. Entries of the heap with other numbers are void."""
         self._numbers = count()
         self._clock = 0
         self._due: dict[object, int] = {}
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self._queued)
 
     def add(
         self, client: object, urgency: Urgency, one: Resident, wanted: Wanted, deadline: float
@@ -75,18 +77,35 @@ class _Turns:
         """Queue a payload."""
         turn = max(self._due.get(client, 0), self._clock)
         self._due[client] = turn + wanted.record.nbytes
-        job = _Job(urgency, turn, next(self._numbers), one, wanted, deadline)
-        heappush(self._heap, job)
+        self._push(_Job(urgency, turn, next(self._numbers), one, wanted, deadline))
+
+    def hurry(self, one: Resident, urgency: Urgency, deadline: float) -> None:
+        """Another client waits for a payload too: if it is queued, the more urgent of both
+        urgencies and the later of both deadlines apply."""
+        job = self._queued.get(one)
+        if job is None:
+            return
+        job = self._queued[one] = job._replace(deadline=max(deadline, job.deadline))
+        if urgency < job.urgency:
+            self._push(job._replace(urgency=urgency, number=next(self._numbers)))
 
     def take(self) -> _Job:
         """Take the next one."""
-        job = heappop(self._heap)
-        self._clock = max(self._clock, job.turn)
-        return job
+        while True:
+            top = heappop(self._heap)
+            job = self._queued.get(top.one)
+            if job is not None and job.number == top.number:
+                del self._queued[top.one]
+                self._clock = max(self._clock, job.turn)
+                return job
 
     def forget(self, client: object) -> None:
         """The client has gone."""
         self._due.pop(client, None)
+
+    def _push(self, job: _Job) -> None:
+        self._queued[job.one] = job
+        heappush(self._heap, job)
 
 
 class Core:
@@ -101,7 +120,7 @@ class Core:
         self._trouble = Trouble(logger, "loads")
         self._changed = Condition(Lock())
         self._turns = _Turns()
-        self._closed = False
+        self._closed = self._draining = False
         self._known: dict[tuple[str, str], tuple[LayerSpec, ...]] = {}
         self._threads = [
             Thread(target=self._work, name=f"objkv-fill-{n}", daemon=True)
@@ -115,6 +134,8 @@ class Core:
     ) -> list[Resident | MissReason]:
         """Take a lease of each payload, and fetch those that are not resident within
         ``deadline_s``. ``client`` is woken at each progress. The caller releases each lease."""
+        if self._draining:
+            return [MissReason.CLOSED] * len(wanted)
         deadline = monotonic() + deadline_s
         opened: list[Resident | MissReason] = []
         for one in wanted:
@@ -129,7 +150,9 @@ class Core:
                 self._recorder.count("agent_fills" if is_new else "agent_hits")
             elif is_new:
                 self._recorder.count("agent_prefetches")
-            if is_new and not self._queue(client, urgency, resident, one, deadline):
+            if not is_new:
+                self._hurry(resident, urgency, deadline)
+            elif not self._queue(client, urgency, resident, one, deadline):
                 self.residents.failed(resident, MissReason.NO_ROOM)
         return opened
 
@@ -144,8 +167,13 @@ class Core:
         with self._changed:
             self._turns.forget(client)
 
+    def drain(self) -> None:
+        """Open nothing from now on. What was opened is still fetched."""
+        self._draining = True
+
     def close(self, seconds: float) -> bool:
         """End the threads within ``seconds``. Waiting payloads fail. Idempotent."""
+        self.residents.close()
         with self._changed:
             self._closed = True
             left = [self._turns.take() for _ in range(len(self._turns))]
@@ -167,6 +195,11 @@ class Core:
             self._changed.notify()
             return True
 
+    def _hurry(self, one: Resident, urgency: Urgency, deadline: float) -> None:
+        if self.residents.is_filling(one):
+            with self._changed:
+                self._turns.hurry(one, urgency, deadline)
+
     def _work(self) -> None:
         staging = Staging()
         while True:
@@ -181,8 +214,7 @@ class Core:
 
     def _run(self, job: _Job, staging: Staging) -> None:
         """Fill one payload. Every fault is a miss."""
-        if not self.residents.is_wanted(job.one):
-            self.residents.failed(job.one, MissReason.LATE)
+        if self.residents.give_up(job.one):
             return
         key = job.wanted.claim.key
         shape = key.namespace, key.field
@@ -191,12 +223,12 @@ class Core:
         try:
             with EndsBy(job.deadline):
                 reason = self._fill(fill, job, staging)
+            if fill.header is not None:
+                self._remember(shape, fill.header.frames.layers)
         except Exception:  # a dead thread would hang every later load
             self._recorder.count("load_errors")
             logger.exception("payload not loaded, unexpectedly key=%s", key.path())
         if reason is MissReason.NONE:
-            assert fill.header is not None
-            self._remember(shape, fill.header.frames.layers)
             self.residents.ready(job.one, fill.layers)
         else:
             self.residents.failed(job.one, reason, fill.layers)
@@ -231,7 +263,9 @@ class Core:
 
     def _remember(self, shape: tuple[str, str], layers: tuple[LayerSpec, ...]) -> None:
         """Keep one tuple of layers per shard: the header's parser goes by its identity."""
-        if shape not in self._known:
+        if shape in self._known:
+            return
+        with self._changed:
             while len(self._known) >= _KNOWN_MAX:
                 del self._known[next(iter(self._known))]
             self._known[shape] = layers

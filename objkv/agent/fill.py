@@ -91,6 +91,10 @@ class Fill:
         promise, ``NoRoomError``, and ``StoreError``.
         """
         nbytes, hot = self._wanted.record.nbytes, self._wanted.record.hot
+        if nbytes > self._residents.total_bytes:
+            raise NoRoomError(f"a payload of {nbytes} bytes is larger than the arena")
+        if not nbytes:
+            raise PayloadError("an empty payload by the record")
         if self._is_direct:
             self._stored = self._allot(nbytes)
         else:
@@ -146,6 +150,8 @@ class Fill:
         if self._is_direct:
             if header.codec != "none":
                 raise PayloadError(f"codec {header.codec}, expected none by the record")
+            if header.nbytes != len(self._stored):  # the rest of its memory would be served too
+                raise PayloadError(f"{header.nbytes} bytes, expected {len(self._stored)}")
         else:
             opened = header.opened
             self._is_encrypted = opened is not None and opened.cipher is not None

@@ -3,12 +3,15 @@
 import fcntl
 import logging
 import os
+import signal
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Final
 
 from objkv.errors import ConfigError
@@ -18,6 +21,10 @@ IDLE_EXIT_S: Final = 600
 """An agent that a replica started ends after this time without clients."""
 _BACKLOG = 128
 _LOG_BYTES_MAX = 4 << 20
+_REPLACE_S = 15.0
+"""How long a replaced agent may take to give up its socket."""
+_POLL_S = 0.02
+_PEER = struct.Struct("3i")
 
 
 def failure_of(path: Path) -> str | None:
@@ -35,32 +42,29 @@ class AgentRuns(ConfigError):
 class AgentSocket:
     """The listening socket of the one agent that serves a path."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises ``AgentRuns``, or ``ConfigError`` if nothing can listen there."""
+    def __init__(self, path: Path, *, replace: bool = False) -> None:
+        """``replace``: take over from the agent that serves the path, and have it end. At no time
+        is there none. Raises ``AgentRuns``, or ``ConfigError`` if nothing can listen there."""
         self._path = path
-        lock = f"{path}.lock"
-        try:
-            self._lock = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        except OSError as exc:
-            raise ConfigError(f"no lock file {lock}: {exc}") from exc
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as exc:
-            os.close(self._lock)
-            raise AgentRuns(f"another agent serves {path}") from exc
+        locks = [f"{path}.next.lock", f"{path}.lock"] if replace else [f"{path}.lock"]
+        self._locks: list[int] = []
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self._inode = -1
         try:
-            path.unlink(missing_ok=True)  # of an agent that was killed: this one holds the lock
-            before = os.umask(0o177)
-            try:
-                self.listener.bind(str(path))
-            finally:
-                os.umask(before)
-            self.listener.listen(_BACKLOG)
-        except OSError as exc:
-            self.listener.close()
-            os.close(self._lock)
-            raise ConfigError(f"the agent cannot listen on {path}: {exc}") from exc
+            self._locks.append(self._take(locks[0]))
+            before = _agent_at(path) if replace else 0
+            self._listen()
+            if replace:
+                if before > 0:
+                    with suppress(ProcessLookupError):
+                        os.kill(before, signal.SIGTERM)
+                self._locks.append(self._take(locks[1], _REPLACE_S))
+                os.close(self._locks.pop(0))
+        except BaseException as exc:
+            self.close()
+            if isinstance(exc, OSError):
+                raise ConfigError(f"the agent cannot listen on {path}: {exc}") from exc
+            raise
 
     def report(self, error: BaseException | None) -> None:
         """Leave a note for replicas if the agent cannot start; without an error, remove it."""
@@ -72,11 +76,59 @@ class AgentSocket:
 
     def close(self) -> None:
         """Give the path to others. The lock file stays: removing it would let two agents run."""
-        self._path.unlink(missing_ok=True)
+        with suppress(OSError):
+            if self._path.stat().st_ino == self._inode:  # otherwise an agent has replaced this one
+                self._path.unlink()
         with suppress(OSError):
             self.listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self.listener.close()
-        os.close(self._lock)
+        while self._locks:
+            os.close(self._locks.pop())
+
+    def _listen(self) -> None:
+        """Listen, and have the path, also if it is the name of a socket already."""
+        made = Path(f"{self._path}.next")
+        made.unlink(missing_ok=True)
+        before = os.umask(0o177)
+        try:
+            self.listener.bind(str(made))
+        finally:
+            os.umask(before)
+        self.listener.listen(_BACKLOG)
+        self._inode = made.stat().st_ino
+        made.rename(self._path)
+
+    def _take(self, name: str, seconds: float = 0.0) -> int:
+        """Return a descriptor that holds a lock. Raises ``AgentRuns`` if another process has it for
+        ``seconds``, and ``ConfigError``."""
+        try:
+            lock = os.open(name, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as exc:
+            raise ConfigError(f"no lock file {name}: {exc}") from exc
+        end = monotonic() + seconds
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return lock
+            except OSError as exc:
+                if monotonic() >= end:
+                    os.close(lock)
+                    raise AgentRuns(f"another agent serves {self._path}") from exc
+            sleep(_POLL_S)
+
+
+def _agent_at(path: Path) -> int:
+    """Return the process that listens at ``path``; 0 if there is none, or if it is in a container
+    that this process cannot look into."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(1.0)
+        try:
+            sock.connect(str(path))
+            peer = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+        except OSError:
+            return 0
+        pid, uid, _ = _PEER.unpack(peer)
+        return int(pid) if uid == os.geteuid() else 0
 
 
 def is_listening(path: Path) -> bool:

@@ -146,7 +146,7 @@ class AgentSaves:
 
     def _reach(self) -> AgentConnection:
         with self._lock:
-            if self._agent is not None and self._agent.is_open:
+            if self._agent is not None and not self._agent.has_ended():
                 return self._agent
             if self._clock() < self._retry_at or self._outbox.fd < 0:
                 raise TransferError("no agent")

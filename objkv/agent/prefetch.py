@@ -58,8 +58,10 @@ class Prefetches:
     def __init__(self, core: Core, index: ReadIndex, documents: ReadStore) -> None:
         self._core, self._index, self._documents = core, index, documents
         self._lock = Lock()
-        self._open: dict[Resident, int] = {}
-        """Payloads under way, with their sizes."""
+        self._open: dict[Resident, list[int]] = {}
+        """Payloads under way, with their size once for each lease."""
+        self._open_bytes = 0
+        """Sum of those, and of payloads that are about to be opened."""
 
     def hashes_of(self, namespace: str, tokens: Sequence[int]) -> list[bytes]:
         """Return the prefix hashes of a prompt. Raises ``NotStored`` for an unknown namespace."""
@@ -93,22 +95,16 @@ class Prefetches:
         ]
         held = self._core.residents.holds([one.claim.key.path() for one in wanted])
         missing = [one for one, is_held in zip(wanted, held, strict=True) if not is_held]
-        with self._lock:
-            room = self._core.residents.total_bytes // _SHARE - sum(self._open.values())
-        taken = []
-        for one in missing:
-            room -= one.record.raw_bytes
-            if room < 0:
-                break
-            taken.append(one)
+        taken = self._reserve(missing)
         opened = self._core.open(self, taken, deadline_s=deadline_s, urgency=Urgency.PREFETCH)
         refused = len(missing) - len(taken)
         with self._lock:
             for one, lease in zip(taken, opened, strict=True):
                 if isinstance(lease, MissReason):
                     refused += 1
+                    self._open_bytes -= one.record.raw_bytes
                 else:
-                    self._open[lease] = one.record.raw_bytes
+                    self._open.setdefault(lease, []).append(one.record.raw_bytes)
         self.wake()
         started = len(missing) - refused
         return Prefetched(started, len(wanted) - len(missing), refused)
@@ -118,10 +114,24 @@ class Prefetches:
         residents = self._core.residents
         with self._lock:
             ended = [one for one in self._open if not residents.is_filling(one)]
-            for one in ended:
-                del self._open[one]
-        for one in ended:
-            residents.release(one)
+            sizes = [self._open.pop(one) for one in ended]
+            self._open_bytes -= sum(map(sum, sizes))
+        for one, leases in zip(ended, sizes, strict=True):
+            for _ in leases:
+                residents.release(one)
+
+    def _reserve(self, missing: Sequence[Wanted]) -> list[Wanted]:
+        """Return the leading payloads for which there is room, and count their bytes."""
+        taken = []
+        with self._lock:
+            room = self._core.residents.total_bytes // _SHARE - self._open_bytes
+            for one in missing:
+                room -= one.record.raw_bytes
+                if room < 0:
+                    break
+                taken.append(one)
+                self._open_bytes += one.record.raw_bytes
+        return taken
 
     def _stored(self, namespace: str, hashes: Sequence[bytes]) -> list[Record]:
         """Return the records of the leading chunks that have one."""

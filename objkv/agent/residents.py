@@ -77,6 +77,7 @@ class Residents:
         self._all: set[Resident] = set()
         """Those, and failed or forgotten ones that are still leased."""
         self._cells = deque(range(CELLS))
+        self._closed = False
 
     @property
     def total_bytes(self) -> int:
@@ -113,7 +114,7 @@ class Residents:
                     self._recorder.count("agent_prefetch_used")
                 if one.state is CellState.READY and not ahead:
                     self._ranking.use(key)
-                elif waiter is not None:
+                elif waiter is not None and one.state is CellState.FILLING:
                     one.waiters.add(waiter)
                 return one, False
             if not self._cells:
@@ -133,9 +134,15 @@ class Residents:
                 one.waiters.discard(waiter)
             self._release(one)
 
-    def is_wanted(self, one: Resident) -> bool:
-        """Whether there is a lease besides the fill's own."""
-        return one.leases > 1
+    def give_up(self, one: Resident) -> bool:
+        """End a fill, and its lease, if nobody else has one. Returns whether it did."""
+        with self._lock:
+            if one.leases > 1:
+                return False
+            self._unlist(one)
+            one.state, one.reason = CellState.FAILED, MissReason.LATE
+            self._release(one)
+            return True
 
     def is_filling(self, one: Resident) -> bool:
         """Whether a leased payload is still being filled."""
@@ -151,11 +158,11 @@ class Residents:
 
     def allot(self, one: Resident, nbytes: int) -> memoryview | None:
         """Give a payload that is being filled its memory, evicting others if need be. None if the
-        arena is full."""
+        arena is full or closed."""
         assert one.offset < 0
         with self._lock:
-            offset = self._extents.take(nbytes)
-            if offset is None:
+            offset = None if self._closed else self._extents.take(nbytes)
+            if offset is None and not self._closed:
                 offset = self._make_room(nbytes)
             if offset is None:
                 self._recorder.count("agent_no_room")
@@ -187,13 +194,20 @@ class Residents:
         self._end_fill(one)
 
     def forget(self, key: str) -> None:
-        """Make a payload unavailable to new readers. Present ones keep it."""
+        """Make a payload unavailable to new readers, also if it is being filled. Present ones keep
+        it."""
         with self._lock:
             one = self._by_key.get(key)
-            if one is not None and one.state is CellState.READY:
+            if one is not None:
                 self._unlist(one)
                 if not one.leases:
                     self._free(one)
+
+    def close(self) -> None:
+        """Allot no memory from now on. The agent ends connections after this: their clients may
+        still read memory whose leases have ended."""
+        with self._lock:
+            self._closed = True
 
     def leased(self) -> int:
         """Return the number of payloads under a lease."""

@@ -6,6 +6,7 @@ From ``commit`` on, the bytes are in the agent's memory: the replica may end.
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Lock
 from time import monotonic
 
 from objkv.agent.arena import ALL_FRAMES
@@ -77,6 +78,7 @@ class NodeSaves:
         self.residents = residents
         self._cache, self._limits, self._recorder = cache, limits, recorder
         self._codec = limits.codec if limits.codec != "auto" or limits.far else "none"
+        self._lock = Lock()
         self._choosers: dict[str, CodecChooser] = {}
         self._pool: SavePool[CommittedSave] = SavePool(
             "saves", limits.threads, cache, recorder, late=self._late, saved=self._saved
@@ -105,16 +107,20 @@ class NodeSaves:
         if not self._cache.begin_save(key):
             self._recorder.count("save_repeats")
             return CommitStatus.REPEATED
-        status, resident = self._keep(header, payload)
-        if resident is not None:
-            deadline = monotonic() + self._limits.deadline_s
-            save = CommittedSave(self, resident, header, deadline)
-            if self._pool.put((save,)):
-                return CommitStatus.ACCEPTED
-            save.release()
-            status = CommitStatus.NO_ROOM
-        self._cache.end_save(key)
-        self._recorder.count("save_drops")
+        is_queued = False
+        try:
+            status, resident = self._keep(header, payload)
+            if resident is not None:
+                deadline = monotonic() + self._limits.deadline_s
+                save = CommittedSave(self, resident, header, deadline)
+                is_queued = self._pool.put((save,))
+                if not is_queued:
+                    save.release()
+                    status = CommitStatus.NO_ROOM
+        finally:
+            if not is_queued:
+                self._cache.end_save(key)
+                self._recorder.count("save_drops")
         return status
 
     def encode(self, save: CommittedSave) -> tuple[memoryview, Header]:
@@ -170,12 +176,26 @@ class NodeSaves:
             return CommitStatus.NO_ROOM, None
         resident, is_new = opened
         if not is_new:
-            return self._join(resident)
+            return self._join(header.claim, resident)
+        reason = MissReason.CLOSED
+        try:
+            reason = self._copy(header, payload, resident)
+        finally:
+            if reason is MissReason.NONE:
+                self.residents.ready(resident, ALL_FRAMES)
+            else:
+                self.residents.failed(resident, reason)
+                self.residents.release(resident)
+        if reason is MissReason.NONE:
+            return CommitStatus.ACCEPTED, resident
+        status = CommitStatus.NO_ROOM if reason is MissReason.NO_ROOM else CommitStatus.REFUSED
+        return status, None
+
+    def _copy(self, header: Header, payload: memoryview, resident: Resident) -> MissReason:
+        """Copy a payload to its place and verify it there."""
         place = self.residents.allot(resident, len(payload))
         if place is None:
-            self.residents.failed(resident, MissReason.NO_ROOM)
-            self.residents.release(resident)
-            return CommitStatus.NO_ROOM, None
+            return MissReason.NO_ROOM
         copy_bytes(place, payload, len(payload))
         try:
             copied = self._claimed(place)
@@ -185,24 +205,28 @@ class NodeSaves:
                 frame_pages(header, frame, place, None)
         except PayloadError as exc:
             logger.warning("payload of a client refused reason=%s", exc)
-            self.residents.failed(resident, MissReason.CORRUPT)
-            self.residents.release(resident)
-            return CommitStatus.REFUSED, None
-        self.residents.ready(resident, ALL_FRAMES)
-        return CommitStatus.ACCEPTED, resident
+            return MissReason.CORRUPT
+        return MissReason.NONE
 
-    def _join(self, resident: Resident) -> tuple[CommitStatus, Resident | None]:
+    def _join(self, claim: Claim, resident: Resident) -> tuple[CommitStatus, Resident | None]:
         """Save a payload that is resident already, and so verified."""
+        status = CommitStatus.REPEATED  # it is being fetched, so it is stored
         if self.residents.is_ready(resident):
-            return CommitStatus.ACCEPTED, resident
-        self.residents.release(resident)  # it is being fetched, so it is stored
-        return CommitStatus.REPEATED, None
+            if self._claimed(self.residents.view(resident)).claim == claim:
+                return CommitStatus.ACCEPTED, resident
+            logger.warning("payload of a client refused reason=it claims other tokens")
+            status = CommitStatus.REFUSED
+        self.residents.release(resident)
+        return status, None
 
     def _chooser(self, header: Header) -> CodecChooser:
         name = header.claim.key.namespace
-        while len(self._choosers) >= _CHOOSERS_MAX and name not in self._choosers:
-            del self._choosers[next(iter(self._choosers))]
-        return self._choosers.setdefault(name, CodecChooser(lambda: self._cache.link.bytes_per_s))
+        with self._lock:
+            while len(self._choosers) >= _CHOOSERS_MAX and name not in self._choosers:
+                del self._choosers[next(iter(self._choosers))]
+            return self._choosers.setdefault(
+                name, CodecChooser(lambda: self._cache.link.bytes_per_s)
+            )
 
     def _late(self, save: CommittedSave) -> None:
         self._recorder.count("save_drops")

@@ -7,6 +7,7 @@ user, or of root, are served.
 
 import logging
 import os
+import select
 import socket
 import struct
 import time
@@ -48,6 +49,7 @@ logger = logging.getLogger(__name__)
 _SEND_S = 5.0
 """How long a client may leave an answer unread. Answers fit into its socket's buffer."""
 _REFUSAL_S = 1.0
+_LOOK_S = 0.02
 _PEER = struct.Struct("3i")
 _ROOT = 0
 
@@ -69,6 +71,8 @@ class AgentSession:
         self.sock, self.number = sock, number
         self.leases: dict[int, Resident] = {}
         self.outbox = memoryview(b"")
+        self.busy = Lock()
+        """Held while a message is processed."""
         self._next_lease = 1
         self._event = -1
         self._lock = Lock()
@@ -95,6 +99,17 @@ class AgentSession:
         assert number not in self.leases
         self.leases[number] = resident
         return number
+
+    def end_unused(self) -> None:
+        """Receive nothing more from a client that has no lease. What it has sent is answered."""
+        if self.busy.acquire(blocking=False):
+            try:
+                if not self.leases:
+                    self.sock.shutdown(socket.SHUT_RD)
+            except OSError:
+                logger.debug("client gone", exc_info=True)
+            finally:
+                self.busy.release()
 
     def close(self) -> None:
         """Close socket and eventfd. Idempotent."""
@@ -132,7 +147,7 @@ class AgentServer:
         self._lock = Lock()
         self._clients: dict[AgentSession, Thread] = {}
         self._numbers = 0
-        self._closed = False
+        self._closed = self._draining = False
         self._answers: dict[MessageKind, Callable[[AgentSession, bytes], bytes | None]] = {
             MessageKind.OPEN: self._open,
             MessageKind.RELEASE: self._release,
@@ -148,6 +163,22 @@ class AgentServer:
     def clients(self) -> int:
         """Number of connections."""
         return len(self._clients)
+
+    def stop_accepting(self) -> None:
+        """The caller closes the listening socket from now on, since another agent takes over."""
+        self._draining = True
+
+    def drain(self, seconds: float) -> bool:
+        """End the connections of clients without a lease, and of others when their last lease
+        ends. Returns whether all have ended within ``seconds``. The core must be draining."""
+        end = time.monotonic() + seconds
+        while clients := list(self._clients):
+            for client in clients:
+                client.end_unused()
+            if time.monotonic() >= end:
+                return False
+            time.sleep(_LOOK_S)
+        return True
 
     def close(self) -> None:
         """End all connections. The core must be closed: leased memory could be reused otherwise.
@@ -170,7 +201,7 @@ class AgentServer:
             try:
                 sock, _ = self._listener.accept()
             except OSError as exc:
-                if self._closed or self._listener.fileno() < 0:
+                if self._closed or self._draining or self._listener.fileno() < 0:
                     return
                 logger.warning("connection not accepted reason=%s", exc)
                 time.sleep(_REFUSAL_S)  # such as no descriptor: it may be some time
@@ -191,7 +222,11 @@ class AgentServer:
                     sock.close()
                     return
                 self._clients[client] = thread
+            try:
                 thread.start()
+            except RuntimeError as exc:  # the system is out of threads
+                logger.warning("connection not served reason=%s", exc)
+                self._end(client)
 
     def _refusal(self, sock: socket.socket) -> str | None:
         _, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
@@ -219,7 +254,8 @@ class AgentServer:
                     socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(_SEND_S), 0)
                 )
                 while message := client.sock.recv(MESSAGE_BYTES_MAX + 1):
-                    answer = self._answer(client, message)
+                    with client.busy:
+                        answer = self._answer(client, message)
                     if answer is not None:
                         client.sock.send(answer)
         except TransferError as exc:
@@ -332,12 +368,13 @@ def _await_end(sock: socket.socket) -> None:
     """End the conversation, and wait until the client has closed its side: a device of the client
     may read leased memory until then."""
     try:
-        sock.settimeout(None)
         sock.shutdown(socket.SHUT_WR)
-        while sock.recv(1):
-            pass
     except OSError:
         logger.debug("client gone", exc_info=True)
+    # Not by recv: an empty message looks like an end.
+    poll = select.poll()
+    poll.register(sock, select.POLLRDHUP)
+    poll.poll()
 
 
 def _hang_up(sock: socket.socket) -> None:

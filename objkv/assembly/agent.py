@@ -129,11 +129,15 @@ def open_agent_backends(link: AgentLink) -> Backends:
 class NodeAgent:
     """An agent that serves a socket until it is closed. A context manager."""
 
-    def __init__(self, config: Config, path: Path, recorder: MemoryRecorder) -> None:
-        """Raises ``AgentRuns`` if another one serves ``path``, ``ConfigError``, and with
-        ``at_start`` strict ``StoreError``."""
+    def __init__(
+        self, config: Config, path: Path, recorder: MemoryRecorder, *, replace: bool = False
+    ) -> None:
+        """``replace``: take over from the agent that serves ``path``, once this one can start.
+        Raises ``AgentRuns`` if another one serves it, ``ConfigError``, and with ``at_start`` strict
+        ``StoreError``."""
         self._config = config
-        self._socket = AgentSocket(path)
+        if not replace:
+            self._socket = AgentSocket(path)
         try:
             self._backends = open_backends(config, recorder)
             check_backends(self._backends, config)
@@ -141,9 +145,12 @@ class NodeAgent:
             self.arena = Arena.create(max(PAGE, nbytes))
             self._cache = self._open_cache(recorder)
         except BaseException as exc:
-            self._socket.report(exc)
-            self._socket.close()
+            if not replace:
+                self._socket.report(exc)
+                self._socket.close()
             raise
+        if replace:
+            self._socket = AgentSocket(path, replace=True)
         self._socket.report(None)
         limits = CoreLimits(config.load_threads, config.load_queue_max)
         self.core = Core(self._cache, self.arena, limits, recorder)
@@ -196,12 +203,18 @@ class NodeAgent:
                 return
 
     def close(self) -> None:
-        """End: the socket first, so that the next agent can have it, then fetches and clients."""
+        """End within the drain deadline: first the socket, so that the next agent can have it, then
+        clients as their leases end, then those that are left, fetches and saves."""
+        end = monotonic() + self._config.drain_deadline_ms / 1000
         self._http.close()
+        self.server.stop_accepting()
         self._socket.close()
-        self.core.close(self._config.load_deadline_ms / 1000)
+        self.core.drain()
+        if not self.server.drain(end - monotonic()):
+            logger.warning("clients dropped at shutdown count=%d", self.server.clients)
+        self.core.close(min(self._config.load_deadline_ms / 1000, max(0.0, end - monotonic())))
         self.server.close()
-        self.saves.close(self._config.drain_deadline_ms / 1000)
+        self.saves.close(max(0.0, end - monotonic()))
         self._cache.close(1.0)
         self._backends.close()
         numbers = self.numbers.read()

@@ -28,6 +28,10 @@ def agent(
         float | None,
         time_option("Exit after this time without clients", "--idle-exit", least=1),
     ] = None,
+    replace: Annotated[
+        bool,
+        typer.Option("--replace", help="Take over from the agent that serves the socket."),
+    ] = False,
 ) -> int:
     """Serve payloads to all replicas of this machine from shared memory."""
     refuse_memory(session, "agent")
@@ -35,7 +39,10 @@ def agent(
     if where is None:
         raise ConfigError("no socket to serve: give --socket PATH, or set OBJKV_AGENT")
     logging.basicConfig(format="%(asctime)s %(levelname)s objkv: %(message)s", level=logging.INFO)
-    with end_signals() as ended, NodeAgent(session.config, where, MemoryRecorder()) as running:
+    with (
+        end_signals() as ended,
+        NodeAgent(session.config, where, MemoryRecorder(), replace=replace) as running,
+    ):
         if session.out.machine:
             session.out.document({"socket": str(where), "arena_bytes": running.arena.nbytes})
         else:

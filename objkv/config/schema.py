@@ -216,6 +216,9 @@ class Config(BaseModel):
     agent_memory_bytes: int = Field(default=0, ge=0)
     """Memory of an agent for payloads, its arena. 0: an eighth of the machine's memory. It takes
     none before payloads fill it."""
+    agent_verify: Literal["agent", "reader"] = "agent"
+    """Who verifies checksums. ``agent``: the agent does once, for all replicas. ``reader``: this
+    replica does again, from the arena, before each copy."""
 
     lookup_deadline_ms: int = Field(default=500, ge=1)
     """A lookup that takes longer is a miss."""

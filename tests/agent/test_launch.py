@@ -40,7 +40,7 @@ def test_a_path_has_one_agent_and_a_stale_socket_is_no_obstacle(config: Config) 
     first = AgentSocket(path)
     with pytest.raises(AgentRuns):
         AgentSocket(path)
-    os.close(first._lock)  # as if it had been killed: its socket stays
+    os.close(first._locks.pop())  # as if it had been killed: its socket stays
     second = AgentSocket(path)
     assert is_listening(path)
     second.close()

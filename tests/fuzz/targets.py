@@ -1,6 +1,6 @@
 """All targets."""
 
-from tests.fuzz import payloads, records, settings, wires
+from tests.fuzz import agents, payloads, records, settings, wires
 from tests.fuzz.target import Target
 
 TARGETS: tuple[Target, ...] = (
@@ -8,4 +8,5 @@ TARGETS: tuple[Target, ...] = (
     *records.TARGETS,
     *wires.TARGETS,
     *settings.TARGETS,
+    *agents.TARGETS,
 )

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -20,9 +20,11 @@ from tests.support.paged_cache import PATIENCE_S, wait_until
 class AgentProcess:
     """``objkv agent`` over some stores. As a context manager it ends with its block."""
 
-    def __init__(self, settings: Mapping[str, str], *, path: Path | None = None) -> None:
+    def __init__(
+        self, settings: Mapping[str, str], *, path: Path | None = None, options: Sequence[str] = ()
+    ) -> None:
         """``settings``: names and values. ``path``: by default in a new folder with a short name,
-        since a socket's path may have 107 bytes."""
+        since a socket's path may have 107 bytes. ``options``: of the command."""
         self.folder = Path(tempfile.mkdtemp(prefix="objkv-", dir="/tmp"))
         self.path = path or self.folder / "agent.sock"
         self.log_file = self.folder / "log"
@@ -30,7 +32,7 @@ class AgentProcess:
         others = {n: v for n, v in os.environ.items() if not n.startswith("OBJKV_")}
         with self.log_file.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "objkv", "agent", "--socket", str(self.path)],
+                [sys.executable, "-m", "objkv", "agent", "--socket", str(self.path), *options],
                 env=others | ours,
                 cwd=self.folder,
                 stdout=log,
@@ -41,7 +43,7 @@ class AgentProcess:
     def _await(self) -> None:
         def is_up() -> bool:
             assert self.process.poll() is None, self.log()
-            return is_listening(self.path)
+            return "agent ready" in self.log() and is_listening(self.path)
 
         wait_until(is_up)
 

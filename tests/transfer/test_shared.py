@@ -39,7 +39,7 @@ class World:
         self.writer.save(range(4))
         self.reader = self.open()
 
-    def open(self, lane: Lane | None = None, **limits: Any) -> Replica:
+    def open(self, lane: Lane | None = None, *, verify: bool = False, **limits: Any) -> Replica:
         """A replica that loads by the agent."""
         replica = Replica(self.node.store, self.node.index, seed=2)
         replica.loader.close()
@@ -48,6 +48,7 @@ class World:
             {0: replica.paged},
             lane or ArenaLane(),
             self.connect,
+            verify=verify,
             limits=replace(bounds, **limits),
             recorder=replica.recorder,
         )
@@ -220,6 +221,26 @@ def test_a_payload_of_other_layers_is_refused_and_not_served_again(world: World)
     path = world.reader.path(0)
     wait_until(lambda: world.node.residents.holds([path]) == [False])
     assert other.moves[0].records
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_byte_that_flips_in_the_arena_is_found_by_a_reader_that_verifies(
+    world: World, sync: bool
+) -> None:
+    assert not world.reader.load(range(4), 1).failed_blocks
+    path = world.reader.path(1)
+    one = world.node.residents._by_key[path]
+    world.node.arena.view[one.offset + one.nbytes - 1] ^= 1
+    assert not world.reader.load(range(4), 1).failed_blocks, "by default the agent is trusted"
+    careful = world.open(verify=True)
+    outcome = careful.load(range(4), 1, sync=sync)
+    assert min(outcome.failed_blocks) == 1 + BLOCKS
+    assert outcome.rejected
+    assert careful.recorder.value("load_corrupt") == 1
+    wait_until(lambda: world.node.residents.holds([path]) == [False])
+    assert world.right(chunks=1, reader=careful)
+    assert not careful.load(range(1), 1).failed_blocks
+    careful.close()
 
 
 def test_a_load_without_a_record_fails_as_a_ghost(world: World) -> None:

@@ -5,7 +5,7 @@ _objkv_words() { # candidates after a command: $1 the command, $2 commands, opti
     objkv/commands) echo "access agent admission audit completion demo doctor exporter ls show size top match export import pin unpin warm diff verify sweep rebuild gpu-check bench" ;;
     objkv/options) echo "--version --bulk-url --index-url --config --output -o --json --no-color --debug --help" ;;
     'objkv access/options') echo "--role --tenant --kms-key-arn --bulk-url --index-url --config --output -o --json --no-color --debug --help" ;;
-    'objkv agent/options') echo "--socket --idle-exit --bulk-url --index-url --config --output -o --json --no-color --debug --help" ;;
+    'objkv agent/options') echo "--socket --idle-exit --replace --bulk-url --index-url --config --output -o --json --no-color --debug --help" ;;
     'objkv admission/options') echo "--for --namespace -n --bulk-url --index-url --config --output -o --json --no-color --debug --help" ;;
     'objkv admission/arguments') : ;;
     'objkv audit/options') echo "--namespace -n --html --tokenizer --show-text --roots --limit --price-gb-month --price-puts --price-gets --price-gpu-hour --since --deadline --workers --restart --bulk-url --index-url --config --output -o --json --no-color --debug --help" ;;

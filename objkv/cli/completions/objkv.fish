@@ -65,6 +65,7 @@ complete -c objkv -n '__objkv_at objkv access' -l help -d 'Show this message and
 
 complete -c objkv -n '__objkv_at objkv agent' -l socket -r -F -d 'Socket to serve; default: OBJKV_AGENT'
 complete -c objkv -n '__objkv_at objkv agent' -l idle-exit -r -f -d 'Exit after this time without clients (30s, 2h, 7d; a plain number is seconds)'
+complete -c objkv -n '__objkv_at objkv agent' -l replace -d 'Take over from the agent that serves the socket'
 complete -c objkv -n '__objkv_at objkv agent' -l bulk-url -r -f -d 'Bulk store; overrides OBJKV_BULK_URL'
 complete -c objkv -n '__objkv_at objkv agent' -l index-url -r -f -d 'Index; overrides OBJKV_INDEX_URL'
 complete -c objkv -n '__objkv_at objkv agent' -l config -r -F -d 'TOML file; overrides OBJKV_CONFIG_FILE'

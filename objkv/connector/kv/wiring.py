@@ -337,6 +337,7 @@ def _agent_transfers(config: Config, host: _Host, link: AgentLink) -> Transfers:
         host.groups,
         ArenaLane(),
         partial(link.connect, wants_arena=True),
+        verify=config.agent_verify == "reader",
         limits=host.load_limits(config),
         recorder=host.recorder,
         tracing=host.tracing,

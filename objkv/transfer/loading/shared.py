@@ -21,7 +21,7 @@ from objkv.agent.core import Urgency
 from objkv.agent.fill import Wanted
 from objkv.agent.residents import MissReason
 from objkv.background import join_all
-from objkv.codec.payload import Header, header_bytes_needed, read_claimed
+from objkv.codec.payload import Header, frame_pages, header_bytes_needed, read_claimed
 from objkv.errors import ObjkvError, PayloadError, TransferError
 from objkv.telemetry import Recorder, Trouble
 from objkv.tracing import NO_TRACING, Tracing
@@ -157,9 +157,9 @@ class _Reading:
         claim = claim_of(self.job.plan.namespace, load, self.source)
         return Wanted(claim, dict(load.records)[claim.key.field])
 
-    def read(self, progress: Progress, arena: memoryview) -> None:
+    def read(self, progress: Progress, arena: memoryview, *, verify: bool) -> None:
         """Give the lane the frames that are new. Raises ``PayloadError`` if the payload is not what
-        this rank expects."""
+        this rank expects or, with ``verify``, a frame is not what its checksum promises."""
         start = progress.offset
         payload = arena[start : start + progress.nbytes]
         if self.header is None:
@@ -175,6 +175,9 @@ class _Reading:
         span = range(self.layers, min(progress.frames, len(frames)))
         own = range(max(span.start, ours.start), min(span.stop, ours.stop))
         self.layers = span.stop
+        if verify:
+            for n in own:
+                frame_pages(self.header, n, payload, None)
         pages = [payload[frames.starts[n] : frames.ends[n]] for n in own]
         self.writer.write(self.source, span, pages)
 
@@ -188,15 +191,17 @@ class SharedLoader(Loads):
         lane: Lane,
         connect: Callable[[], AgentConnection],
         *,
+        verify: bool = False,
         limits: LoadLimits,
         recorder: Recorder,
         clock: Callable[[], float] = monotonic,
         tracing: Tracing = NO_TRACING,
     ) -> None:
         """``connect``: returns a new connection with an arena, or raises ``ObjkvError``. It is
-        called again when the connection is lost."""
+        called again when the connection is lost. ``verify``: whether this worker verifies frames
+        again, see the setting ``agent_verify``."""
         super().__init__(groups, lane, limits, recorder, clock=clock, tracing=tracing)
-        self._connect = connect
+        self._connect, self._verify = connect, verify
         self._trouble = Trouble(logger, "loads from the agent")
         self._agent: AgentConnection | None = None
         self._retry_at, self._retry_s = 0.0, _RETRY_S
@@ -207,6 +212,8 @@ class SharedLoader(Loads):
         self._closed = False
         self._waiting: deque[_Reading] = deque()
         self._reading: list[_Reading] = []
+        self._is_moving = False
+        """Whether the agent opens no more, because it is replaced."""
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._reach()
         self._thread = Thread(target=self._work, name="objkv-load", daemon=True)
@@ -274,6 +281,9 @@ class SharedLoader(Loads):
             self._take_jobs()
             self._open(agent)
             self._advance(agent)
+            if self._is_moving and not self._reading:
+                self._move()
+                return
         except CopyUnknownError as exc:
             self._trouble.failed(exc)
             self._lose(keep=True)
@@ -282,9 +292,21 @@ class SharedLoader(Loads):
             self._trouble.failed(exc)
             self._lose()
             return
-        if not agent.wait(self._idle_s(), self._event):
+        if agent.wait(self._idle_s(), self._event):
+            return
+        if self._reading:
             self._trouble.failed(TransferError("the agent ended the connection"))
             self._lose()
+        else:
+            self._move()
+
+    def _move(self) -> None:
+        """Go on with the agent that has replaced this one, if there is one already."""
+        before = self._agent
+        if self._reach() is None:
+            self._lose()
+        elif before is not None:
+            before.close()
 
     def _reach(self) -> AgentConnection | None:
         if monotonic() < self._retry_at:
@@ -300,11 +322,12 @@ class SharedLoader(Loads):
             self._lane.attach(self._agent.arena)
         self._trouble.worked()
         self._retry_s = _RETRY_S
+        self._is_moving = False
         return self._agent
 
     def _idle_s(self) -> float:
         """Return how long nothing is due, unless something wakes the thread."""
-        if self._waiting and self._room()[0] > 0:
+        if self._waiting and self._room()[0] > 0 and not self._is_moving:
             return 0.0
         if any(one.is_copied for one in self._reading):
             return _LOOK_S
@@ -340,6 +363,8 @@ class SharedLoader(Loads):
 
     def _open(self, agent: AgentConnection) -> None:
         """Open the next payloads of one job, as many as there is room for."""
+        if self._is_moving:
+            return
         count, nbytes = self._room()
         nbytes = min(nbytes, _BATCH_BYTES)
         batch: list[tuple[_Reading, Wanted]] = []
@@ -364,6 +389,13 @@ class SharedLoader(Loads):
             deadline_s=job.deadline - self._clock(),
             urgency=Urgency.IN_STEP if job.plan.sync else Urgency.BETWEEN_STEPS,
         )
+        if leases[0].progress.reason == MissReason.CLOSED:
+            self._is_moving = True
+            self._reading = self._reading[: -len(batch)]
+            self._waiting.extendleft(one for one, _ in reversed(batch))
+            with self._lock:
+                self._moves += len(batch)
+            return
         for (one, _), lease in zip(batch, leases, strict=True):
             one.lease = lease
 
@@ -403,7 +435,7 @@ class SharedLoader(Loads):
         is_ready = progress.state is CellState.READY
         try:
             if progress.frames > one.layers and (is_ready or self._streams(one)):
-                one.read(progress, agent.arena.view)
+                one.read(progress, agent.arena.view, verify=self._verify)
             if is_ready:
                 self._done(one)
             elif progress.state is CellState.FAILED:

@@ -1,0 +1,309 @@
+"""What clients and moments might do to an agent: leases that are lost, memory that is reused."""
+
+import os
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from objkv.agent import core as core_module
+from objkv.agent import messages as m
+from objkv.agent import server as server_module
+from objkv.agent.arena import CellState
+from objkv.agent.core import Urgency
+from objkv.agent.fill import Wanted
+from objkv.agent.messages import CommitStatus
+from objkv.agent.prefetch import Prefetches
+from objkv.agent.residents import MissReason, Resident
+from objkv.codec.payload import read_header
+from objkv.index.base import ShardRecord
+from tests.agent.test_core import settled
+from tests.agent.test_residents import Sleeper
+from tests.agent.test_server import greeted, payloads
+from tests.agent.world import PATIENCE_S, RIGHT, Node, WatchedStore, ended, opened, pages_at
+from tests.support.paged_cache import wait_until
+from tests.support.samples import NAMESPACE
+
+
+def gated(node: Node) -> threading.Event:
+    """From now on the store answers nothing until this is set."""
+    assert isinstance(node.store, WatchedStore)
+    gate = threading.Event()
+    node.store.on_get = lambda key: gate.wait(PATIENCE_S) and None  # type: ignore[func-returns-value]
+    return gate
+
+
+def paths(wanted: list[Wanted]) -> list[str]:
+    return [one.claim.key.path() for one in wanted]
+
+
+def test_two_prefetches_of_the_same_payloads_lose_no_lease(node: Node) -> None:
+    wanted, gate = node.save(), gated(node)
+    prefetches = Prefetches(node.core, node.index, node.store)
+    hashes = [one.claim.key.prefix_hash for one in wanted]
+    for _ in range(3):
+        started = prefetches.start(NAMESPACE, hashes, deadline_s=PATIENCE_S)
+        assert started.refused == 0
+    gate.set()
+    assert node.residents.wait_idle(PATIENCE_S)
+    assert node.residents.holds(paths(wanted)) == [True] * 3
+
+
+def test_prefetches_at_the_same_moment_stay_within_their_share(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, gate = node.save(list(range(700, 700 + 16 * 8))), gated(node)
+    monkeypatch.setattr(
+        type(node.residents), "total_bytes", 4 * 4 * wanted[0].record.raw_bytes, raising=True
+    )
+    prefetches = Prefetches(node.core, node.index, node.store)
+    halves = [[one.claim.key.prefix_hash for one in part] for part in (wanted[:4], wanted[4:])]
+    reached, opening = threading.Barrier(2), node.core.open
+
+    def both_ask(*args: Any, **more: Any) -> Any:
+        reached.wait(PATIENCE_S)  # each has seen how much room there is
+        return opening(*args, **more)
+
+    monkeypatch.setattr(node.core, "open", both_ask)
+    found: list[Any] = []
+    threads = [
+        threading.Thread(
+            target=lambda half=half: found.append(
+                prefetches.start(NAMESPACE, half, deadline_s=PATIENCE_S)
+            )
+        )
+        for half in halves
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(one.started for one in found) == 4
+    gate.set()
+    assert node.residents.wait_idle(PATIENCE_S)
+
+
+def test_a_prefetch_of_what_is_resident_keeps_no_client(node: Node) -> None:
+    wanted = node.save()[0]
+    for urgency in (Urgency.BETWEEN_STEPS, Urgency.PREFETCH):
+        (one,) = node.core.open(Sleeper(), [wanted], deadline_s=PATIENCE_S, urgency=urgency)
+        one = settled(node, one)
+        node.residents.release(one)
+    assert node.residents.wait_idle(PATIENCE_S)
+    assert not one.waiters
+
+
+def test_what_a_reader_rejects_while_it_arrives_is_served_to_nobody_else(node: Node) -> None:
+    wanted, gate, first = node.save()[0], gated(node), node.connect()
+    (lease,) = opened(first, [wanted])
+    first.reject(wanted)
+    key = wanted.claim.key
+    wait_until(lambda: node.index.find(NAMESPACE, [key.prefix_hash], (key.field,)) == [None])
+    gate.set()
+    assert ended(first, lease).state is CellState.READY
+    assert node.residents.holds(paths([wanted])) == [False]
+    (again,) = opened(node.connect(), [wanted])
+    assert again.cell != lease.cell
+    assert node.residents.check()
+
+
+def test_no_memory_is_given_out_once_an_agent_ends(node: Node) -> None:
+    """A client may still read what it leased when its connection is ended."""
+    node.save()
+    (resident,) = node.core.open(
+        Sleeper(), node.save()[:1], deadline_s=PATIENCE_S, urgency=Urgency.IN_STEP
+    )
+    resident = settled(node, resident)
+    node.core.close(PATIENCE_S)
+    assert node.saves.commit(memoryview(payloads()[1])) is CommitStatus.NO_ROOM
+    node.residents.release(resident)
+
+
+def test_a_reader_that_comes_while_a_fill_is_given_up_is_not_late(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, gate = node.save(), gated(node)
+    busy = [opened(node.connect(), [one])[0] for one in wanted[:2]]  # both threads
+    assert all(lease.number for lease in busy)
+    left = node.connect()
+    opened(left, wanted[2:])
+    left.close()
+    wait_until(lambda: node.server is not None and node.server.clients == 2)
+    came: list[Resident] = []
+    failed = node.residents.failed
+
+    def someone_comes(one: Resident, *rest: Any) -> None:
+        if one.key == wanted[2].claim.key.path() and not came:
+            found = node.residents.open(one.key, Sleeper())
+            assert found is not None
+            came.append(found[0])
+            if found[1]:  # a new payload, which is this test's to fill
+                node.residents.ready(found[0], 0)
+        failed(one, *rest)
+
+    monkeypatch.setattr(node.residents, "failed", someone_comes)
+    gate.set()
+    wait_until(lambda: not any(one.state is CellState.FILLING for one in node.residents._all))
+    for one in came:
+        assert one.reason is MissReason.NONE
+        node.residents.release(one)
+
+
+def test_threads_that_forget_layers_at_once_all_live(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_module, "_KNOWN_MAX", 0)
+
+    def broken(*_: object) -> None:
+        raise KeyError("another thread forgot it too")
+
+    monkeypatch.setattr(node.core, "_remember", broken)
+    wanted, client = node.save(), node.connect()
+    leases = opened(client, wanted)
+    for lease in leases:
+        ended(client, lease)
+    assert all(thread.is_alive() for thread in node.core._threads)
+
+
+def test_an_agent_without_a_thread_for_a_client_serves_the_next(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NoThread(threading.Thread):
+        left = 1
+
+        def start(self) -> None:
+            if NoThread.left:
+                NoThread.left -= 1
+                raise RuntimeError("can't start new thread")
+            super().start()
+
+    monkeypatch.setattr(server_module, "Thread", NoThread)
+    with pytest.raises(Exception, match="agent"):
+        node.connect()
+    assert pages_at(node.connect().arena.view, _first(node)) == RIGHT
+
+
+def _first(node: Node) -> Any:
+    client = node.connect()
+    (lease,) = opened(client, node.save()[:1])
+    return ended(client, lease)
+
+
+def changed(wanted: Wanted, **changes: Any) -> Wanted:
+    record = wanted.record
+    fields = {name: getattr(record, name) for name in ShardRecord.__dataclass_fields__}
+    return Wanted(wanted.claim, ShardRecord(**fields | changes))
+
+
+@pytest.mark.parametrize(("codec", "nbytes"), [("none", 1 << 13), ("none", 0), ("zstd", 1 << 45)])
+def test_a_record_of_another_length_is_a_miss_and_takes_no_memory(
+    node: Node, codec: str, nbytes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = changed(node.save(codec=codec)[0], nbytes=nbytes)
+    client = node.connect()
+    (lease,) = opened(client, [wanted])
+    progress = ended(client, lease)
+    assert progress.state is CellState.FAILED
+    assert progress.reason in (MissReason.CORRUPT, MissReason.NO_ROOM)
+    assert "unexpected" not in caplog.text
+
+
+def test_a_save_of_a_payload_that_is_resident_with_another_claim_is_refused(node: Node) -> None:
+    made = payloads()
+    first = read_header(made[0]).claim.key.path()
+    assert node.saves.commit(memoryview(made[0])) is CommitStatus.ACCEPTED
+    assert node.saves.drain(PATIENCE_S)
+    one = node.residents._by_key.pop(first)
+    node.residents._ranking.remove(first)
+    other = read_header(made[1]).claim.key.path()
+    one.key = other  # as if a client had made another payload of this name resident
+    node.residents._by_key[other] = one
+    node.residents._ranking.add(other, one.nbytes)
+    assert node.saves.commit(memoryview(made[1])) is CommitStatus.REFUSED
+    assert node.saves.drain(PATIENCE_S)
+    assert node.store.get(other) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 20_000,
+        f'{{"verb": "touch", "namespace": "{NAMESPACE}", "hashes": [], "ttl_s": Infinity}}',
+        '{"verb": "touch", "namespace": ["a"], "hashes": [], "ttl_s": 1}',
+        '{"verb": "lookup", "namespace": "../..", "hashes": ["%s"]}' % ("00" * 20),
+        f'{{"verb": "lookup", "namespace": "{NAMESPACE}", "hashes": ["00"]}}',
+        f'{{"verb": "credit", "savings": {{"namespace": "{NAMESPACE}", "month": 7}}}}',
+        '{"verb": "credit", "savings": {"namespace": "x", "month": "2026-11", "loads": "x"}}',
+        '{"verb": "get", "path": 7}',
+        '{"verb": ["x"]}',
+        "7",
+    ],
+)
+def test_an_invalid_call_fails_and_the_conversation_goes_on(node: Node, text: str) -> None:
+    sock = greeted(node)
+    for _ in range(2):
+        sock.send(m.pack_call(text))
+        answer = sock.recv(m.MESSAGE_BYTES_MAX)
+        assert m.kind_of(answer) is m.MessageKind.FAILED
+        assert m.unpack_text(answer).startswith("StoreDenied")
+    sock.close()
+
+
+def test_a_message_without_a_byte_ends_no_lease(node: Node) -> None:
+    sock = greeted(node)
+    wanted = node.save()
+    sock.send(m.pack_opening(m.Opening(1, 60_000, wanted)))
+    m.unpack_opened(sock.recv(1000), 3)
+    sock.send(b"")
+    assert sock.recv(100) == b""
+    sock.send(b"")
+    sock.send(b"")
+    sock.send(m.pack_release([1]))
+    other = node.connect()
+    opened(other, wanted[:1])
+    assert node.residents.leased() == 3
+    sock.close()
+    wait_until(lambda: node.residents.leased() == 1)
+
+
+def test_descriptors_that_are_sent_and_not_wanted_are_closed(node: Node) -> None:
+    folder = Path("/proc/self/fd")
+    greeted(node).close()
+    wait_until(lambda: node.server is not None and not node.server.clients)
+    before = len(list(folder.iterdir()))
+
+    for number in (1, 3):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.connect(str(node.path))
+        given = [os.open("/dev/null", os.O_RDONLY) for _ in range(number)]
+        socket.send_fds(sock, [m.pack_hello(m.Hello(m.VERSION, wants_arena=False))], given)
+        sock.recv(100)
+        socket.send_fds(sock, [m.pack_release([])], given)
+        for fd in given:
+            os.close(fd)
+        sock.close()
+    wait_until(lambda: node.server is not None and not node.server.clients)
+    wait_until(lambda: len(list(folder.iterdir())) == before)
+
+
+def test_a_request_that_waits_for_a_prefetch_makes_it_urgent(node: Node) -> None:
+    wanted, gate = node.save(list(range(300, 300 + 16 * 8))), gated(node)
+    assert isinstance(node.store, WatchedStore)
+    order = list[str]()
+    slow = node.store.on_get
+
+    def on_get(key: str) -> None:
+        order.append(key)
+        slow(key)
+
+    node.store.on_get = on_get
+    client = node.connect()
+    prefetched = client.open(wanted, deadline_s=0.001, urgency=Urgency.PREFETCH)
+    wait_until(lambda: len(order) == 2)
+    (lease,) = client.open(wanted[-1:], deadline_s=PATIENCE_S, urgency=Urgency.IN_STEP)
+    gate.set()
+    assert ended(client, lease).state is CellState.READY, "the later deadline counts"
+    assert order[2] == wanted[-1].claim.key.path()
+    client.release([one.number for one in (*prefetched, lease)])

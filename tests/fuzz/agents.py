@@ -1,0 +1,294 @@
+"""Targets: the messages between a node agent and its clients, and a server that receives them."""
+
+import atexit
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from hypothesis import strategies as st
+
+from objkv.agent import messages as m
+from objkv.agent.arena import CellState
+from objkv.agent.client import AgentConnection
+from objkv.agent.core import Urgency
+from objkv.agent.residents import MissReason
+from objkv.errors import StoreUnavailable, TransferError
+from objkv.index.fields import WrittenShards
+from objkv.testing.index_contract import shard
+from tests.agent.world import RIGHT, Node, ended, pages_at
+from tests.fuzz.mutation import changed_bytes, spoiled
+from tests.fuzz.target import Target, outcome, require
+from tests.support.samples import NAMESPACE
+
+FIELDS = ("0.L0-2_H0-2", "1.L0-2_H0-2")
+_PATIENCE_S = 60.0
+_LOOK_EVERY = 50
+"""Conversations after which the agent's leases, threads and descriptors are counted."""
+
+
+def _wanted() -> list[Any]:
+    node = Node()
+    try:
+        return node.save()
+    finally:
+        node.close()
+
+
+WANTED = _wanted()
+HASHES = [one.claim.key.prefix_hash for one in WANTED]
+CALLS = (
+    f'{{"verb": "lookup", "namespace": "{NAMESPACE}", "hashes": ["{"00" * 20}"]}}',
+    f'{{"verb": "touch", "namespace": "{NAMESPACE}", "hashes": ["{"00" * 20}"], "ttl_s": 9}}',
+    f'{{"verb": "credit", "savings": {{"namespace": "{NAMESPACE}", "month": "2026-11"}}}}',
+    f'{{"verb": "get", "path": "{NAMESPACE}/identity.json"}}',
+    '{"verb": "put", "path": "switch.json", "document": "e30=", "replace": true}',
+    f'{{"verb": "forget", "namespace": "{NAMESPACE}", "hashes": ["{"00" * 20}"], "field": "x"}}',
+)
+REQUESTS = [
+    m.pack_opening(m.Opening(Urgency.IN_STEP, 1000, WANTED)),
+    m.pack_opening(m.Opening(Urgency.PREFETCH, 1, WANTED[:1])),
+    m.pack_rejection(WANTED[1]),
+    m.pack_release([1, 2]),
+    m.pack_release([1]),
+    m.pack_find(NAMESPACE, HASHES, FIELDS[:1]),
+    m.pack_find(NAMESPACE, HASHES, FIELDS),
+    m.pack_commit(0, 4096),
+    *(m.pack_call(text) for text in CALLS),
+]
+HELLO = m.pack_hello(m.Hello(m.VERSION, wants_arena=False))
+_SHARDS: list[Any] = [{FIELDS[0]: shard()}, None, {FIELDS[0]: shard(), FIELDS[1]: shard()}]
+ANSWERS = [
+    m.pack_opened([m.OpenAnswer(CellState.READY, MissReason.NONE, 1, 0, 4096, 512)] * 2),
+    m.pack_opened([m.OpenAnswer(CellState.FAILED, MissReason.LATE, 0, 0, 0, 0)] * 2),
+    m.pack_found(_SHARDS[:2], FIELDS[:1]) or b"",
+    m.pack_found(_SHARDS[1:], FIELDS) or b"",
+    m.pack_committed(m.CommitStatus.ACCEPTED),
+    m.pack_call("[]", m.MessageKind.RESULT),
+    m.pack_text(m.MessageKind.REFUSED, "no"),
+    HELLO,
+]
+
+
+def _again(message: bytes) -> None:
+    """What is read can be written, and is read again as the same."""
+    kind = m.kind_of(message)
+    if kind in (m.MessageKind.OPEN, m.MessageKind.REJECT):
+        opening = m.unpack_opening(message)
+        require(m.unpack_opening(m.pack_opening(opening)) == opening, "another opening")
+    elif kind is m.MessageKind.RELEASE:
+        leases = m.unpack_release(message)
+        if len(leases) <= m.RELEASE_MAX:
+            require(m.pack_release(leases) == message, "other leases")
+    elif kind is m.MessageKind.FIND:
+        question = m.unpack_find(message)
+        require(m.unpack_find(m.pack_find(*question)) == question, "another question")
+    elif kind is m.MessageKind.COMMIT:
+        require(m.pack_commit(*m.unpack_commit(message)) == message, "another commit")
+    elif kind is m.MessageKind.HELLO:
+        hello = m.unpack_hello(message)
+        require(m.unpack_hello(m.pack_hello(hello)) == hello, "another greeting")
+    elif kind is m.MessageKind.COMMITTED:
+        status = m.unpack_committed(message)
+        require(m.unpack_committed(m.pack_committed(status)) is status, "another status")
+    elif kind is m.MessageKind.OPENED:
+        answers = m.unpack_opened(message, 2)
+        require(m.pack_opened(answers) == message, "other answers")
+    elif kind is m.MessageKind.FOUND:
+        _found(message)
+    else:
+        require(isinstance(m.unpack_text(message), str), "no text")
+
+
+def _found(message: bytes) -> None:
+    for fields in (FIELDS[:1], FIELDS):
+        try:
+            found = m.unpack_found(message, 2, fields)
+        except m.ProtocolError:
+            continue
+        for shards in found:
+            if shards is not None:
+                require(isinstance(shards, WrittenShards), "no shards")
+                require(set(shards) <= set(fields), "other fields")
+        require(m.pack_found(found, fields) == message, "other records")
+
+
+_check_message = outcome(m.ProtocolError)(lambda message: _again(message))
+
+
+class _Agent:
+    """One agent for all examples of a process, and a client that always gets right bytes."""
+
+    def __init__(self) -> None:
+        self.node = Node(memory=1 << 16).listen()
+        self.node.save()
+        self.client = self.node.connect()
+        self.conversations = 0
+        self._read()
+        self.threads, self.descriptors = self._counted()
+        atexit.register(self.node.close)
+
+    def _counted(self) -> tuple[int, int]:
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    def talk(self, messages: list[bytes]) -> str:
+        """One client's life."""
+        server = self.node.server
+        require(server is not None and server._thread.is_alive(), "nobody accepts")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.settimeout(_PATIENCE_S)
+            sock.connect(str(self.node.path))
+            said = self._say(sock, messages)
+        self.conversations += 1
+        if self.conversations % _LOOK_EVERY == 0:
+            self.look()
+        return said
+
+    def _say(self, sock: socket.socket, messages: list[bytes]) -> str:
+        for message in messages:
+            try:
+                sock.send(message)
+                if message[:1] in (b"\x06", b"\x0a"):  # RELEASE and REJECT have no answer
+                    continue
+                answer = sock.recv(m.MESSAGE_BYTES_MAX + 1)
+            except OSError:
+                return "ended"
+            if not answer:
+                return "ended"
+            kind = m.kind_of(answer)  # raises for nonsense
+            require(kind in _ANSWERS_TO.get(message[0], ()), f"{kind.name} to {message[:1]!r}")
+        return "answered"
+
+    def _read(self) -> None:
+        """An honest client's load."""
+        leases = self.client.open(WANTED, deadline_s=_PATIENCE_S, urgency=Urgency.IN_STEP)
+        for lease in leases:
+            progress = ended(self.client, lease)
+            if progress.state is CellState.READY:  # others may have rejected or forgotten it
+                require(pages_at(self.client.arena.view, progress) == RIGHT, "other bytes")
+        self.client.release([lease.number for lease in leases if lease.number])
+
+    def look(self) -> None:
+        """All is well, and nothing is left of clients that have gone."""
+        self._read()
+        server = self.node.server
+        assert server is not None
+        _await(lambda: server.clients == 1, "clients that have gone are served")
+        _await(lambda: self.node.residents.leased() == 0, "a lease is lost")
+        require(self.node.residents.check(), "the arena is inconsistent")
+        _await(self._has_no_more, "threads or descriptors are left")
+        require(all(thread.is_alive() for thread in self.node.core._threads), "a thread died")
+
+    def _has_no_more(self) -> bool:
+        threads, descriptors = self._counted()
+        return threads <= self.threads and descriptors <= self.descriptors
+
+
+_ANSWERS_TO = {
+    m.MessageKind.HELLO: (m.MessageKind.WELCOME, m.MessageKind.REFUSED),
+    m.MessageKind.OPEN: (m.MessageKind.OPENED, m.MessageKind.FAILED),
+    m.MessageKind.FIND: (m.MessageKind.FOUND, m.MessageKind.FAILED),
+    m.MessageKind.COMMIT: (m.MessageKind.COMMITTED,),
+    m.MessageKind.CALL: (m.MessageKind.RESULT, m.MessageKind.FAILED),
+}
+
+
+def _await(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + _PATIENCE_S
+    while not condition():
+        require(time.monotonic() < end, what)
+        time.sleep(1e-3)
+
+
+_agents: list[_Agent] = []
+
+
+def _check_server(messages: list[bytes]) -> str:
+    if not _agents:
+        _agents.append(_Agent())
+    return _agents[0].talk(messages)
+
+
+class _Liar:
+    """An agent that answers everything with prepared bytes."""
+
+    def __init__(self) -> None:
+        self.path = Path(Node().folder) / "liar"
+        self.answers: list[bytes] = []
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(self.path))
+        self._listener.listen(8)
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            sock, _ = self._listener.accept()
+            with sock:
+                sock.recv(1000)
+                sock.send(bytes((m.MessageKind.WELCOME,)))
+                for answer in list(self.answers):
+                    if not sock.recv(m.MESSAGE_BYTES_MAX):
+                        break
+                    sock.send(answer)
+
+
+_liars: list[_Liar] = []
+
+
+@outcome((TransferError, StoreUnavailable))
+def _check_client(answer: bytes) -> str | None:
+    """A client understands an answer, or the connection is lost; never another exception."""
+    if not _liars:
+        _liars.append(_Liar())
+    liar = _liars[0]
+    liar.answers = [answer or b"\xff"] * 3
+    client = AgentConnection(liar.path, call_s=_PATIENCE_S)
+    try:
+        kind = answer[:1]
+        if kind in (b"\x08", b"\x09"):
+            found = client.find(NAMESPACE, HASHES[:2], FIELDS[:1])
+            require(len(found) == 2, "another number of answers")
+        elif kind == b"\x0c":
+            client.commit(0, 4096)
+        else:
+            client.call(m.pack_call("{}"))
+    except TransferError:
+        require(client.has_ended(), "a connection in an unknown state")
+        raise
+    finally:
+        client.close()
+    return "read"
+
+
+@st.composite
+def _conversations(draw: st.DrawFn) -> list[bytes]:
+    hello = draw(st.sampled_from([HELLO] * 8 + [b"\x01\x01\0\0\1", b"\x02"]))
+    return [hello, *draw(st.lists(changed_bytes(REQUESTS, near=60), max_size=5))]
+
+
+def _fast_conversation(random: Random) -> list[bytes]:
+    messages = [spoiled(random, REQUESTS, near=60) for _ in range(random.randrange(5))]
+    messages += random.sample(REQUESTS, 2)
+    random.shuffle(messages)
+    return [HELLO, *messages]
+
+
+TARGETS = (
+    Target(
+        "agent: messages",
+        changed_bytes([*REQUESTS, *ANSWERS]),
+        _check_message,
+        lambda random: spoiled(random, [*REQUESTS, *ANSWERS]),
+    ),
+    Target("agent: a server of many clients", _conversations(), _check_server, _fast_conversation),
+    Target(
+        "agent: answers to a client",
+        changed_bytes(ANSWERS),
+        _check_client,
+        lambda random: spoiled(random, ANSWERS),
+    ),
+)
