@@ -21,7 +21,7 @@ from objkv.agent.calls import (
 )
 from objkv.agent.client import AgentConnection
 from objkv.agent.core import Core, CoreLimits
-from objkv.agent.http import AgentHttp, AgentNumbers
+from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
 from objkv.agent.launch import AgentSocket, failure_of, is_listening, start_agent
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
@@ -30,7 +30,8 @@ from objkv.assembly.backends import Backends, check_backends, is_far, open_backe
 from objkv.assembly.seal import open_seal
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.config import Config
-from objkv.config.node import agent_environment, agent_socket, host_bytes
+from objkv.config.node import agent_environment, agent_socket, host_bytes, http_path
+from objkv.config.urls import parse_address
 from objkv.errors import ConfigError, TransferError
 from objkv.index.base import WriteIndex
 from objkv.stores.base import PruneStore
@@ -128,15 +129,31 @@ class NodeAgent:
             config.near_records_max, config.near_ttl_ms / 1000, config.near_miss_ttl_ms / 1000
         )
         self.lookups = NodeLookups(self._backends.index, near)
-        calls = NodeCalls(self._backends.index, self._backends.bulk)
+        prefetches = Prefetches(self.core, self._backends.index, self._backends.bulk)
+        calls = NodeCalls(self._backends.index, self._backends.bulk, prefetches)
         parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls)
         self.server = AgentServer(self._socket.listener, parts)
-        prefetches = Prefetches(self.core, self._backends.index, self._backends.bulk)
         self.numbers = AgentNumbers(recorder)
-        self._http = AgentHttp(
-            Path(f"{path}.http"), self.core, prefetches, self.numbers, lambda: self.server.clients
-        )
+        self._http: AgentHttp | None = None
+        self._http = self._open_http(path, prefetches)
         logger.info("agent ready socket=%s arena_bytes=%d", path, self.arena.nbytes)
+
+    def _open_http(self, path: Path, prefetches: Prefetches) -> AgentHttp:
+        config = self._config
+        places = HttpPlaces(
+            http_path(path),
+            parse_address(config.agent_listen) if config.agent_listen else None,
+            config.agent_token or "",
+            config.agent_tokenizers,
+        )
+        try:
+            return AgentHttp(
+                places, self.core, prefetches, self.numbers, lambda: self.server.clients
+            )
+        except ConfigError as exc:
+            self._socket.report(exc)
+            self.close()
+            raise
 
     def _open_cache(self, recorder: Recorder) -> ChunkCache:
         config, backends = self._config, self._backends
@@ -173,7 +190,8 @@ class NodeAgent:
 
     def close(self) -> None:
         """End: the socket first, so that the next agent can have it, then fetches and clients."""
-        self._http.close()
+        if self._http is not None:
+            self._http.close()
         self._socket.close()
         self.core.close(self._config.load_deadline_ms / 1000)
         self.server.close()

@@ -1,0 +1,1 @@
+"""The agent over HTTP: for routers, for Prometheus, and for ``objkv prefetch``."""

@@ -1,0 +1,180 @@
+"""What the agent answers over HTTP, on a Unix socket next to its own and, if set, on an address.
+
+``GET /healthz``, ``/metrics`` and ``/v1/namespaces``; ``POST /v1/match`` and ``/v1/prefetch`` with
+a JSON object. Errors are JSON with the fix. Clients of an address need the agent's token, except
+for ``/healthz``; those of the Unix socket are of the agent's own user.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from hashlib import sha256
+from hmac import compare_digest
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from objkv.agent.core import Core
+from objkv.agent.http.listener import HttpListener, StartResponse, read_body
+from objkv.agent.http.prompts import Body, PromptReader, read_json, read_order
+from objkv.agent.prefetch import Prefetches
+from objkv.errors import ConfigError, ObjkvError
+from objkv.models.tokenizer import Tokenizers
+from objkv.telemetry import MemoryRecorder, added
+
+_SCHEME = "bearer "
+_TEXT, _JSON = "text/plain; charset=utf-8", "application/json"
+
+
+class AgentNumbers:
+    """The totals of an agent's counters since its start. Thread-safe."""
+
+    def __init__(self, recorder: MemoryRecorder) -> None:
+        self._recorder = recorder
+        self._lock = Lock()
+        self._totals: dict[str, float] = {}
+
+    def read(self) -> dict[str, float]:
+        """Return all totals."""
+        with self._lock:
+            self._totals = added(self._totals, self._recorder.drain())
+            return dict(self._totals)
+
+
+@dataclass(frozen=True, slots=True)
+class HttpPlaces:
+    """Where the agent listens, and which files it may read for that."""
+
+    path: Path
+    """The Unix socket."""
+    address: tuple[str, int] | None = None
+    """Host and port. None: no TCP."""
+    token: str = ""
+    """What clients of ``address`` must send."""
+    tokenizers: Path | None = None
+
+    def __repr__(self) -> str:
+        return f"<HttpPlaces {self.path} {self.address or ''}>"
+
+
+class AgentHttp:
+    """Serves until it is closed."""
+
+    def __init__(
+        self,
+        places: HttpPlaces,
+        core: Core,
+        prefetches: Prefetches,
+        numbers: AgentNumbers,
+        clients: Callable[[], int],
+    ) -> None:
+        """Raises ``ConfigError`` if a place cannot be served. ``clients``: connected replicas."""
+        if places.address is not None and not places.token:
+            raise ConfigError("an agent that listens on an address needs a token")
+        self._core, self._prefetches = core, prefetches
+        self._numbers, self._clients = numbers, clients
+        self._prompts = PromptReader(prefetches, Tokenizers(places.tokenizers))
+        self._token = _digest(places.token.encode())
+        self._listeners = [HttpListener(places.path, partial(self._answer, is_local=True))]
+        if places.address is not None:
+            try:
+                self._listeners.append(HttpListener(places.address, self._answer_remote))
+            except ConfigError:
+                self.close()
+                raise
+
+    @property
+    def port(self) -> int:
+        """The TCP port; 0 without one."""
+        return self._listeners[-1].port
+
+    def close(self) -> None:
+        """Stop. Idempotent."""
+        for listener in self._listeners:
+            listener.close()
+
+    def _answer_remote(self, environ: dict[str, Any], start: StartResponse) -> Iterable[bytes]:
+        if environ.get("PATH_INFO") != "/healthz" and not self._is_allowed(environ):
+            read_body(environ, keep=False)
+            text = "send the agent's token in a header: Authorization: Bearer TOKEN"
+            more = ("WWW-Authenticate", 'Bearer realm="objkv"')
+            return _say_json(start, "401 Unauthorized", {"error": text}, more)
+        return self._answer(environ, start, is_local=False)
+
+    def _is_allowed(self, environ: Mapping[str, Any]) -> bool:
+        """Compare the token in a time that does not depend on it."""
+        given = str(environ.get("HTTP_AUTHORIZATION", ""))
+        token = given[len(_SCHEME) :].strip() if given[: len(_SCHEME)].lower() == _SCHEME else ""
+        return compare_digest(_digest(token.encode("latin-1", "replace")), self._token)
+
+    def _answer(
+        self, environ: dict[str, Any], start: StartResponse, *, is_local: bool
+    ) -> Iterable[bytes]:
+        path, method = environ.get("PATH_INFO", "/"), environ.get("REQUEST_METHOD")
+        pages = {"/healthz": lambda: "ok\n", "/metrics": self._metrics}
+        reads = {"/v1/namespaces": self._namespaces}
+        posts = {"/v1/match": self._match, "/v1/prefetch": self._prefetch}
+        content = read_body(environ)
+        try:
+            if path in pages and method == "GET":
+                return _say(start, "200 OK", pages[path](), _TEXT)
+            if path in reads and method == "GET":
+                return _say_json(start, "200 OK", reads[path]())
+            if path in posts and method == "POST":
+                answer = posts[path](read_json(content), is_local)
+                return _say_json(start, "200 OK", answer)
+        except ConfigError as exc:
+            return _say_json(start, "400 Bad Request", {"error": str(exc)})
+        except ObjkvError as exc:
+            return _say_json(start, "503 Service Unavailable", {"error": str(exc)})
+        if path in pages or path in reads or path in posts:
+            return _say_json(start, "405 Method Not Allowed", {"error": f"{method} {path}"})
+        known = ", ".join((*pages, *reads, *posts))
+        return _say_json(start, "404 Not Found", {"error": f"no {path}: there are {known}"})
+
+    def _metrics(self) -> str:
+        residents = self._core.residents
+        levels: dict[str, float] = {
+            "arena_bytes": residents.total_bytes,
+            "arena_free_bytes": residents.free_bytes,
+            "resident_payloads": len(residents),
+            "leased_payloads": residents.leased(),
+            "prefetch_unread_bytes": residents.unread_bytes,
+            "clients": self._clients(),
+        }
+        lines = []
+        for name, value in levels.items():
+            lines += [f"# TYPE objkv_agent_{name} gauge", f"objkv_agent_{name} {value:.15g}"]
+        for name, value in sorted(self._numbers.read().items()):
+            full = f"objkv_agent_{name.removeprefix('agent_')}_total"
+            lines += [f"# TYPE {full} counter", f"{full} {value:.15g}"]
+        return "\n".join(lines) + "\n"
+
+    def _namespaces(self) -> dict[str, Any]:
+        return {"namespaces": [asdict(one) for one in self._prefetches.namespaces()]}
+
+    def _match(self, body: Body, is_local: bool) -> dict[str, Any]:
+        return asdict(self._prefetches.match(*self._prompts.read(body, is_local=is_local)))
+
+    def _prefetch(self, body: Body, is_local: bool) -> dict[str, Any]:
+        order = read_order(body)
+        return asdict(self._prefetches.start(*self._prompts.read(body, is_local=is_local), order))
+
+
+def _digest(token: bytes) -> bytes:
+    return sha256(token).digest()
+
+
+def _say_json(
+    start: StartResponse, status: str, document: Mapping[str, Any], *more: tuple[str, str]
+) -> Iterable[bytes]:
+    return _say(start, status, json.dumps(document) + "\n", _JSON, *more)
+
+
+def _say(
+    start: StartResponse, status: str, text: str, kind: str, *more: tuple[str, str]
+) -> Iterable[bytes]:
+    body = text.encode()
+    start(status, [("Content-Type", kind), ("Content-Length", str(len(body))), *more])
+    return [body]
