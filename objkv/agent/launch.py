@@ -33,7 +33,7 @@ class AgentRuns(ConfigError):
 
 
 class AgentSocket:
-    """The listening socket of the one agent that serves a path."""
+    """The socket of the one agent that serves a path."""
 
     def __init__(self, path: Path) -> None:
         """Raises ``AgentRuns``, or ``ConfigError`` if nothing can listen there."""
@@ -56,17 +56,18 @@ class AgentSocket:
                 self.listener.bind(str(path))
             finally:
                 os.umask(before)
-            self.listener.listen(_BACKLOG)
         except OSError as exc:
             self.listener.close()
             os.close(self._lock)
             raise ConfigError(f"the agent cannot listen on {path}: {exc}") from exc
 
     def report(self, error: BaseException | None) -> None:
-        """Leave a note for replicas if the agent cannot start; without an error, remove it."""
+        """Leave a note for replicas if the agent cannot start. Without an error, remove it and
+        listen: until then a replica that waits for the agent does not find it."""
         note = Path(f"{self._path}.error")
         if error is None:
             note.unlink(missing_ok=True)
+            self.listener.listen(_BACKLOG)
         else:
             note.write_text(str(error), encoding="utf-8")
 
