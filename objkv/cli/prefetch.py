@@ -238,9 +238,7 @@ def _only(known: Sequence[NamespaceFacts], what: str) -> NamespaceFacts:
         raise UnclearName("the agent's index has no namespace with chunks")
     if len(known) == 1:
         return known[0]
-    raise UnclearName(
-        f"{len(known)} namespaces; {what}".replace("; match", " match"), _choices(known)
-    )
+    raise UnclearName(f"{len(known)} {what}; choose one", _choices(known))
 
 
 def _choices(known: Sequence[NamespaceFacts]) -> list[str]:
