@@ -21,7 +21,6 @@ from objkv.errors import ConfigError, NotStored
 from objkv.index.base import ReadIndex, Record
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
-from objkv.keys.prefix import PromptExtras, prefix_hashes
 from objkv.keys.topology import Shard
 from objkv.stores.base import ReadStore
 
@@ -130,12 +129,6 @@ class Prefetches:
             with suppress(NotStored, ConfigError):  # of another kind, or half deleted
                 found.append(self.facts(name))
         return found
-
-    def hashes_of(
-        self, namespace: str, tokens: Sequence[int], extras: PromptExtras | None = None
-    ) -> list[bytes]:
-        """Return the prefix hashes of a prompt. Raises ``NotStored`` for an unknown namespace."""
-        return prefix_hashes(namespace, tokens, self.facts(namespace).chunk_tokens, extras)
 
     def match(self, namespace: str, hashes: Sequence[bytes]) -> Matched:
         """Return how much of a prompt is stored."""

@@ -68,6 +68,7 @@ class AgentLink:
         path = agent_socket(config)
         assert path is not None
         self._config, self._path = config, path
+        self.calls = AgentCalls(self.connect)
         if config.agent == "auto":
             start_agent(path, agent_environment(config))
 
@@ -96,7 +97,7 @@ class AgentLink:
 
 def open_agent_backends(link: AgentLink) -> Backends:
     """Return a replica's stores and index, by way of its agent."""
-    calls = AgentCalls(link.connect)
+    calls = link.calls
     # Replicas use documents and the verbs that these have; the rest is for operators.
     return Backends(
         cast("PruneStore", AgentDocuments(calls)), None, cast("WriteIndex", AgentIndex(calls))

@@ -278,7 +278,7 @@ def test_a_client_that_trickles_is_hung_up_on(node: Node, monkeypatch: pytest.Mo
         ({}, "namespace"),
         ({"namespace": "x" * 32}, "namespace"),
         ({"namespace": NAMESPACE}, "give tokens"),
-        (PROMPT | {"text": "x"}, "only one"),
+        (PROMPT | {"text": "x"}, "no effect with text"),
         (PROMPT | {"model": "x"}, "no effect"),
         (PROMPT | {"token": "x"}, "'token' is unknown"),
         (PROMPT | {"cache_salt": 5}, "cache_salt"),

@@ -1,14 +1,14 @@
 """Reads questions about prompts: a namespace, and tokens, text or prefix hashes."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from objkv.agent.http.listener import BODY_BYTES_MAX
 from objkv.agent.prefetch import DEADLINE_S_MAX, Prefetches, PrefetchOrder
 from objkv.errors import ConfigError
-from objkv.keys.prefix import PREFIX_HASH_BYTES, PromptExtras
+from objkv.keys.prefix import PREFIX_HASH_BYTES, PromptExtras, prefix_hashes
 from objkv.models.tokenizer import Tokenizers
 
 Body = Mapping[str, Any]
@@ -34,19 +34,14 @@ class PromptReader:
         namespace = body.get("namespace")
         if not isinstance(namespace, str) or len(namespace) != 32 or not _is_hex(namespace):
             raise ConfigError("namespace: give its 32 hex digits, as /v1/namespaces lists them")
-        given = [name for name in _PROMPT if body.get(name) is not None]
-        if len(given) != 1:
-            raise ConfigError("give tokens, text or hashes, and only one of them")
-        if given == ["hashes"]:
-            _refuse(body, (*_WITH_TOKENS, *_WITH_TEXT), "with hashes")
-            return namespace, _hashes(body["hashes"])
-        extras = PromptExtras(_digest(body), _text(body, "cache_salt"))
-        if given == ["tokens"]:
-            _refuse(body, _WITH_TEXT, "with tokens")
-            tokens = _tokens(body["tokens"])
-        else:
+        if body.get("text") is not None:
+            _refuse(body, ("tokens", "hashes"), "with text")
             tokens = self._tokenized(namespace, body, is_local=is_local)
-        return namespace, self._prefetches.hashes_of(namespace, tokens, extras)
+            more = {name: value for name, value in body.items() if name in _WITH_TOKENS}
+            body = {"tokens": tokens, **more}
+        return namespace, read_hashes(
+            body, namespace, lambda: self._prefetches.facts(namespace).chunk_tokens
+        )
 
     def _tokenized(self, namespace: str, body: Body, *, is_local: bool) -> list[int]:
         text, model = _text(body, "text"), _text(body, "model")
@@ -59,6 +54,19 @@ class PromptReader:
         if not Path(place).is_absolute() or "\0" in place:
             raise ConfigError("tokenizer: give the absolute path of a tokenizer.json")
         return self._tokenizers.tokens(text or "", Path(place))
+
+
+def read_hashes(body: Body, namespace: str, chunk_tokens: Callable[[], int]) -> list[bytes]:
+    """Return the prefix hashes of a prompt that is given as tokens or as hashes. Raises
+    ``ConfigError``."""
+    if body.get("hashes") is not None:
+        _refuse(body, ("tokens", *_WITH_TOKENS, *_WITH_TEXT), "with hashes")
+        return _hashes(body["hashes"])
+    if body.get("tokens") is None:
+        raise ConfigError("give tokens, text or hashes")
+    _refuse(body, _WITH_TEXT, "with tokens")
+    extras = PromptExtras(_digest(body), _text(body, "cache_salt"))
+    return prefix_hashes(namespace, _tokens(body["tokens"]), chunk_tokens(), extras)
 
 
 def read_json(content: bytes) -> Body:

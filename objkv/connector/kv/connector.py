@@ -74,6 +74,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._config = load_config(self._kv_transfer_config.kv_connector_extra_config)
         self._geometry = read_geometry(vllm_config, kv_cache_config, self._config)
         self._recorder = MemoryRecorder(sampled=HISTOGRAMS)
+        self._link = None if self._config.agent == "off" else AgentLink(self._config)
         backends = self._open_backends()
         self._backends, self._published = watch_saves(backends, vllm_config)
         self._scheduler: SchedulerSide | None = None
@@ -81,9 +82,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._asleep = False
         warn_of_outer_policy(vllm_config, self._config)
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = open_scheduler_side(
-                vllm_config, self._config, self._geometry, self._backends, self._recorder
-            )
+            self._scheduler = self._open_scheduler(vllm_config)
             log = open_event_log(vllm_config, kv_cache_config, self._geometry, self._config)
             self._scheduler.events = log
             headroom = BlockHeadroom(
@@ -97,9 +96,19 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def _open_backends(self) -> Backends:
-        if self._config.agent == "off":
+        if self._link is None:
             return open_checked_backends(self._config, self._recorder)
-        return open_agent_backends(AgentLink(self._config))  # the agent has checked its own
+        return open_agent_backends(self._link)  # the agent has checked its own
+
+    def _open_scheduler(self, vllm_config: "VllmConfig") -> SchedulerSide:
+        return open_scheduler_side(
+            vllm_config,
+            self._config,
+            self._geometry,
+            self._backends,
+            self._recorder,
+            prefetch=None if self._link is None else self._link.calls.prefetch,
+        )
 
     # Worker's side.
 

@@ -22,6 +22,7 @@ from objkv.codec.payload import payload_bytes_max
 from objkv.config import Config
 from objkv.config.node import host_bytes
 from objkv.connector.kv.coverage import open_coverage
+from objkv.connector.kv.request_limits import Prefetch
 from objkv.connector.kv.requests import RequestTracker
 from objkv.connector.kv.scheduler import Roles, SchedulerSide
 from objkv.connector.kv.timing import Timing
@@ -86,9 +87,11 @@ def open_scheduler_side(
     geometry: Geometry,
     backends: Backends,
     recorder: Recorder,
+    *,
+    prefetch: Prefetch | None = None,
 ) -> SchedulerSide:
     """Open the scheduler's side. Reads the model's files. Raises ``ConfigError`` for unsupported
-    models."""
+    models. ``prefetch``: of the node's agent, if there is one."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     if config.load_failure == "recompute":
@@ -122,6 +125,7 @@ def open_scheduler_side(
         index=index,
         recorder=recorder,
         tracing=open_tracing(),
+        prefetch=prefetch,
     )
     side.switch.start()
     return side
@@ -137,6 +141,7 @@ def make_scheduler_side(
     index: NearIndex,
     recorder: Recorder,
     tracing: Tracing = NO_TRACING,
+    prefetch: Prefetch | None = None,
 ) -> SchedulerSide:
     """Make the scheduler's side without vLLM's configuration, and store the identity document. An
     operator's switch is read once it is started."""
@@ -158,7 +163,13 @@ def make_scheduler_side(
         index=index,
         lookups=lookups,
         requests=RequestTracker(
-            geometry, lookups, recorder, open_digests(), coverage, locality=locality(config)
+            geometry,
+            lookups,
+            recorder,
+            open_digests(),
+            coverage,
+            locality=locality(config),
+            prefetch=prefetch,
         ),
         timing=Timing(
             AdmissionPolicy(lambda: switch.mode, recorder),
