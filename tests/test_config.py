@@ -298,3 +298,34 @@ def test_folders_below_the_cache_are_private_whichever_part_of_objkv_comes_first
     assert modes(there / "cache") == modes(tmp_path / "verify") == {0o700}
     assert (tmp_path / "demo" / "objkv").stat().st_mode & 0o777 == 0o700
     assert modes(tmp_path / "digests") == {0o700}
+
+
+TOKEN = "sixteen-or-more-characters"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9410", "[::1]:9410", "localhost:9410", "::1:9"])
+def test_an_agent_listens_on_loopback_with_a_token(address: str) -> None:
+    given = {"agent_listen": address, "agent_token": TOKEN}
+    if address == "::1:9":
+        with pytest.raises(ConfigError, match="an IPv6 address in brackets"):
+            load_config(given, environ={})
+        return
+    shown = load_config(given, environ={})
+    assert shown.agent_listen == address
+    assert TOKEN not in f"{shown!r} {shown.public()}"
+    with pytest.raises(ConfigError, match="agent_listen is set: set agent_token too"):
+        load_config({"agent_listen": address}, environ={})
+
+
+def test_an_agent_that_other_machines_reach_is_asked_for_on_purpose() -> None:
+    given = {"agent_listen": "0.0.0.0:9410", "agent_token": TOKEN}
+    with pytest.raises(ConfigError, match="unencrypted"):
+        load_config(given, environ={})
+    load_config(given | {"allow_plaintext": True}, environ={})
+
+
+@pytest.mark.parametrize("token", ["short", "sixteen and more characters", "sechzehn-Zeichen-ü"])
+def test_a_token_is_long_and_fits_into_a_header(token: str) -> None:
+    with pytest.raises(ConfigError, match="agent_token") as caught:
+        load_config({"agent_token": token}, environ={})
+    assert token not in str(caught.value)

@@ -32,7 +32,11 @@ SECRET_KEY = "s3/secret+access/four"
 SESSION_TOKEN = "session-token//five=="
 ENDPOINT_PASSWORD = "endpoint-password-six"
 SIGNING_KEY = "00112233445566778899aabbccddeeff" * 2
-SECRETS = (IN_URL, IN_SETTING, KEY_ID, SECRET_KEY, SESSION_TOKEN, ENDPOINT_PASSWORD, SIGNING_KEY)
+AGENT_TOKEN = "agent-token-of-the-node-eight"
+SECRETS = (
+    IN_URL, IN_SETTING, KEY_ID, SECRET_KEY, SESSION_TOKEN, ENDPOINT_PASSWORD, SIGNING_KEY,
+    AGENT_TOKEN,
+)  # fmt: skip
 NOBODY = "127.0.0.1:9"
 """``discard``: nobody listens there on a machine that runs tests."""
 
@@ -88,6 +92,8 @@ def settings_for(redis: str, s3: str, keys: Path) -> dict[str, str]:
         "OBJKV_S3_SECRET_ACCESS_KEY": SECRET_KEY,
         "OBJKV_S3_ADDRESSING": "path",
         "OBJKV_SIGNING_KEYS_FILE": str(keys),
+        "OBJKV_AGENT_LISTEN": "127.0.0.1:9410",
+        "OBJKV_AGENT_TOKEN": AGENT_TOKEN,
         "OBJKV_LOAD_DEADLINE_MS": "300",
         "OBJKV_LOOKUP_DEADLINE_MS": "300",
         "OBJKV_SAVE_DEADLINE_MS": "300",
@@ -160,6 +166,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("match", "--tokens", "-"),
     ("diff", "0" * 32, "1" * 32),
     ("pin", "--list"),
+    ("prefetch", "--socket", "/dev/null/none"),
     ("unpin", "ab" * 20),
     ("verify",),
     ("sweep",),
@@ -340,6 +347,8 @@ def test_no_object_of_the_wiring_shows_a_secret(world: World) -> None:
         {"OBJKV_CODEC": SECRET_KEY},
         {"OBJKV_TENANT": SECRET_KEY},
         {"OBJKV_LOAD_MODE": SECRET_KEY},
+        {"OBJKV_AGENT_TOKEN": AGENT_TOKEN[:9]},
+        {"OBJKV_AGENT_TOKEN": AGENT_TOKEN, "OBJKV_AGENT_LISTEN": AGENT_TOKEN},
     ],
     ids=lambda wrong: " ".join(name.removeprefix("OBJKV_").lower() for name in wrong),
 )

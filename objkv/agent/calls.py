@@ -11,7 +11,7 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from threading import Lock, local
 from time import monotonic
 from typing import Any, Final, TypeVar
@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar
 from objkv import errors
 from objkv.agent.client import AgentConnection
 from objkv.agent.messages import MessageKind, kind_of, pack_call, unpack_text
+from objkv.agent.prefetch import Prefetches, PrefetchOrder
 from objkv.cache.switch import SWITCH_PATH
 from objkv.errors import ObjkvError, StoreDenied, StoreError, StoreUnavailable, TransferError
 from objkv.index.base import ChunkEntry, Record, Savings, ShardRecord, Shards, WriteIndex
@@ -29,6 +30,8 @@ from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.stores.base import Buffer, WriteStore
 
 DOCUMENT_BYTES_MAX: Final = 32_768
+_PREFETCH_MAX = 1024
+"""Chunks in a call, which fit into a message."""
 _DOCUMENT = re.compile(rf"[0-9a-f]{{32}}/identity\.json|{re.escape(SWITCH_PATH)}")
 _RETRY_S = 1.0
 _CACHES_MAX = 32
@@ -120,8 +123,10 @@ class NodeLookups:
 class NodeCalls:
     """The agent's side: runs calls on its index and bulk store. Thread-safe."""
 
-    def __init__(self, index: WriteIndex, bulk: WriteStore) -> None:
-        self._index, self._bulk = index, bulk
+    def __init__(
+        self, index: WriteIndex, bulk: WriteStore, prefetches: Prefetches | None = None
+    ) -> None:
+        self._index, self._bulk, self._prefetches = index, bulk, prefetches
         self._verbs: dict[str, Callable[[Arguments], Any]] = {
             "lookup": self._lookup,
             "publish": self._publish,
@@ -130,6 +135,7 @@ class NodeCalls:
             "forget": self._forget,
             "get": self._get,
             "put": self._put,
+            "prefetch": self._prefetch,
         }
 
     def run(self, text: str) -> str:
@@ -162,6 +168,12 @@ class NodeCalls:
         (expected,) = _shards({call["field"]: call["expected"]}).values()
         (prefix_hash,) = _hashes(call)
         return self._index.forget(_namespace(call), prefix_hash, call["field"], expected)
+
+    def _prefetch(self, call: Arguments) -> dict[str, int]:
+        if self._prefetches is None:
+            raise StoreDenied("this agent does not prefetch")
+        order = PrefetchOrder(**call["order"])
+        return asdict(self._prefetches.start(call["namespace"], _hashes(call), order))
 
     def _get(self, call: Arguments) -> str | None:
         path = _document(call["path"])
@@ -208,6 +220,25 @@ class AgentCalls:
             return json.loads(unpack_text(answer))
         except ValueError as exc:
             raise StoreUnavailable("the agent's answer is not JSON") from exc
+
+    def prefetch(self, namespace: str, hashes: Sequence[bytes], order: PrefetchOrder) -> int:
+        """Have the payloads of a prompt fetched. Returns how many that started. Raises
+        ``StoreError``."""
+        started, left = 0, order.bytes_max
+        for first in range(0, len(hashes), _PREFETCH_MAX):
+            part = hashes[first : first + _PREFETCH_MAX]
+            found = self.run(
+                "prefetch",
+                namespace=namespace,
+                hashes=_hex(part),
+                order=asdict(replace(order, bytes_max=left)),
+            )
+            started += found["started"]
+            if found["refused"] or found["stored"] < found["chunks"]:
+                break
+            if left is not None:
+                left = left - found["started_bytes"]
+        return started
 
     def close(self) -> None:
         """Close all connections. Idempotent."""

@@ -47,8 +47,19 @@ class CoreLimits:
     """Payloads that may wait for a thread. Further ones are misses."""
 
 
+class Due(NamedTuple):
+    """When a payload is to be fetched."""
+
+    urgency: Urgency
+    priority: int
+    """Among payloads of one urgency lower values go first."""
+    deadline: float
+    """By ``monotonic``."""
+
+
 class _Job(NamedTuple):
-    urgency: int
+    urgency: Urgency
+    priority: int
     turn: int
     """The client's bytes so far, on a clock that all clients share."""
     number: int
@@ -58,54 +69,57 @@ class _Job(NamedTuple):
 
 
 class _Turns:
-    """A queue by urgency, and among clients in turn by bytes. Not thread-safe."""
+    """A queue by urgency and priority, and among clients in turn by bytes. Not thread-safe."""
 
     def __init__(self) -> None:
         self._heap: list[_Job] = []
-        self._queued: dict[Resident, _Job] = {}
-        """The job of each queued payload. Entries of the heap with other numbers are void."""
+        self._jobs: dict[Resident, _Job] = {}
+        """The valid job of each payload: one that was hastened leaves its old one in the heap."""
         self._numbers = count()
         self._clock = 0
         self._due: dict[object, int] = {}
 
     def __len__(self) -> int:
-        return len(self._queued)
+        return len(self._jobs)
 
-    def add(
-        self, client: object, urgency: Urgency, one: Resident, wanted: Wanted, deadline: float
-    ) -> None:
+    def add(self, client: object, one: Resident, wanted: Wanted, due: Due) -> None:
         """Queue a payload."""
         turn = max(self._due.get(client, 0), self._clock)
         self._due[client] = turn + wanted.record.nbytes
-        self._push(_Job(urgency, turn, next(self._numbers), one, wanted, deadline))
+        self._push(_Job(*due[:2], turn, next(self._numbers), one, wanted, due.deadline))
 
-    def hurry(self, one: Resident, urgency: Urgency, deadline: float) -> None:
+    def hasten(self, one: Resident, due: Due) -> None:
         """Another client waits for a payload too: if it is queued, the more urgent of both
         urgencies and the later of both deadlines apply."""
-        job = self._queued.get(one)
+        job = self._jobs.get(one)
         if job is None:
             return
-        job = self._queued[one] = job._replace(deadline=max(deadline, job.deadline))
-        if urgency < job.urgency:
-            self._push(job._replace(urgency=urgency, number=next(self._numbers)))
+        sooner = due[:2] if due[:2] < job[:2] else job[:2]
+        if sooner != job[:2] or due.deadline > job.deadline:
+            number, deadline = next(self._numbers), max(job.deadline, due.deadline)
+            self._push(_Job(*sooner, job.turn, number, one, job.wanted, deadline))
+
+    def next_urgency(self) -> Urgency | None:
+        """Return the urgency of the next one; None if there is none."""
+        while self._heap and self._jobs.get(self._heap[0].one) is not self._heap[0]:
+            heappop(self._heap)
+        return self._heap[0].urgency if self._heap else None
 
     def take(self) -> _Job:
         """Take the next one."""
-        while True:
-            top = heappop(self._heap)
-            job = self._queued.get(top.one)
-            if job is not None and job.number == top.number:
-                del self._queued[top.one]
-                self._clock = max(self._clock, job.turn)
-                return job
+        assert self.next_urgency() is not None
+        job = heappop(self._heap)
+        del self._jobs[job.one]
+        self._clock = max(self._clock, job.turn)
+        return job
+
+    def _push(self, job: _Job) -> None:
+        self._jobs[job.one] = job
+        heappush(self._heap, job)
 
     def forget(self, client: object) -> None:
         """The client has gone."""
         self._due.pop(client, None)
-
-    def _push(self, job: _Job) -> None:
-        self._queued[job.one] = job
-        heappush(self._heap, job)
 
 
 class Core:
@@ -120,6 +134,7 @@ class Core:
         self._trouble = Trouble(logger, "loads")
         self._changed = Condition(Lock())
         self._turns = _Turns()
+        self._prefetching = 0
         self._closed = self._draining = False
         self._known: dict[tuple[str, str], tuple[LayerSpec, ...]] = {}
         self._threads = [
@@ -130,31 +145,40 @@ class Core:
             thread.start()
 
     def open(
-        self, client: Waiter, wanted: Sequence[Wanted], *, deadline_s: float, urgency: Urgency
+        self,
+        client: Waiter,
+        wanted: Sequence[Wanted],
+        *,
+        deadline_s: float,
+        urgency: Urgency,
+        priority: int = 0,
     ) -> list[Resident | MissReason]:
         """Take a lease of each payload, and fetch those that are not resident within
-        ``deadline_s``. ``client`` is woken at each progress. The caller releases each lease."""
+        ``deadline_s``. ``client`` is woken at each progress. The caller releases each lease.
+        ``priority``: among payloads of one urgency lower values go first."""
         if self._draining:
             return [MissReason.CLOSED] * len(wanted)
-        deadline = monotonic() + deadline_s
-        opened: list[Resident | MissReason] = []
-        for one in wanted:
-            ahead = urgency is Urgency.PREFETCH
+        due = Due(urgency, priority, monotonic() + deadline_s)
+        return [self._open(client, one, due) for one in wanted]
+
+    def _open(self, client: Waiter, one: Wanted, due: Due) -> Resident | MissReason:
+        ahead = due.urgency is Urgency.PREFETCH
+        with self._changed:  # so that nobody finds it before it is queued, and cannot hasten it
             lease = self.residents.open(one.claim.key.path(), client, ahead=ahead)
             if lease is None:
-                opened.append(MissReason.NO_ROOM)
-                continue
+                return MissReason.NO_ROOM
             resident, is_new = lease
-            opened.append(resident)
-            if not ahead:
-                self._recorder.count("agent_fills" if is_new else "agent_hits")
-            elif is_new:
-                self._recorder.count("agent_prefetches")
-            if not is_new:
-                self._hurry(resident, urgency, deadline)
-            elif not self._queue(client, urgency, resident, one, deadline):
-                self.residents.failed(resident, MissReason.NO_ROOM)
-        return opened
+            is_lost = is_new and not self._queue(client, resident, one, due)
+            if not is_new and self.residents.is_filling(resident):
+                self._turns.hasten(resident, due)
+            self._changed.notify()
+        if is_lost:
+            self.residents.failed(resident, MissReason.NO_ROOM)
+        if not ahead:
+            self._recorder.count("agent_fills" if is_new else "agent_hits")
+        elif is_new:
+            self._recorder.count("agent_prefetches")
+        return resident
 
     def reject(self, wanted: Wanted) -> None:
         """Stop serving this copy of a payload, and forget its record."""
@@ -185,32 +209,38 @@ class Core:
     def __repr__(self) -> str:
         return f"<Core {self.residents!r}, {len(self._turns)} waiting>"
 
-    def _queue(
-        self, client: Waiter, urgency: Urgency, one: Resident, wanted: Wanted, deadline: float
-    ) -> bool:
-        with self._changed:
-            if self._closed or len(self._turns) >= self._limits.queue_max:
-                return False
-            self._turns.add(client, urgency, one, wanted, deadline)
-            self._changed.notify()
-            return True
-
-    def _hurry(self, one: Resident, urgency: Urgency, deadline: float) -> None:
-        if self.residents.is_filling(one):
-            with self._changed:
-                self._turns.hurry(one, urgency, deadline)
+    def _queue(self, client: Waiter, one: Resident, wanted: Wanted, due: Due) -> bool:
+        if self._closed or len(self._turns) >= self._limits.queue_max:
+            return False
+        self._turns.add(client, one, wanted, due)
+        return True
 
     def _work(self) -> None:
         staging = Staging()
         while True:
             with self._changed:
-                while not len(self._turns) and not self._closed:
+                while (job := self._take()) is None and not self._closed:
                     self._changed.wait()
-                if self._closed:
-                    return
-                job = self._turns.take()
+            if job is None:
+                return
             self._run(job, staging)
+            if job.urgency is Urgency.PREFETCH:
+                with self._changed:
+                    self._prefetching -= 1
+                    self._changed.notify()
             del job
+
+    def _take(self) -> _Job | None:
+        """Return the next job; None if there is none, or only prefetches, and the other threads are
+        kept for loads."""
+        urgency = self._turns.next_urgency()
+        if urgency is None or self._closed:
+            return None
+        if urgency is Urgency.PREFETCH:
+            if self._prefetching >= max(1, self._limits.threads * 3 // 4):
+                return None
+            self._prefetching += 1
+        return self._turns.take()
 
     def _run(self, job: _Job, staging: Staging) -> None:
         """Fill one payload. Every fault is a miss."""

@@ -40,38 +40,43 @@ class AgentRuns(ConfigError):
 
 
 class AgentSocket:
-    """The listening socket of the one agent that serves a path."""
+    """The socket of the one agent that serves a path."""
 
     def __init__(self, path: Path, *, replace: bool = False) -> None:
-        """``replace``: take over from the agent that serves the path, and have it end. At no time
-        is there none. Raises ``AgentRuns``, or ``ConfigError`` if nothing can listen there."""
-        self._path = path
-        locks = [f"{path}.next.lock", f"{path}.lock"] if replace else [f"{path}.lock"]
+        """Nothing listens before ``listen``. ``replace``: take over from the agent that serves the
+        path, and have it end then. At no time is there none. Raises ``AgentRuns`` or
+        ``ConfigError``."""
+        self._path, self._replaces = path, replace
         self._locks: list[int] = []
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._inode = -1
         try:
-            self._locks.append(self._take(locks[0]))
-            before = _agent_at(path) if replace else 0
-            self._listen()
-            if replace:
-                if before > 0:
-                    with suppress(ProcessLookupError):
-                        os.kill(before, signal.SIGTERM)
-                self._locks.append(self._take(locks[1], _REPLACE_S))
-                os.close(self._locks.pop(0))
-        except BaseException as exc:
+            self._locks.append(self._take(f"{path}.next.lock" if replace else f"{path}.lock"))
+        except BaseException:
             self.close()
-            if isinstance(exc, OSError):
-                raise ConfigError(f"the agent cannot listen on {path}: {exc}") from exc
             raise
+
+    def listen(self) -> None:
+        """Have the path, and listen. Raises ``AgentRuns`` if an agent that is to be replaced does
+        not end, or ``ConfigError`` if nothing can listen there."""
+        before = _agent_at(self._path) if self._replaces else 0
+        try:
+            self._listen()
+            if before > 0:
+                with suppress(ProcessLookupError):
+                    os.kill(before, signal.SIGTERM)
+        except OSError as exc:
+            raise ConfigError(f"the agent cannot listen on {self._path}: {exc}") from exc
+        if self._replaces:
+            self._locks.append(self._take(f"{self._path}.lock", _REPLACE_S))
+            os.close(self._locks.pop(0))
 
     def report(self, error: BaseException | None) -> None:
         """Leave a note for replicas if the agent cannot start; without an error, remove it."""
         note = Path(f"{self._path}.error")
         if error is None:
             note.unlink(missing_ok=True)
-        else:
+        elif not self._replaces:
             note.write_text(str(error), encoding="utf-8")
 
     def close(self) -> None:

@@ -1,15 +1,18 @@
 """Payloads that are fetched before a request needs them, and where a prompt's payloads are.
 
 A router that knows the next request has its payloads fetched meanwhile. A prefetch holds a lease of
-each payload until it has arrived, so that it is not given up as unwanted; after that the payload is
-evicted like any other. Prefetches are bounded in bytes, and unused ones are counted.
+each payload until it has arrived, so that it is not given up as unwanted. What is under way, and
+what has arrived and was not read yet, takes at most a quarter of the arena each; see ``Unread``.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock
+from typing import Final
 
+from objkv.agent.arena import CellState
 from objkv.agent.core import Core, Urgency
 from objkv.agent.fill import Wanted
 from objkv.agent.residents import MissReason, Resident
@@ -18,12 +21,11 @@ from objkv.errors import ConfigError, NotStored
 from objkv.index.base import ReadIndex, Record
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
-from objkv.keys.prefix import prefix_hashes
 from objkv.keys.topology import Shard
 from objkv.stores.base import ReadStore
 
-_SHARE = 4
-"""Divisor: prefetches in flight take at most this fraction of the arena."""
+DEADLINE_S_MAX: Final = 600
+_NAMESPACES_MAX = 64
 _DOCUMENT_BYTES_MAX = 1 << 20
 
 
@@ -39,17 +41,59 @@ class Matched:
     """Leading ones of those whose payloads can all be read from memory now."""
     tokens: int
     """Tokens of the stored chunks."""
+    payloads: int
+    """Payloads of the stored chunks, of all groups and shards."""
+    payload_bytes: int
+    """Their size in memory."""
+    resident_payloads: int
+    """Those that can be read from memory now."""
+    resident_bytes: int
+    loading_payloads: int
+    """Those that are being fetched now."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchOrder:
+    """When and how much to prefetch."""
+
+    deadline_s: float
+    priority: int = 0
+    """Among prefetches lower values go first. Loads of requests go before all of them."""
+    bytes_max: int | None = None
+    """Most bytes to fetch. None: what the agent allows."""
+
+    def __post_init__(self) -> None:
+        assert 0 < self.deadline_s <= DEADLINE_S_MAX
+        assert type(self.priority) is int
+        assert self.bytes_max is None or type(self.bytes_max) is int
 
 
 @dataclass(frozen=True, slots=True)
 class Prefetched:
-    """The outcome of a request to prefetch, in payloads."""
+    """The outcome of a request to prefetch, in payloads but for the first two."""
 
+    chunks: int
+    """Whole chunks of the prompt."""
+    stored: int
+    """Leading chunks with a record."""
     started: int
     resident: int
     """Already in memory, or on their way."""
     refused: int
-    """Beyond the limit of bytes, or without room."""
+    """Beyond a limit of bytes, or without room."""
+    started_bytes: int
+    resident_bytes: int
+    refused_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceFacts:
+    """What an identity document says about a namespace."""
+
+    namespace: str
+    model: str
+    tenant: str
+    chunk_tokens: int
 
 
 class Prefetches:
@@ -62,52 +106,81 @@ class Prefetches:
         """Payloads under way, with their size once for each lease."""
         self._open_bytes = 0
         """Sum of those, and of payloads that are about to be opened."""
+        self._facts: dict[str, NamespaceFacts] = {}
 
-    def hashes_of(self, namespace: str, tokens: Sequence[int]) -> list[bytes]:
-        """Return the prefix hashes of a prompt. Raises ``NotStored`` for an unknown namespace."""
+    def facts(self, namespace: str) -> NamespaceFacts:
+        """Return what is known about a namespace. Raises ``NotStored`` for an unknown one."""
+        if (found := self._facts.get(namespace)) is not None:
+            return found  # such a document never changes: the namespace is its digest
         path = identity_path(namespace)
         document = self._documents.get_range(path, 0, _DOCUMENT_BYTES_MAX)
         if document is None:
             raise NotStored(f"no namespace {namespace}: objkv ls shows those that exist")
-        try:
-            chunk_tokens = int(json.loads(document)["chunk_tokens"])
-        except (ValueError, KeyError, TypeError) as exc:
-            raise ConfigError(f"{path} is not an identity document") from exc
-        return prefix_hashes(namespace, tokens, chunk_tokens)
+        found = _facts(namespace, path, document)
+        if len(self._facts) >= _NAMESPACES_MAX:
+            self._facts.clear()
+        self._facts[namespace] = found
+        return found
+
+    def namespaces(self) -> list[NamespaceFacts]:
+        """Return the namespaces with chunks, at most ``_NAMESPACES_MAX``."""
+        found = []
+        for name in self._index.namespaces()[:_NAMESPACES_MAX]:
+            with suppress(NotStored, ConfigError):  # of another kind, or half deleted
+                found.append(self.facts(name))
+        return found
 
     def match(self, namespace: str, hashes: Sequence[bytes]) -> Matched:
         """Return how much of a prompt is stored."""
         records = self._stored(namespace, hashes)
-        resident = 0
-        for record in records:
-            if not all(
-                self._core.residents.holds([w.claim.key.path() for w in _wanted(namespace, record)])
-            ):
-                break
-            resident += 1
-        tokens = records[-1].token_end if records else 0
-        return Matched(len(hashes), len(records), resident, tokens)
+        chunks = [_wanted(namespace, record) for record in records]
+        ready: list[Wanted] = []
+        payloads = loading = resident = 0
+        for chunk in chunks:
+            seen = self._seen(chunk)
+            here = [o for o, s in zip(chunk, seen, strict=True) if s is CellState.READY]
+            resident += len(here) == len(chunk) and payloads == len(ready)
+            payloads += len(chunk)
+            ready += here
+            loading += seen.count(CellState.FILLING)
+        return Matched(
+            chunks=len(hashes),
+            stored=len(records),
+            resident=resident,
+            tokens=records[-1].token_end if records else 0,
+            payloads=payloads,
+            payload_bytes=_raw_bytes(one for chunk in chunks for one in chunk),
+            resident_payloads=len(ready),
+            resident_bytes=_raw_bytes(ready),
+            loading_payloads=loading,
+        )
 
-    def start(self, namespace: str, hashes: Sequence[bytes], *, deadline_s: float) -> Prefetched:
+    def start(self, namespace: str, hashes: Sequence[bytes], order: PrefetchOrder) -> Prefetched:
         """Fetch all payloads of the leading stored chunks, of all shards, in order."""
-        wanted = [
-            one for record in self._stored(namespace, hashes) for one in _wanted(namespace, record)
-        ]
-        held = self._core.residents.holds([one.claim.key.path() for one in wanted])
-        missing = [one for one, is_held in zip(wanted, held, strict=True) if not is_held]
-        taken = self._reserve(missing)
-        opened = self._core.open(self, taken, deadline_s=deadline_s, urgency=Urgency.PREFETCH)
-        refused = len(missing) - len(taken)
-        with self._lock:
-            for one, lease in zip(taken, opened, strict=True):
-                if isinstance(lease, MissReason):
-                    refused += 1
-                    self._open_bytes -= one.record.raw_bytes
-                else:
-                    self._open.setdefault(lease, []).append(one.record.raw_bytes)
+        records = self._stored(namespace, hashes)
+        wanted = [one for record in records for one in _wanted(namespace, record)]
+        missing = [o for o, s in zip(wanted, self._seen(wanted), strict=True) if s is None]
+        taken = self._reserve(wanted, missing, order)
+        opened = self._core.open(
+            self,
+            taken,
+            deadline_s=order.deadline_s,
+            urgency=Urgency.PREFETCH,
+            priority=order.priority,
+        )
+        started = self._remember(taken, opened)
         self.wake()
-        started = len(missing) - refused
-        return Prefetched(started, len(wanted) - len(missing), refused)
+        whole, lacking = _raw_bytes(wanted), _raw_bytes(missing)
+        return Prefetched(
+            chunks=len(hashes),
+            stored=len(records),
+            started=len(started),
+            resident=len(wanted) - len(missing),
+            refused=len(missing) - len(started),
+            started_bytes=_raw_bytes(started),
+            resident_bytes=whole - lacking,
+            refused_bytes=lacking - _raw_bytes(started),
+        )
 
     def wake(self) -> None:
         """End the leases of payloads that have arrived or failed. See ``Waiter``."""
@@ -120,18 +193,50 @@ class Prefetches:
             for _ in leases:
                 residents.release(one)
 
-    def _reserve(self, missing: Sequence[Wanted]) -> list[Wanted]:
-        """Return the leading payloads for which there is room, and count their bytes."""
-        taken = []
+    def _reserve(
+        self, wanted: Sequence[Wanted], missing: Sequence[Wanted], order: PrefetchOrder
+    ) -> list[Wanted]:
+        """Return the leading ones of ``missing`` that the limits allow. What was prefetched of this
+        prompt before counts too: later payloads would only displace the earlier ones."""
+        residents = self._core.residents
+        unread = sum(
+            one.nbytes
+            for one in residents.seen(one.claim.key.path() for one in wanted)
+            if one is not None and one.is_unused and one.state is CellState.READY
+        )
+        taken: list[Wanted] = []
         with self._lock:
-            room = self._core.residents.total_bytes // _SHARE - self._open_bytes
+            room = residents.ahead_bytes_max - self._open_bytes - unread
+            if order.bytes_max is not None:
+                room = min(room, order.bytes_max)
             for one in missing:
                 room -= one.record.raw_bytes
                 if room < 0:
                     break
                 taken.append(one)
-                self._open_bytes += one.record.raw_bytes
+            self._open_bytes += _raw_bytes(taken)
         return taken
+
+    def _remember(
+        self, taken: Sequence[Wanted], opened: Sequence[Resident | MissReason]
+    ) -> list[Wanted]:
+        """Keep the leases until their payloads have arrived. Returns those that were not refused at
+        once."""
+        started = []
+        with self._lock:
+            for one, lease in zip(taken, opened, strict=True):
+                if isinstance(lease, MissReason):
+                    self._open_bytes -= one.record.raw_bytes
+                    continue
+                self._open.setdefault(lease, []).append(one.record.raw_bytes)
+                if lease.reason is not MissReason.NO_ROOM:
+                    started.append(one)
+        return started
+
+    def _seen(self, wanted: Sequence[Wanted]) -> list[CellState | None]:
+        """Return whether payloads are resident or on their way."""
+        seen = self._core.residents.seen(one.claim.key.path() for one in wanted)
+        return [None if one is None else one.state for one in seen]
 
     def _stored(self, namespace: str, hashes: Sequence[bytes]) -> list[Record]:
         """Return the records of the leading chunks that have one."""
@@ -141,6 +246,21 @@ class Prefetches:
                 break
             found.append(record)
         return found
+
+
+def _facts(namespace: str, path: str, document: bytes) -> NamespaceFacts:
+    try:
+        values = json.loads(document)
+        size = values["chunk_tokens"]
+        if type(size) is not int or size <= 0:
+            raise ValueError("chunk_tokens")
+        return NamespaceFacts(namespace, str(values["model"]), str(values["tenant"]), size)
+    except (ValueError, KeyError, TypeError, RecursionError) as exc:
+        raise ConfigError(f"{path} is not an identity document") from exc
+
+
+def _raw_bytes(wanted: Iterable[Wanted]) -> int:
+    return sum(one.record.raw_bytes for one in wanted)
 
 
 def _wanted(namespace: str, record: Record) -> list[Wanted]:

@@ -56,26 +56,28 @@ class Ranking:
         puts a payload into the wrong queue."""
         self._gone_bytes = 0
 
-    def add(self, key: str, nbytes: int) -> None:
-        """Record that a payload became resident."""
+    def add(self, key: str, nbytes: int, *, is_unread: bool = False) -> None:
+        """Record that a payload became resident. ``is_unread``: it was prefetched, and is on
+        probation whatever it was before."""
         assert key not in self
         known = self._gone.pop(hash(key), None)
-        if known is None:
-            self._new.push(key, nbytes)
-        else:
-            self._gone_bytes -= known
-            self._main.push(key, nbytes)
+        self._gone_bytes -= known or 0
+        queue = self._new if known is None or is_unread else self._main
+        queue.push(key, nbytes)
 
     def use(self, key: str) -> None:
         """Record that a payload was read."""
         self._queue_of(key).count(key, 1)
 
-    def remove(self, key: str) -> None:
-        """Forget a payload, if it is known."""
+    def remove(self, key: str, *, was_read: bool = True) -> None:
+        """Forget a payload, if it is known. If it ``was_read`` and comes back soon, it has proved
+        its worth."""
         if key in self._main.keys:
             self._main.pop(key)
         elif key in self._new.keys:
             nbytes = self._new.pop(key)
+            if not was_read:
+                return
             self._gone[hash(key)] = nbytes
             self._gone_bytes += nbytes
             while self._gone_bytes > self._nbytes_max:

@@ -16,6 +16,9 @@ from objkv.agent.arena import BOARD_BYTES, CELLS, Arena, CellState, Extents, Pro
 from objkv.agent.ranking import Ranking
 from objkv.telemetry import Recorder
 
+_AHEAD_SHARE = 4
+"""Divisor: prefetched payloads that nothing has read take at most this fraction of the arena."""
+
 
 class MissReason(IntEnum):
     """Why a payload cannot be read from the arena."""
@@ -62,6 +65,35 @@ class Resident:
     waiters: set[Waiter] = field(default_factory=set)
 
 
+class Unread:
+    """Resident payloads that were prefetched and not read yet, oldest first. Not thread-safe."""
+
+    def __init__(self, nbytes_max: int) -> None:
+        """``nbytes_max``: of all of them, but for those that are leased."""
+        self._nbytes_max = nbytes_max
+        self._all: dict[Resident, None] = {}
+        self.nbytes = 0
+
+    def add(self, one: Resident) -> list[Resident]:
+        """Add a payload. Returns those that are to be evicted for it."""
+        self._all[one] = None
+        self.nbytes += one.nbytes
+        excess, given_up = self.nbytes - self._nbytes_max, []
+        for older in self._all:
+            if excess <= 0:
+                break
+            if not older.leases and older is not one:
+                given_up.append(older)
+                excess -= older.nbytes
+        return given_up
+
+    def remove(self, one: Resident) -> None:
+        """Forget a payload that was read, or is no longer resident."""
+        if one in self._all:
+            del self._all[one]
+            self.nbytes -= one.nbytes
+
+
 class Residents:
     """All payloads of one arena. Thread-safe; only ``wait_idle`` waits."""
 
@@ -69,6 +101,7 @@ class Residents:
         self._arena, self._recorder = arena, recorder
         self._extents = Extents(BOARD_BYTES, arena.nbytes)
         self._ranking = Ranking(self._extents.total_bytes)
+        self._unread = Unread(self.ahead_bytes_max)
         self._lock = Lock()
         self._unleased = Condition(self._lock)
         self._by_key: dict[str, Resident] = {}
@@ -89,8 +122,23 @@ class Residents:
         """Room that nothing uses."""
         return self._extents.free_bytes
 
+    @property
+    def ahead_bytes_max(self) -> int:
+        """Most bytes of prefetched payloads that are under way or were not read yet."""
+        return self.total_bytes // _AHEAD_SHARE
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes of resident payloads that were prefetched and not read yet."""
+        return self._unread.nbytes
+
     def __len__(self) -> int:
         return len(self._by_key)
+
+    def seen(self, keys: Iterable[str]) -> list[Resident | None]:
+        """Return the payloads that are resident or being filled. They are not leased: any of them
+        may change at any moment."""
+        return [self._by_key.get(key) for key in keys]
 
     def holds(self, keys: Iterable[str]) -> list[bool]:
         """Whether each payload can be read now. Takes no lease."""
@@ -109,11 +157,14 @@ class Residents:
             one = self._by_key.get(key)
             if one is not None:
                 one.leases += 1
-                if one.is_unused and not ahead:
+                is_first = one.is_unused and not ahead
+                if is_first:  # it counts like the read for which another payload is loaded
                     one.is_unused = False
+                    self._unread.remove(one)
                     self._recorder.count("agent_prefetch_used")
                 if one.state is CellState.READY and not ahead:
-                    self._ranking.use(key)
+                    if not is_first:
+                        self._ranking.use(key)
                 elif waiter is not None and one.state is CellState.FILLING:
                     one.waiters.add(waiter)
                 return one, False
@@ -180,7 +231,9 @@ class Residents:
         with self._lock:
             one.state = CellState.READY
             if one.is_listed:
-                self._ranking.add(one.key, one.nbytes)
+                self._ranking.add(one.key, one.nbytes, is_unread=one.is_unused)
+                for older in self._unread.add(one) if one.is_unused else ():
+                    self._evict(older)
         self._tell(one, Progress(CellState.READY, layers, one.offset, one.nbytes, 0))
         self._end_fill(one)
 
@@ -238,6 +291,7 @@ class Residents:
                 and len(self._cells) + len(everything) == CELLS
                 and len(ranked) == len(self._ranking)
                 and all(one.key in self._ranking for one in ranked)
+                and self._unread.nbytes == sum(one.nbytes for one in ranked if one.is_unused)
                 and all(one.leases >= (one.state is CellState.FILLING) for one in everything)
                 and all(one.leases > 0 for one in everything if not one.is_listed)
             )
@@ -299,6 +353,7 @@ class Residents:
     def _evict(self, one: Resident) -> None:
         if one.is_unused:
             self._recorder.count("agent_prefetch_unused")
+            self._recorder.count("agent_prefetch_unused_bytes", one.nbytes)
         self._recorder.count("agent_evictions")
         self._recorder.count("agent_evicted_bytes", one.nbytes)
         self._unlist(one)
@@ -308,7 +363,8 @@ class Residents:
         if one.is_listed:
             one.is_listed = False
             del self._by_key[one.key]
-            self._ranking.remove(one.key)
+            self._ranking.remove(one.key, was_read=not one.is_unused)
+            self._unread.remove(one)
 
     def _free(self, one: Resident) -> None:
         if one.offset >= 0:

@@ -21,7 +21,7 @@ from objkv.agent.calls import (
 )
 from objkv.agent.client import AgentConnection
 from objkv.agent.core import Core, CoreLimits
-from objkv.agent.http.api import AgentHttp, AgentNumbers
+from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
 from objkv.agent.launch import AgentSocket, failure_of, is_listening, start_agent
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
@@ -30,7 +30,8 @@ from objkv.assembly.backends import Backends, check_backends, is_far, open_backe
 from objkv.assembly.seal import open_seal
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.config import Config
-from objkv.config.node import agent_environment, agent_socket, host_bytes
+from objkv.config.node import agent_environment, agent_socket, host_bytes, http_path
+from objkv.config.urls import parse_address
 from objkv.errors import ConfigError, TransferError
 from objkv.index.base import WriteIndex
 from objkv.stores.base import PruneStore
@@ -69,6 +70,7 @@ class AgentLink:
         path = agent_socket(config)
         assert path is not None
         self._config, self._path = config, path
+        self.calls = AgentCalls(self.connect)
         if config.agent == "auto":
             start_agent(path, agent_environment(config))
 
@@ -119,7 +121,7 @@ def reach_agent(config: Config) -> AgentLink | None:
 
 def open_agent_backends(link: AgentLink) -> Backends:
     """Return a replica's stores and index, by way of its agent."""
-    calls = AgentCalls(link.connect)
+    calls = link.calls
     # Replicas use documents and the verbs that these have; the rest is for operators.
     return Backends(
         cast("PruneStore", AgentDocuments(calls)), None, cast("WriteIndex", AgentIndex(calls))
@@ -136,21 +138,18 @@ class NodeAgent:
         Raises ``AgentRuns`` if another one serves it, ``ConfigError``, and with ``at_start`` strict
         ``StoreError``."""
         self._config = config
-        if not replace:
-            self._socket = AgentSocket(path)
+        self._socket = AgentSocket(path, replace=replace)
         try:
             self._backends = open_backends(config, recorder)
             check_backends(self._backends, config)
             nbytes = config.agent_memory_bytes or host_bytes() // _MEMORY_SHARE
             self.arena = Arena.create(max(PAGE, nbytes))
             self._cache = self._open_cache(recorder)
+            self._socket.listen()
         except BaseException as exc:
-            if not replace:
-                self._socket.report(exc)
-                self._socket.close()
+            self._socket.report(exc)
+            self._socket.close()
             raise
-        if replace:
-            self._socket = AgentSocket(path, replace=True)
         self._socket.report(None)
         limits = CoreLimits(config.load_threads, config.load_queue_max)
         self.core = Core(self._cache, self.arena, limits, recorder)
@@ -159,15 +158,31 @@ class NodeAgent:
             config.near_records_max, config.near_ttl_ms / 1000, config.near_miss_ttl_ms / 1000
         )
         self.lookups = NodeLookups(self._backends.index, near)
-        calls = NodeCalls(self._backends.index, self._backends.bulk)
+        prefetches = Prefetches(self.core, self._backends.index, self._backends.bulk)
+        calls = NodeCalls(self._backends.index, self._backends.bulk, prefetches)
         parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls)
         self.server = AgentServer(self._socket.listener, parts)
-        prefetches = Prefetches(self.core, self._backends.index, self._backends.bulk)
         self.numbers = AgentNumbers(recorder)
-        self._http = AgentHttp(
-            Path(f"{path}.http"), self.core, prefetches, self.numbers, lambda: self.server.clients
-        )
+        self._http: AgentHttp | None = None
+        self._http = self._open_http(path, prefetches)
         logger.info("agent ready socket=%s arena_bytes=%d", path, self.arena.nbytes)
+
+    def _open_http(self, path: Path, prefetches: Prefetches) -> AgentHttp:
+        config = self._config
+        places = HttpPlaces(
+            http_path(path),
+            parse_address(config.agent_listen) if config.agent_listen else None,
+            config.agent_token or "",
+            config.agent_tokenizers,
+        )
+        try:
+            return AgentHttp(
+                places, self.core, prefetches, self.numbers, lambda: self.server.clients
+            )
+        except ConfigError as exc:
+            self._socket.report(exc)
+            self.close()
+            raise
 
     def _open_cache(self, recorder: Recorder) -> ChunkCache:
         config, backends = self._config, self._backends
@@ -206,7 +221,8 @@ class NodeAgent:
         """End within the drain deadline: first the socket, so that the next agent can have it, then
         clients as their leases end, then those that are left, fetches and saves."""
         end = monotonic() + self._config.drain_deadline_ms / 1000
-        self._http.close()
+        if self._http is not None:
+            self._http.close()
         self.server.stop_accepting()
         self._socket.close()
         self.core.drain()

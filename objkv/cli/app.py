@@ -47,6 +47,7 @@ COMMANDS: Final = {
     "pin": ("pin:pin", "Protect a stored prefix from eviction until a date."),
     "unpin": ("pin:unpin", "Remove a pin; normal expiry applies again."),
     "warm": ("warm:warm", "Compute and save prompts before users send them."),
+    "prefetch": ("prefetch:prefetch", "Fetch a stored prompt into this node's memory."),
     "diff": ("diff:diff", "Explain why two namespaces or replicas do not share KV."),
     "verify": ("verify:verify", "Verify stored payloads and their index records."),
     "sweep": ("sweep:sweep", "Find unreachable and evictable data; delete it with --apply."),

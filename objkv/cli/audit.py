@@ -29,6 +29,7 @@ from objkv.cli.upkeep import (
 )
 from objkv.config.urls import cache_folder
 from objkv.errors import ConfigError, StoreUnavailable
+from objkv.models.tokenizer import load_tokenizer
 from objkv.ops.audit.audit import (
     ROOTS_MAX,
     Audit,
@@ -53,7 +54,6 @@ from objkv.ops.audit.report import (
 from objkv.ops.audit.spool import AuditSpool
 from objkv.ops.audit.walk import AuditWalk
 from objkv.ops.formats import dollars, share
-from objkv.ops.match import load_tokenizer
 from objkv.ops.runs import checkpoint_file
 
 _DIFFERENCES = 5

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Annotated, Any, Final, Literal, NotRequired, TypedDict, get_type_hints
 
+from objkv.agent.prefetch import Matched
 from objkv.cli.admission import AdmissionOrders
+from objkv.cli.prefetch import PrefetchReport
 from objkv.models.verdict import ModelVerdict
 from objkv.ops.audit.report import AuditReport, AuditVerdict, Prices
 from objkv.ops.bench.harness import BenchReport, BenchRow, Section
@@ -254,8 +256,10 @@ class TreeKeys(TypedDict):
 
 
 class ExplainKeys(TypedDict):
-    """The keys that ``match --explain`` adds."""
+    """The keys that ``match`` adds with an agent, and with ``--explain``."""
 
+    memory: NotRequired[Matched]
+    """With an agent that answers: how much it has in this node's memory."""
     explanation: NotRequired[Explanation]
     """With ``--explain`` only."""
     replicas: NotRequired[list[ReplicaCounters]]
@@ -464,6 +468,7 @@ DOCUMENTS: Final[Mapping[str, tuple[JsonDocument, ...]]] = {
     ),
     "match": (JsonDocument((MatchReport, ExplainKeys)),),
     "pin": (JsonDocument((Pinned,)), JsonDocument((PinList,), "--list")),
+    "prefetch": (JsonDocument((PrefetchReport,)),),
     "rebuild": (
         JsonDocument((RunKeys, RebuildKeys)),
         JsonDocument((RebuildSkipped,), "index_url bulk:"),

@@ -5,11 +5,14 @@ from typing import Annotated
 
 import typer
 
+from objkv.agent.http.client import AgentApi, AskedPrompt
+from objkv.agent.prefetch import Matched
 from objkv.cli import prompts
 from objkv.cli.command import FINE, Session, command
 from objkv.cli.output import Printer, age, counted, plain, size
 from objkv.cli.upkeep import seal_of
-from objkv.errors import ConfigError
+from objkv.config.node import agent_socket, http_path
+from objkv.errors import ConfigError, ObjkvError
 from objkv.ops.explain.causes import Explanation, Question
 from objkv.ops.explain.explain import ReplicaCounters, ask_replica, explain_match
 from objkv.ops.listing import find_identity
@@ -64,15 +67,35 @@ def match(
                         ttl_s=session.config.ttl_s,
                     )
                 )
+    memory = _in_memory(session, report)
     replicas = [ask_replica(one) for one in endpoint or ()]
     if session.out.machine:
         more = {"explanation": plain(why), "replicas": plain(replicas)} if why else {}
+        if memory is not None:
+            more["memory"] = plain(memory)
         session.out.document({**plain(report), **more})
         return FINE
     _print(session.out, report, report.usable_tokens if why is None else why.served_tokens)
+    if memory is not None:
+        session.out.line(
+            f"{memory.resident_payloads:,} of {counted(memory.payloads, 'payload')} are in this "
+            f"node's memory, {size(memory.resident_bytes)}"
+        )
     if why is not None:
         _print_reason(session.out, why, replicas)
     return FINE
+
+
+def _in_memory(session: Session, report: MatchReport) -> Matched | None:
+    """Return what the node's agent has of the prompt; None without an agent that answers."""
+    if session.config.agent == "off" or not report.chunks:
+        return None
+    prompt = AskedPrompt(report.namespace, hashes=[one.prefix_hash for one in report.chunks])
+    try:
+        where = agent_socket(session.config)
+        return None if where is None else AgentApi(http_path(where), answer_s=1.0).match(prompt)
+    except ObjkvError:
+        return None
 
 
 def _print_reason(out: Printer, why: Explanation, replicas: Sequence[ReplicaCounters]) -> None:

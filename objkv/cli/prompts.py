@@ -8,7 +8,8 @@ import typer
 
 from objkv.errors import ConfigError
 from objkv.keys.prefix import PromptExtras
-from objkv.ops.match import parse_tokens, tokenize
+from objkv.models.tokenizer import tokenize
+from objkv.ops.match import parse_tokens
 
 Tokens = Annotated[
     Path | None,

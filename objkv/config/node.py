@@ -45,6 +45,11 @@ def agent_socket(config: Config) -> Path | None:
     return _own_folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.sock"
 
 
+def http_path(path: Path) -> Path:
+    """Return where the agent that listens at ``path`` answers HTTP."""
+    return Path(f"{path}.http")
+
+
 def agent_environment(config: Config) -> dict[str, str]:
     """Return the environment of an agent with these settings, whatever sources they came from."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}

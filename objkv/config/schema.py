@@ -21,6 +21,8 @@ from objkv.config.urls import (
     cache_folder,
     check_url,
     default_quota_bytes,
+    is_this_machine,
+    parse_address,
     refuse_clear,
     without_password,
 )
@@ -36,6 +38,7 @@ SECRET_SETTINGS = (
     "s3_secret_access_key",
     "redis_password",
     "sentinel_password",
+    "agent_token",
 )
 BASIC: Final = frozenset(
     {
@@ -219,6 +222,16 @@ class Config(BaseModel):
     agent_verify: Literal["agent", "reader"] = "agent"
     """Who verifies checksums. ``agent``: the agent does once, for all replicas. ``reader``: this
     replica does again, from the arena, before each copy."""
+    agent_listen: str = ""
+    """Address, ``HOST:PORT`` or ``[IPV6]:PORT``, at which an agent answers routers and Prometheus,
+    besides its Unix socket. Needs ``agent_token``, and ``allow_plaintext`` unless it is a loopback
+    address. Empty: none."""
+    agent_token: str | None = Field(default=None, repr=False, pattern=r"^[\x21-\x7e]{16,}$")
+    """Bearer token that clients of ``agent_listen`` must send: at least 16 printable ASCII
+    characters."""
+    agent_tokenizers: Path | None = None
+    """Folder with the tokenizers of prompts that an agent gets as text: ``MODEL/tokenizer.json``,
+    or one ``tokenizer.json``. Unset: it takes tokens and hashes only."""
 
     lookup_deadline_ms: int = Field(default=500, ge=1)
     """A lookup that takes longer is a miss."""
@@ -370,6 +383,24 @@ class Config(BaseModel):
             raise ValueError(
                 "store_tokens is set, but token ids are never encrypted and they are the prompt: "
                 "set store_tokens to false, or do not encrypt"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _an_agent_listens_safely(self) -> Self:
+        if not self.agent_listen:
+            return self
+        try:
+            host, _ = parse_address(self.agent_listen)
+        except ValueError as exc:
+            raise ValueError(f"agent_listen: {exc}") from exc
+        if self.agent_token is None:
+            raise ValueError("agent_listen is set: set agent_token too")
+        if not self.allow_plaintext and not is_this_machine(host):
+            raise ValueError(
+                f"agent_listen {self.agent_listen!r}: token and prompts would cross the network "
+                "unencrypted; use 127.0.0.1 behind a proxy with TLS, or set allow_plaintext to "
+                "true on a trusted network"
             )
         return self
 

@@ -18,6 +18,10 @@ INDEX_SCHEMES = ("sqlite", "bulk", "memory", *_REDIS_KINDS, *_TLS_KINDS)
 _DIRECTORY_BUCKET = ("--x-s3", "--xa-s3")
 _HOST_PORT = re.compile(r"(\[[^\[\]]+\]|[^:\[\]]+)(:\d{1,5})?")
 _PARAMETER = re.compile(r"[?&][^=&]*(?:password|secret|token)[^=&]*=([^&]*)")
+_ADDRESS = re.compile(
+    r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[^\s:\[\]/@]+)):(?P<port>[0-9]{1,5})"
+)
+_PORT_MAX = 65_535
 
 
 def cache_folder() -> Path:
@@ -181,6 +185,18 @@ def refuse_clear(name: str, url: str) -> None:
             f"{name} {without_password(url)!r}: credentials and payloads would cross the network "
             f"unencrypted; write {secure}://, or set allow_plaintext to true on a trusted network"
         )
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Return host and port of ``HOST:PORT``; an IPv6 host is in brackets. Raises ``ValueError``.
+
+    >>> parse_address("127.0.0.1:9410"), parse_address("[::1]:9410")
+    (('127.0.0.1', 9410), ('::1', 9410))
+    """
+    found = _ADDRESS.fullmatch(address)
+    if found is None or int(found["port"]) > _PORT_MAX:
+        raise ValueError("write HOST:PORT, an IPv6 address in brackets: [::1]:9410")
+    return found["v6"] or found["host"], int(found["port"])
 
 
 def _names_host(rest: str) -> bool:

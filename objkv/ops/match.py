@@ -4,9 +4,6 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-from tokenizers import Tokenizer
 
 from objkv.cache.match import covered, usable_chunks
 from objkv.errors import ConfigError
@@ -35,28 +32,6 @@ def parse_tokens(text: str) -> list[int]:
     else:
         values = [word for word in _SEPARATORS.split(text) if word]
     return [_token(value) for value in values]
-
-
-def tokenize(text: str, tokenizer: Path) -> list[int]:
-    """Return the token ids of ``text``, with the special tokens that the tokenizer adds.
-
-    See ``load_tokenizer``.
-    """
-    return list(load_tokenizer(tokenizer).encode(text).ids)
-
-
-def load_tokenizer(tokenizer: Path) -> Tokenizer:
-    """Load ``tokenizer``, a ``tokenizer.json`` or a directory that contains one.
-
-    Never uses the network. Raises ``ConfigError``.
-    """
-    path = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
-    if not path.is_file():
-        raise ConfigError(f"{path} is not a file; give the path of a tokenizer.json")
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as exc:  # the library raises bare Exception for anything wrong in the file
-        raise ConfigError(f"{path} is not a valid tokenizer.json") from exc
 
 
 def _token(value: object) -> int:

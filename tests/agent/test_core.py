@@ -228,6 +228,62 @@ def test_urgent_payloads_go_first_and_clients_take_turns(make: Callable[..., Nod
     assert max(numbers.index(6), numbers.index(7)) < numbers.index(4)
 
 
+class Slow:
+    """A node with a long prompt, whose store answers nothing until ``gate`` is set."""
+
+    def __init__(self, node: Node) -> None:
+        self.node, self.gate = node, threading.Event()
+        self.wanted = node.save(list(range(1000, 1000 + 16 * 12)))
+        self._names = {one.claim.key.path(): n for n, one in enumerate(self.wanted)}
+        self.order: list[int] = []
+        assert isinstance(node.store, WatchedStore)
+        node.store.on_get = self._on_get
+
+    def _on_get(self, key: str) -> None:
+        self.order.append(self._names[key])
+        assert self.gate.wait(PATIENCE_S)
+
+    def open(self, numbers: range, urgency: Urgency, priority: int = 0) -> None:
+        some = [self.wanted[number] for number in numbers]
+        options = {"deadline_s": PATIENCE_S, "urgency": urgency, "priority": priority}
+        self.node.core.open(Sleeper(), some, **options)  # type: ignore[arg-type]
+
+
+def test_a_request_hastens_what_is_being_prefetched_for_it(make: Callable[..., Node]) -> None:
+    slow = Slow(make(threads=1))
+    slow.open(range(6), Urgency.PREFETCH)
+    wait_until(lambda: len(slow.order) == 1)
+    slow.open(range(6, 8), Urgency.BETWEEN_STEPS)
+    slow.open(range(4, 6), Urgency.IN_STEP)
+    slow.open(range(5, 6), Urgency.PREFETCH, -5)  # it stays where it is
+    slow.gate.set()
+    wait_until(lambda: len(slow.order) == 8)
+    assert slow.order == [0, 4, 5, 6, 7, 1, 2, 3]
+
+
+def test_prefetches_have_priorities(make: Callable[..., Node]) -> None:
+    slow = Slow(make(threads=1))
+    slow.open(range(3), Urgency.PREFETCH, 5)
+    wait_until(lambda: len(slow.order) == 1)
+    slow.open(range(3, 5), Urgency.PREFETCH)
+    slow.open(range(5, 7), Urgency.PREFETCH, -1)
+    slow.open(range(2, 3), Urgency.PREFETCH, -2)
+    slow.gate.set()
+    wait_until(lambda: len(slow.order) == 7)
+    assert slow.order == [0, 2, 5, 6, 3, 4, 1]
+
+
+def test_a_load_finds_a_thread_while_much_is_being_prefetched(make: Callable[..., Node]) -> None:
+    slow = Slow(make(threads=4))
+    slow.open(range(8), Urgency.PREFETCH)
+    wait_until(lambda: len(slow.order) == 3)
+    slow.open(range(8, 9), Urgency.BETWEEN_STEPS)
+    wait_until(lambda: 8 in slow.order)
+    assert sorted(slow.order) == [0, 1, 2, 8]
+    slow.gate.set()
+    wait_until(lambda: len(slow.order) == 9)
+
+
 def test_a_late_payload_is_late_and_a_broken_store_is_a_miss(make: Callable[..., Node]) -> None:
     node = make()
     assert isinstance(node.store, WatchedStore)

@@ -9,34 +9,43 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
-from objkv.agent.http.api import AgentHttp, AgentNumbers
+from objkv.agent.http import listener
+from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
 from objkv.agent.http.metrics import LEVELS, PREFIX, TOTALS
 from objkv.agent.prefetch import Prefetches
-from objkv.errors import StoreUnavailable
+from objkv.errors import ConfigError, StoreUnavailable
 from objkv.ops.top.scrape import values_of
 from tests.agent.world import PATIENCE_S, Node, WatchedStore, ended, opened
 from tests.support.paged_cache import wait_until
-from tests.support.samples import NAMESPACE, TOKENS, save_identity
+from tests.support.samples import IDENTITY, NAMESPACE, TOKENS, save_identity
+
+TOKEN = "a-token-of-24-characters"
 
 
 class Router:
-    """A client of the socket."""
+    """A client of the Unix socket, or of an address with a token."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, place: Path | tuple[str, int], token: str | None = None) -> None:
+        self._place, self._token = place, token
 
     def ask(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
         connection = http.client.HTTPConnection("local", timeout=PATIENCE_S)
-        connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.sock.settimeout(PATIENCE_S)
-        connection.sock.connect(str(self._path))
+        if isinstance(self._place, Path):
+            connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.sock.settimeout(PATIENCE_S)
+            connection.sock.connect(str(self._place))
+        else:
+            connection.sock = socket.create_connection(self._place, PATIENCE_S)
         text = body if isinstance(body, str | None) else json.dumps(body)
-        connection.request(method, path, text)
+        headers = {} if self._token is None else {"Authorization": self._token}
+        connection.request(method, path, text, headers)
         answer = connection.getresponse()
         content = answer.read().decode()
         connection.close()
@@ -44,31 +53,49 @@ class Router:
         return answer.status, json.loads(content) if is_json else content
 
 
-@pytest.fixture
-def router(node: Node) -> Iterator[Router]:
+@contextmanager
+def serving(node: Node, **places: Any) -> Iterator[AgentHttp]:
     prefetches = Prefetches(node.core, node.index, node.store)
     path = node.folder / "http"
     numbers = AgentNumbers(node.recorder)
-    server = AgentHttp(path, node.core, prefetches, numbers, lambda: 7)
-    yield Router(path)
+    server = AgentHttp(HttpPlaces(path, **places), node.core, prefetches, numbers, lambda: 7)
+    yield server
     server.close()
     assert not path.exists()
 
 
+@pytest.fixture
+def router(node: Node) -> Iterator[Router]:
+    with serving(node):
+        yield Router(node.folder / "http")
+
+
 PROMPT = {"namespace": NAMESPACE, "tokens": list(TOKENS)}
+NBYTES = 1024
+"""Of a sample's payload, without its header."""
+
+
+def counts(answer: dict[str, int]) -> tuple[int, int, int]:
+    return answer["started"], answer["resident"], answer["refused"]
 
 
 def test_a_prompt_is_prefetched_and_then_read_from_memory(node: Node, router: Router) -> None:
     save_identity(node.store)
     wanted = node.save(codec="zstd")
-    matched = {"chunks": 3, "stored": 3, "resident": 0, "tokens": 48}
+    nbytes = sum(one.record.raw_bytes for one in wanted)
+    matched = {"chunks": 3, "stored": 3, "resident": 0, "tokens": 48, "payloads": 3}
+    matched |= {"payload_bytes": nbytes, "resident_payloads": 0, "resident_bytes": 0}
+    matched |= {"loading_payloads": 0}
     assert router.ask("POST", "/v1/match", PROMPT) == (200, matched)
-    started = {"started": 3, "resident": 0, "refused": 0}
+    started = {"chunks": 3, "stored": 3, "started": 3, "resident": 0, "refused": 0}
+    started |= {"started_bytes": nbytes, "resident_bytes": 0, "refused_bytes": 0}
     assert router.ask("POST", "/v1/prefetch", PROMPT) == (200, started)
     assert node.residents.wait_idle(PATIENCE_S)
-    assert router.ask("POST", "/v1/match", PROMPT) == (200, matched | {"resident": 3})
-    again = {"started": 0, "resident": 3, "refused": 0}
+    matched |= {"resident": 3, "resident_payloads": 3, "resident_bytes": nbytes}
+    assert router.ask("POST", "/v1/match", PROMPT) == (200, matched)
+    again = started | {"started": 0, "resident": 3, "started_bytes": 0, "resident_bytes": nbytes}
     assert router.ask("POST", "/v1/prefetch", PROMPT) == (200, again)
+    assert node.residents.unread_bytes >= nbytes
     client = node.connect()
     leases = opened(client, wanted)
     for lease in leases:
@@ -78,7 +105,8 @@ def test_a_prompt_is_prefetched_and_then_read_from_memory(node: Node, router: Ro
     assert node.store.gets.total() == 3
     status, page = router.ask("GET", "/metrics")
     assert status == 200
-    for line in ("prefetches_total 3", "prefetch_used_total 3", "hits_total 3", "clients 7"):
+    lines = ("prefetches_total 3", "prefetch_used_total 3", "hits_total 3", "clients 7")
+    for line in (*lines, "prefetch_unread_bytes 0", f"arena_bytes {node.residents.total_bytes}"):
         assert f"objkv_agent_{line}\n" in page
 
 
@@ -88,28 +116,164 @@ def test_a_prompt_may_be_given_as_hashes_and_ends_at_the_first_missing_chunk(
     hashes = [one.claim.key.prefix_hash.hex() for one in node.save()]
     hashes.insert(1, "0" * 40)
     body = {"namespace": NAMESPACE, "hashes": hashes}
-    expected = {"chunks": 4, "stored": 1, "resident": 0, "tokens": 16}
-    assert router.ask("POST", "/v1/match", body) == (200, expected)
+    status, matched = router.ask("POST", "/v1/match", body)
+    expected = {"chunks": 4, "stored": 1, "resident": 0, "tokens": 16, "payloads": 1}
+    assert (status, matched | expected) == (200, matched)
     assert router.ask("POST", "/v1/prefetch", body)[1]["started"] == 1
 
 
-def test_prefetches_are_bounded_and_count_what_nobody_read(node: Node, router: Router) -> None:
+def blocked(node: Node) -> threading.Event:
+    """The store answers nothing until this is set."""
     gate = threading.Event()
     assert isinstance(node.store, WatchedStore)
     node.store.on_get = lambda key: gate.wait(PATIENCE_S) and None  # type: ignore[func-returns-value]
-    tokens = list(range(100_000, 100_000 + 16 * 300))
+    return gate
+
+
+def long_prompt(node: Node, first: int, chunks: int) -> dict[str, Any]:
+    tokens = list(range(first, first + 16 * chunks))
     hashes = [one.claim.key.prefix_hash.hex() for one in node.save(tokens)]
-    body = {"namespace": NAMESPACE, "hashes": hashes}
+    return {"namespace": NAMESPACE, "hashes": hashes}
+
+
+def test_prefetches_under_way_are_bounded(node: Node, router: Router) -> None:
+    gate, body = blocked(node), long_prompt(node, 100_000, 300)
     _, first = router.ask("POST", "/v1/prefetch", body)
     assert first["refused"] > 0
-    assert first["started"] * 1024 <= node.residents.total_bytes // 4
-    _, second = router.ask("POST", "/v1/prefetch", body | {"hashes": hashes[::-1]})
-    assert second["started"] == 0
+    assert first["refused"] + first["started"] == 300
+    assert 0 < first["started_bytes"] <= node.residents.ahead_bytes_max
+    other = long_prompt(node, 200_000, 3)
+    assert counts(router.ask("POST", "/v1/prefetch", other)[1]) == (0, 0, 3)
+    _, matched = router.ask("POST", "/v1/match", body)
+    assert matched["loading_payloads"] == first["started"]
     gate.set()
     assert node.residents.wait_idle(PATIENCE_S)
-    wait_until(lambda: router.ask("POST", "/v1/prefetch", body)[1]["refused"] == 0)
+    assert counts(router.ask("POST", "/v1/prefetch", other)[1]) == (3, 0, 0)
     assert node.residents.wait_idle(PATIENCE_S)
-    assert node.recorder.value("agent_prefetch_unused") > 0, "the arena has room for fewer"
+
+
+def test_what_nobody_reads_displaces_only_its_like(node: Node, router: Router) -> None:
+    client = node.connect()
+    read = node.save(range(50_000, 50_000 + 16 * 20))
+    leases = opened(client, read)
+    for lease in leases:
+        ended(client, lease)
+    client.release([lease.number for lease in leases])
+    for number in range(1, 12):
+        router.ask("POST", "/v1/prefetch", long_prompt(node, 100_000 * number, 50))
+        assert node.residents.wait_idle(PATIENCE_S)
+        assert node.residents.unread_bytes <= node.residents.ahead_bytes_max
+    assert all(node.residents.holds([one.claim.key.path() for one in read]))
+    unused = node.recorder.value("agent_prefetch_unused")
+    assert unused > 0
+    assert node.recorder.value("agent_prefetch_unused_bytes") >= unused * NBYTES
+
+
+def test_a_request_has_a_bound_of_its_own(node: Node, router: Router) -> None:
+    wanted = node.save()
+    body = {"namespace": NAMESPACE, "hashes": [w.claim.key.prefix_hash.hex() for w in wanted]}
+    nbytes = wanted[0].record.raw_bytes
+    _, answer = router.ask("POST", "/v1/prefetch", body | {"bytes_max": 2 * nbytes})
+    assert counts(answer) == (2, 0, 1)
+    assert (answer["started_bytes"], answer["refused_bytes"]) == (2 * nbytes, nbytes)
+    assert node.residents.wait_idle(PATIENCE_S)
+
+
+def test_namespaces_are_listed(node: Node, router: Router) -> None:
+    save_identity(node.store)
+    node.save()
+    [found] = router.ask("GET", "/v1/namespaces")[1]["namespaces"]
+    assert (found["namespace"], found["chunk_tokens"]) == (NAMESPACE, 16)
+    assert (found["model"], found["tenant"]) == (IDENTITY.model, IDENTITY.tenant)
+
+
+def test_salt_and_adapter_are_part_of_the_prompt(node: Node, router: Router) -> None:
+    save_identity(node.store)
+    node.save()
+    for more in ({"cache_salt": "x"}, {"lora_digest": "0a0b"}):
+        assert router.ask("POST", "/v1/match", PROMPT | more)[1]["stored"] == 0
+
+
+@pytest.fixture
+def tokenizers(tmp_path: Path) -> Path:
+    words = {f"w{token}": token for token in range(200)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    folder = tmp_path / "models" / IDENTITY.model
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return tmp_path / "models"
+
+
+def test_text_is_tokenized_if_there_is_a_tokenizer(node: Node, tokenizers: Path) -> None:
+    save_identity(node.store)
+    node.save()
+    router = Router(node.folder / "http")
+    text = {"namespace": NAMESPACE, "text": " ".join(f"w{token}" for token in TOKENS)}
+    place = {"tokenizer": str(tokenizers / IDENTITY.model)}
+    with serving(node):
+        assert "agent_tokenizers" in router.ask("POST", "/v1/match", text)[1]["error"]
+        assert router.ask("POST", "/v1/match", text | place)[1]["stored"] == 3
+    with serving(node, tokenizers=tokenizers):
+        for model in ({}, {"model": IDENTITY.model}):
+            assert router.ask("POST", "/v1/match", text | model)[1]["stored"] == 3
+        for model in ("../models", "/etc", "other", "\ud800", "a\0b", "."):
+            status, answer = router.ask("POST", "/v1/match", text | {"model": model})
+            assert (status, "agent_tokenizers" in answer["error"]) == (400, True)
+        assert "surrogate" in router.ask("POST", "/v1/match", text | {"text": "\ud800"})[1]["error"]
+    with serving(node, tokenizers=tokenizers / IDENTITY.model):
+        assert router.ask("POST", "/v1/match", text | {"model": "other"})[1]["stored"] == 3
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_an_address_needs_the_token(node: Node, tokenizers: Path, host: str) -> None:
+    save_identity(node.store)
+    node.save()
+    with serving(node, address=(host, 0), token=TOKEN) as server:
+        place = (host, server.port)
+        right = Router(place, f"Bearer {TOKEN}")
+        assert right.ask("POST", "/v1/match", PROMPT)[1]["stored"] == 3
+        assert Router(place, f"bearer  {TOKEN}").ask("GET", "/metrics")[0] == 200
+        wrong = (None, "Bearer", "Bearer ", f"Bearer {TOKEN}x", f"Basic {TOKEN}", TOKEN, "\xe9")
+        for token in wrong:
+            router = Router(place, token)
+            assert router.ask("GET", "/healthz") == (200, "ok\n")
+            for method, path in (("GET", "/metrics"), ("POST", "/v1/prefetch"), ("GET", "/x")):
+                status, answer = router.ask(method, path, PROMPT)
+                assert (status, "Authorization: Bearer" in answer["error"]) == (401, True)
+        file = {"namespace": NAMESPACE, "text": "w1", "tokenizer": str(tokenizers)}
+        assert "Unix socket" in right.ask("POST", "/v1/match", file)[1]["error"]
+        assert Router(node.folder / "http").ask("GET", "/metrics")[0] == 200
+        assert TOKEN not in repr(HttpPlaces(node.folder, place, TOKEN))
+
+
+def test_a_refused_client_may_have_sent_a_long_prompt(node: Node) -> None:
+    with serving(node, address=("127.0.0.1", 0), token=TOKEN) as server:
+        body = PROMPT | {"tokens": list(range(1_000_000))}
+        assert Router(("127.0.0.1", server.port)).ask("POST", "/v1/match", body)[0] == 401
+
+
+def test_an_address_that_cannot_be_used_is_refused_at_start(node: Node) -> None:
+    with pytest.raises(ConfigError, match="token"), serving(node, address=("127.0.0.1", 0)):
+        pass
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = taken.getsockname()
+        with (
+            pytest.raises(ConfigError, match="cannot listen on 127"),
+            serving(node, address=address, token=TOKEN),
+        ):
+            pass
+    assert not (node.folder / "http").exists()
+
+
+def test_a_client_that_trickles_is_hung_up_on(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "_REQUEST_S", 0.0)
+    with serving(node), socket.socket(socket.AF_UNIX) as slow:
+        slow.settimeout(PATIENCE_S)
+        slow.connect(str(node.folder / "http"))
+        with suppress(BrokenPipeError, ConnectionResetError):
+            slow.send(b"GET /heal")
+            assert slow.recv(1) == b""
 
 
 @pytest.mark.parametrize(
@@ -121,6 +285,14 @@ def test_prefetches_are_bounded_and_count_what_nobody_read(node: Node, router: R
         ({}, "namespace"),
         ({"namespace": "x" * 32}, "namespace"),
         ({"namespace": NAMESPACE}, "give tokens"),
+        (PROMPT | {"text": "x"}, "no effect with text"),
+        (PROMPT | {"model": "x"}, "no effect"),
+        (PROMPT | {"token": "x"}, "'token' is unknown"),
+        (PROMPT | {"cache_salt": 5}, "cache_salt"),
+        (PROMPT | {"lora_digest": "0"}, "hex digits"),
+        (PROMPT | {"priority": 0.5}, "priority"),
+        (PROMPT | {"bytes_max": 0}, "bytes_max"),
+        ({"namespace": NAMESPACE, "hashes": [], "cache_salt": "x"}, "no effect"),
         ({"namespace": NAMESPACE, "tokens": [-1]}, "list of token ids"),
         ({"namespace": NAMESPACE, "tokens": [True]}, "list of token ids"),
         ({"namespace": NAMESPACE, "hashes": ["00"]}, "40 hex digits"),

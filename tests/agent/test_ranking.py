@@ -49,6 +49,26 @@ def test_a_payload_that_comes_back_is_not_on_probation() -> None:
     assert "a" in ranking
 
 
+def test_a_prefetched_payload_has_to_prove_itself() -> None:
+    ranking = full("a", "b", "c", "d")
+    assert evicted(ranking) == "a"
+    ranking.add("a", 25, is_unread=True)  # it was evicted before, which alone is no merit
+    for number in range(3):
+        evicted(ranking)
+        ranking.add(f"scan-{number}", 25)
+    assert evicted(ranking) == "a"
+
+
+def test_what_was_never_read_is_new_when_it_comes_back() -> None:
+    ranking = full("a", "b", "c", "d")
+    ranking.remove("a", was_read=False)
+    ranking.add("a", 25)
+    for number in range(3):
+        evicted(ranking)
+        ranking.add(f"scan-{number}", 25)
+    assert evicted(ranking) == "a"
+
+
 def test_leased_payloads_are_skipped() -> None:
     ranking = full("a", "b", "c", "d")
     assert ranking.victim(lambda key: key in "cd") == "c"

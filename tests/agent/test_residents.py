@@ -50,10 +50,10 @@ class ResidentsMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.arena.close()
 
-    @rule(key=st.sampled_from(KEYS), number=st.integers(0, 1))
-    def open(self, key: str, number: int) -> None:
+    @rule(key=st.sampled_from(KEYS), number=st.integers(0, 1), ahead=st.booleans())
+    def open(self, key: str, number: int, ahead: bool) -> None:
         client = self.clients[number]
-        opened = self.residents.open(key, client)
+        opened = self.residents.open(key, client, ahead=ahead)
         assert opened is not None
         one, is_new = opened
         known = self.listed.get(key)

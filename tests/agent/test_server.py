@@ -17,6 +17,7 @@ from objkv.agent.arena import CellState
 from objkv.agent.calls import AgentCalls, AgentDocuments, AgentIndex
 from objkv.agent.client import AgentConnection
 from objkv.agent.outbox import AgentSaves, Outbox
+from objkv.agent.prefetch import PrefetchOrder
 from objkv.agent.server import ServerLimits
 from objkv.cache.chunks import SaveOutcome
 from objkv.cache.switch import SWITCH_PATH
@@ -219,6 +220,22 @@ def test_documents_can_be_read_and_written_and_payloads_cannot(
             documents.get_range(wrong, 0, 10)
         with pytest.raises(StoreDenied, match="no access"):
             documents.put(wrong, b"x")
+
+
+def test_a_replica_prefetches_in_calls_of_bounded_length(
+    node: Node, calls: AgentCalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls_module, "_PREFETCH_MAX", 2)
+    wanted = node.save(range(1000, 1000 + 16 * 7))
+    hashes = [one.claim.key.prefix_hash for one in wanted]
+    nbytes = wanted[0].record.raw_bytes
+    assert calls.prefetch(NAMESPACE, hashes, PrefetchOrder(60.0, 0, 3 * nbytes)) == 3
+    assert node.residents.wait_idle(PATIENCE_S)
+    assert calls.prefetch(NAMESPACE, [*hashes[:5], bytes(20), *hashes[5:]], PrefetchOrder(60)) == 2
+    assert node.residents.wait_idle(PATIENCE_S)
+    assert node.residents.holds([w.claim.key.path() for w in wanted]) == [True] * 5 + [False] * 2
+    with pytest.raises(StoreDenied, match="invalid call"):
+        calls.run("prefetch", namespace=NAMESPACE, hashes=[], order={"deadline_s": -1})
 
 
 def test_the_stores_errors_arrive_as_what_they_are(node: Node, calls: AgentCalls) -> None:

@@ -13,6 +13,7 @@ from objkv.agent.calls import NearLimits, NodeCalls, NodeLookups
 from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.core import Core, CoreLimits, Urgency
 from objkv.agent.fill import Wanted
+from objkv.agent.prefetch import Prefetches
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentParts, AgentServer, ServerLimits
 from objkv.cache.chunks import CacheSettings, ChunkCache
@@ -86,7 +87,8 @@ class Node:
         listener.bind(str(self.path))
         listener.listen(64)
         lookups = NodeLookups(self.index, NearLimits(1000, 30.0, 0.0))
-        calls = NodeCalls(self.index, self.store)
+        prefetches = Prefetches(self.core, self.index, self.store)
+        calls = NodeCalls(self.index, self.store, prefetches)
         parts = AgentParts(self.core, self.saves, self.arena, lookups, calls)
         self.server = AgentServer(listener, parts, limits)
         return self

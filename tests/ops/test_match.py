@@ -8,7 +8,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from objkv.errors import ConfigError
 from objkv.index.memory import MemoryIndex
 from objkv.keys.prefix import PromptExtras
-from objkv.ops.match import match_prompt, parse_tokens, tokenize
+from objkv.models.tokenizer import tokenize
+from objkv.ops.match import match_prompt, parse_tokens
 from objkv.stores.memory import MemoryStore
 from tests.support.samples import CHUNK, CREATED_S, IDENTITY, LEFT, NAMESPACE, TOKENS, save
 

@@ -87,6 +87,7 @@ def scheduler_side(
     bulk: Any = None,
     records_max: int = 8,
     roles: Mapping[str, Any] | None = None,
+    prefetch: Any = None,
     **settings: Any,
 ) -> SchedulerSide:
     """A scheduler's side of a model with one layer; ``settings`` of ``Config``."""
@@ -106,6 +107,7 @@ def scheduler_side(
             fields=frozenset({FIELD}),
         ),
         recorder=MemoryRecorder(),
+        prefetch=prefetch,
     )
 
 

@@ -12,6 +12,7 @@ LEVELS: Final = {
     "leased_bytes": "Bytes of payloads that are leased, and so cannot be evicted.",
     "leased_payloads": "Payloads that a client, a fetch or a prefetch has leased.",
     "resident_payloads": "Payloads in the arena, including those that are being filled.",
+    "prefetch_unread_bytes": "Bytes of prefetched payloads that nothing has read yet.",
     "clients": "Connections of replicas. A replica has several.",
 }
 TOTALS: Final = {
@@ -21,6 +22,7 @@ TOTALS: Final = {
     "prefetches": "Payloads fetched ahead of a request.",
     "prefetch_used": "Prefetched payloads that were read.",
     "prefetch_unused": "Prefetched payloads that were evicted before anything read them.",
+    "prefetch_unused_bytes": "Bytes of those.",
     "evictions": "Payloads evicted from the arena.",
     "evicted_bytes": "Bytes of evicted payloads.",
     "load_bytes": "Payload bytes fetched from stores and verified.",

@@ -81,14 +81,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._asleep = False
         warn_of_outer_policy(vllm_config, self._config)
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = open_scheduler_side(
-                vllm_config,
-                self._config,
-                self._geometry,
-                self._backends,
-                self._recorder,
-                saves_outlive=self._link is not None,
-            )
+            self._scheduler = self._open_scheduler(vllm_config)
             log = open_event_log(vllm_config, kv_cache_config, self._geometry, self._config)
             self._scheduler.events = log
             headroom = BlockHeadroom(
@@ -105,6 +98,16 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._link is None:
             return open_checked_backends(self._config, self._recorder)
         return open_agent_backends(self._link)  # the agent has checked its own
+
+    def _open_scheduler(self, vllm_config: "VllmConfig") -> SchedulerSide:
+        return open_scheduler_side(
+            vllm_config,
+            self._config,
+            self._geometry,
+            self._backends,
+            self._recorder,
+            link=self._link,
+        )
 
     # Worker's side.
 

@@ -1,4 +1,4 @@
-"""Limits of a request's transfers, set by its sender: tokens, tiers, and hints of an orchestrator.
+"""What a request's sender says about KV: limits of its transfers, and hints of an orchestrator.
 
 The names and meanings are those of vLLM's own ``OffloadingConnector``, so a router can send the
 same parameters whatever stores the KV. Values of another type are ignored. Source: vLLM 0.33,
@@ -6,10 +6,15 @@ same parameters whatever stores the KV. Values of another type are ignored. Sour
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from threading import BoundedSemaphore
+from typing import TYPE_CHECKING, Any, Final, Literal
 
+from objkv.agent.http.prompts import read_hashes, read_order
+from objkv.agent.prefetch import PrefetchOrder
+from objkv.errors import ConfigError
 from objkv.telemetry import Recorder
 
 if TYPE_CHECKING:
@@ -37,6 +42,17 @@ class RequestLimits:
 NO_LIMITS = RequestLimits()
 
 
+Prefetch = Callable[[str, Sequence[bytes], PrefetchOrder], int]
+"""Namespace, prefix hashes and order. Raises ``StoreError``."""
+PREFETCH_ACTION: Final = ("objkv.prefetch", "1")
+_PAYLOAD = frozenset(
+    {"tokens", "hashes", "cache_salt", "lora_digest", "deadline_ms", "priority", "bytes_max"}
+)
+_ACTIONS_MAX, _HINTS_AT_ONCE, _REASONS_MAX = 8, 2, 16
+"""Actions to read of a request; prefetches at once, which leaves threads for lookups; and reasons
+that are logged."""
+
+
 class LimitReader:
     """Reads the limits of requests. For the scheduler's thread only. Never raises."""
 
@@ -48,8 +64,6 @@ class LimitReader:
 
     def read(self, request: "Request") -> RequestLimits:
         """Return the limits of a request."""
-        if hints := getattr(request, "kv_hints", None):
-            self._count_hints(hints)
         params = getattr(request, "kv_transfer_params", None)
         if not isinstance(params, Mapping) or not {_LOADS, _SAVES, _TIERS} & params.keys():
             return NO_LIMITS
@@ -90,15 +104,86 @@ class LimitReader:
         self._ignore(_TIERS, "an entry is not a known medium and locality")
         return False
 
-    def _count_hints(self, hints: Any) -> None:
-        """Count the actions of a ``KvHintsEnvelope``. None needs anything: the lookup of a prompt
-        starts when its request arrives, and objkv has no place for KV without a request."""
-        actions = getattr(hints, "actions", None)
-        if isinstance(actions, list | tuple) and actions:
-            self._recorder.count("hints_unused", len(actions))
-
     def _ignore(self, name: str, reason: str) -> None:
         self._recorder.count("limits_ignored")
         if name not in self._logged:
             self._logged.add(name)
             logger.warning("transfer parameter ignored name=%s reason=%s", name, reason)
+
+
+class HintReader:
+    """Has the node's agent prefetch what hints name. For the scheduler's thread, which it never
+    delays: hints are read on other threads. Never raises.
+
+    vLLM's envelope carries actions and defines none (``v1/kv_hints``, 0.32). objkv acts on its own,
+    ``objkv.prefetch`` version 1: the payload is a prompt as in ``POST /v1/prefetch`` of the agent,
+    in this replica's namespace; without tokens and hashes it is the request's own prompt.
+    """
+
+    def __init__(
+        self,
+        prefetch: Prefetch | None,
+        submit: Callable[[Callable[[], None]], bool],
+        chunk_tokens: int,
+        recorder: Recorder,
+    ) -> None:
+        """``prefetch``: None without an agent. ``submit``: runs a job on another thread, or returns
+        False."""
+        self._prefetch, self._submit = prefetch, submit
+        self._chunk_tokens, self._recorder = chunk_tokens, recorder
+        self._slots = BoundedSemaphore(_HINTS_AT_ONCE)
+        self._logged = set[str]()
+
+    def act(self, request: "Request", namespace: str, own: Sequence[bytes] | None) -> None:
+        """Start the prefetches of a request's hints. ``own``: the hashes of its own prompt, which
+        are computed when they are read; None if it may not load."""
+        actions = getattr(getattr(request, "kv_hints", None), "actions", None)
+        if not isinstance(actions, list | tuple) or not actions:
+            return
+        jobs = [
+            partial(self._run, action.payload, namespace, own)
+            for action in actions[:_ACTIONS_MAX]
+            if self._is_known(action)
+        ]
+        started = sum(self._start(job) for job in jobs)
+        if unused := len(actions) - started:
+            self._recorder.count("hints_unused", unused)
+
+    def _is_known(self, action: Any) -> bool:
+        kind = getattr(action, "action_type", None), getattr(action, "action_version", None)
+        return self._prefetch is not None and kind == PREFETCH_ACTION
+
+    def _start(self, job: Callable[[], None]) -> bool:
+        if not self._slots.acquire(blocking=False):
+            return False
+        if not self._submit(job):
+            self._slots.release()
+            return False
+        return True
+
+    def _run(self, payload: Any, namespace: str, own: Sequence[bytes] | None) -> None:
+        assert self._prefetch is not None
+        name = "hints_unused"
+        try:
+            hashes = self._hashes(payload, namespace, own)
+            if hashes:
+                self._prefetch(namespace, hashes, read_order(payload))
+                name = "hints_prefetched"
+        except ConfigError as exc:
+            if (reason := str(exc)) not in self._logged and len(self._logged) < _REASONS_MAX:
+                self._logged.add(reason)
+                logger.warning("hint ignored type=%s reason=%s", PREFETCH_ACTION[0], reason)
+        finally:
+            self._slots.release()
+            self._recorder.count(name)
+
+    def _hashes(self, payload: Any, namespace: str, own: Sequence[bytes] | None) -> Sequence[bytes]:
+        if not isinstance(payload, Mapping):
+            raise ConfigError("the payload is not an object")
+        if unknown := sorted(map(str, payload.keys() - _PAYLOAD)):
+            raise ConfigError(f"{unknown[0][:100]!r} is unknown")
+        if {"tokens", "hashes"} & payload.keys():
+            return read_hashes(payload, namespace, lambda: self._chunk_tokens)
+        if own is None:
+            return ()
+        return own[:]

@@ -16,7 +16,14 @@ import torch
 
 from objkv.cache.lookup import LookupService, Records
 from objkv.connector.kv.coverage import Coverage
-from objkv.connector.kv.request_limits import NO_LIMITS, LimitReader, Locality, RequestLimits
+from objkv.connector.kv.request_limits import (
+    NO_LIMITS,
+    HintReader,
+    LimitReader,
+    Locality,
+    Prefetch,
+    RequestLimits,
+)
 from objkv.connector.model.adapters import Adapters, UnknownAdapterError
 from objkv.connector.model.groups import Geometry
 from objkv.connector.model.weights import DigestCache
@@ -264,14 +271,17 @@ class RequestTracker:
         coverage: Coverage | None = None,
         *,
         locality: Locality = "REMOTE",
+        prefetch: Prefetch | None = None,
     ) -> None:
         """``digests``: cache of adapters' digests. Without it each engine reads every adapter once.
-        ``coverage``: also finds shards of other shapes. ``locality``: of the bulk store."""
+        ``coverage``: also finds shards of other shapes. ``locality``: of the bulk store.
+        ``prefetch``: of the node's agent, if there is one."""
         self._geometry = geometry
         self._lookups = lookups
         self._recorder = recorder
         self.adapters = Adapters(lookups.submit, digests)
         self._limits = LimitReader(locality, recorder)
+        self._hints = HintReader(prefetch, lookups.submit, geometry.chunk_tokens, recorder)
         self._tracked: dict[str, TrackedRequest] = {}
         self.coverage = coverage or Coverage(geometry)
         """Decides which stored shards this replica can load."""
@@ -290,6 +300,8 @@ class RequestTracker:
             # so earlier hashes would name different KV.
             tracked.may_load = tracked.may_save = False
         self.records(tracked)
+        own = tracked.hashes if tracked.may_load else None
+        self._hints.act(request, namespace, own)
         return tracked
 
     def __len__(self) -> int:

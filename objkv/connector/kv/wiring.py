@@ -22,6 +22,7 @@ from objkv.codec.payload import payload_bytes_max
 from objkv.config import Config
 from objkv.config.node import host_bytes
 from objkv.connector.kv.coverage import open_coverage
+from objkv.connector.kv.request_limits import Prefetch
 from objkv.connector.kv.requests import RequestTracker
 from objkv.connector.kv.scheduler import Roles, SchedulerSide
 from objkv.connector.kv.timing import Timing
@@ -84,10 +85,10 @@ def open_scheduler_side(
     backends: Backends,
     recorder: Recorder,
     *,
-    saves_outlive: bool,
+    link: AgentLink | None,
 ) -> SchedulerSide:
     """Open the scheduler's side. Reads the model's files. Raises ``ConfigError`` for unsupported
-    models. ``saves_outlive``: whether saves go on when the engine is killed."""
+    models. ``link``: the way to the node's agent, if there is one."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     if config.load_failure == "recompute":
@@ -96,7 +97,7 @@ def open_scheduler_side(
         transfer.kv_load_failure_policy = "recompute"
     identity = read_identity(vllm_config, geometry, config)
     saves = may_save(config, producer=transfer.is_kv_producer, consumer=transfer.is_kv_consumer)
-    if saves and not saves_outlive:
+    if saves and link is None:
         warn_of_sudden_end(vllm_config)
     roles = Roles(
         loads=transfer.is_kv_consumer,
@@ -121,6 +122,7 @@ def open_scheduler_side(
         index=index,
         recorder=recorder,
         tracing=open_tracing(),
+        prefetch=None if link is None else link.calls.prefetch,
     )
     side.switch.start()
     return side
@@ -136,6 +138,7 @@ def make_scheduler_side(
     index: NearIndex,
     recorder: Recorder,
     tracing: Tracing = NO_TRACING,
+    prefetch: Prefetch | None = None,
 ) -> SchedulerSide:
     """Make the scheduler's side without vLLM's configuration, and store the identity document. An
     operator's switch is read once it is started."""
@@ -157,7 +160,13 @@ def make_scheduler_side(
         index=index,
         lookups=lookups,
         requests=RequestTracker(
-            geometry, lookups, recorder, open_digests(), coverage, locality=locality(config)
+            geometry,
+            lookups,
+            recorder,
+            open_digests(),
+            coverage,
+            locality=locality(config),
+            prefetch=prefetch,
         ),
         timing=Timing(
             AdmissionPolicy(lambda: switch.mode, recorder),

@@ -1,6 +1,6 @@
 """What a request's sender asks for is read as vLLM's own connector reads it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,11 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as vllms
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload import base
 
-from objkv.connector.kv.request_limits import NO_LIMITS, LimitReader, RequestLimits
+from objkv.agent.prefetch import PrefetchOrder
+from objkv.connector.kv.request_limits import NO_LIMITS, HintReader, LimitReader, RequestLimits
 from objkv.connector.kv.scheduler import SchedulerSide
+from objkv.errors import StoreUnavailable
 from objkv.index.memory import MemoryIndex
+from objkv.keys.prefix import PromptExtras, prefix_hashes
 from objkv.telemetry import MemoryRecorder
 from tests.support.paged_cache import wait_until
 from tests.support.sides import SIZE, publish_prompt, request, scheduler_side, step
@@ -55,11 +59,130 @@ def test_tiers_are_those_that_vllm_would_load_from(listed: Any) -> None:
     assert read({"kv_load_tiers": listed}).loads is expected
 
 
-def test_actions_of_hints_are_counted() -> None:
-    recorder = MemoryRecorder()
-    read(None, recorder, kv_hints=SimpleNamespace(actions=[1, 2]))
-    read(None, recorder, kv_hints="strange")
-    assert recorder.drain() == {"hints_unused": 2}
+NAMESPACE = "ab" * 16
+OWN = [bytes([n]) * 20 for n in range(3)]
+
+
+class Agent:
+    """Notes what it is to prefetch."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, list[bytes], PrefetchOrder]] = []
+        self.jobs: list[Callable[[], None]] = []
+        self.recorder = MemoryRecorder()
+        self.hints = HintReader(self.prefetch, self.submit, SIZE, self.recorder)
+
+    def prefetch(self, namespace: str, hashes: Sequence[bytes], order: PrefetchOrder) -> int:
+        self.asked.append((namespace, list(hashes), order))
+        return len(hashes)
+
+    def submit(self, job: Callable[[], None]) -> bool:
+        self.jobs.append(job)
+        return True
+
+    def act(self, *actions: Any, own: Sequence[bytes] | None = OWN) -> None:
+        hints = KvHintsEnvelope(protocol_version="1.0", message_id="m", actions=list(actions))
+        self.hints.act(cast("Any", SimpleNamespace(kv_hints=hints)), NAMESPACE, own)
+
+    def work(self) -> None:
+        while self.jobs:
+            self.jobs.pop(0)()
+
+
+def action(payload: Any, kind: str = "objkv.prefetch", version: str = "1") -> KvHintAction:
+    return KvHintAction(action_id="a", action_type=kind, action_version=version, payload=payload)
+
+
+def test_a_hint_names_tokens_hashes_or_the_requests_own_prompt() -> None:
+    agent, tokens = Agent(), list(range(2 * SIZE))
+    agent.act(
+        action({"tokens": tokens, "cache_salt": "x", "priority": -2, "deadline_ms": 500}),
+        action({"hashes": [OWN[1].hex()], "bytes_max": 9}),
+    )
+    assert not agent.asked, "not on the scheduler's thread"
+    agent.work()
+    agent.act(action({}))
+    agent.work()
+    salted = prefix_hashes(NAMESPACE, tokens, SIZE, PromptExtras(salt="x"))
+    assert agent.asked == [
+        (NAMESPACE, salted, PrefetchOrder(0.5, -2)),
+        (NAMESPACE, [OWN[1]], PrefetchOrder(30.0, 0, 9)),
+        (NAMESPACE, OWN, PrefetchOrder(30.0)),
+    ]
+    assert agent.recorder.drain() == {"hints_prefetched": 3}
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [
+        action({"block_hashes": [1, 2]}, "kv.fetch", "1.0"),
+        action({}, version="2"),
+        action({"tokens": [-1]}),
+        action({"tokens": [1], "hashes": []}),
+        action({"block_hashes": [1]}),
+        action({"priority": "high"}),
+        action([]),
+        action({"tokens": [1]}),
+        "strange",
+    ],
+    ids=str,
+)
+def test_a_hint_that_names_nothing_of_objkvs_is_counted(hint: Any) -> None:
+    agent = Agent()
+    agent.act(hint)
+    agent.work()
+    assert not agent.asked
+    assert agent.recorder.drain() == {"hints_unused": 1}
+
+
+def test_without_an_agent_or_an_own_prompt_hints_have_no_effect() -> None:
+    agent = Agent()
+    agent.act(action({}), own=None)
+    agent.work()
+    agent.hints = HintReader(None, agent.submit, SIZE, agent.recorder)
+    agent.act(action({}), action({}))
+    agent.hints.act(cast("Any", SimpleNamespace(kv_hints="strange")), NAMESPACE, OWN)
+    agent.hints.act(cast("Any", SimpleNamespace()), NAMESPACE, OWN)
+    assert not agent.jobs
+    assert agent.recorder.drain() == {"hints_unused": 3}
+
+
+def test_hints_are_bounded() -> None:
+    agent = Agent()
+    agent.act(*[action({"hashes": [OWN[0].hex()]})] * 100)
+    assert len(agent.jobs) == 2
+    agent.work()
+    assert agent.recorder.drain() == {"hints_prefetched": 2, "hints_unused": 98}
+    agent.act(action({}))
+    assert len(agent.jobs) == 1, "their places are free again"
+
+
+def test_an_agent_that_fails_costs_only_the_hint() -> None:
+    agent = Agent()
+
+    def down(*_: object) -> int:
+        raise StoreUnavailable("no agent")
+
+    agent.hints = HintReader(down, agent.submit, SIZE, agent.recorder)
+    for _ in range(5):
+        agent.act(action({}))
+        with pytest.raises(StoreUnavailable):
+            agent.work()
+    assert agent.recorder.drain() == {"hints_unused": 5}
+
+
+def test_a_request_brings_its_hint_to_the_agent() -> None:
+    asked: list[tuple[str, list[bytes]]] = []
+    one = scheduler_side(
+        MemoryIndex(),
+        prefetch=lambda namespace, hashes, order: asked.append((namespace, list(hashes))) or 1,
+    )
+    prompt = request(2 * SIZE + 1)
+    prompt.kv_hints = KvHintsEnvelope(protocol_version="1.0", message_id="m", actions=[action({})])
+    one.track(prompt)
+    wait_until(lambda: bool(asked))
+    assert asked == [(one.namespace, prefix_hashes(one.namespace, [7] * 2 * SIZE, SIZE))]
+    one.close()
 
 
 @contextmanager

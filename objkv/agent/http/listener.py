@@ -1,0 +1,158 @@
+"""Where the agent listens for HTTP: a Unix socket, and an address if one is set.
+
+Each has threads of its own, with limits on their number, on silent clients, and on the time of a
+whole request, so that clients of one cannot keep those of the other waiting.
+"""
+
+import os
+import socket
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from socketserver import ThreadingMixIn
+from threading import BoundedSemaphore, Lock, Thread
+from time import monotonic
+from typing import Any, Final
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from objkv.errors import ConfigError
+
+StartResponse = Callable[..., Any]
+Application = Callable[[dict[str, Any], StartResponse], Iterable[bytes]]
+BODY_BYTES_MAX: Final = 16 << 20
+"""A prompt of a million tokens is half of that."""
+_CLIENTS_MAX = 16
+_SILENT_S, _REQUEST_S, _STOP_S = 10.0, 60.0, 5.0
+"""How long a client may be silent, and how long a request may take."""
+_PIECE_BYTES = 1 << 16
+_NAME = "objkv"
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _SILENT_S
+
+    def address_string(self) -> str:
+        """Return a name for clients: those of a Unix socket have no address."""
+        return "client"
+
+    def version_string(self) -> str:
+        """Hide the versions of Python and wsgiref."""
+        return _NAME
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Do not log requests."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    request_queue_size = 32
+
+    def __init__(self, address: Any, family: int) -> None:
+        self.address_family = family
+        self._slots = BoundedSemaphore(_CLIENTS_MAX)
+        self._lock = Lock()
+        self._began: dict[socket.socket, float] = {}
+        super().__init__(address, _Handler)
+
+    def server_bind(self) -> None:
+        """Bind without a lookup of this machine's name, which may take long."""
+        before = os.umask(0o177)
+        try:
+            if self.address_family != socket.AF_UNIX:
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self.socket.bind(self.server_address)
+        finally:
+            os.umask(before)
+        self.server_name, self.server_port = _NAME, 0
+        self.setup_environ()
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        return self.socket.accept()[0], ("client", 0)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._slots.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        with self._lock:
+            self._began[request] = monotonic()
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            with self._lock:
+                self._began.pop(request, None)
+            self._slots.release()
+
+    def service_actions(self) -> None:
+        """Hang up on clients that send, or read, a byte now and then."""
+        with self._lock:
+            since = monotonic() - _REQUEST_S
+            for request in [one for one, began in self._began.items() if began < since]:
+                with suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Do not log clients that disconnected."""
+
+
+class HttpListener:
+    """Serves an application until it is closed."""
+
+    def __init__(self, where: Path | tuple[str, int], application: Application) -> None:
+        """``where``: the path of a Unix socket, which is replaced, or a host and a port, 0 for any.
+        Raises ``ConfigError``."""
+        self._path = where if isinstance(where, Path) else None
+        try:
+            if isinstance(where, Path):
+                where.unlink(missing_ok=True)
+                self._server = _Server(str(where), socket.AF_UNIX)
+            else:
+                self._server = _Server(*_found(where))
+        except (OSError, OverflowError) as exc:
+            why = exc.strerror if isinstance(exc, OSError) else exc
+            name = where if isinstance(where, Path) else ":".join(map(str, where))
+            raise ConfigError(f"the agent cannot listen on {name}: {why}") from exc
+        self._server.set_app(application)
+        self._thread = Thread(
+            target=self._server.serve_forever, args=(0.2,), name="objkv-agent-http", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """The port; 0 on a Unix socket."""
+        return 0 if self._path else int(self._server.socket.getsockname()[1])
+
+    def close(self) -> None:
+        """Stop. Idempotent."""
+        if self._path is not None:
+            with suppress(OSError):
+                self._path.unlink(missing_ok=True)
+        self._server.shutdown()
+        self._thread.join(_STOP_S)
+        self._server.server_close()
+
+
+def read_body(environ: dict[str, Any], *, keep: bool = True) -> bytes:
+    """Read the body, because leaving it unread would reset the connection. Returns it unless it is
+    too long, or not to be kept."""
+    try:
+        left = int(environ.get("CONTENT_LENGTH") or 0)
+    except ValueError:
+        return b""
+    if not 0 < left <= BODY_BYTES_MAX:
+        return b""
+    source = environ["wsgi.input"]
+    if keep:
+        content: bytes = source.read(left)
+        return content
+    while left > 0 and (piece := source.read(min(left, _PIECE_BYTES))):
+        left -= len(piece)
+    return b""
+
+
+def _found(where: tuple[str, int]) -> tuple[Any, int]:
+    found = socket.getaddrinfo(*where, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return found[0][4], found[0][0]

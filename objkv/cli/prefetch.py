@@ -1,0 +1,245 @@
+"""``objkv prefetch``: fetch a stored prompt into this node's memory, ahead of its request."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from objkv.agent.http.client import AgentApi, AskedPrompt
+from objkv.agent.http.prompts import PRIORITY_MAX
+from objkv.agent.prefetch import DEADLINE_S_MAX, NamespaceFacts, Prefetched, PrefetchOrder
+from objkv.cli import prompts
+from objkv.cli.command import FINE, FOUND, Session, command, ending_in_order
+from objkv.cli.options import size_option, time_option
+from objkv.cli.output import Printer, counted, size
+from objkv.config.node import agent_socket, http_path
+from objkv.errors import ConfigError, UnclearName
+from objkv.keys.identity import NAMESPACE_HEX
+from objkv.keys.prefix import PromptExtras, prefix_hashes
+from objkv.ops.listing import NamedNamespace
+
+_POLL_S, _POLL_MAX_S = 0.02, 0.5
+_GRACE_S = 5.0
+"""A payload ends at its deadline. Its end may be seen later."""
+
+AgentPath = Annotated[
+    Path | None,
+    typer.Option("--socket", help="Socket of the agent; default: OBJKV_AGENT.", metavar="PATH"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchReport:
+    """The outcome of ``objkv prefetch``."""
+
+    namespace: str
+    prompt_tokens: int
+    chunks: int
+    """Whole chunks of the prompt."""
+    stored: int
+    """Leading chunks that are stored."""
+    started: int
+    """Payloads that the agent began to fetch."""
+    started_bytes: int
+    resident: int
+    """Payloads that were in memory, or on their way, before."""
+    resident_bytes: int
+    refused: int
+    """Payloads beyond ``--prefetch-max`` or beyond what the agent keeps unread."""
+    refused_bytes: int
+    waited: bool
+    arrived: int
+    """Payloads in memory at the end. With ``--no-wait``: those that were there at once."""
+    arrived_bytes: int
+    seconds: float
+
+
+@command
+def prefetch(
+    session: Session,
+    tokens: prompts.Tokens = None,
+    text: prompts.Text = None,
+    text_file: prompts.TextFile = None,
+    tokenizer: prompts.TokenizerPath = None,
+    namespace: prompts.PromptNamespace = None,
+    cache_salt: prompts.CacheSalt = None,
+    lora_digest: prompts.LoraDigest = None,
+    path: AgentPath = None,
+    no_wait: Annotated[
+        bool, typer.Option("--no-wait", help="Do not wait until the payloads have arrived.")
+    ] = False,
+    deadline_s: Annotated[
+        float,
+        time_option(
+            "Give up payloads that arrive later",
+            "--deadline",
+            least=0.001,
+            most=DEADLINE_S_MAX,
+            shown="60s",
+        ),
+    ] = 60.0,
+    priority: Annotated[
+        int,
+        typer.Option(
+            min=-PRIORITY_MAX,
+            max=PRIORITY_MAX,
+            help="Among prefetches lower values go first. Loads of requests precede them all.",
+            metavar="N",
+        ),
+    ] = 0,
+    bytes_max: Annotated[
+        int | None, size_option("Fetch at most this much", "--prefetch-max", least=1)
+    ] = None,
+) -> int:
+    """Fetch a stored prompt into this node's memory.
+
+    Serves warming: the agent reads it ahead of its request, once for all replicas of the node.
+    Without --tokens, --text or --text-file, token ids are read from standard input.
+    """
+    api = AgentApi(agent_http(session, path))
+    ids = prompts.read_prompt(tokens, text, text_file, tokenizer)
+    extras = prompts.read_extras(lora_digest, cache_salt)
+    prompt = _asked(api, namespace, ids, extras)
+    order = PrefetchOrder(deadline_s, priority, bytes_max)
+    with ending_in_order(), session.out.steps("fetching MiB") as on_progress:
+        try:
+            report = fetch(api, prompt, order, wait=not no_wait, on_progress=on_progress)
+        except KeyboardInterrupt:
+            session.out.note("the agent goes on with payloads that it has begun")
+            raise
+    if session.out.machine:
+        session.out.document(report)
+    else:
+        _print(session.out, report)
+    is_whole = report.arrived == report.started + report.resident or no_wait
+    return FINE if report.stored and is_whole and not report.refused else FOUND
+
+
+def agent_http(session: Session, path: Path | None) -> Path:
+    """Return where the agent answers. Raises ``ConfigError`` if none is configured."""
+    where = path or agent_socket(session.config)
+    if where is None:
+        raise ConfigError("no agent: give --socket PATH, or set OBJKV_AGENT")
+    return http_path(where)
+
+
+def fetch(
+    api: AgentApi,
+    prompt: AskedPrompt,
+    order: PrefetchOrder,
+    *,
+    wait: bool,
+    on_progress: Callable[[int, int | None], None],
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> PrefetchReport:
+    """Prefetch a prompt, and wait for its payloads until shortly after the deadline.
+
+    ``on_progress`` takes the MiB that have arrived and those to expect.
+    """
+    began = clock()
+    answer = api.prefetch(prompt, order)
+    expected = answer.resident_bytes + answer.started_bytes
+    arrived, nbytes, pause = answer.resident, answer.resident_bytes, _POLL_S
+    while wait and answer.chunks:
+        found = api.match(prompt)
+        arrived, nbytes = found.resident_payloads, found.resident_bytes
+        on_progress(nbytes >> 20, expected >> 20)
+        if not found.loading_payloads or clock() - began > order.deadline_s + _GRACE_S:
+            break
+        sleep(pause)
+        pause = min(_POLL_MAX_S, 1.5 * pause)
+    return _report(prompt, answer, (arrived, nbytes), waited=wait, seconds=clock() - began)
+
+
+def _report(
+    prompt: AskedPrompt, answer: Prefetched, arrived: tuple[int, int], **more: float
+) -> PrefetchReport:
+    return PrefetchReport(
+        namespace=prompt.namespace,
+        prompt_tokens=len(prompt.tokens),
+        chunks=answer.chunks,
+        stored=answer.stored,
+        started=answer.started,
+        started_bytes=answer.started_bytes,
+        resident=answer.resident,
+        resident_bytes=answer.resident_bytes,
+        refused=answer.refused,
+        refused_bytes=answer.refused_bytes,
+        waited=bool(more["waited"]),
+        arrived=arrived[0],
+        arrived_bytes=arrived[1],
+        seconds=round(more["seconds"], 3),
+    )
+
+
+def _print(out: Printer, report: PrefetchReport) -> None:
+    if not report.stored:
+        short = f"the prompt is shorter than a chunk: {counted(report.prompt_tokens, 'token')}"
+        out.line("no chunk of this prompt is stored" if report.chunks else short)
+        return
+    out.line(
+        f"{report.stored:,} of {counted(report.chunks, 'chunk')} are stored: "
+        f"{counted(report.started, 'payload')} to fetch, {size(report.started_bytes)}; "
+        f"{report.resident:,} in memory before, {size(report.resident_bytes)}"
+    )
+    if report.waited:
+        out.line(
+            f"{counted(report.arrived, 'payload')} in memory, {size(report.arrived_bytes)}, "
+            f"after {report.seconds:.1f} s"
+        )
+        lost = report.started + report.resident - report.arrived
+        if lost > 0:
+            what = counted(lost, "payload has", "payloads have")
+            out.line(f"{what} not arrived: the agent's log has the reason", "yellow")
+    if report.refused:
+        out.line(
+            f"{counted(report.refused, 'payload was', 'payloads were')} refused, "
+            f"{size(report.refused_bytes)}: beyond --prefetch-max, or beyond the quarter of the "
+            "arena that may hold what nothing has read",
+            "yellow",
+        )
+
+
+def _asked(
+    api: AgentApi, wanted: str | None, ids: Sequence[int], extras: PromptExtras
+) -> AskedPrompt:
+    """Return the prompt in the namespace called ``wanted``, with its hashes if possible: they are
+    sent again and again. Raises ``UnclearName``."""
+    known = api.namespaces()
+    if wanted and len(wanted) == NAMESPACE_HEX and not wanted.strip("0123456789abcdef"):
+        found = next((one for one in known if one.namespace == wanted), None)
+        if found is None:  # the agent lists no more than 64
+            return AskedPrompt(wanted, ids, extras)
+    else:
+        found = _find(known, wanted)
+    hashes = prefix_hashes(found.namespace, ids, found.chunk_tokens, extras)
+    return AskedPrompt(found.namespace, ids, extras, hashes)
+
+
+def _find(known: Sequence[NamespaceFacts], wanted: str | None) -> NamespaceFacts:
+    if wanted is None:
+        return _only(known, "namespaces")
+    names = [(one, NamedNamespace(one.namespace, one.model, one.tenant)) for one in known]
+    for matching in (
+        [one for one, name in names if name.is_called(wanted)],
+        [one for one, name in names if name.is_abbreviated(wanted)],
+    ):
+        if matching:
+            return _only(matching, f"namespaces match {wanted}")
+    raise UnclearName(f"no namespace matches {wanted}; choose one of", _choices(known))
+
+
+def _only(known: Sequence[NamespaceFacts], what: str) -> NamespaceFacts:
+    if not known:
+        raise UnclearName("the agent's index has no namespace with chunks")
+    if len(known) == 1:
+        return known[0]
+    raise UnclearName(f"{len(known)} {what}; choose one", _choices(known))
+
+
+def _choices(known: Sequence[NamespaceFacts]) -> list[str]:
+    return [f"{one.namespace}  {one.model}  tenant {one.tenant}" for one in known]
