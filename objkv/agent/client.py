@@ -95,7 +95,7 @@ class AgentConnection:
             self._greeted(message, descriptors, wants_arena)
         except OSError as exc:
             sock.close()
-            raise TransferError(f"no agent at {path}: {exc}") from exc
+            raise TransferError(f"no agent at {path}: {_reason(exc)}") from exc
         except TransferError:
             sock.close()
             raise
@@ -224,8 +224,9 @@ class AgentConnection:
             answer = self._sock.recv(MESSAGE_BYTES_MAX + 1)
         except OSError as exc:
             self._is_lost = True
-            why = "timed out" if isinstance(exc, BlockingIOError) else exc
-            raise TransferError(f"no answer from the agent at {self._path}: {why}") from exc
+            raise TransferError(
+                f"no answer from the agent at {self._path}: {_reason(exc)}"
+            ) from exc
         if not answer:
             self._is_lost = True
             raise TransferError(f"the agent at {self._path} ended the connection")
@@ -242,7 +243,9 @@ class AgentConnection:
             self._sock.send(message)
         except OSError as exc:
             self._is_lost = True
-            raise TransferError(f"no connection to the agent at {self._path}: {exc}") from exc
+            raise TransferError(
+                f"no connection to the agent at {self._path}: {_reason(exc)}"
+            ) from exc
 
     def _read(self, parse: Callable[[], T]) -> T:
         """Parse an answer. A connection that sends nonsense is lost."""
@@ -251,3 +254,8 @@ class AgentConnection:
         except ProtocolError:
             self._is_lost = True
             raise
+
+
+def _reason(error: OSError) -> OSError | str:
+    """Return what to report: a time-out of the socket itself is an error like any other."""
+    return "timed out" if isinstance(error, BlockingIOError) else error

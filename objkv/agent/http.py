@@ -160,10 +160,10 @@ class AgentHttp:
         }
         lines = []
         for name, value in levels.items():
-            lines += [f"# TYPE objkv_agent_{name} gauge", f"objkv_agent_{name} {value:g}"]
+            lines += [f"# TYPE objkv_agent_{name} gauge", f"objkv_agent_{name} {value:.15g}"]
         for name, value in sorted(self._numbers.read().items()):
             full = f"objkv_agent_{name.removeprefix('agent_')}_total"
-            lines += [f"# TYPE {full} counter", f"{full} {value:g}"]
+            lines += [f"# TYPE {full} counter", f"{full} {value:.15g}"]
         return "\n".join(lines) + "\n"
 
     def _match(self, body: Mapping[str, Any]) -> dict[str, Any]:
