@@ -1,10 +1,14 @@
 """Measure what loads by a node agent leave to the engine's other threads.
 
-    python -m benchmarks.agent [--rounds N] [--json]
+    python -m benchmarks.agent [--rounds N] [--tls] [--json]
 
 A worker loads a gigabyte into a paged cache while another thread of its process counts. How much
-less it counts than alone is the time for which loads held the interpreter's lock. Once the worker
-loads by an agent from shared memory, once it fetches for itself from the same folder.
+less it counts than alone is the time for which loads held the interpreter's lock, and what the two
+took from each other on one core. Once the worker loads by an agent from shared memory, once it
+fetches for itself: from the same folder, or with ``--tls`` from an S3 server on loopback.
+
+``python_ms_per_gb`` is the processor time of all threads of the worker for the same load without
+its copies, which do not hold the lock. A busy machine disturbs it little.
 """
 
 import argparse
@@ -18,6 +22,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from unittest import mock
+
+import numpy as np
 
 from objkv.agent.client import AgentConnection
 from objkv.assembly.backends import open_backends
@@ -36,6 +43,8 @@ from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool
 from tests.support.agents import AgentProcess
 from tests.support.paged_cache import paged_group
+from tests.support.servers.certificates import make_certificates
+from tests.support.servers.quick_s3 import quick_s3_process
 
 CHUNK, BLOCK, CHUNKS = 256, 16, 32
 GROUP = GroupIdentity(
@@ -92,6 +101,19 @@ def load_once(loads: Loads, plan: LoadPlan) -> float:
     return time.perf_counter() - begun
 
 
+def without_copies(loads: Loads, plan: LoadPlan) -> float:
+    """Seconds of processor time of a load by an agent that copies nothing."""
+
+    def nothing(*_: object) -> None: ...
+
+    with mock.patch.object(np, "copyto", nothing):
+        begun = time.process_time()
+        loads.submit(plan)
+        loads.wait_over(PATIENCE_S)
+        assert not loads.take_finished(sync=False)[0].failed_blocks
+        return time.process_time() - begun
+
+
 def held(work: Callable[[], float]) -> tuple[float, float]:
     """Seconds of the work, and for how much of them the lock was held by others than a counter."""
     counting = Counting()
@@ -110,13 +132,13 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tls", action="store_true", help="S3 by TLS instead of a folder")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        config = load_config(
-            {"bulk_url": f"file://{folder}/c", "index_url": f"sqlite://{folder}/i"}, environ={}
-        )
+        urls = stores(stack, folder, tls=options.tls)
+        config = load_config(urls, environ={})
         paged, _ = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=1 + CHUNKS * 16, seed=1)
         recorder = MemoryRecorder()
         backends = stack.enter_context(open_backends(config, recorder))
@@ -124,7 +146,6 @@ def main() -> None:
         cache = ChunkCache(backends.bulk, None, backends.index, settings, recorder)
         slab_bytes = payload_bytes_max(paged.layers)
         plan = saved(cache, paged, recorder, slab_bytes)
-        urls = {"bulk_url": config.bulk_url, "index_url": config.index_url}
         agent = stack.enter_context(AgentProcess(urls | {"agent_memory_bytes": "2GiB"}))
         limits = LoadLimits(8, 4096, PATIENCE_S, PATIENCE_S)
         own = Loader(
@@ -145,6 +166,24 @@ def main() -> None:
         report(options, {"agent": shared, "own": own}, plan, CHUNKS * paged.raw_bytes / 1e9)
         shared.close()
         own.close()
+
+
+def stores(stack: ExitStack, folder: Path, *, tls: bool) -> dict[str, str]:
+    """Settings of the stores that both sides use."""
+    index = {"index_url": f"sqlite://{folder}/i"}
+    if not tls:
+        return index | {"bulk_url": f"file://{folder}/c"}
+    certificates = make_certificates(folder / "tls")
+    server = stack.enter_context(quick_s3_process(tls=certificates))
+    return index | {
+        "bulk_url": "s3://bench/kv",
+        "s3_endpoint_url": server.url,
+        "s3_region": "us-east-1",
+        "s3_addressing": "path",
+        "s3_access_key_id": "bench",
+        "s3_secret_access_key": "bench",
+        "s3_ca_bundle": str(certificates / "ca.pem"),
+    }
 
 
 def saved(cache: ChunkCache, paged, recorder, slab_bytes: int) -> LoadPlan:  # type: ignore[no-untyped-def]
@@ -173,18 +212,21 @@ def report(
 ) -> None:
     """Measure both sides in turn, and print medians."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    python = []
     for number in range(options.rounds + 1):
         for name, loads in sides.items():
             one = held(partial(load_once, loads, plan))
             if number:  # the first fills caches
                 found[name].append(one)
-    document = {
+        python.append(without_copies(sides["agent"], plan))
+    document: dict[str, dict[str, float]] = {
         name: {
             "gb_per_s": gigabytes / statistics.median(s for s, _ in rows),
             "lock_ms_per_gb": 1e3 * statistics.median(h for _, h in rows) / gigabytes,
         }
         for name, rows in found.items()
     }
+    document["agent"]["python_ms_per_gb"] = 1e3 * statistics.median(python) / gigabytes
     if options.json:
         json.dump(document, sys.stdout)
         return

@@ -17,6 +17,7 @@ from time import monotonic
 from typing import Any, Final, TypeVar
 
 from objkv import errors
+from objkv.agent.answers import AnswerBlocks
 from objkv.agent.client import AgentConnection
 from objkv.agent.messages import MessageKind, kind_of, pack_call, unpack_text
 from objkv.agent.prefetch import Prefetches, PrefetchOrder
@@ -86,28 +87,33 @@ class NodeLookups:
     def __init__(self, index: WriteIndex, limits: NearLimits) -> None:
         self._index, self._limits = _WrittenIndex(index), limits
         self._lock = Lock()
-        self._caches: OrderedDict[tuple[str, tuple[str, ...]], NearIndex] = OrderedDict()
+        self._caches: OrderedDict[tuple[str, tuple[str, ...]], AnswerBlocks] = OrderedDict()
 
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: tuple[str, ...]
     ) -> list[Shards | None]:
         """See ``ReadIndex.find``."""
+        return self.blocks(namespace, fields).near.find(namespace, prefix_hashes, fields)
+
+    def blocks(self, namespace: str, fields: tuple[str, ...]) -> AnswerBlocks:
+        """Return what is remembered of answers for these fields."""
         with self._lock:
             cache = self._caches.get((namespace, fields))
             if cache is None:
-                cache = self._caches[namespace, fields] = self._open(fields)
+                cache = AnswerBlocks(self._open(fields), namespace, fields)
+                self._caches[namespace, fields] = cache
                 if len(self._caches) > _CACHES_MAX:
                     self._caches.popitem(last=False)
             else:
                 self._caches.move_to_end((namespace, fields))
-        return cache.find(namespace, prefix_hashes, fields)
+        return cache
 
     def invalidate(self, namespace: str, prefix_hash: bytes) -> None:
         """Discard the kept records of a chunk."""
         with self._lock:
             caches = [cache for (name, _), cache in self._caches.items() if name == namespace]
         for cache in caches:
-            cache.invalidate(namespace, prefix_hash)
+            cache.near.invalidate(namespace, prefix_hash)
 
     def _open(self, fields: tuple[str, ...]) -> NearIndex:
         limits = self._limits

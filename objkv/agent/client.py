@@ -8,12 +8,14 @@ reads the arena must have finished by then, because the agent reuses the memory.
 import os
 import select
 import socket
+import struct
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple, TypeVar
 
+from objkv.agent.answers import FoundBlocks
 from objkv.agent.arena import ALL_FRAMES, CELLS, Arena, CellState, Progress
 from objkv.agent.core import Urgency
 from objkv.agent.fill import Wanted
@@ -36,7 +38,6 @@ from objkv.agent.messages import (
     pack_rejection,
     pack_release,
     unpack_committed,
-    unpack_found,
     unpack_opened,
     unpack_text,
 )
@@ -76,13 +77,17 @@ class AgentConnection:
         self._lock = Lock()
         self._is_lost = False
         self._arena: Arena | None = None
+        self._blocks = FoundBlocks()
         self.event = -1
         """An eventfd that becomes readable when a payload that is being filled makes progress."""
         sock = self._sock = socket.socket(
             socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC
         )
         try:
-            sock.settimeout(call_s)
+            # Python's own time-outs poll before each call, which is a tenth of a lookup.
+            bound = struct.pack("ll", int(call_s), int(call_s % 1 * 1e6))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bound)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bound)
             sock.connect(str(path))
             hello = pack_hello(Hello(VERSION, wants_arena, outbox >= 0))
             socket.send_fds(sock, [hello], [outbox] if outbox >= 0 else [])
@@ -90,7 +95,7 @@ class AgentConnection:
             self._greeted(message, descriptors, wants_arena)
         except OSError as exc:
             sock.close()
-            raise TransferError(f"no agent at {path}: {exc}") from exc
+            raise TransferError(f"no agent at {path}: {_reason(exc)}") from exc
         except TransferError:
             sock.close()
             raise
@@ -175,10 +180,14 @@ class AgentConnection:
         step = find_max(len(fields))
         for start in range(0, len(hashes), step):
             part = hashes[start : start + step]
-            answer = self._call(pack_find(namespace, part, fields))
-            if self._read(partial(kind_of, answer)) is MessageKind.FAILED:
-                raise StoreUnavailable(f"lookup by the agent: {unpack_text(answer)}")
-            found += self._read(partial(unpack_found, answer, len(part), fields))
+            question = pack_find(namespace, part, fields)
+            with self._lock:  # answers refer to earlier ones, so they are read in order
+                answer = self._exchange(question)
+                if self._read(partial(kind_of, answer)) is not MessageKind.FAILED:
+                    read = partial(self._blocks.read, answer, len(part), fields)
+                    found += self._read(read)
+                    continue
+            raise StoreUnavailable(f"lookup by the agent: {unpack_text(answer)}")
         return found
 
     def call(self, message: bytes) -> bytes:
@@ -219,16 +228,21 @@ class AgentConnection:
 
     def _call(self, message: bytes) -> bytes:
         with self._lock:
-            self._push(message)
-            try:
-                answer = self._sock.recv(MESSAGE_BYTES_MAX + 1)
-            except OSError as exc:
-                self._is_lost = True
-                raise TransferError(f"no answer from the agent at {self._path}: {exc}") from exc
-            if not answer:
-                self._is_lost = True
-                raise TransferError(f"the agent at {self._path} ended the connection")
-            return answer
+            return self._exchange(message)
+
+    def _exchange(self, message: bytes) -> bytes:
+        self._push(message)
+        try:
+            answer = self._sock.recv(MESSAGE_BYTES_MAX + 1)
+        except OSError as exc:
+            self._is_lost = True
+            raise TransferError(
+                f"no answer from the agent at {self._path}: {_reason(exc)}"
+            ) from exc
+        if not answer:
+            self._is_lost = True
+            raise TransferError(f"the agent at {self._path} ended the connection")
+        return answer
 
     def _send(self, message: bytes) -> None:
         with self._lock:
@@ -241,7 +255,9 @@ class AgentConnection:
             self._sock.send(message)
         except OSError as exc:
             self._is_lost = True
-            raise TransferError(f"no connection to the agent at {self._path}: {exc}") from exc
+            raise TransferError(
+                f"no connection to the agent at {self._path}: {_reason(exc)}"
+            ) from exc
 
     def _read(self, parse: Callable[[], T]) -> T:
         """Parse an answer. A connection that sends nonsense is lost."""
@@ -250,3 +266,8 @@ class AgentConnection:
         except ProtocolError:
             self._is_lost = True
             raise
+
+
+def _reason(error: OSError) -> OSError | str:
+    """Return what to report: a time-out of the socket itself is an error like any other."""
+    return "timed out" if isinstance(error, BlockingIOError) else error

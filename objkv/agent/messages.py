@@ -8,7 +8,6 @@ little-endian. Reading raises ``ProtocolError`` for anything that this module wo
 import struct
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from itertools import islice
 from typing import Final, NamedTuple
 
 from objkv.agent.arena import CellState
@@ -16,8 +15,7 @@ from objkv.agent.fill import Wanted
 from objkv.agent.residents import MissReason
 from objkv.codec.payload import Claim
 from objkv.errors import ObjkvError, TransferError
-from objkv.index.base import Shards
-from objkv.index.fields import WrittenShards, decode_shard, encode_shard
+from objkv.index.fields import decode_shard, encode_shard
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.keys.topology import Shard
@@ -108,7 +106,6 @@ _COMMIT = struct.Struct("<BQQ")
 _OPENING = struct.Struct(f"<BBI{_NAMESPACE_CHARS}sHH")
 _ENTRY = struct.Struct(f"<{PREFIX_HASH_BYTES}s{PREFIX_HASH_BYTES}sIIB")
 _OPENED = struct.Struct("<BBIIQQ")
-_HASH = struct.Struct(f"{PREFIX_HASH_BYTES}s")
 _FIND = struct.Struct(f"<B{_NAMESPACE_CHARS}sH")
 
 
@@ -289,8 +286,8 @@ def pack_find(namespace: str, hashes: Sequence[bytes], fields: Sequence[str]) ->
     return message
 
 
-def unpack_find(message: bytes) -> tuple[str, list[bytes], tuple[str, ...]]:
-    """Read namespace, prefix hashes and fields."""
+def unpack_find(message: bytes) -> tuple[str, bytes, tuple[str, ...]]:
+    """Read namespace, prefix hashes one after the other, and fields."""
     try:
         _, name, size = _FIND.unpack_from(message)
         at = _FIND.size + size
@@ -300,38 +297,7 @@ def unpack_find(message: bytes) -> tuple[str, list[bytes], tuple[str, ...]]:
         raise ProtocolError(f"an invalid question: {exc}") from exc
     if len(message) < at or len(hashes) % PREFIX_HASH_BYTES:
         raise ProtocolError("a question that ends within a hash")
-    return _namespace(name), [one for (one,) in _HASH.iter_unpack(hashes)], fields
-
-
-def pack_found(found: Iterable[Shards | None], fields: Sequence[str]) -> bytes | None:
-    """Return the message, or None if it would be too long. Each shard as ``encode_shard`` writes
-    it, in the order of hashes and fields, divided by line ends; an absent one is empty."""
-    absent = b"\n" * (len(fields) - 1)
-    rows = []
-    for shards in found:
-        if shards is None:
-            rows.append(absent)
-        elif isinstance(shards, WrittenShards):
-            rows.append(shards.written(fields))
-        else:
-            texts = [encode_shard(s) if (s := shards.get(name)) else b"" for name in fields]
-            rows.append(b"\n".join(texts))
-    message = bytes((MessageKind.FOUND,)) + b"\n".join(rows)
-    return message if len(message) <= MESSAGE_BYTES_MAX else None
-
-
-def unpack_found(message: bytes, count: int, fields: tuple[str, ...]) -> list[Shards | None]:
-    """Read the answer for ``count`` chunks. Records are decoded when they are read."""
-    _expect(message, MessageKind.FOUND)
-    texts = message[1:].split(b"\n") if count else []
-    width = len(fields)
-    if len(texts) != count * width:
-        raise ProtocolError(f"{len(texts)} records for {count} chunks")
-    if width == 1:
-        return [WrittenShards(fields, (text,)) if text else None for text in texts]
-    rows = iter(texts)
-    made = (tuple(islice(rows, width)) for _ in range(count))
-    return [WrittenShards(fields, row) if any(row) else None for row in made]
+    return _namespace(name), hashes, fields
 
 
 def pack_failure(error: ObjkvError) -> bytes:

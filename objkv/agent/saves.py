@@ -90,7 +90,7 @@ class NodeSaves:
         ``payload`` may change at any time: only the copy is trusted, once it is verified.
         """
         try:
-            header = self._claimed(payload)
+            header, text = self._claimed(payload)
         except PayloadError as exc:
             logger.warning("payload of a client refused reason=%s", exc)
             return CommitStatus.REFUSED
@@ -109,7 +109,7 @@ class NodeSaves:
             return CommitStatus.REPEATED
         is_queued = False
         try:
-            status, resident = self._keep(header, payload)
+            status, resident = self._keep(header, text, payload)
             if resident is not None:
                 deadline = monotonic() + self._limits.deadline_s
                 save = CommittedSave(self, resident, header, deadline)
@@ -160,17 +160,19 @@ class NodeSaves:
         """Payloads that wait to be saved."""
         return self._pool.waiting
 
-    def _claimed(self, payload: memoryview) -> Header:
-        """Return the header of a payload whose frames are not verified yet. Raises
+    def _claimed(self, payload: memoryview) -> tuple[Header, bytes]:
+        """Return the header of a payload whose frames are not verified yet, and its text. Raises
         ``PayloadError``."""
-        needed = header_bytes_needed(payload[:_LENGTH_BYTES])
-        header = read_header(bytes(payload[:needed]))
+        text = bytes(payload[: header_bytes_needed(payload[:_LENGTH_BYTES])])
+        header = read_header(text)
         if header.nbytes != len(payload) or header.codec != "none" or any(header.marks):
             raise PayloadError("a payload of another length, compressed or sealed")
-        return header
+        return header, text
 
-    def _keep(self, header: Header, payload: memoryview) -> tuple[CommitStatus, Resident | None]:
-        """Have the payload in the arena, with a lease."""
+    def _keep(
+        self, header: Header, text: bytes, payload: memoryview
+    ) -> tuple[CommitStatus, Resident | None]:
+        """Have the payload in the arena, with a lease. ``text``: what the header was read from."""
         opened = self.residents.open(header.claim.key.path(), None)
         if opened is None:
             return CommitStatus.NO_ROOM, None
@@ -179,7 +181,7 @@ class NodeSaves:
             return self._join(header.claim, resident)
         reason = MissReason.CLOSED
         try:
-            reason = self._copy(header, payload, resident)
+            reason = self._copy(header, text, payload, resident)
         finally:
             if reason is MissReason.NONE:
                 self.residents.ready(resident, ALL_FRAMES)
@@ -191,15 +193,16 @@ class NodeSaves:
         status = CommitStatus.NO_ROOM if reason is MissReason.NO_ROOM else CommitStatus.REFUSED
         return status, None
 
-    def _copy(self, header: Header, payload: memoryview, resident: Resident) -> MissReason:
+    def _copy(
+        self, header: Header, text: bytes, payload: memoryview, resident: Resident
+    ) -> MissReason:
         """Copy a payload to its place and verify it there."""
         place = self.residents.allot(resident, len(payload))
         if place is None:
             return MissReason.NO_ROOM
         copy_bytes(place, payload, len(payload))
         try:
-            copied = self._claimed(place)
-            if copied != header:
+            if place[: len(text)] != text:
                 raise PayloadError("the payload changed while it was copied")
             for frame in range(len(header.frames)):
                 frame_pages(header, frame, place, None)

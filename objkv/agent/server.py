@@ -13,8 +13,10 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock, Thread
 
+from objkv.agent.answers import SentBlocks
 from objkv.agent.arena import Arena, CellState
 from objkv.agent.calls import NodeCalls, NodeLookups
 from objkv.agent.core import Core, Urgency
@@ -29,7 +31,6 @@ from objkv.agent.messages import (
     pack_call,
     pack_committed,
     pack_failure,
-    pack_found,
     pack_opened,
     pack_text,
     unpack_commit,
@@ -44,6 +45,7 @@ from objkv.agent.residents import MissReason, Resident
 from objkv.agent.saves import NodeSaves
 from objkv.background import JOIN_S, join_all
 from objkv.errors import StoreError, TransferError
+from objkv.keys.prefix import PREFIX_HASH_BYTES
 
 logger = logging.getLogger(__name__)
 _SEND_S = 5.0
@@ -73,6 +75,7 @@ class AgentSession:
         self.outbox = memoryview(b"")
         self.busy = Lock()
         """Held while a message is processed."""
+        self.sent = SentBlocks()
         self._next_lease = 1
         self._event = -1
         self._lock = Lock()
@@ -347,9 +350,11 @@ class AgentServer:
 
     def _find(self, client: AgentSession, message: bytes) -> bytes:
         namespace, hashes, fields = unpack_find(message)
-        if not 0 < len(hashes) <= find_max(len(fields)):
-            raise ProtocolError(f"a lookup of {len(hashes)} chunks")
-        answer = pack_found(self._parts.lookups.find(namespace, hashes, fields), fields)
+        if not 0 < len(hashes) <= PREFIX_HASH_BYTES * find_max(len(fields)):
+            raise ProtocolError(f"a lookup of {len(hashes)} bytes of hashes")
+        lookups = self._parts.lookups
+        find = partial(lookups.find, namespace, fields=fields)
+        answer = client.sent.pack(lookups.blocks(namespace, fields).find(hashes, find))
         if answer is None:
             raise StoreError("the answer is too long")
         return answer

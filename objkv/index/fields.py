@@ -5,7 +5,7 @@ compares the written bytes. ``docs/indexes.md`` specifies the form.
 """
 
 import re
-from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from itertools import compress
 
 from objkv.index.base import Record, Savings, ShardRecord, Shards
@@ -59,7 +59,7 @@ class WrittenShards(Mapping[str, ShardRecord]):
     """Encoded shards that are decoded together on first access, because a reader finds more chunks
     than it loads."""
 
-    __slots__ = ("_decoded", "_fields", "_values")
+    __slots__ = ("_decoded", "_fields", "_row", "_values")
 
     def __init__(self, fields: tuple[str, ...], values: Sequence[bytes]) -> None:
         """``values`` has one item for each of ``fields``. An item matches ``SHARD_PATTERN``, or is
@@ -67,6 +67,8 @@ class WrittenShards(Mapping[str, ShardRecord]):
         self._fields = fields
         self._values = values
         self._decoded: dict[str, ShardRecord] | None = None
+        self._row = b""
+        """Kept by ``written``, because an agent returns the same records to each of its clients."""
 
     def __getitem__(self, field: str) -> ShardRecord:
         return self._shards()[field]
@@ -96,7 +98,8 @@ class WrittenShards(Mapping[str, ShardRecord]):
     def written(self, fields: Sequence[str]) -> bytes:
         """Return the encoded shards of ``fields``, divided by line ends; an absent one is empty."""
         if self._fields == fields:
-            return b"\n".join(self._values)
+            self._row = row = b"\n".join(self._values)
+            return row
         known = dict(zip(self._fields, self._values, strict=True))
         return b"\n".join([known.get(field, b"") for field in fields])
 
@@ -110,6 +113,23 @@ class WrittenShards(Mapping[str, ShardRecord]):
                 field: shard for field, value in pairs if (shard := decode_shard(value))
             }
         return self._decoded
+
+
+def written_rows(found: Iterable[Shards | None], fields: tuple[str, ...]) -> list[bytes]:
+    """Return the encoded shards of each chunk, as ``WrittenShards.written`` does. A chunk that was
+    not found has only empty ones."""
+    absent = b"\n" * (len(fields) - 1)
+    # The first branches take no call: a microsecond a chunk would be most of a lookup.
+    return [
+        absent
+        if shards is None
+        else (
+            (shards._row if shards._fields == fields else b"") or shards.written(fields)
+            if shards.__class__ is WrittenShards
+            else b"\n".join([encode_shard(s) if (s := shards.get(n)) else b"" for n in fields])
+        )
+        for shards in found
+    ]
 
 
 def shards_of(record: Record | None, fields: Sequence[str]) -> Shards | None:

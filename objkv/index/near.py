@@ -52,15 +52,18 @@ class NearIndex(GuardedIndex):
         self._fields = frozenset(fields)
         self._complete: Callable[[Shards], bool] = lambda shards: len(shards) == len(self._fields)
         self._records_max = records_max
-        self._ttl_s = ttl_s
+        self.ttl_s = ttl_s
+        """How long a record is valid."""
         self._miss_ttl_s = miss_ttl_s
         self._clock = clock
         self._lock = Lock()
         self._book = _Book("")
         self._asking: list[_Asking] = []
+        self.discards = 0
+        """Changes whenever records are discarded before their time, except to make room."""
 
     def __repr__(self) -> str:
-        kept = f"{len(self._book.records)}/{self._records_max} records for {self._ttl_s:g} s"
+        kept = f"{len(self._book.records)}/{self._records_max} records for {self.ttl_s:g} s"
         return f"<NearIndex {kept}, of {self._inner!r}>"
 
     def find(
@@ -99,6 +102,7 @@ class NearIndex(GuardedIndex):
         """Discard all knowledge of these chunks, stored or missing, including results of lookups in
         flight."""
         with self._lock:
+            self.discards += 1
             for asking in self._asking:
                 if asking.book.namespace == namespace:
                     asking.spoiled.update(prefix_hashes)
@@ -107,16 +111,32 @@ class NearIndex(GuardedIndex):
                     self._book.records.pop(prefix_hash, None)
                     self._book.missing.pop(prefix_hash, None)
 
+    def kept(
+        self, namespace: str, prefix_hashes: Sequence[bytes]
+    ) -> tuple[list[Shards], float] | None:
+        """Return the kept records of these chunks, and the time at which the first of them ends.
+        None if one of them is not kept. Records that ended may be among them."""
+        book = self._book
+        if book.namespace != namespace:
+            return None
+        get = book.records.get
+        kept = [one for prefix_hash in prefix_hashes if (one := get(prefix_hash)) is not None]
+        if not kept or len(kept) < len(prefix_hashes):
+            return None
+        return [one.shards for one in kept], min(one.ends_s for one in kept)
+
     def keep_only(self, fields: Collection[str], complete: Callable[[Shards], bool]) -> None:
         """From now on keep records that are found with exactly these fields and that are
         ``complete``. Discards all kept records."""
         with self._lock:
+            self.discards += 1
             self._fields, self._complete = frozenset(fields), complete
             self._book = _Book(self._book.namespace)
 
     def clear(self) -> None:
         """Discard all kept records, and results of lookups in flight."""
         with self._lock:
+            self.discards += 1
             self._book = _Book(self._book.namespace)
 
     def _kept(
@@ -131,7 +151,7 @@ class NearIndex(GuardedIndex):
         if book.namespace != namespace:
             return [None] * len(prefix_hashes), list(range(len(prefix_hashes)))
         get, missing = book.records.get, book.missing
-        ttl_s, miss_ttl_s = self._ttl_s, self._miss_ttl_s
+        ttl_s, miss_ttl_s = self.ttl_s, self._miss_ttl_s
         found: list[Shards | None] = []
         places = []
         for prefix_hash in prefix_hashes:
@@ -157,7 +177,7 @@ class NearIndex(GuardedIndex):
     ) -> None:
         settled_s = self._clock() - SETTLE_S
         kept = [
-            (prefix_hash, _Kept(shards, asked_s + self._ttl_s))
+            (prefix_hash, _Kept(shards, asked_s + self.ttl_s))
             for prefix_hash, shards in zip(prefix_hashes, fresh, strict=True)
             if shards is not None
             and self._complete(shards)
@@ -178,6 +198,7 @@ class NearIndex(GuardedIndex):
     def _ask(self, namespace: str) -> Iterator["_Asking"]:
         with self._lock:
             if self._book.namespace != namespace:
+                self.discards += 1
                 self._book = _Book(namespace)
             asking = _Asking(self._book)
             self._asking.append(asking)

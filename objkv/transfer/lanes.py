@@ -148,6 +148,11 @@ class PagedLayers:
         return min(len(cache) for cache in self.caches)
 
     @cached_property
+    def arrays(self) -> list[Pages]:
+        """The caches as numpy arrays. Only for caches in host memory."""
+        return [cache.numpy() for cache in self.caches]
+
+    @cached_property
     def page_shapes(self) -> list[tuple[int, ...]]:
         """Shape of one page of each layer, in words."""
         return [tuple(cache.shape[1:]) for cache in self.caches]
@@ -329,18 +334,8 @@ class HostLane:
         2026-11-21). Many non-consecutive blocks are written with one call, which blocks all other
         threads.
         """
-        for given, cache in zip(pages, layers.caches, strict=True):
-            array = cache.numpy()
-            if recast is not None:
-                given = recast(given)
-            assert len(given) == len(placed.ids)  # otherwise a single page would be broadcast
-            if len(placed.runs) > _RUNS_MAX:
-                array[list(placed.ids)] = given
-                continue
-            for block, at, count in placed.runs:
-                if block > len(array) - count:  # slicing would silently shorten the range
-                    raise IndexError(f"block {block + count - 1} of {len(array)}")
-                np.copyto(array[block : block + count], given[at : at + count])
+        for given, array in zip(pages, layers.arrays, strict=True):
+            scatter_layer(given if recast is None else recast(given), array, placed)
 
     def gather(self, layers: PagedLayers, placed: BlockRuns, pages: Sequence[torch.Tensor]) -> None:
         """See ``Lane.gather``.
@@ -361,6 +356,18 @@ class HostLane:
     def mark(self) -> Mark:
         """Return a mark that is done."""
         return _DONE
+
+
+def scatter_layer(given: Pages, array: Pages, placed: BlockRuns) -> None:
+    """Write pages of one layer into blocks of its cache, both in host memory."""
+    assert len(given) == len(placed.ids)  # otherwise a single page would be broadcast
+    if len(placed.runs) > _RUNS_MAX:
+        array[list(placed.ids)] = given
+        return
+    for block, at, count in placed.runs:
+        if block > len(array) - count:  # slicing would silently shorten the range
+            raise IndexError(f"block {block + count - 1} of {len(array)}")
+        np.copyto(array[block : block + count], given[at : at + count])
 
 
 def _gather_layer(source: Pages, placed: BlockRuns, pieces: Sequence[Pages]) -> None:

@@ -15,7 +15,7 @@ from objkv.agent.arena import CellState
 from objkv.agent.core import Urgency
 from objkv.agent.fill import Wanted
 from objkv.agent.messages import CommitStatus
-from objkv.agent.prefetch import Prefetches
+from objkv.agent.prefetch import Prefetches, PrefetchOrder
 from objkv.agent.residents import MissReason, Resident
 from objkv.codec.payload import read_header
 from objkv.index.base import ShardRecord
@@ -44,7 +44,7 @@ def test_two_prefetches_of_the_same_payloads_lose_no_lease(node: Node) -> None:
     prefetches = Prefetches(node.core, node.index, node.store)
     hashes = [one.claim.key.prefix_hash for one in wanted]
     for _ in range(3):
-        started = prefetches.start(NAMESPACE, hashes, deadline_s=PATIENCE_S)
+        started = prefetches.start(NAMESPACE, hashes, PrefetchOrder(PATIENCE_S))
         assert started.refused == 0
     gate.set()
     assert node.residents.wait_idle(PATIENCE_S)

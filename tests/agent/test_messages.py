@@ -2,20 +2,19 @@
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from objkv.agent import messages as m
+from objkv.agent.answers import FoundBlocks
 from objkv.agent.arena import CellState
 from objkv.agent.fill import Wanted
 from objkv.agent.residents import MissReason
 from objkv.codec.payload import Claim
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ShardRecord
-from objkv.index.fields import WrittenShards, encode_shard
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard, TokenPart
 
@@ -92,35 +91,14 @@ def test_a_release(leases: list[int]) -> None:
 @given(st.lists(HASHES, min_size=1, max_size=20), st.lists(SHARDS, min_size=1, max_size=3))
 def test_a_lookup(hashes: list[bytes], shards: list[Shard]) -> None:
     fields = tuple(dict.fromkeys(f"0.{shard}" for shard in shards))
-    assert m.unpack_find(m.pack_find(NAMESPACE, hashes, fields)) == (NAMESPACE, hashes, fields)
+    assert m.unpack_find(m.pack_find(NAMESPACE, hashes, fields)) == (
+        NAMESPACE,
+        b"".join(hashes),
+        fields,
+    )
 
 
 FIELDS = ("0.L0-2_H0-2", "1.L0-2_H0-2")
-
-
-@given(st.lists(st.dictionaries(st.sampled_from(FIELDS), RECORDS), max_size=20), st.booleans())
-def test_what_a_lookup_found(found: list[dict[str, ShardRecord]], written: bool) -> None:
-    rows: list[Any] = [one or None for one in found]
-    if written:
-        for number, one in enumerate(rows):
-            if one is not None:
-                values = [encode_shard(one[name]) if name in one else b"" for name in FIELDS[::-1]]
-                rows[number] = WrittenShards(FIELDS[::-1], values)
-    message = m.pack_found(rows, FIELDS)
-    assert message is not None
-    back = m.unpack_found(message, len(found), FIELDS)
-    assert [None if one is None else dict(one) for one in back] == [one or None for one in found]
-
-
-def test_the_largest_lookup_fits_both_ways() -> None:
-    for count in (1, 2, 8, 40):
-        fields = tuple(f"{n}.L0-99_H0-99" for n in range(count))
-        step = m.find_max(count)
-        assert step >= 1
-        record = ShardRecord(10**9, 10**9, "blosc", False, "f" * 32, 10**9)
-        message = m.pack_found([dict.fromkeys(fields, record)] * step, fields)
-        assert message is not None
-        m.pack_find(NAMESPACE, [bytes(20)] * step, fields)
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
@@ -149,7 +127,7 @@ READERS: list[Callable[[bytes], object]] = [
     lambda message: m.unpack_opened(message, 2),
     m.unpack_release,
     m.unpack_find,
-    lambda message: m.unpack_found(message, 2, FIELDS),
+    lambda message: FoundBlocks().read(message, 2, FIELDS),
     m.unpack_commit,
     m.unpack_committed,
     m.unpack_text,

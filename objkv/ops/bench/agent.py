@@ -6,9 +6,12 @@ open a payload, check its header, copy its frames from the shared memory, and en
 
 import mmap
 import os
+import re
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -53,13 +56,17 @@ from objkv.stores.base import copy_bytes
 _PAYLOADS = 4
 _READS = ((1, 1), (1, _PAYLOADS), (4, _PAYLOADS))
 """Readers, and payloads that each of them opens together, as those of a prompt."""
-_LOOKUP_CHUNKS, _LOOKUPS = 128, 200
+_LOOKUP_CHUNKS, _LOOKUPS, _NEW_CLIENTS = 128, 200, 20
 _START_S = 120.0
 _DEADLINE_S = 60.0
 _IDLE_S = 5.0
 _SAVED_BYTES = 1 << 20
+_SHARING = 8
+"""Readers that request the same payloads at the same moment."""
 RESIDENT = Target(0.8)
 LOOKUP_US = Target(60, at_most=True, of="ours")
+ONCE = Target(1.0, at_most=True, of="ours")
+KEPT = Target(90, of="ours")
 IDLE_SHARE = Target(0.2, at_most=True, of="ours")
 IDLE_MIB = Target(120, at_most=True, of="ours")
 
@@ -88,10 +95,11 @@ def bench_agent(setting: BenchSetting) -> Section:
         program = stack.enter_context(Program("the agent", arguments, log, settings))
         _await(path)
         rows = [
+            *_shared(setting, path, samples[:2], wanted[:2]),
             *_resident(setting, path, samples, wanted),
             *_against_folder(setting, path, samples, wanted, config.bulk_url),
             _hand_over(setting, path),
-            _lookup(setting, path),
+            *_lookup(setting, path),
             *_idle(setting, program.pid),
         ]
     return Section("agent", tuple(rows), {}, (f"payloads of {shape.name}",))
@@ -122,7 +130,7 @@ def _stored(
 
 def _await(path: Path) -> None:
     end = time.monotonic() + _START_S
-    while not is_listening(path):
+    while not (is_listening(path) and Path(f"{path}.http").exists()):
         if time.monotonic() >= end:
             raise TransferError(f"the agent did not start within {_START_S:g} s")
         time.sleep(0.05)
@@ -147,8 +155,10 @@ class _Reader:
         for lease, wanted, target in zip(leases, self._wanted, self._targets, strict=True):
             progress = lease.progress
             while progress.state is CellState.FILLING:
-                agent.wait(_DEADLINE_S, agent.event)
+                # Read first: the wait for an earlier payload may have consumed the event.
                 progress = agent.arena.board.read(lease.cell)
+                if progress.state is CellState.FILLING:
+                    agent.wait(_DEADLINE_S, agent.event)
             if progress.state is not CellState.READY:
                 raise TransferError("the agent has no payload")
             payload = agent.arena.view[progress.offset : progress.offset + progress.nbytes]
@@ -168,6 +178,41 @@ class _Reader:
     def close(self) -> None:
         """End its connection."""
         self._agent.close()
+
+
+def _shared(
+    setting: BenchSetting, path: Path, samples: Sequence[PayloadSample], wanted: Sequence[Wanted]
+) -> Iterator[BenchRow]:
+    """Count what the agent fetches from the store for readers, and again for those after them."""
+    due = sum(len(sample.payload) for sample in samples)
+    for name in ("at the same moment", "after a restart of all"):
+        setting.tell("shared payloads", f"readers: {_SHARING}, {name}")
+        before = _fetched(path)
+        with ExitStack() as stack:
+            readers = [
+                stack.enter_context(closing(_Reader(path, samples, wanted)))
+                for _ in range(_SHARING)
+            ]
+            threads = stack.enter_context(Threads(_SHARING))
+            threads.run(lambda number, readers=readers: readers[number].load())
+        fetched = _fetched(path) - before
+        if name == "at the same moment":
+            title = f"bytes fetched from the store for {_SHARING} readers {name}"
+            yield BenchRow(title, "x their payloads", fetched / due, target=ONCE)
+        else:
+            title = f"bytes served from memory to {_SHARING} readers {name}"
+            yield BenchRow(title, "%", 100 * (1 - fetched / due), target=KEPT)
+
+
+def _fetched(path: Path) -> float:
+    """Return the bytes that the agent has fetched, by its own metrics."""
+    with closing(socket.socket(socket.AF_UNIX)) as sock:
+        sock.settimeout(_START_S)
+        sock.connect(f"{path}.http")
+        sock.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        text = b"".join(iter(partial(sock.recv, 65_536), b"")).decode()
+    found = re.search(r"^objkv_agent_load_bytes_total ([0-9.e+]+)$", text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
 
 
 def _resident(
@@ -251,22 +296,46 @@ def _hand_over(setting: BenchSetting, path: Path) -> BenchRow:
     return compared.duration("hand-over of a 1 MiB payload to save", "µs")
 
 
-def _lookup(setting: BenchSetting, path: Path) -> BenchRow:
+def _lookup(setting: BenchSetting, path: Path) -> Iterator[BenchRow]:
     setting.tell("lookups", f"{_LOOKUP_CHUNKS} chunks")
     hashes = chunk_hashes(_LOOKUP_CHUNKS)
+
+    def find_in(agent: AgentConnection) -> float:
+        begun = time.perf_counter()
+        found = agent.find(NAMESPACE, hashes, (FIELD,))
+        took = time.perf_counter() - begun
+        assert None not in map(type, found)
+        return took
+
+    def first() -> float:
+        """Look up once for each of some new clients, which know no records."""
+        with ExitStack() as stack:
+            agents = [
+                stack.enter_context(closing(AgentConnection(path))) for _ in range(_NEW_CLIENTS)
+            ]
+            for agent in agents:
+                agent.find(NAMESPACE, hashes[:1], (FIELD,))
+            return sum(map(find_in, agents)) / _NEW_CLIENTS
+
     with closing(AgentConnection(path)) as agent:
-
-        def find() -> float:
-            begun = time.perf_counter()
-            for _ in range(_LOOKUPS):
-                found = agent.find(NAMESPACE, hashes, (FIELD,))
-            took = time.perf_counter() - begun
-            assert all(found)
-            return took / _LOOKUPS
-
-        timings = interleave({"ours": find}, setting.rounds)
+        sides = {
+            "ours": lambda: sum(find_in(agent) for _ in range(_LOOKUPS)) / _LOOKUPS,
+            "one": lambda: _exchanges(agent, hashes[:1]),
+            "first": first,
+        }
+        timings = interleave(sides, setting.rounds)
     name = f"lookup of {_LOOKUP_CHUNKS} chunks in the agent's near cache"
-    return BenchRow(name, "µs", timings.median("ours") * SCALES["µs"], target=LOOKUP_US)
+    scale = SCALES["µs"]
+    yield BenchRow(name, "µs", timings.median("ours") * scale, target=LOOKUP_US)
+    yield BenchRow("the same by a new client", "µs", timings.median("first") * scale)
+    yield BenchRow("lookup of 1 chunk", "µs", timings.median("one") * scale)
+
+
+def _exchanges(agent: AgentConnection, hashes: Sequence[bytes]) -> float:
+    begun = time.perf_counter()
+    for _ in range(_LOOKUPS):
+        agent.find(NAMESPACE, hashes, (FIELD,))
+    return (time.perf_counter() - begun) / _LOOKUPS
 
 
 def _idle(setting: BenchSetting, pid: int) -> Iterator[BenchRow]:

@@ -25,12 +25,20 @@ from objkv.codec.payload import Header, frame_pages, header_bytes_needed, read_c
 from objkv.errors import ObjkvError, PayloadError, TransferError
 from objkv.telemetry import Recorder, Trouble
 from objkv.tracing import NO_TRACING, Tracing
-from objkv.transfer.lanes import BlockRuns, HostLane, Lane, PagedLayers, Pages, Recast
+from objkv.transfer.lanes import (
+    BlockRuns,
+    HostLane,
+    Lane,
+    PagedLayers,
+    Pages,
+    Recast,
+    scatter_layer,
+)
 from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.loading.loads import LoadLimits, Loads
 from objkv.transfer.loading.writing import BlockWriter, CopyUnknownError, UnwantedError, claim_of
 from objkv.transfer.paging import PagedGroup
-from objkv.transfer.sources import PayloadLayout
+from objkv.transfer.sources import PayloadLayouts
 
 logger = logging.getLogger(__name__)
 _LENGTH_BYTES = 8
@@ -80,14 +88,14 @@ class ArenaLane(HostLane):
     ) -> None:
         """See ``Lane.scatter``."""
         count, done = len(pages), 0
-        while done < count:
-            begun = monotonic()
-            one = range(done, done + 1)
-            super().scatter(pages[done : done + 1], layers.cut(one), placed, recast)
+        begun = monotonic()
+        for given, array in zip(pages, layers.arrays, strict=True):
+            scatter_layer(given if recast is None else recast(given), array, placed)
             done += 1
-            waited_s = monotonic() - begun - pages[done - 1].nbytes / _COPY_BYTES_PER_S
-            if waited_s > _WAITED_S and done < count:
+            ended = monotonic()
+            if ended - begun > _WAITED_S + given.nbytes / _COPY_BYTES_PER_S:
                 break
+            begun = ended
         rest = pages[done:]
         if rest and not self._read(rest, layers, done, placed, recast):
             super().scatter(rest, layers.cut(range(done, count)), placed, recast)
@@ -111,9 +119,8 @@ class ArenaLane(HostLane):
         if count > _PIECES_MAX:
             return False
         room = []
-        for given, cache in zip(pages, layers.caches[first:], strict=True):
+        for given, array in zip(pages, layers.arrays[first:], strict=True):
             assert len(given) == len(placed.ids)  # otherwise pages would go to other blocks
-            array = cache.numpy()
             for block, _, blocks in placed.runs:
                 if block > len(array) - blocks:
                     raise IndexError(f"block {block + blocks - 1} of {len(array)}")
@@ -129,6 +136,8 @@ class _Reading:
     """One payload that is open, or about to be, for one move."""
 
     __slots__ = (
+        "_load",
+        "_wanted",
         "header",
         "index",
         "is_copied",
@@ -140,8 +149,12 @@ class _Reading:
         "writer",
     )
 
-    def __init__(self, job: LoadJob, index: int, source: PayloadLayout, writer: BlockWriter):
-        self.job, self.index, self.source, self.writer = job, index, source, writer
+    def __init__(self, job: LoadJob, index: int, layouts: PayloadLayouts, lane: Lane) -> None:
+        load = job.plan.moves[index]
+        self.job, self.index, self._load = job, index, load
+        self.source = layouts.of(load)
+        self.writer = BlockWriter(job, index, load, lane)
+        self._wanted: Wanted | None = None
         self.lease: ArenaLease | None = None
         self.header: Header | None = None
         self.layers = 0
@@ -152,10 +165,11 @@ class _Reading:
         """Its pages, once it is open."""
 
     def wanted(self) -> Wanted:
-        """Return what to ask the agent for."""
-        load = self.job.plan.moves[self.index]
-        claim = claim_of(self.job.plan.namespace, load, self.source)
-        return Wanted(claim, dict(load.records)[claim.key.field])
+        """Return what to ask the agent for. Raises ``KeyError`` if the plan has no record of it."""
+        if self._wanted is None:
+            claim = claim_of(self.job.plan.namespace, self._load, self.source)
+            self._wanted = Wanted(claim, dict(self._load.records)[claim.key.field])
+        return self._wanted
 
     def read(self, progress: Progress, arena: memoryview, *, verify: bool) -> None:
         """Give the lane the frames that are new. Raises ``PayloadError`` if the payload is not what
@@ -352,9 +366,7 @@ class SharedLoader(Loads):
                 self._waiting.extend(moves)
 
     def _reading_of(self, job: LoadJob, index: int) -> _Reading:
-        load = job.plan.moves[index]
-        writer = BlockWriter(job, index, load, self._lane)
-        return _Reading(job, index, self._layouts.of(load), writer)
+        return _Reading(job, index, self._layouts, self._lane)
 
     def _room(self) -> tuple[int, int]:
         """Return how many payloads, and how many bytes, may be opened besides those that are."""

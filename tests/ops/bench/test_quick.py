@@ -58,8 +58,11 @@ def test_lookups_are_measured_against_a_round_trip(tmp_path: Path) -> None:
 
 def test_an_agent_is_measured_against_memcpy_and_ends(tmp_path: Path) -> None:
     section = bench_agent(quick(tmp_path))
-    assert len(judged(section)) == 6
+    assert len(judged(section)) == 8
     assert all(row.ours > 0 for row in section.rows if "idle" not in row.name)
+    once, kept = section.rows[:2]
+    assert once.ok, "eight readers share one fetch"
+    assert kept.ours == 100, "readers that start anew find everything in memory"
     assert "memcpy" in {row.limit_name for row in section.rows}
 
 

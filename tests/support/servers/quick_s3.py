@@ -141,9 +141,10 @@ class QuickS3Process:
 
 
 @contextmanager
-def quick_s3_process() -> Iterator[QuickS3Process]:
-    """Both servers in one new process, killed at the end."""
-    with running_server("quick_s3") as (process, line):
+def quick_s3_process(*, tls: Path | None = None) -> Iterator[QuickS3Process]:
+    """Both servers in one new process, killed at the end. ``tls``: see ``QuickS3``."""
+    options = () if tls is None else ("--tls", str(tls))
+    with running_server("quick_s3", *options) as (process, line):
         url, host, port = line.split()
         yield QuickS3Process(url, (host, int(port)), process.pid)
 
@@ -153,8 +154,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--plain-port", type=int, default=0)
+    parser.add_argument("--tls", type=Path)
     given = parser.parse_args()
-    with QuickS3(given.port) as server, PlainServer(given.plain_port) as plain:
+    with QuickS3(given.port, tls=given.tls) as server, PlainServer(given.plain_port) as plain:
         print(server.url, *plain.address, flush=True)
         while True:
             time.sleep(3600)
