@@ -215,7 +215,7 @@ class NodeSaves:
         """Save a payload that is resident already, and so verified."""
         status = CommitStatus.REPEATED  # it is being fetched, so it is stored
         if self.residents.is_ready(resident):
-            if self._claimed(self.residents.view(resident)).claim == claim:
+            if self._claimed(self.residents.view(resident))[0].claim == claim:
                 return CommitStatus.ACCEPTED, resident
             logger.warning("payload of a client refused reason=it claims other tokens")
             status = CommitStatus.REFUSED

@@ -43,7 +43,7 @@ def test_a_path_has_one_agent_and_a_stale_socket_is_no_obstacle(config: Config) 
     os.close(first._locks.pop())  # as if it had been killed: its socket stays
     second = AgentSocket(path)
     assert not is_listening(path), "nobody may wait for what could still fail"
-    second.report(None)
+    second.listen()
     assert is_listening(path)
     second.close()
     assert not path.exists()
