@@ -91,9 +91,8 @@ def cases(fleet: Fleet, costs: Costs) -> Iterator[Case]:
     memory = costs.node.memory_bytes * ARENA_SHARE
 
     def agents(policy: Policy, disk_tb: float = 0, **others: Any) -> Fleet:
-        return replace(
-            fleet, agents=replace(Agents(memory, disk_tb * _TB, policy), **others), shared=True
-        )
+        one = Agents(memory, disk_tb * _TB, save_to_bucket=policy)
+        return replace(fleet, agents=replace(one, **others))
 
     half = costs.node.memory_bytes / 2
     found = {

@@ -204,6 +204,8 @@ def test_the_command_compares_policies(
         for part in ("first half", "second half")
         for routing in ("random", "affine")
     }
-    today, everything = found[:2]
+    today, everything, _, reused = found[:4]
     assert today["loaded_of_today"] == today["put_of_today"] == 1.0
     assert everything["put_of_today"] == pytest.approx(1.0, abs=0.1)
+    assert reused["put_of_today"] < 0.5
+    assert reused["name"] == "reused (default)"
