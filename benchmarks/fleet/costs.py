@@ -87,6 +87,20 @@ class Client:
 
 
 @dataclass(frozen=True, slots=True)
+class Node:
+    """The machine of an agent."""
+
+    memory_bytes: float
+    disk_bytes_s: float
+    disk_usd_tb: float
+    """Wear: a drive's price over the terabytes that it may be written."""
+    arena_bytes_s: float
+    """Of one worker that loads from the arena."""
+    ask_s: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class Costs:
     """Everything in the file."""
 
@@ -94,6 +108,7 @@ class Costs:
     bulk: dict[str, Bulk]
     redis: Redis
     client: Client
+    node: Node
 
 
 def read_costs(path: Path = COSTS_FILE) -> Costs:
@@ -105,6 +120,7 @@ def read_costs(path: Path = COSTS_FILE) -> Costs:
             {name: Bulk(**values) for name, values in raw["bulk"].items()},
             Redis(**raw["redis"]),
             Client(**raw["client"]),
+            Node(**raw["node"]),
         )
     except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError) as exc:
         raise SystemExit(f"{path}: {exc}") from exc

@@ -7,6 +7,8 @@ from benchmarks.fleet.costs import Costs
 from benchmarks.fleet.trace import BLOCK_TOKENS
 
 Routing = Literal["random", "affine"]
+Policy = Literal["all", "reused", "asked"]
+"""What agents put into the bucket, see ``Agents``. ``asked`` is not objkv's."""
 Admission = Literal["auto", "always", "never", "alone"]
 """``alone`` is not objkv's: ``auto`` that ignores who waits behind a request."""
 
@@ -43,6 +45,25 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
+class Agents:
+    """One agent per node. ``memory_bytes`` and ``disk_bytes`` are a node's."""
+
+    memory_bytes: float
+    disk_bytes: float = 0.0
+    disk_keeps: Literal["read", "all"] = "all"
+    """Of what memory gives up."""
+    save_to_bucket: Policy = "all"
+    """``reused``: what is committed twice, or read after a commit. ``asked``: that, and what a
+    lookup wants while only another node has it."""
+    processes: int = 8
+    """Each with the connections, the threads and the speed that a worker would have."""
+
+    def __post_init__(self) -> None:
+        if self.memory_bytes <= 0 or self.disk_bytes < 0 or self.processes < 1:
+            raise ValueError("an agent has memory and at least one process")
+
+
+@dataclass(frozen=True, slots=True)
 class Fleet:
     """How many replicas, of what, under which load, and how they are asked."""
 
@@ -63,6 +84,7 @@ class Fleet:
     """At most so many replicas are simulated (whole hosts); the rest adds to what is shared."""
     seed: int = 1
     settings: Settings = Settings()
+    agents: Agents | None = None
 
     def __post_init__(self) -> None:
         chunk = self.settings.chunk_tokens

@@ -1,7 +1,10 @@
 """What is stored of a prompt, whether loading it pays, and how long that takes."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from benchmarks.fleet.saving import put
+from benchmarks.fleet.tiers import Held, Lane
 from benchmarks.fleet.world import Job, Unit, World
 
 _SETTLE_S = 5.0
@@ -18,9 +21,14 @@ class Load:
     """Tokens that it would have."""
     hot_chunks: int
     bulk_chunks: int
+    arena_chunks: int
+    """In the memory of the node's agent; likewise the next."""
+    disk_chunks: int
     hot_bytes: int
     bulk_bytes: int
     gets: int
+    ready_s: float
+    """When the last of them can be read at the earliest."""
 
 
 def lookup(world: World, job: Job, now: float) -> tuple[int, float]:
@@ -47,7 +55,9 @@ def lookup(world: World, job: Job, now: float) -> tuple[int, float]:
         if answers[i] is None:
             since_s = store.has(unit.key, now)
             answers[i] = since_s is not None and since_s <= now
-            if since_s is not None and since_s + _SETTLE_S <= now:
+            if not answers[i] and world.fleet.agents:
+                answers[i] = _held_by_agents(world, job, unit, now)
+            elif since_s is not None and since_s + _SETTLE_S <= now:
                 near.keep(job.private[unit.place], unit.chunks, True, now)
     leading = _leading(answers)
     if leading < len(answers) - is_known:  # what is known to be missing is not kept anew
@@ -67,7 +77,7 @@ def load(world: World, job: Job, now: float, stored: int) -> float:
     end = min(_tokens(world, job, _present(world, job, now, stored)), tokens - 1)
     if end <= start:
         return now
-    what = _plan(world, job, start, end)
+    what = _plan(world, job, now, (start, end))
     took_s = _seconds(world, job, now, what)
     if not _pays(world, job, what, took_s):
         world.counts.refused += 1
@@ -95,9 +105,12 @@ def _leading(answers: list[bool | None]) -> int:
 
 def _present(world: World, job: Job, now: float, stored: int) -> int:
     """Leading units that can still be loaded: the near-cache may believe in what is gone."""
+    waits = world.fleet.agents is not None and world.fleet.agents.save_to_bucket == "asked"
     for i, unit in enumerate(job.units[:stored]):
+        if job.replica.host.cache.find(unit.key):
+            continue
         since_s = world.store.has(unit.key, now)
-        if since_s is None or since_s > now:
+        if since_s is None or (since_s > now and not waits):
             job.replica.near.forget(job.private[unit.place])
             world.counts.ghosts += 1
             return i
@@ -108,44 +121,75 @@ def _tokens(world: World, job: Job, units: int) -> int:
     return sum(unit.chunks for unit in job.units[:units]) * world.settings.chunk_tokens
 
 
-def _plan(world: World, job: Job, start: int, end: int) -> Load:
+def _plan(world: World, job: Job, now: float, tokens: tuple[int, int]) -> Load:
+    """Where the tokens ``[start, end)`` are."""
+    start, end = tokens
     chunk, shards = world.settings.chunk_tokens, world.model.shards
     first, last = start // chunk, -(-end // chunk)
-    hot = 0
-    if world.hot:
-        seen = 0
+    hot = arena = disk = seen = 0
+    ready_s = now
+    if world.hot or world.fleet.agents:
         for unit in job.units:
-            hot += unit.chunks if first <= seen < last and unit.key in world.hot else 0
+            chunks = unit.chunks if first <= seen < last else 0
             seen += unit.chunks
-    hot = min(hot, last - first)
-    bulk = last - first - hot
+            if not chunks:
+                continue
+            held = job.replica.host.cache.find(unit.key)
+            arena += chunks if held and held[1] else 0
+            disk += chunks if held and not held[1] else 0
+            hot += chunks if not held and unit.key in world.hot else 0
+            since_s = held[0].ready_s if held else world.store.has(unit.key, now)
+            ready_s = max(ready_s, since_s or now)
+    arena = min(arena, last - first)
+    disk = min(disk, last - first - arena)
+    hot = min(hot, last - first - arena - disk)
+    bulk = last - first - hot - arena - disk
     parts = -(-world.payload_bytes // world.settings.s3_range_bytes)
-    size = world.chunk_bytes
-    return Load(start, end, hot, bulk, hot * size, bulk * size, bulk * shards * parts)
+    size, gets = world.chunk_bytes, bulk * shards * parts
+    return Load(start, end, hot, bulk, arena, disk, hot * size, bulk * size, gets, ready_s)
 
 
 def _seconds(world: World, job: Job, now: float, what: Load) -> float:
     """How long the load takes, behind those of this worker and host that are under way."""
-    client, shards = world.costs.client, world.model.shards
+    client, shards, host = world.costs.client, world.model.shards, job.replica.host
     done_s = now
     if what.gets:
-        lane_s = job.replica.loads.start_s(now)
+        lane_s = _lane(world, job).start_s(now)
         each_s = _each_s(world)
-        connections = world.connections(save=False) * shards
+        connections = world.connections(save=False) * world.width()
         done_s = lane_s + -(-what.gets // connections) * each_s
-        done_s = max(done_s, lane_s + what.bulk_bytes / (client.load_bytes_s * shards))
+        done_s = max(done_s, lane_s + what.bulk_bytes / (client.load_bytes_s * world.width()))
+        done_s = max(done_s, what.ready_s + (each_s if what.ready_s > now else 0.0))
+    if what.arena_chunks:
+        copy_s = what.arena_chunks * world.chunk_bytes / (world.costs.node.arena_bytes_s * shards)
+        done_s = max(done_s, what.ready_s + copy_s)
+    if what.disk_chunks:
+        done_s = max(done_s, host.reads.start_s(now) + _disk_s(world, what))
     if what.hot_bytes:
         free = max(1 - world.redis_wire.average / world.costs.redis.node_bytes_s, 0.02)
         hot_s = world.costs.redis.round_trip_s + what.hot_bytes / (
             min(world.costs.redis.node_bytes_s * free, client.load_bytes_s * shards)
         )
         done_s = max(done_s, now + hot_s)
-    return max(done_s, job.replica.host.receive.start_s(now) + _wire_s(world, what)) - now
+    return max(done_s, host.receive.start_s(now) + _wire_s(world, what)) - now
 
 
 def _wire_s(world: World, what: Load) -> float:
-    nbytes = (what.bulk_bytes + what.hot_bytes) * world.model.readers
+    nbytes = (what.bulk_bytes + what.hot_bytes) * _readers(world)
     return nbytes / world.costs.client.nic_bytes_s
+
+
+def _disk_s(world: World, what: Load) -> float:
+    return what.disk_chunks * world.chunk_bytes / world.costs.node.disk_bytes_s
+
+
+def _lane(world: World, job: Job) -> Lane:
+    return job.replica.host.loads if world.fleet.agents else job.replica.loads
+
+
+def _readers(world: World) -> int:
+    """How often a payload is fetched for one request."""
+    return 1 if world.fleet.agents else world.model.readers
 
 
 def _each_s(world: World) -> float:
@@ -164,28 +208,36 @@ def _pays(world: World, job: Job, what: Load, took_s: float) -> bool:
 
 
 def _carry_out(world: World, job: Job, now: float, what: Load, took_s: float) -> float:
-    counts, client, shards = world.counts, world.costs.client, world.model.shards
+    counts, client = world.counts, world.costs.client
     counts.loads += 1
-    readers = world.model.readers
+    readers = _readers(world)
     counts.gets += what.gets * readers
     counts.bytes_bulk += what.bulk_bytes * readers
     counts.bytes_hot += what.hot_bytes * readers
     if what.gets:
-        connections_s = what.gets * _each_s(world) / (world.connections(save=False) * shards)
-        worker_s = what.bulk_bytes / (client.load_bytes_s * shards)
-        job.replica.loads.take(now, max(connections_s, worker_s))
+        width = world.width()
+        connections_s = what.gets * _each_s(world) / (world.connections(save=False) * width)
+        worker_s = what.bulk_bytes / (client.load_bytes_s * width)
+        _lane(world, job).take(now, max(connections_s, worker_s))
+    job.replica.host.reads.take(now, _disk_s(world, what))
     if what.hot_bytes:
         nbytes = what.hot_bytes * readers
         world.redis_wire.add(now, nbytes * world.scale / world.fleet.redis_primaries)
     job.replica.host.receive.take(now, _wire_s(world, what))
     _touch(world, job, now, what)
+    if world.fleet.agents:
+        _share(world, job, now, what, now + took_s)
     deadline_s = world.settings.load_deadline_ms / 1000
     if took_s > deadline_s:
         counts.late_loads += 1
         return now + deadline_s
     hot = min(what.hot_chunks * world.settings.chunk_tokens, what.end - what.start)
+    arena = min(what.arena_chunks * world.settings.chunk_tokens, what.end - what.start - hot)
+    disk = min(what.disk_chunks * world.settings.chunk_tokens, what.end - what.start - hot - arena)
     counts.hot += hot
-    counts.bulk += what.end - what.start - hot
+    counts.arena += arena
+    counts.disk += disk
+    counts.bulk += what.end - what.start - hot - arena - disk
     job.reused = what.end
     return now + took_s
 
@@ -194,17 +246,50 @@ def _touch(world: World, job: Job, now: float, what: Load) -> None:
     chunks = what.hot_chunks + what.bulk_chunks
     world.counts.touch_commands += chunks
     world.ask_redis(job.replica, now, chunks * world.costs.redis.touch_s)
+    for unit in _loaded(world, job, what):
+        world.store.touch(unit.key, now)
+        if unit.key in world.hot:
+            world.hot.move_to_end(unit.key)
+        elif world.payload_bytes <= world.settings.hot_payload_bytes_max:
+            _promote(world, job, unit, now)
+
+
+def _loaded(world: World, job: Job, what: Load) -> Iterator[Unit]:
     seen = 0
     for unit in job.units:
         if seen * world.settings.chunk_tokens >= what.end:
             break
         seen += unit.chunks
         if seen * world.settings.chunk_tokens > what.start:
-            world.store.touch(unit.key, now)
-            if unit.key in world.hot:
-                world.hot.move_to_end(unit.key)
-            elif world.payload_bytes <= world.settings.hot_payload_bytes_max:
-                _promote(world, job, unit, now)
+            yield unit
+
+
+def _share(world: World, job: Job, now: float, what: Load, ready_s: float) -> None:
+    """Keep in the node what was loaded; what was in its memory or on its disk was seen again."""
+    cache = job.replica.host.cache
+    for unit in _loaded(world, job, what):
+        if cache.find(unit.key) is None:
+            nbytes = unit.chunks * world.chunk_bytes
+            cache.add(unit.key, Held(nbytes, ready_s, was_read=True))
+            continue
+        cache.read(unit.key, ready_s)
+        if world.store.has(unit.key, now) is None:
+            put(world, job.replica, unit, now)
+
+
+def _held_by_agents(world: World, job: Job, unit: Unit, now: float) -> bool:
+    """Whether the node has a unit that is not in the bucket, or another node will put it."""
+    agents = world.fleet.agents
+    if job.replica.host.cache.find(unit.key):
+        return True
+    if agents is None or agents.save_to_bucket != "asked":
+        return False
+    if world.store.has(unit.key, now) is None:
+        for other in world.replicas:
+            if other.host.cache.find(unit.key):
+                put(world, other, unit, now + world.costs.node.ask_s)
+                break
+    return world.store.has(unit.key, now) is not None
 
 
 def _promote(world: World, job: Job, unit: Unit, now: float) -> None:

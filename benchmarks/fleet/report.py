@@ -17,9 +17,11 @@ class Summary:
     simulated: int
     requests_s: float
     gpu: float
-    """Share of prompt tokens found in the replica's own GPUs; likewise the next three."""
+    """Share of prompt tokens found in the replica's own GPUs; likewise the next five."""
     hot: float
     bulk: float
+    arena: float
+    disk: float
     computed: float
     hot_bytes_s: float
     bulk_bytes_s: float
@@ -98,6 +100,8 @@ def summarise(name: str, run: Run, without: Run | None = None) -> Summary:
         gpu=counts.gpu / prompt,
         hot=counts.hot / prompt,
         bulk=counts.bulk / prompt,
+        arena=counts.arena / prompt,
+        disk=counts.disk / prompt,
         computed=counts.computed / prompt,
         hot_bytes_s=counts.bytes_hot * per_s,
         bulk_bytes_s=counts.bytes_bulk * per_s,

@@ -10,6 +10,7 @@ results are simulated from the figures in ``costs.toml``, and some of these are 
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 if __package__ in (None, ""):  # started as a script: its folder would hide modules of Python's own
@@ -18,11 +19,12 @@ if __package__ in (None, ""):  # started as a script: its folder would hide modu
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.fleet.costs import COSTS_FILE, read_costs
+from benchmarks.fleet.agents import all_rows, tables, with_nodes
+from benchmarks.fleet.costs import COSTS_FILE, Costs, read_costs
 from benchmarks.fleet.fleet import Fleet
 from benchmarks.fleet.report import Summary
 from benchmarks.fleet.sweep import Runs, cases
-from benchmarks.fleet.trace import SAMPLE_FILE, read_trace, reusable_share
+from benchmarks.fleet.trace import SAMPLE_FILE, Request, read_trace, reusable_share
 
 _COLUMNS = (
     "GPU %", "bulk %", "computed %", "TTFT p50 s", "p90", "p99", "mean, of no objkv", "drops %",
@@ -70,11 +72,38 @@ def options() -> argparse.Namespace:
         "--simulated", type=int, default=4, help="maximum number of simulated replicas"
     )
     parser.add_argument("--seed", type=int, default=Fleet().seed)
+    parser.add_argument(
+        "--agents", action="store_true", help="compare what agents put into the bucket"
+    )
+    parser.add_argument(
+        "--replicas-per-node", type=int, default=4, help="of one agent, with --agents"
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument(
         "--plots", type=Path, metavar="DIR", help="write plots (SVG) to this folder"
     )
     return parser.parse_args()
+
+
+def print_agents(
+    given: argparse.Namespace, costs: Costs, requests: list[Request], fleet: Fleet
+) -> None:
+    """Simulate node agents and print. All replicas are simulated."""
+    try:
+        costs = with_nodes(costs, given.model, given.replicas_per_node)
+    except ValueError as exc:
+        raise SystemExit(str(exc)) from exc
+    found = all_rows(requests, costs, replace(fleet, simulated_max=fleet.replicas))
+    if given.json:
+        print(json.dumps({"trace_requests": len(requests), "cases": [r.as_json() for r in found]}))
+        return
+    console = Console(width=max(230, Console().width))
+    for one in tables(found):
+        console.print(one)
+    console.print(
+        f"{fleet.replicas} replicas of {given.model}, {given.replicas_per_node} on a node; dollars "
+        "are the fleet's in an hour. Pays up to: hours that a payload is stored."
+    )
 
 
 def main() -> None:
@@ -97,6 +126,9 @@ def main() -> None:
         )
     except ValueError as exc:
         raise SystemExit(str(exc)) from exc
+    if given.agents:
+        print_agents(given, costs, requests, fleet)
+        return
     runs = Runs(requests, costs)
     if given.plots:
         from benchmarks.fleet.plots import write_plots

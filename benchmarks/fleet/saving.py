@@ -1,6 +1,14 @@
-"""What a replica saves of what it computed, and what it drops because it cannot keep up."""
+"""What a replica saves of what it computed, and what it drops because it cannot keep up.
 
-from benchmarks.fleet.world import Job, Unit, World
+With agents, a unit is committed to the node's memory, and ``Agents.save_to_bucket`` decides when it
+is put into the bucket.
+"""
+
+from benchmarks.fleet.tiers import Held
+from benchmarks.fleet.world import Job, Replica, Unit, World
+
+_WAITING_SHARE = 0.25
+"""Of an arena: payloads that may wait to be put."""
 
 
 def save(world: World, job: Job, start_s: float, end_s: float) -> None:
@@ -14,42 +22,67 @@ def save(world: World, job: Job, start_s: float, end_s: float) -> None:
         now = start_s + (unit.place + 1) * spread_s
         since_s = world.store.has(unit.key, now)
         if since_s is None:
-            _save_unit(world, job, unit, now)
+            is_due = world.fleet.agents is None or _commit(world, job, unit, now)
+            if is_due and put(world, job.replica, unit, now):
+                job.replica.near.forget(job.private[unit.place])
         elif since_s > now:
             world.counts.leased += unit.chunks
-            commands = unit.chunks * world.model.shards
-            world.counts.save_commands += commands
-            world.ask_redis(job.replica, now, commands * world.costs.redis.save_command_s)
+            _ask(world, job.replica, unit, now, commands=1)
 
 
-def _save_unit(world: World, job: Job, unit: Unit, now: float) -> None:
-    counts, client, shards = world.counts, world.costs.client, world.model.shards
-    lane = job.replica.saves
+def put(world: World, replica: Replica, unit: Unit, now: float) -> bool:
+    """Put a unit into the bucket, from the replica or from its node's agent. False: dropped."""
+    counts, client, width = world.counts, world.costs.client, world.width()
+    agents = world.fleet.agents
+    lane = replica.host.saves if agents else replica.saves
     parts = -(-world.payload_bytes // world.settings.s3_multipart_bytes)
     part_bytes = min(world.payload_bytes, world.settings.s3_multipart_bytes)
     each_s = world.bulk.first_byte_s + part_bytes / world.bulk.connection_bytes_s
-    chunk_s = max(
+    payloads = world.model.shards / width
+    """Of one chunk, for each process."""
+    chunk_s = payloads * max(
         each_s * parts / world.connections(save=True),
         world.payload_bytes / client.save_bytes_s,
     )
     waiting = (lane.start_s(now) - now) / chunk_s
-    commands = 3 * unit.chunks * shards  # lease, publish, release
-    room = world.settings.save_queue_max + world.settings.save_threads
-    if waiting + unit.chunks > room or now < job.replica.closed_until_s:
+    room: float = world.settings.save_queue_max + world.settings.save_threads
+    if agents:  # what waits is in the arena anyway
+        room = agents.memory_bytes * _WAITING_SHARE / world.chunk_bytes
+    if waiting + unit.chunks > room or now < replica.closed_until_s:
         counts.dropped += unit.chunks
-        return
-    counts.save_commands += commands
-    work_s = commands * world.costs.redis.save_command_s
-    if world.ask_redis(job.replica, now, work_s) is None:
+        return False
+    if not _ask(world, replica, unit, now, commands=3):  # lease, publish, release
         counts.dropped += unit.chunks
-        return
+        return False
     nbytes = unit.chunks * world.chunk_bytes
     end_s = max(lane.take(now, unit.chunks * chunk_s), now + each_s)
-    end_s = max(end_s, job.replica.host.send.take(now, nbytes / client.nic_bytes_s))
-    counts.puts += unit.chunks * shards * (1 if parts == 1 else parts + 2)
+    end_s = max(end_s, replica.host.send.take(now, nbytes / client.nic_bytes_s))
+    counts.puts += unit.chunks * world.model.shards * (1 if parts == 1 else parts + 2)
     counts.bytes_saved += nbytes
     counts.saved += unit.chunks
     world.store.add(unit.key, unit.chunks, end_s)
-    job.replica.near.forget(job.private[unit.place])
     if world.payload_bytes <= world.settings.hot_save_bytes_max:
         world.keep_hot(unit, now)
+    return True
+
+
+def _commit(world: World, job: Job, unit: Unit, now: float) -> bool:
+    """Keep a unit in the node; returns whether it is put into the bucket now."""
+    agents, cache = world.fleet.agents, job.replica.host.cache
+    assert agents is not None
+    is_here = cache.find(unit.key) is not None
+    cache.add(unit.key, Held(unit.chunks * world.chunk_bytes, now, was_read=False))
+    if agents.save_to_bucket == "all":
+        return True
+    if is_here or world.sighted.get(unit.key, 0.0) > now:
+        return True
+    _ask(world, job.replica, unit, now, commands=1)
+    world.sighted[unit.key] = now + world.settings.ttl_s
+    return False
+
+
+def _ask(world: World, replica: Replica, unit: Unit, now: float, *, commands: int) -> bool:
+    """Send so many commands for each payload of a unit; returns whether Redis answered in time."""
+    sent = commands * unit.chunks * world.model.shards
+    world.counts.save_commands += sent
+    return world.ask_redis(replica, now, sent * world.costs.redis.save_command_s) is not None

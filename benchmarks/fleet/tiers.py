@@ -8,6 +8,9 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from benchmarks.fleet.fleet import Agents
+from objkv.agent.ranking import Ranking
+
 
 class BlockCache:
     """The prefix cache of one replica's GPUs: ``tokens_max`` tokens in blocks of the trace."""
@@ -130,6 +133,94 @@ class SharedStore:
             if stored.until_s > now:
                 break
             self.chunks -= self._units.popitem(last=False)[1].chunks
+
+
+@dataclass(slots=True)
+class Held:
+    """A unit that a node holds."""
+
+    nbytes: float
+    ready_s: float
+    """From then on its bytes are there."""
+    was_read: bool
+
+
+class Shelf:
+    """Memory or disk of a node, in the order of objkv's own arena."""
+
+    def __init__(self, nbytes_max: float) -> None:
+        self._nbytes_max = nbytes_max
+        self._ranking = Ranking(int(nbytes_max))
+        self._held: dict[int, Held] = {}
+        self.nbytes = 0.0
+
+    def get(self, key: int) -> Held | None:
+        """The unit, if it is here."""
+        return self._held.get(key)
+
+    def use(self, key: int) -> None:
+        """Count a read of a unit that is here."""
+        self._held[key].was_read = True
+        self._ranking.use(str(key))
+
+    def add(self, key: int, held: Held) -> list[tuple[int, Held]]:
+        """Keep a unit that is not here; returns what had to go, which may be the unit itself."""
+        if held.nbytes > self._nbytes_max:
+            return [(key, held)]
+        gone = []
+        while self.nbytes + held.nbytes > self._nbytes_max:
+            victim = self._ranking.victim(lambda _: True)
+            assert victim is not None
+            self._ranking.remove(victim)
+            held_key = int(victim)
+            gone.append((held_key, self._held.pop(held_key)))
+            self.nbytes -= gone[-1][1].nbytes
+        self._ranking.add(str(key), int(held.nbytes))
+        self._held[key] = held
+        self.nbytes += held.nbytes
+        return gone
+
+
+class NodeCache:
+    """What one agent holds: its arena, and below it a disk. A unit that is read from the disk
+    comes back to memory, and stays on the disk."""
+
+    def __init__(self, agents: Agents | None) -> None:
+        """Without agents it holds nothing."""
+        self.memory = Shelf(agents.memory_bytes if agents else 0.0)
+        self.disk = Shelf(agents.disk_bytes if agents else 0.0)
+        self._spills_unread = agents is not None and agents.disk_keeps == "all"
+        self.disk_written = 0.0
+        """Bytes."""
+
+    def empty(self) -> None:
+        """Hold nothing; what was counted stays."""
+        self.memory, self.disk = Shelf(0.0), Shelf(0.0)
+
+    def find(self, key: int) -> tuple[Held, bool] | None:
+        """The unit, and whether it is in memory."""
+        if (held := self.memory.get(key)) is not None:
+            return held, True
+        held = self.disk.get(key)
+        return None if held is None else (held, False)
+
+    def read(self, key: int, ready_s: float) -> None:
+        """Count a read; a unit on the disk is in memory from ``ready_s`` on."""
+        if self.memory.get(key) is not None:
+            self.memory.use(key)
+        elif (held := self.disk.get(key)) is not None:
+            self.disk.use(key)
+            self.add(key, Held(held.nbytes, ready_s, was_read=True))
+
+    def add(self, key: int, new: Held) -> None:
+        """Keep a unit in memory; what has to go moves to the disk."""
+        if self.memory.get(key) is not None:
+            return
+        for old, held in self.memory.add(key, new):
+            if self.disk.get(old) is not None or not (held.was_read or self._spills_unread):
+                continue
+            self.disk.add(old, held)
+            self.disk_written += held.nbytes if self.disk.get(old) is not None else 0.0
 
 
 class Lane:

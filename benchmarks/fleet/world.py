@@ -10,8 +10,8 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from benchmarks.fleet.costs import Costs, Model
-from benchmarks.fleet.fleet import Fleet
-from benchmarks.fleet.tiers import BlockCache, Gauge, Lane, NearCache, SharedStore
+from benchmarks.fleet.fleet import Agents, Fleet
+from benchmarks.fleet.tiers import BlockCache, Gauge, Lane, NearCache, NodeCache, SharedStore
 from benchmarks.fleet.trace import BLOCK_TOKENS, Arrival
 
 REDIS_FULL = 0.95
@@ -30,6 +30,8 @@ class Counts:
     gpu: int = 0
     hot: int = 0
     bulk: int = 0
+    arena: int = 0
+    disk: int = 0
     computed: int = 0
     loads: int = 0
     refused: int = 0
@@ -53,11 +55,17 @@ class Counts:
 
 
 class Host:
-    """The network card that some replicas share, each way."""
+    """What some replicas share: a network card, each way, and an agent if there are any."""
 
-    def __init__(self) -> None:
+    def __init__(self, agents: Agents | None = None) -> None:
         self.receive = Lane()
         self.send = Lane()
+        self.cache = NodeCache(agents)
+        self.loads = Lane()
+        """The agent's, from the bucket; likewise the next."""
+        self.saves = Lane()
+        self.reads = Lane()
+        """From the disk."""
 
 
 class Replica:
@@ -141,9 +149,11 @@ class World:
         self.hot_chunks_max = fleet.settings.hot_bytes / self.scale / self.chunk_bytes
         self.redis, self.redis_wire = Gauge(), Gauge()
         host_size = self.model.replicas_per_host
-        hosts = [Host() for _ in range(-(-simulated // host_size))]
+        hosts = [Host(fleet.agents) for _ in range(-(-simulated // host_size))]
         self.replicas = [Replica(fleet, costs, hosts[i // host_size]) for i in range(simulated)]
         self.hosts = hosts
+        self.sighted: dict[int, float] = {}
+        """Until when the index remembers that a unit was committed, but not put."""
         self.counts = Counts()
         self.rng = random.Random(fleet.seed + 1)
 
@@ -171,6 +181,9 @@ class World:
         for replica in self.replicas:
             replica.cache, replica.near = BlockCache(0), NearCache(0, 0.0, 0.0)
             replica.load_counts.clear()
+        for host in self.hosts:
+            host.cache.empty()
+        self.sighted.clear()
 
     def ask_redis(self, replica: Replica, now: float, work_s: float) -> float | None:
         """Let the server do ``work_s`` of work; seconds that it takes, or None: too late."""
@@ -195,6 +208,10 @@ class World:
         self.hot[unit.key] = unit.chunks
         while self.hot_chunks > self.hot_chunks_max:
             self.hot_chunks -= self.hot.popitem(last=False)[1]
+
+    def width(self) -> int:
+        """Processes that move the payloads of one request: its workers, or its agent's."""
+        return self.fleet.agents.processes if self.fleet.agents else self.model.shards
 
     def connections(self, *, save: bool) -> int:
         """Requests to the bulk store that one worker has under way at most."""

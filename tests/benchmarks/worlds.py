@@ -37,4 +37,4 @@ def timeless(model: str) -> Costs:
         client_s_per_chunk=0.0,
     )
     client = replace(COSTS.client, load_bytes_s=1e30, save_bytes_s=1e30, nic_bytes_s=1e30)
-    return Costs({model: at_once}, {"lan": bulk}, redis, client)
+    return Costs({model: at_once}, {"lan": bulk}, redis, client, COSTS.node)
