@@ -144,7 +144,7 @@ def test_the_agent_starts_with_the_rest_has_its_memory_and_may_complete_its_save
     agent = with_agent()["services"]["agent"]
     assert not agent.get("profiles")
     arena = load_config(environ=agent["environment"]).agent_memory_bytes
-    assert int(agent["mem_limit"]) == arena + (200 << 20)
+    assert int(agent["mem_limit"]) == arena + (1 << 30)
     config = Config()
     needed_s = (config.load_deadline_ms + config.drain_deadline_ms) / 1000
     assert agent["stop_grace_period"] == "1m0s"

@@ -151,8 +151,8 @@ def test_installations_do_not_share_a_socket() -> None:
 
 def test_the_arena_fits_into_the_containers_memory() -> None:
     (container,) = agent()["containers"]
-    assert container["resources"]["limits"]["memory"] == "3200Mi"
-    assert container["resources"]["requests"]["memory"] == "3200Mi"
+    assert container["resources"]["limits"]["memory"] == "4024Mi"
+    assert container["resources"]["requests"]["memory"] == "4024Mi"
 
 
 def test_an_agent_may_complete_its_loads_and_saves() -> None:
