@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from objkv.agent.http.api import AgentHttp, AgentNumbers
-from objkv.agent.prefetch import Prefetches
 from objkv.config import Config, load_config
 from objkv.config.node import agent_socket
-from tests.agent.world import Node
+from tests.agent.world import Node, http_of
 from tests.examples.commands import parsed
 from tests.examples.places import COMPOSE, EXAMPLES, ROOT, compose
 
@@ -163,13 +161,10 @@ def test_the_agents_health_is_asked_for_on_its_socket() -> None:
     assert (kind, python) == ("CMD", "python3")
     assert path == f"{agent['command'][-1]}.http"
     node = Node()
-    socket = Path(f"{node.path}.http")
     try:
-        command = [sys.executable, *words, str(socket)]
+        with http_of(node) as socket:
+            command = [sys.executable, *words, str(socket)]
+            assert subprocess.run(command, capture_output=True).returncode == 0
         assert subprocess.run(command, capture_output=True).returncode != 0
-        prefetches = Prefetches(node.core, node.index, node.store)
-        http = AgentHttp(socket, node.core, prefetches, AgentNumbers(node.recorder), lambda: 0)
-        assert subprocess.run(command, capture_output=True).returncode == 0
-        http.close()
     finally:
         node.close()
