@@ -4,7 +4,8 @@ import shutil
 import socket
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 
@@ -13,6 +14,7 @@ from objkv.agent.calls import NearLimits, NodeCalls, NodeLookups
 from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.core import Core, CoreLimits, Urgency
 from objkv.agent.fill import Wanted
+from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentParts, AgentServer, ServerLimits
@@ -126,6 +128,20 @@ class Node:
             self.server.close()
         self.saves.close(PATIENCE_S)
         shutil.rmtree(self.folder)
+
+
+@contextmanager
+def http_of(node: Node) -> Iterator[Path]:
+    """The socket of an agent's HTTP interface, next to that of the agent. It tells of 7 clients."""
+    path = Path(f"{node.path}.http")
+    prefetches = Prefetches(node.core, node.index, node.store)
+    server = AgentHttp(
+        HttpPlaces(path), node.core, prefetches, AgentNumbers(node.recorder), lambda: 7
+    )
+    try:
+        yield path
+    finally:
+        server.close()
 
 
 def ended(client: AgentConnection, lease: ArenaLease) -> Progress:

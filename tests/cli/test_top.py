@@ -25,14 +25,12 @@ import pyte
 import pytest
 from rich.console import Console
 
-from objkv.agent.http.api import AgentHttp, AgentNumbers
-from objkv.agent.prefetch import Prefetches
 from objkv.cli.top import SORTS, Showing, screen, sort_rows, summary_lines
 from objkv.ops.top.nodes import NodeRow
 from objkv.ops.top.prefixes import HotPrefix, PrefixLook
 from objkv.ops.top.rates import Flow, ReplicaRow, total_of
 from objkv.ops.top.watch import StoredTotals, View
-from tests.agent.world import Node
+from tests.agent.world import Node, http_of
 from tests.cli.conftest import Machine, Run, refused
 from tests.support.samples import NAMESPACE
 
@@ -127,12 +125,8 @@ def test_the_exporter_tells_what_is_stored(run: Run, home: Path) -> None:
 def agent() -> Iterator[Path]:
     """The socket of an agent."""
     node = Node()
-    prefetches = Prefetches(node.core, node.index, node.store)
-    http = AgentHttp(
-        Path(f"{node.path}.http"), node.core, prefetches, AgentNumbers(node.recorder), lambda: 7
-    )
-    yield node.path
-    http.close()
+    with http_of(node):
+        yield node.path
     node.close()
 
 

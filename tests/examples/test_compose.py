@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from objkv.agent.http.api import AgentHttp, AgentNumbers
-from objkv.agent.prefetch import Prefetches
 from objkv.config import Config, load_config
 from objkv.config.node import agent_socket
-from tests.agent.world import Node
+from tests.agent.world import Node, http_of
 from tests.examples.commands import parsed
 from tests.examples.places import COMPOSE, EXAMPLES, ROOT, compose
 
@@ -144,7 +142,7 @@ def test_the_agent_starts_with_the_rest_has_its_memory_and_may_complete_its_save
     agent = with_agent()["services"]["agent"]
     assert not agent.get("profiles")
     arena = load_config(environ=agent["environment"]).agent_memory_bytes
-    assert int(agent["mem_limit"]) == arena + (200 << 20)
+    assert int(agent["mem_limit"]) == arena + (1 << 30)
     config = Config()
     needed_s = (config.load_deadline_ms + config.drain_deadline_ms) / 1000
     assert agent["stop_grace_period"] == "1m0s"
@@ -163,13 +161,10 @@ def test_the_agents_health_is_asked_for_on_its_socket() -> None:
     assert (kind, python) == ("CMD", "python3")
     assert path == f"{agent['command'][-1]}.http"
     node = Node()
-    socket = Path(f"{node.path}.http")
     try:
-        command = [sys.executable, *words, str(socket)]
+        with http_of(node) as socket:
+            command = [sys.executable, *words, str(socket)]
+            assert subprocess.run(command, capture_output=True).returncode == 0
         assert subprocess.run(command, capture_output=True).returncode != 0
-        prefetches = Prefetches(node.core, node.index, node.store)
-        http = AgentHttp(socket, node.core, prefetches, AgentNumbers(node.recorder), lambda: 0)
-        assert subprocess.run(command, capture_output=True).returncode == 0
-        http.close()
     finally:
         node.close()

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from objkv.agent.http.api import AgentHttp, AgentNumbers
-from objkv.agent.prefetch import Prefetches
 from objkv.config import Config, load_config
 from objkv.config.node import agent_socket
-from tests.agent.world import Node
+from tests.agent.world import Node, http_of
 from tests.examples.commands import parsed
 from tests.examples.places import CHART, SETTINGS, helm, manifests, pods
 
@@ -151,8 +149,8 @@ def test_installations_do_not_share_a_socket() -> None:
 
 def test_the_arena_fits_into_the_containers_memory() -> None:
     (container,) = agent()["containers"]
-    assert container["resources"]["limits"]["memory"] == "3200Mi"
-    assert container["resources"]["requests"]["memory"] == "3200Mi"
+    assert container["resources"]["limits"]["memory"] == "4024Mi"
+    assert container["resources"]["requests"]["memory"] == "4024Mi"
 
 
 def test_an_agent_may_complete_its_loads_and_saves() -> None:
@@ -205,12 +203,8 @@ def test_the_probes_tell_an_agent_that_answers_from_one_that_does_not() -> None:
     assert socket == f"{environment(agent())['OBJKV_AGENT'].removeprefix('unix://')}.http"
     node = Node()
     try:
-        path = Path(f"{node.path}.http")
-        assert run([*program, str(path)]) != 0
-        prefetches = Prefetches(node.core, node.index, node.store)
-        http = AgentHttp(path, node.core, prefetches, AgentNumbers(node.recorder), lambda: 0)
-        assert run([*program, str(path)]) == 0
-        http.close()
+        with http_of(node) as path:
+            assert run([*program, str(path)]) == 0
         assert run([*program, str(path)]) != 0
     finally:
         node.close()

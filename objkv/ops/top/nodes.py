@@ -1,8 +1,8 @@
 """Rows of node agents from two scrapes of their metrics. Pure arithmetic."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 from objkv.agent.http.metrics import PREFIX
 from objkv.ops.top.scrape import Scrape
@@ -77,17 +77,19 @@ def node_of(name: str, before: Scrape | None, now: Scrape) -> NodeRow:
         return NodeRow(name, "down", now.problem)
     if f"{PREFIX}arena_bytes" not in now.values:
         return NodeRow(name, "no agent", "its metrics are not those of an agent")
-    levels = {field: now.values.get(PREFIX + metric, 0.0) for field, metric in _LEVELS.items()}
+    levels: dict[str, Any] = {
+        field: now.values.get(PREFIX + metric, 0.0) for field, metric in _LEVELS.items()
+    }
     if before is None or now.at_s <= before.at_s:
-        return replace(NodeRow(name, "new"), **levels)
+        return NodeRow(name, "new", **levels)
     restarted = _is_restarted(before.values, now.values)
     old: Mapping[str, float] = {} if restarted else before.values
     seconds = now.at_s - before.at_s
-    rates = {
+    rates: dict[str, Any] = {
         field: (now.values.get(key, 0.0) - old.get(key, 0.0)) / seconds
         for field, key in ((field, PREFIX + metric) for field, metric in _RATES.items())
     }
-    return replace(NodeRow(name, "restarted" if restarted else "up"), **levels, **rates)
+    return NodeRow(name, "restarted" if restarted else "up", **levels, **rates)
 
 
 def _is_restarted(before: Mapping[str, float], now: Mapping[str, float]) -> bool:
