@@ -43,8 +43,9 @@ class AgentSocket:
     """The listening socket of the one agent that serves a path."""
 
     def __init__(self, path: Path, *, replace: bool = False) -> None:
-        """``replace``: take over from the agent that serves the path, and have it end. At no time
-        is there none. Raises ``AgentRuns``, or ``ConfigError`` if nothing can listen there."""
+        """``replace``: take over from the agent that serves the path, and have it end. The path
+        always has a listening agent meanwhile. Raises ``AgentRuns``, or ``ConfigError`` if nothing
+        can listen there."""
         self._path = path
         locks = [f"{path}.next.lock", f"{path}.lock"] if replace else [f"{path}.lock"]
         self._locks: list[int] = []
@@ -119,7 +120,7 @@ class AgentSocket:
 
 def _agent_at(path: Path) -> int:
     """Return the process that listens at ``path``; 0 if there is none, or if it is in a container
-    that this process cannot look into."""
+    of its own."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.settimeout(1.0)
         try:
