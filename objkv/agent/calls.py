@@ -167,7 +167,7 @@ class NodeCalls:
         savings = Savings(**call["savings"])
         _namespace(call["savings"])
         if not all(type(one) is int for one in astuple(savings)[2:]):
-            raise ValueError("savings that are no integers")
+            raise ValueError("savings must be integers")
         self._index.credit(savings)
 
     def _forget(self, call: Arguments) -> bool:

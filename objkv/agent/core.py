@@ -192,7 +192,7 @@ class Core:
             self._turns.forget(client)
 
     def drain(self) -> None:
-        """Open nothing from now on. What was opened is still fetched."""
+        """Open nothing from now on. Payloads that were opened before are still fetched."""
         self._draining = True
 
     def close(self, seconds: float) -> bool:

@@ -44,8 +44,8 @@ class AgentSocket:
 
     def __init__(self, path: Path, *, replace: bool = False) -> None:
         """Nothing listens before ``listen``. ``replace``: take over from the agent that serves the
-        path, and have it end then. At no time is there none. Raises ``AgentRuns`` or
-        ``ConfigError``."""
+        path, and have it end then. The path always has a listening agent meanwhile. Raises
+        ``AgentRuns`` or ``ConfigError``."""
         self._path, self._replaces = path, replace
         self._locks: list[int] = []
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -124,7 +124,7 @@ class AgentSocket:
 
 def _agent_at(path: Path) -> int:
     """Return the process that listens at ``path``; 0 if there is none, or if it is in a container
-    that this process cannot look into."""
+    of its own."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.settimeout(1.0)
         try:

@@ -186,7 +186,7 @@ class Residents:
             self._release(one)
 
     def give_up(self, one: Resident) -> bool:
-        """End a fill, and its lease, if nobody else has one. Returns whether it did."""
+        """End a fill, and its lease, if no client has one. Returns whether it did."""
         with self._lock:
             if one.leases > 1:
                 return False

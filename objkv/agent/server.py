@@ -104,7 +104,8 @@ class AgentSession:
         return number
 
     def end_unused(self) -> None:
-        """Receive nothing more from a client that has no lease. What it has sent is answered."""
+        """Receive nothing more from a client that has no lease. Messages that it has sent are
+        answered."""
         if self.busy.acquire(blocking=False):
             try:
                 if not self.leases:

@@ -138,19 +138,7 @@ class NodeAgent:
         Raises ``AgentRuns`` if another one serves it, ``ConfigError``, and with ``at_start`` strict
         ``StoreError``."""
         self._config = config
-        self._socket = AgentSocket(path, replace=replace)
-        try:
-            self._backends = open_backends(config, recorder)
-            check_backends(self._backends, config)
-            nbytes = config.agent_memory_bytes or host_bytes() // _MEMORY_SHARE
-            self.arena = Arena.create(max(PAGE, nbytes))
-            self._cache = self._open_cache(recorder)
-            self._socket.listen()
-        except BaseException as exc:
-            self._socket.report(exc)
-            self._socket.close()
-            raise
-        self._socket.report(None)
+        self._open(path, recorder, replace)
         limits = CoreLimits(config.load_threads, config.load_queue_max)
         self.core = Core(self._cache, self.arena, limits, recorder)
         self.saves = NodeSaves(self._cache, self.core.residents, self._save_limits(), recorder)
@@ -183,6 +171,22 @@ class NodeAgent:
             self._socket.report(exc)
             self.close()
             raise
+
+    def _open(self, path: Path, recorder: Recorder, replace: bool) -> None:
+        """Open what may be missing or refused. Only then the agent listens, and replaces another."""
+        self._socket = AgentSocket(path, replace=replace)
+        try:
+            self._backends = open_backends(self._config, recorder)
+            check_backends(self._backends, self._config)
+            nbytes = self._config.agent_memory_bytes or host_bytes() // _MEMORY_SHARE
+            self.arena = Arena.create(max(PAGE, nbytes))
+            self._cache = self._open_cache(recorder)
+            self._socket.listen()
+        except BaseException as exc:
+            self._socket.report(exc)
+            self._socket.close()
+            raise
+        self._socket.report(None)
 
     def _open_cache(self, recorder: Recorder) -> ChunkCache:
         config, backends = self._config, self._backends

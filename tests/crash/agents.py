@@ -1,8 +1,9 @@
-"""Kills node agents, and workers that read from them, at random moments.
+"""Kills node agents, and workers that read from them and save by them, at random moments.
 
-``python -m tests.crash.agents --rounds 1000`` stops if a block is wrong, a load does not end, or
-the memory of a killed worker does not come back. The arena has room for few more payloads than one
-worker reads, so a lease that is lost shows as a load that fails.
+``python -m tests.crash.agents --rounds 1000`` stops if a block is wrong, a load does not end, the
+memory of a killed worker does not come back, a payload that the agent accepted from a killed worker
+is not stored, or a payload is stored in part or indexed without being stored. The arena has room
+for few more payloads than one worker reads, so a lease that is lost shows as a load that fails.
 """
 
 import argparse
@@ -14,12 +15,13 @@ import time
 from collections import Counter
 from contextlib import ExitStack
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from objkv.agent.client import AgentConnection
 from objkv.agent.core import Urgency
 from objkv.agent.fill import Wanted
-from objkv.agent.messages import Opening, pack_opening, unpack_opening
+from objkv.agent.messages import Opening, pack_opening
 from objkv.codec.payload import Claim
 from objkv.errors import ObjkvError
 from objkv.index.sqlite.index import SqliteIndex
@@ -27,6 +29,8 @@ from objkv.keys.chunk import ChunkKey
 from objkv.stores.local import LocalStore
 from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.loading.shared import ArenaLane, SharedLoader
+from tests.crash.clients import Violation, payloads_of, verified
+from tests.support import samples
 from tests.support.agents import AgentProcess
 from tests.support.paged_cache import (
     BLOCKS,
@@ -43,8 +47,10 @@ _LATEST_S = 4e-3
 """A load takes about this long."""
 
 
-class Violation(Exception):
-    """Something that must not be."""
+_SAVING_S = 30e-3
+"""A payload is handed over and saved within a millisecond."""
+_BATCH = 300
+"""More payloads than a worker hands over before it is killed."""
 
 
 class AgentRounds:
@@ -53,7 +59,12 @@ class AgentRounds:
     def __init__(self, folder: Path, seed: int, stack: ExitStack) -> None:
         self.seen: Counter[str] = Counter()
         self._random = random.Random(seed)
-        store, index = LocalStore(folder / "chunks"), SqliteIndex(folder / "index")
+        self._batch = 0
+        self._checked: set[str] = set()
+        store, index = self._store, self._index = (
+            LocalStore(folder / "chunks"),
+            SqliteIndex(folder / "index"),
+        )
         stack.callback(store.close)
         stack.callback(index.close)
         self._writer = Replica(store, index, seed=1).keep()  # type: ignore[arg-type]
@@ -91,12 +102,15 @@ class AgentRounds:
 
     def run(self) -> None:
         """One round. Raises ``Violation``."""
-        kind = self._random.choice(["agent", "worker", "worker"])
+        kinds = {
+            "agent": self._kill_agent,
+            "worker": self._kill_worker,
+            "worker that saves": self._kill_saving_worker,
+            "agent that saves": self._kill_saving_agent,
+        }
+        kind = self._random.choice(list(kinds))
         self.seen[kind] += 1
-        if kind == "agent":
-            self._kill_agent()
-        else:
-            self._kill_worker()
+        kinds[kind]()
         self._load_all()
 
     def _kill_agent(self) -> None:
@@ -111,6 +125,53 @@ class AgentRounds:
         if loaded and not self._is_right(loaded):
             raise Violation("a wrong block after the agent was killed")
         self._agent = self._open()
+
+    def _saving(self) -> "subprocess.Popen[str]":
+        """A process that hands payloads over until it is killed. It prints which were accepted."""
+        command = [sys.executable, "-m", "tests.crash.clients", "--commit", str(self._agent.path)]
+        self._batch += 1
+        child = subprocess.Popen([*command, str(self._batch)], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        child.stdout.readline()  # it is connected
+        time.sleep(self._random.uniform(0, _SAVING_S))
+        return child
+
+    def _kill_saving_worker(self) -> None:
+        """All that the agent has accepted is stored soon."""
+        child = self._saving()
+        child.kill()
+        accepted = child.communicate()[0].split()
+        self.seen["payloads accepted of killed workers"] += len(accepted)
+        wait_until(lambda: all(self._store.head(path) is not None for path in accepted))
+        self._check_stored()
+
+    def _kill_saving_agent(self) -> None:
+        """What it had accepted may be lost, but is stored as a whole or not at all."""
+        child = self._saving()
+        self._agent.kill()
+        accepted = child.communicate()[0].split()  # it ends with its connection
+        lost = sum(self._store.head(path) is None for path in accepted)
+        self.seen["accepted payloads lost with their agent"] += lost
+        self._check_stored()
+        self._agent = self._open()
+
+    def _check_stored(self) -> None:
+        """Every stored payload is whole, and every record has one."""
+        hashes = []
+        for entry in self._store.scan(f"{samples.NAMESPACE}/"):
+            if entry.key not in self._checked:
+                header = verified(self._store.get(entry.key) or b"")
+                if header.claim.key.path() != entry.key:
+                    raise Violation(f"another payload at {entry.key}")
+                hashes.append(header.claim.key.prefix_hash)
+                self._checked.add(entry.key)
+        self.seen["payloads stored"] += len(hashes)
+        keys = [key for key, _ in islice(payloads_of(self._batch), _BATCH)]
+        found = self._index.lookup(samples.NAMESPACE, [key.prefix_hash for key in keys])
+        for key, record in zip(keys, found, strict=True):
+            if record is not None and self._store.head(key.path()) is None:
+                raise Violation(f"indexed and not stored: {key.path()}")
+            self.seen["payloads indexed"] += record is not None
 
     def _kill_worker(self) -> None:
         """Kill a process that holds leases of all payloads, or is about to."""
@@ -129,7 +190,7 @@ class AgentRounds:
         ]
         message = pack_opening(Opening(Urgency.BETWEEN_STEPS, 60_000, wanted)).hex()
         child = subprocess.Popen(
-            [sys.executable, "-m", "tests.crash.agents", "--hold", str(self._agent.path), message],
+            [sys.executable, "-m", "tests.crash.clients", "--hold", str(self._agent.path), message],
             stdout=subprocess.PIPE,
         )
         assert child.stdout is not None
@@ -153,16 +214,6 @@ class AgentRounds:
         return same_blocks(self._writer.caches, blocks, self._reader.caches, blocks)
 
 
-def hold(path: str, message: str) -> None:
-    """Open and release payloads for ever."""
-    opening = unpack_opening(bytes.fromhex(message))
-    agent = AgentConnection(Path(path), wants_arena=True)
-    print("connected", flush=True)
-    while True:
-        leases = agent.open(opening.wanted, deadline_s=60.0, urgency=Urgency.BETWEEN_STEPS)
-        agent.release([lease.number for lease in leases[1:] if lease.number])
-
-
 def run_rounds(rounds: int, seed: int, *, quiet: bool = False) -> Counter[str]:
     """So many rounds; what happened."""
     with ExitStack() as stack:
@@ -183,10 +234,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--hold", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.hold:
-        hold(*given.hold)
     try:
         seen = run_rounds(given.rounds, given.seed)
     except Violation as exc:
