@@ -48,7 +48,7 @@ class CoreLimits:
 
 
 class Due(NamedTuple):
-    """When a payload is to be fetched."""
+    """When a payload will be fetched."""
 
     urgency: Urgency
     priority: int
@@ -89,7 +89,7 @@ class _Turns:
         self._push(_Job(*due[:2], turn, next(self._numbers), one, wanted, due.deadline))
 
     def hasten(self, one: Resident, due: Due) -> None:
-        """Move a payload forward that somebody else needs sooner, if it still waits."""
+        """Move a queued payload forward that another client needs sooner."""
         job = self._jobs.get(one)
         if job is not None and due[:2] < job[:2]:
             deadline = max(job.deadline, due.deadline)
@@ -157,7 +157,9 @@ class Core:
 
     def _open(self, client: Waiter, one: Wanted, due: Due) -> Resident | MissReason:
         ahead = due.urgency is Urgency.PREFETCH
-        with self._changed:  # so that nobody finds it before it is queued, and cannot hasten it
+        with (
+            self._changed
+        ):  # otherwise a client could find it before it is queued, and fail to hasten it
             lease = self.residents.open(one.claim.key.path(), client, ahead=ahead)
             if lease is None:
                 return MissReason.NO_ROOM

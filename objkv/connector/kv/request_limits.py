@@ -1,4 +1,4 @@
-"""What a request's sender says about KV: limits of its transfers, and hints of an orchestrator.
+"""Limits of a request's transfers, set by its sender, and hints of an orchestrator.
 
 The names and meanings are those of vLLM's own ``OffloadingConnector``, so a router can send the
 same parameters whatever stores the KV. Values of another type are ignored. Source: vLLM 0.33,
