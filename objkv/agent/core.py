@@ -48,7 +48,7 @@ class CoreLimits:
 
 
 class Due(NamedTuple):
-    """When a payload is to be fetched."""
+    """When a payload will be fetched."""
 
     urgency: Urgency
     priority: int
@@ -163,7 +163,9 @@ class Core:
 
     def _open(self, client: Waiter, one: Wanted, due: Due) -> Resident | MissReason:
         ahead = due.urgency is Urgency.PREFETCH
-        with self._changed:  # so that nobody finds it before it is queued, and cannot hasten it
+        with (
+            self._changed
+        ):  # otherwise a client could find it before it is queued, and fail to hasten it
             lease = self.residents.open(one.claim.key.path(), client, ahead=ahead)
             if lease is None:
                 return MissReason.NO_ROOM

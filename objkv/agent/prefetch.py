@@ -1,8 +1,8 @@
 """Payloads that are fetched before a request needs them, and where a prompt's payloads are.
 
 A router that knows the next request has its payloads fetched meanwhile. A prefetch holds a lease of
-each payload until it has arrived, so that it is not given up as unwanted. What is under way, and
-what has arrived and was not read yet, takes at most a quarter of the arena each; see ``Unread``.
+each payload until it has arrived, so that it is not given up as unwanted. Payloads under way take
+at most a quarter of the arena, and so do unread ones; see ``Unread``.
 """
 
 import json
@@ -70,7 +70,7 @@ class PrefetchOrder:
 
 @dataclass(frozen=True, slots=True)
 class Prefetched:
-    """The outcome of a request to prefetch, in payloads but for the first two."""
+    """The outcome of a request to prefetch, in payloads except for the first two."""
 
     chunks: int
     """Whole chunks of the prompt."""
@@ -88,7 +88,7 @@ class Prefetched:
 
 @dataclass(frozen=True, slots=True)
 class NamespaceFacts:
-    """What an identity document says about a namespace."""
+    """The part of an identity document that requests need."""
 
     namespace: str
     model: str
@@ -109,7 +109,7 @@ class Prefetches:
         self._facts: dict[str, NamespaceFacts] = {}
 
     def facts(self, namespace: str) -> NamespaceFacts:
-        """Return what is known about a namespace. Raises ``NotStored`` for an unknown one."""
+        """Return the facts of a namespace. Raises ``NotStored`` for an unknown one."""
         if (found := self._facts.get(namespace)) is not None:
             return found  # such a document never changes: the namespace is its digest
         path = identity_path(namespace)
@@ -196,8 +196,8 @@ class Prefetches:
     def _reserve(
         self, wanted: Sequence[Wanted], missing: Sequence[Wanted], order: PrefetchOrder
     ) -> list[Wanted]:
-        """Return the leading ones of ``missing`` that the limits allow. What was prefetched of this
-        prompt before counts too: later payloads would only displace the earlier ones."""
+        """Return the leading ones of ``missing`` that the limits allow. Unread payloads of
+        this prompt count too: later ones would only displace the earlier ones."""
         residents = self._core.residents
         unread = sum(
             one.nbytes

@@ -69,13 +69,13 @@ class Unread:
     """Resident payloads that were prefetched and not read yet, oldest first. Not thread-safe."""
 
     def __init__(self, nbytes_max: int) -> None:
-        """``nbytes_max``: of all of them, but for those that are leased."""
+        """``nbytes_max``: of all of them, except for those that are leased."""
         self._nbytes_max = nbytes_max
         self._all: dict[Resident, None] = {}
         self.nbytes = 0
 
     def add(self, one: Resident) -> list[Resident]:
-        """Add a payload. Returns those that are to be evicted for it."""
+        """Add a payload. Returns those that must be evicted for it."""
         self._all[one] = None
         self.nbytes += one.nbytes
         excess, given_up = self.nbytes - self._nbytes_max, []

@@ -1,22 +1,22 @@
 """``objkv match``: how much of a prompt is stored and would be served."""
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from objkv.agent.http.client import AgentApi, AskedPrompt
-from objkv.agent.prefetch import Matched
 from objkv.cli import prompts
 from objkv.cli.command import FINE, Session, command
 from objkv.cli.output import Printer, age, counted, plain, size
 from objkv.cli.upkeep import seal_of
-from objkv.config.node import agent_socket, http_path
 from objkv.errors import ConfigError, ObjkvError
 from objkv.ops.explain.causes import Explanation, Question
 from objkv.ops.explain.explain import ReplicaCounters, ask_replica, explain_match
 from objkv.ops.listing import find_identity
 from objkv.ops.match import MatchReport, match_prompt
+
+if TYPE_CHECKING:
+    from objkv.agent.prefetch import Matched
 
 
 @command
@@ -86,10 +86,13 @@ def match(
     return FINE
 
 
-def _in_memory(session: Session, report: MatchReport) -> Matched | None:
+def _in_memory(session: Session, report: MatchReport) -> "Matched | None":
     """Return what the node's agent has of the prompt; None without an agent that answers."""
     if session.config.agent == "off" or not report.chunks:
         return None
+    from objkv.agent.http.client import AgentApi, AskedPrompt  # late: without an agent not needed
+    from objkv.config.node import agent_socket, http_path
+
     prompt = AskedPrompt(report.namespace, hashes=[one.prefix_hash for one in report.chunks])
     try:
         where = agent_socket(session.config)

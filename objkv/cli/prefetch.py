@@ -52,7 +52,7 @@ class PrefetchReport:
     refused_bytes: int
     waited: bool
     arrived: int
-    """Payloads in memory at the end. With ``--no-wait``: those that were there at once."""
+    """Payloads in memory at the end. With ``--no-wait``: at its start."""
     arrived_bytes: int
     seconds: float
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,9 +16,10 @@ from objkv.agent.client import AgentConnection
 from objkv.agent.launch import AgentRuns, AgentSocket, failure_of, is_listening, start_agent
 from objkv.assembly.agent import AgentLink, NodeAgent
 from objkv.config import Config
-from objkv.config.node import agent_environment, agent_socket
+from objkv.config.node import agent_environment, agent_socket, http_path
 from objkv.errors import ConfigError
 from objkv.telemetry import MemoryRecorder
+from tests.agent.test_http import Router
 from tests.support.agents import AgentProcess, agent_folder
 from tests.support.paged_cache import PATIENCE_S, wait_until
 
@@ -48,6 +50,25 @@ def test_a_path_has_one_agent_and_a_stale_socket_is_no_obstacle(config: Config) 
     second.close()
     assert not path.exists()
     first.listener.close()
+
+
+def test_an_agent_answers_at_its_address(config: Config) -> None:
+    path = agent_socket(config)
+    assert path is not None
+    token = "sixteen-or-more-characters"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        wrong = config.model_copy(update={"agent_listen": listen, "agent_token": token})
+        with pytest.raises(ConfigError, match="the agent cannot listen on 127"):
+            NodeAgent(wrong, path, MemoryRecorder())
+    assert "cannot listen" in (failure_of(path) or "")
+    right = config.model_copy(update={"agent_listen": "127.0.0.1:0", "agent_token": token})
+    with NodeAgent(right, path, MemoryRecorder()) as agent:
+        assert failure_of(path) is None
+        assert agent._http is not None
+        router = Router(("127.0.0.1", agent._http.port), f"Bearer {token}")
+        assert router.ask("GET", "/v1/namespaces") == (200, {"namespaces": []})
+        assert Router(http_path(path)).ask("GET", "/healthz") == (200, "ok\n")
 
 
 def test_the_first_replica_starts_an_agent_for_all(config: Config) -> None:

@@ -1,4 +1,4 @@
-"""What the agent answers over HTTP, on a Unix socket next to its own and, if set, on an address.
+"""The agent's answers over HTTP, on a Unix socket next to its own and, if set, on an address.
 
 ``GET /healthz``, ``/metrics`` and ``/v1/namespaces``; ``POST /v1/match`` and ``/v1/prefetch`` with
 a JSON object. Errors are JSON with the fix. Clients of an address need the agent's token, except
@@ -47,14 +47,14 @@ class AgentNumbers:
 
 @dataclass(frozen=True, slots=True)
 class HttpPlaces:
-    """Where the agent listens, and which files it may read for that."""
+    """The agent's addresses for HTTP, and the files that it may read for requests."""
 
     path: Path
     """The Unix socket."""
     address: tuple[str, int] | None = None
     """Host and port. None: no TCP."""
     token: str = ""
-    """What clients of ``address`` must send."""
+    """The bearer token of ``address``."""
     tokenizers: Path | None = None
 
     def __repr__(self) -> str:

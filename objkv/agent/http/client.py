@@ -27,7 +27,7 @@ class AskedPrompt:
     hashes: Sequence[bytes] | None = None
 
     def plain(self) -> dict[str, Any]:
-        """Return what a request says of it."""
+        """Return its keys in a request."""
         if self.hashes is not None:
             hashes = [one.hex() for one in self.hashes]
             return {"namespace": self.namespace, "hashes": hashes}
@@ -40,7 +40,7 @@ class AskedPrompt:
 
 
 class AgentApi:
-    """Asks the agent whose HTTP socket is ``path``. Raises ``StoreUnavailable`` if none answers
+    """Calls the agent whose HTTP socket is ``path``. Raises ``StoreUnavailable`` if none answers
     within ``answer_s``, ``ConfigError`` for a wrong question, and ``StoreError``."""
 
     def __init__(self, path: Path, *, answer_s: float = 30.0) -> None:

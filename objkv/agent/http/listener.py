@@ -1,4 +1,4 @@
-"""Where the agent listens for HTTP: a Unix socket, and an address if one is set.
+"""The agent's HTTP servers: on a Unix socket, and on an address if one is set.
 
 Each has threads of its own, with limits on their number, on silent clients, and on the time of a
 whole request, so that clients of one cannot keep those of the other waiting.

@@ -1,4 +1,4 @@
-"""What a request's sender says about KV: limits of its transfers, and hints of an orchestrator.
+"""Limits of a request's transfers, set by its sender, and hints of an orchestrator.
 
 The names and meanings are those of vLLM's own ``OffloadingConnector``, so a router can send the
 same parameters whatever stores the KV. Values of another type are ignored. Source: vLLM 0.33,
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from objkv.agent.http.prompts import read_hashes, read_order
 from objkv.agent.prefetch import PrefetchOrder
+from objkv.cache.lookup import Hashes
 from objkv.errors import ConfigError
 from objkv.telemetry import Recorder
 
@@ -134,7 +135,7 @@ class HintReader:
         self._slots = BoundedSemaphore(_HINTS_AT_ONCE)
         self._logged = set[str]()
 
-    def act(self, request: "Request", namespace: str, own: Sequence[bytes] | None) -> None:
+    def act(self, request: "Request", namespace: str, own: Hashes | None) -> None:
         """Start the prefetches of a request's hints. ``own``: the hashes of its own prompt, which
         are computed when they are read; None if it may not load."""
         actions = getattr(getattr(request, "kv_hints", None), "actions", None)
@@ -161,7 +162,7 @@ class HintReader:
             return False
         return True
 
-    def _run(self, payload: Any, namespace: str, own: Sequence[bytes] | None) -> None:
+    def _run(self, payload: Any, namespace: str, own: Hashes | None) -> None:
         assert self._prefetch is not None
         name = "hints_unused"
         try:
@@ -177,7 +178,7 @@ class HintReader:
             self._slots.release()
             self._recorder.count(name)
 
-    def _hashes(self, payload: Any, namespace: str, own: Sequence[bytes] | None) -> Sequence[bytes]:
+    def _hashes(self, payload: Any, namespace: str, own: Hashes | None) -> Sequence[bytes]:
         if not isinstance(payload, Mapping):
             raise ConfigError("the payload is not an object")
         if unknown := sorted(map(str, payload.keys() - _PAYLOAD)):
