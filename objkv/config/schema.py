@@ -210,7 +210,7 @@ class Config(BaseModel):
 
     agent: str = Field(default="off", pattern=r"^(off|auto|unix:///[^\x00]{1,100})$")
     """Whether a node agent loads for all replicas of this machine, from memory that they share. Not
-    for GPUs yet. ``off``: each worker loads for itself. ``auto``: the first replica starts an
+    yet run on a GPU. ``off``: each worker loads for itself. ``auto``: the first replica starts an
     agent, which ends when it is idle. ``unix:///path``: the socket of an agent that runs already;
     replicas then load nothing while it is away."""
     agent_memory_bytes: int = Field(default=0, ge=0)

@@ -151,12 +151,11 @@ class CudaDriver:
         """See ``DeviceDriver.pin``. PyTorch's own pinned memory is rounded up to a power of two."""
         runtime = torch.cuda.cudart()
         address = memory.data_ptr()
-        error = runtime.cudaHostRegister(address, memory.nbytes, 0)
-        if error.value != 0:
-            if self.runtime is not None:
-                self.runtime.clear()
-            raise RuntimeError(f"page-locking {memory.nbytes} bytes failed: {error}")
-        return lambda: runtime.cudaHostUnregister(address)
+        self._check(
+            runtime.cudaHostRegister(address, memory.nbytes, 0),
+            f"page-locking {memory.nbytes} bytes",
+        )
+        return lambda: self._check(runtime.cudaHostUnregister(address), "unlocking memory")
 
     def pin_read_only(self, address: int, nbytes: int) -> Callable[[], None]:
         """See ``DeviceDriver.pin_read_only``. Many devices of PCs cannot, and are asked first.
@@ -169,6 +168,13 @@ class CudaDriver:
         if runtime.attribute(_USES_HOST_TABLES):
             return runtime.register(address, nbytes, 0)
         raise RuntimeError("the device registers no read-only memory")
+
+    def _check(self, error: Any, what: str) -> None:
+        """Raise ``RuntimeError`` for an error that PyTorch returns but leaves in the runtime."""
+        if error.value:
+            if self.runtime is not None:
+                self.runtime.clear()
+            raise RuntimeError(f"{what} failed: {error}")
 
 
 class TorchDriver:

@@ -6,6 +6,7 @@ or a lease that ends too early, shows as wrong bytes.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 from unittest.mock import patch
@@ -14,10 +15,11 @@ from objkv.agent.client import AgentConnection
 from objkv.agent.outbox import AgentSaves, Outbox
 from objkv.agent.residents import Resident, Residents
 from objkv.codec.payload import payload_bytes_max
+from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.kv.worker import Transfers, WorkerSide
 from objkv.connector.programs import gpu_order
-from objkv.connector.programs.ordering.rig import OrderRig
-from objkv.connector.programs.ordering.setup import NAMESPACE, Pages
+from objkv.connector.programs.ordering.rig import OrderRig, Scenario
+from objkv.connector.programs.ordering.setup import NAMESPACE, WHOLE, Pages, Setup, equal
 from objkv.transfer.devices import driver_of
 from objkv.transfer.lanes import Lane
 from objkv.transfer.loading.loads import LoadLimits
@@ -26,10 +28,12 @@ from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool
 from tests.agent.world import Node
+from tests.device import simulated
+from tests.device.mutants import mutant
 
 ARENA_BYTES = 4 << 20
-WINDOW_BYTES = 1 << 20
-"""Payloads of the rig are smaller, and some lie across two windows."""
+WINDOW_BYTES = 256 << 10
+"""More than a payload of the rig. Some lie across two windows."""
 POISON = 0xEE
 
 
@@ -41,14 +45,18 @@ class AgentRig(OrderRig):
     is_registered = False
     """Whether the whole arena is registered before the first load. If not, as in use, windows are
     when they were first read."""
+    is_refused = False
+    """Whether the device registers no memory for reading."""
 
     def _open_stores(self) -> None:
         self.node = Node(memory=self.arena_bytes).listen()
+        self._old: list[Node] = []
         self.bulk = self.node.store
         self._index = cast(Any, self.node.index)
 
     def open_worker(self) -> None:
         """See ``OrderRig.open_worker``."""
+        simulated.allow_read_only(not self.is_refused)
         super().open_worker()
         self.loader.close()
         self.saver.close(0.0)
@@ -129,6 +137,22 @@ class AgentRig(OrderRig):
         self.node.saves.drain(self.setup.patience_s)
         return super().stored(chunk, namespace)
 
+    @property
+    def agent(self) -> AgentConnection:
+        """The loader's connection."""
+        agent: AgentConnection = self.loader._agent  # type: ignore[attr-defined]
+        return agent
+
+    def restart(self) -> None:
+        """Another agent at the same place, over the same store."""
+        old = self.node
+        assert old.server is not None
+        old.core.close(self.setup.patience_s)
+        old.server.close()
+        old.path.unlink()
+        self.node = Node(memory=self.arena_bytes, path=old.path, store=old.store).listen()
+        self._old.append(old)
+
     def settle(self) -> None:
         """Wait until the agent has nothing leased."""
         self.wait_until(lambda: self.node.residents.leased() == 0)
@@ -138,7 +162,16 @@ class AgentRig(OrderRig):
         super().close()
         self.settle()
         assert self.node.residents.check()
-        self.node.close()
+        for node in (self.node, *self._old):
+            node.close()
+
+
+WAYS: dict[str, dict[str, bool]] = {
+    "registered": {"is_registered": True},
+    "registering": {},
+    "refused": {"is_refused": True},
+}
+"""How the device reads the arena, as attributes of the rig."""
 
 
 @contextmanager
@@ -156,3 +189,158 @@ def by_agent(**settings: Any) -> Iterator[None]:
     rig = type("Rig", (AgentRig,), settings)
     with patch.object(Residents, "_release", poisoned), patch.object(gpu_order, "OrderRig", rig):
         yield
+
+
+# Scenarios of their own.
+
+
+def connection_is_lost(rig: OrderRig) -> bool:
+    """Copies from the arena that are queued when the connection to its agent is lost"""
+    assert isinstance(rig, AgentRig)
+    _load_late(rig, "r")
+    before = rig.agent
+    before._is_lost = True
+    rig.loader.cancel("unknown")  # wakes its thread
+    rig.until_received("r")
+    if rig.worker.take_failed_blocks():
+        rig.write(_FIRST, _blocks(rig), _OWNER)
+        rig.synchronize()
+        if not rig.holds(_read(rig), _OWNER):
+            return False
+    rig.wait_until(lambda: rig.loader._agent not in (None, before))  # type: ignore[attr-defined]
+    return _is_right(rig, "again")
+
+
+def agent_restarts(rig: OrderRig) -> bool:
+    """Copies from the arena of an agent that ends meanwhile, and loads from that of the next"""
+    assert isinstance(rig, AgentRig)
+    _load_late(rig, "r")
+    rig.restart()
+    rig.until_received("r")
+    if not rig.worker.take_failed_blocks() and not equal(_read(rig), rig.expected(_CHUNKS)):
+        return False
+    rig.wait_until(lambda: rig.loader._agent is not None and rig.loader._agent.is_open)  # type: ignore[attr-defined]
+    return _is_right(rig, "again")
+
+
+def memory_is_reused(rig: OrderRig) -> bool:
+    """An arena with room for few payloads, whose memory is overwritten when its leases end"""
+    for number in range(6):
+        rig.delay_loads(_SLOW_S / 4)
+        if not _is_right(rig, f"r{number}", sync=bool(number % 2)):
+            return False
+    return True
+
+
+def _load_late(rig: AgentRig, request: str) -> None:
+    """Load with all copies queued behind a delay."""
+    rig.delay_loads(_SLOW_S)
+    rig.step(StepPlan(loads=(rig.load_plan(_CHUNKS, _FIRST, request=request),)))
+    nbytes = len(_CHUNKS) * rig.pages.raw_bytes
+    rig.wait_until(lambda: rig.recorder.value("load_bytes") >= nbytes)
+
+
+def _is_right(rig: OrderRig, request: str, *, sync: bool = False) -> bool:
+    """Load, and compare all bytes."""
+    plan = StepPlan(loads=(rig.load_plan(_CHUNKS, _FIRST, request=request, sync=sync),))
+    if sync:
+        rig.begin(plan)
+        rig.worker.start_loads(plan)
+        rig.end(plan)
+    else:
+        rig.step(plan)
+        rig.until_received(request)
+    return not rig.worker.take_failed_blocks() and equal(_read(rig), rig.expected(_CHUNKS))
+
+
+def _blocks(rig: OrderRig) -> int:
+    return len(_CHUNKS) * rig.setup.layout.chunk_blocks
+
+
+def _read(rig: OrderRig) -> Pages:
+    return rig.read(_FIRST, _blocks(rig))
+
+
+_FIRST, _CHUNKS, _OWNER, _SLOW_S = 8, range(4), 7.0, 0.1
+_TWO_SLABS = Setup(load_slabs=2)
+AGENT_SCENARIOS = (
+    Scenario("connection lost", connection_is_lost),
+    Scenario("agent restarted", agent_restarts, Setup(layout=WHOLE)),
+    Scenario("memory reused", memory_is_reused, _TWO_SLABS),
+    Scenario("memory reused, whole blocks", memory_is_reused, replace(_TWO_SLABS, layout=WHOLE)),
+)
+
+_SHARED = "transfer.loading.shared:"
+_REGISTRATION = "transfer.registration:"
+AGENT_MUTANTS = {
+    mutant(
+        "leases end before their copies",
+        "memory reused",
+        _SHARED + "SharedLoader._advance",
+        "if one.is_copied and _is_past(one.writer.mark):",
+        "if one.is_copied:",
+    ): "registered",
+    mutant(
+        "leases of a lost connection end before their copies",
+        "connection lost",
+        _SHARED + "SharedLoader._lose",
+        "keep = keep or not self._await(marks)",
+    ): "registered",
+    mutant(
+        "an arena is unmapped while it is registered",
+        "connection lost",
+        _SHARED + "SharedLoader._lose",
+        "self._on_device.detach(agent.close)",
+        "agent.close()",
+    ): "registered",
+    mutant(
+        "an arena stays registered",
+        "connection lost",
+        _REGISTRATION + "Windows._work",
+        "for undo in self._undo.values():",
+        "for undo in ():",
+    ): "registered",
+    mutant(
+        "an arena is unmapped before it is unlocked",
+        "connection lost",
+        _REGISTRATION + "Windows.close",
+        "if self._thread is not None:",
+        "if False:",
+    ): "registered",
+    mutant(
+        "windows are read before they are registered",
+        "memory reused, whole blocks",
+        _REGISTRATION + "Windows.has",
+        "first in self._undo",
+        "first in self._known",
+    ): "refused",
+    mutant(
+        "frames across two windows are read in place",
+        "memory reused, whole blocks",
+        _REGISTRATION + "Windows.has",
+        "first == last and first in self._undo",
+        "{first, last} <= self._undo.keys()",
+    ): "registered",
+    mutant(
+        "frames are read in place where the device refuses",
+        "memory reused, whole blocks",
+        _REGISTRATION + "DeviceFrames.take",
+        "if windows.has(start, ends[-1] - start):",
+        "if True:",
+    ): "refused",
+    mutant(
+        "slabs of an arena's frames are free before their copies",
+        "memory reused",
+        _SHARED + "_Reading._write",
+        "slab.release_after(mark)",
+        "slab.release()",
+    ): "refused",
+    mutant(
+        "payloads that wait for a slab count as copied",
+        "memory reused",
+        _SHARED + "SharedLoader._read",
+        "one.is_stalled = True",
+        "self._done(one)",
+    ): "refused",
+}
+"""Mutants, and the way in which the device reads the arena when they are found."""

@@ -499,10 +499,18 @@ struct HostMemory final : at::HostAllocator {
     size_t size;
     std::vector<PointPtr> uses;
   };
+  struct Use {
+    std::atomic<int> copies{0};  // under way
+    std::atomic<bool> is_gone{false};
+    bool fails() const {  // instead of dying in a copy
+      if (is_gone) fault("a copy of host memory that was unregistered meanwhile");
+      return is_gone;
+    }
+  };
   struct Registered {
     size_t size;
     std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> storage;  // none if by address
-    std::shared_ptr<std::atomic<int>> copies;                          // under way
+    std::shared_ptr<Use> use;
     bool is_read_only = false;
   };
   std::mutex lock;
@@ -569,7 +577,7 @@ struct HostMemory final : at::HostAllocator {
 
   // Whether the device can reach all these bytes. `use` keeps registered memory in use. A copy that
   // spans two registrations reaches neither, as on CUDA.
-  bool reaches(const void* at, size_t size, std::shared_ptr<void>* use = nullptr,
+  bool reaches(const void* at, size_t size, std::shared_ptr<Use>* use = nullptr,
                bool writes = false) {
     auto* const from = (uint8_t*)at;
     Lock held(lock);
@@ -582,9 +590,9 @@ struct HostMemory final : at::HostAllocator {
     if (writes && entry->second.is_read_only)
       fault("a copy to host memory that is registered for reading");
     if (use) {
-      auto copies = entry->second.copies;
-      ++*copies;
-      *use = std::shared_ptr<void>(nullptr, [copies](void*) { --*copies; });
+      auto whole = entry->second.use;
+      ++whole->copies;
+      *use = std::shared_ptr<Use>(whole.get(), [whole](Use*) { --whole->copies; });
     }
     return true;
   }
@@ -638,7 +646,7 @@ struct HostMemory final : at::HostAllocator {
       if (at < other + size && other < at + fresh.size) refuse("already pinned");
     for (const auto& [other, entry] : registered)
       if (at < other + entry.size && other < at + fresh.size) refuse("already registered");
-    fresh.copies = std::make_shared<std::atomic<int>>(0);
+    fresh.use = std::make_shared<Use>();
     registered.emplace(at, std::move(fresh));
   }
   static bool is_mapped(const uint8_t* at, size_t size, char right) {
@@ -659,7 +667,9 @@ struct HostMemory final : at::HostAllocator {
     Lock held(lock);
     const auto found = registered.find((uint8_t*)address);
     if (found == registered.end()) refuse("not registered");
-    const bool is_alive = check_alive(*found, true), is_busy = *found->second.copies > 0;
+    const auto use = found->second.use;
+    const bool is_alive = check_alive(*found, true), is_busy = use->copies > 0;
+    use->is_gone = true;
     registered.erase(found);
     if (!is_alive) refuse("freed while registered");
     if (is_busy) refuse("unregistered while copies of it are under way");
@@ -758,7 +768,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   }
   const bool is_up = is_here(to);
   const auto& host = is_up ? from : to;
-  std::shared_ptr<void> use;
+  std::shared_ptr<HostMemory::Use> use;
   const bool is_pinned = host_memory().reaches(host.const_data_ptr(), host.nbytes(), &use, !is_up);
   const bool is_async = is_pinned && is_plain && non_blocking;
   Launch call(std::string(is_up ? "h2d" : "d2h") +
@@ -767,7 +777,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   auto b = is_up ? kernel_view(to) : host_view(to);
   const bool is_dry = costs.dry && is_async;
   stream.give({[a, b, use = std::move(use), is_dry]() mutable {
-                 if (!is_dry) b.copy_(a);
+                 if (!is_dry && !(use && use->fails())) b.copy_(a);
                  use.reset();
                },
                lasting(costs.copy_gbps, to.nbytes()) + Nanos(costs.piece_ns.load()),
@@ -1066,7 +1076,7 @@ void batch_copy(const at::Tensor& src, const at::Tensor& dst, const at::Tensor& 
     std::string early;
   };
   std::vector<Piece> pieces;
-  std::vector<std::shared_ptr<void>> uses;
+  std::vector<std::shared_ptr<HostMemory::Use>> uses;
   size_t total = 0;
   bool is_up = false;
   for (int64_t i = 0; i < src.numel(); ++i) {
@@ -1088,6 +1098,8 @@ void batch_copy(const at::Tensor& src, const at::Tensor& dst, const at::Tensor& 
   if (costs().dry) pieces.clear();
   current(t_device).give(
       {[pieces = std::move(pieces), uses = std::move(uses)]() mutable {
+         for (const auto& use : uses)
+           if (use && use->fails()) return;
          for (const auto& piece : pieces)
            memcpy(piece.to, piece.early.empty() ? (char*)piece.from : piece.early.data(),
                   piece.size);
