@@ -158,8 +158,8 @@ class CudaDriver:
         return lambda: self._check(runtime.cudaHostUnregister(address), "unlocking memory")
 
     def pin_read_only(self, address: int, nbytes: int) -> Callable[[], None]:
-        """See ``DeviceDriver.pin_read_only``. Many devices of PCs cannot, and are asked first.
-        Devices that use the host's page tables need no flag for it."""
+        """See ``DeviceDriver.pin_read_only``. Many devices cannot, so their attribute is read
+        first. Devices that use the host's page tables need no flag."""
         runtime = self.runtime
         if runtime is None:
             raise RuntimeError("no CUDA runtime")
@@ -484,7 +484,7 @@ def _consecutive(pages: Sequence[Pages]) -> Iterator[torch.Tensor]:
 
 
 def _address(pages: Pages) -> int:
-    """Return the address of contiguous pages. Where they are writable, this takes a third of the
+    """Return the address of contiguous pages. If they are writable, this takes a third of the
     time of ``pages.ctypes.data``."""
     if not pages.flags.writeable:
         return int(pages.__array_interface__["data"][0])

@@ -60,11 +60,11 @@ class Windows:
 
     @property
     def registered_bytes(self) -> int:
-        """Bytes that the device can read by itself."""
+        """Bytes that the device can read in place."""
         return sum(self._size(number) for number in list(self._undo))
 
     def has(self, address: int, nbytes: int) -> bool:
-        """Whether the device can read these bytes, which are in one window, by itself. If not,
+        """Whether the device can read these bytes, which are in one window, in place. If not,
         their windows are registered in the background. Never waits."""
         first, last = (
             (at - self._address) // self._window for at in (address, address + nbytes - 1)
@@ -143,7 +143,7 @@ class Windows:
         except RuntimeError as exc:  # others would be refused, too
             self._refused = True
             logger.warning(
-                "memory of the agent not registered with the device, loads are copied twice: %s",
+                "memory of the agent not registered with the device, copying loads twice reason=%s",
                 exc,
             )
             return
