@@ -173,7 +173,7 @@ class NodeAgent:
             raise
 
     def _open(self, path: Path, recorder: Recorder, replace: bool) -> None:
-        """Open what may be missing or refused. Only then the agent listens, and replaces another."""
+        """Open what may be missing or refused. Only then this agent listens, and replaces another."""
         self._socket = AgentSocket(path, replace=replace)
         try:
             self._backends = open_backends(self._config, recorder)

@@ -213,9 +213,10 @@ class Config(BaseModel):
 
     agent: str = Field(default="auto", pattern=r"^(off|auto|unix:///[^\x00]{1,100})$")
     """Whether a node agent loads for all replicas of this machine, from memory that they share. Not
-    for GPUs yet. ``auto``: the first replica starts an agent, which ends when it is idle; where
-    none can start, each worker loads for itself. ``unix:///path``: the socket of an agent that runs
-    already; replicas then load nothing while it is away. ``off``: each worker loads for itself."""
+    yet run on a GPU. ``auto``: the first replica starts an agent, which ends when it is idle; with
+    a GPU, or where no agent can start, each worker loads for itself. ``unix:///path``: the socket
+    of an agent that runs already; replicas then load nothing while it is away. ``off``: each worker
+    loads for itself."""
     agent_memory_bytes: int = Field(default=0, ge=0)
     """Memory of an agent for payloads, its arena. 0: an eighth of the machine's memory. It takes
     none before payloads fill it."""

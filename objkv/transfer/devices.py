@@ -57,6 +57,75 @@ class DeviceDriver(Protocol):
         """Page-lock ``memory``, a contiguous tensor on the CPU, in place. Returns a function that
         unlocks it. Raises ``RuntimeError`` if the system refuses."""
 
+    def pin_read_only(self, address: int, nbytes: int) -> Callable[[], None]:
+        """Page-lock memory that this process has mapped read-only, for the current device, which
+        may only read it. Both arguments are multiples of a page. Returns a function that unlocks
+        it, or raises ``RuntimeError``; either leaves no error behind."""
+
+
+_READ_ONLY_SUPPORTED, _USES_HOST_TABLES = 113, 100
+"""Attributes of a device. Source: CUDA 13.0, ``cudaDevAttrHostRegisterReadOnlySupported`` and
+``cudaDevAttrPageableMemoryAccessUsesHostPageTables`` in ``driver_types.h``."""
+_READ_ONLY = 8
+"""``cudaHostRegisterReadOnly``."""
+
+
+class CudaRuntime:
+    """Functions of the CUDA runtime that PyTorch does not have. Thread-safe.
+
+    A call that fails leaves its error in the library, for its thread. The next check of a kernel
+    launch would report it as its own, so each failure here is also cleared.
+    """
+
+    def __init__(self, library: Any) -> None:
+        """``library``: the one that PyTorch uses."""
+        self._library = library
+
+    @classmethod
+    def loaded(cls) -> "CudaRuntime | None":
+        """Return the runtime that this process has loaded, None if there is none, as with ROCm.
+        Another copy of the library would have its own errors."""
+        with open("/proc/self/maps") as maps:
+            paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "/libcudart" in line}
+        for path in sorted(paths):
+            try:
+                return cls(ctypes.CDLL(path))
+            except OSError:
+                logger.debug("library not loaded path=%s", path, exc_info=True)
+        return None
+
+    def clear(self) -> None:
+        """Forget the error of this thread's last call, unless the device has failed for good."""
+        self._library.cudaGetLastError()
+
+    def attribute(self, number: int) -> int:
+        """Return an attribute of the current device, 0 if this version does not know it."""
+        device, value = ctypes.c_int(0), ctypes.c_int(0)
+        library = self._library
+        if library.cudaGetDevice(ctypes.byref(device)) or library.cudaDeviceGetAttribute(
+            ctypes.byref(value), ctypes.c_int(number), device
+        ):
+            self.clear()
+            return 0
+        return value.value
+
+    def register(self, address: int, nbytes: int, flags: int) -> Callable[[], None]:
+        """See ``DeviceDriver.pin_read_only``."""
+        self._check(
+            self._library.cudaHostRegister(
+                ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_uint(flags)
+            ),
+            f"page-locking {nbytes} bytes",
+        )
+        return lambda: self._check(
+            self._library.cudaHostUnregister(ctypes.c_void_p(address)), "unlocking memory"
+        )
+
+    def _check(self, error: int, what: str) -> None:
+        if error:
+            self.clear()
+            raise RuntimeError(f"{what} failed: CUDA error {error}")
+
 
 class CudaDriver:
     """CUDA, and ROCm under the same names."""
@@ -64,6 +133,14 @@ class CudaDriver:
     def __init__(self, batch_copy: BatchCopy | None = None) -> None:
         self.kernels: PageKernels = triton_kernels() or TorchKernels()
         self.batch_copy = batch_copy
+        self._runtime: CudaRuntime | None = None
+
+    @property
+    def runtime(self) -> CudaRuntime | None:
+        """The CUDA runtime; None with ROCm."""
+        if self._runtime is None and torch.version.hip is None:
+            self._runtime = CudaRuntime.loaded()
+        return self._runtime
 
     def event(self) -> torch.cuda.Event:
         """See ``DeviceDriver.event``. ``torch.Event`` ignores ``blocking`` on CUDA, and its waiters
@@ -74,10 +151,30 @@ class CudaDriver:
         """See ``DeviceDriver.pin``. PyTorch's own pinned memory is rounded up to a power of two."""
         runtime = torch.cuda.cudart()
         address = memory.data_ptr()
-        error = runtime.cudaHostRegister(address, memory.nbytes, 0)
-        if error.value != 0:
-            raise RuntimeError(f"page-locking {memory.nbytes} bytes failed: {error}")
-        return lambda: runtime.cudaHostUnregister(address)
+        self._check(
+            runtime.cudaHostRegister(address, memory.nbytes, 0),
+            f"page-locking {memory.nbytes} bytes",
+        )
+        return lambda: self._check(runtime.cudaHostUnregister(address), "unlocking memory")
+
+    def pin_read_only(self, address: int, nbytes: int) -> Callable[[], None]:
+        """See ``DeviceDriver.pin_read_only``. Many devices cannot, so their attribute is read
+        first. Devices that use the host's page tables need no flag."""
+        runtime = self.runtime
+        if runtime is None:
+            raise RuntimeError("no CUDA runtime")
+        if runtime.attribute(_READ_ONLY_SUPPORTED):
+            return runtime.register(address, nbytes, _READ_ONLY)
+        if runtime.attribute(_USES_HOST_TABLES):
+            return runtime.register(address, nbytes, 0)
+        raise RuntimeError("the device registers no read-only memory")
+
+    def _check(self, error: Any, what: str) -> None:
+        """Raise ``RuntimeError`` for an error that PyTorch returns but leaves in the runtime."""
+        if error.value:
+            if self.runtime is not None:
+                self.runtime.clear()
+            raise RuntimeError(f"{what} failed: {error}")
 
 
 class TorchDriver:
@@ -97,6 +194,10 @@ class TorchDriver:
         """Leave the memory pageable: PyTorch cannot page-lock existing memory. Copies then block
         the thread that submits them."""
         return lambda: None
+
+    def pin_read_only(self, address: int, nbytes: int) -> Callable[[], None]:
+        """Raise ``RuntimeError``, see ``pin``."""
+        raise RuntimeError("PyTorch cannot page-lock existing memory of this device")
 
 
 _drivers: dict[str, DeviceDriver] = {}
@@ -383,8 +484,10 @@ def _consecutive(pages: Sequence[Pages]) -> Iterator[torch.Tensor]:
 
 
 def _address(pages: Pages) -> int:
-    """Return the address of pages, which must be contiguous and writable. Takes a third of the time
-    of ``pages.ctypes.data``."""
+    """Return the address of contiguous pages. If they are writable, this takes a third of the
+    time of ``pages.ctypes.data``."""
+    if not pages.flags.writeable:
+        return int(pages.__array_interface__["data"][0])
     return ctypes.addressof(ctypes.c_uint8.from_buffer(pages.data))
 
 

@@ -212,6 +212,12 @@ def whole_payload_bytes_max(group: PagedGroup, *, tokens: int) -> int:
     return source.payload_bytes_max(tokens)
 
 
+def frame_bytes_max(group: PagedGroup) -> int:
+    """Return the size of the largest frame of any payload of the group, of any shape."""
+    whole = Part(_whole(group), group.shape.rank_shard.shard)
+    return max(PayloadLayout(group, whole, _size(group)).layer_bytes)
+
+
 def _form(layer: LayerSpec, word: np.dtype[Any]) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Return the shape of a frame's pages in words, and the type of a word."""
     *shape, content = layer.shape

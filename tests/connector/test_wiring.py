@@ -1,22 +1,23 @@
 """What connectors are opened with: who saves, how far a store is, how memory is divided."""
 
+import os
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, cast
+from contextlib import closing
+from unittest.mock import PropertyMock, patch
 
 import pytest
 import torch
 
+from objkv.agent.outbox import Outbox
 from objkv.assembly.backends import is_far
 from objkv.codec.payload import payload_bytes_max
 from objkv.config import Config
 from objkv.connector.kv import wiring
-from objkv.connector.kv.wiring import open_slabs, plan_pools
+from objkv.connector.kv.wiring import Pools, open_slabs, plan_pools
 from objkv.connector.kv.worker import Rank
 from objkv.connector.wiring import may_save
 from objkv.errors import ConfigError
-from objkv.telemetry import MemoryRecorder
-from objkv.tracing import NO_TRACING
+from objkv.transfer.sources import frame_bytes_max
 from tests.support.paged_cache import GROUP, paged_group
 
 CHUNK = 4096
@@ -52,15 +53,27 @@ def test_saves_have_slabs_for_two_full_steps_unless_a_setting_or_the_host_forbid
     assert small.load_slabs + small.save_slabs == 20, "an eighth of the host, for four workers"
 
 
-def test_with_a_device_a_node_agent_is_refused_at_the_start() -> None:
-    paged, _ = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=4)
-    on_device = SimpleNamespace(device=torch.device("cuda"), layers=paged.layers)
-    pools = plan_pools(Config(), {0: paged}, CHUNK, Rank(0, "w", 1))
-    host = wiring._Host(
-        cast(Any, {0: on_device}), pools, Rank(0, "w", 1), CHUNK, MemoryRecorder(), NO_TRACING
-    )
-    with pytest.raises(ConfigError, match="set agent to off"):
-        wiring._agent_transfers(Config(), host, cast(Any, None))
+def test_with_a_node_agent_a_device_has_a_few_slabs_and_a_cpu_none() -> None:
+    paged, _ = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=1)
+    rank = Rank(0, "w", 1)
+    own = plan_pools(Config(), {0: paged}, CHUNK, rank)
+    on_cpu = plan_pools(Config(), {0: paged}, CHUNK, rank, loads_here=False)
+    assert (on_cpu.load_slabs, on_cpu.slab_bytes) == (0, own.slab_bytes)
+    device = PropertyMock(return_value=torch.device("cuda"))
+    with patch.object(type(paged), "device", device):
+        pools = plan_pools(Config(), {0: paged}, CHUNK, rank, loads_here=False)
+    assert pools.load_slabs == 4
+    assert pools.slab_bytes >= max(own.slab_bytes, frame_bytes_max(paged))
+
+
+def test_only_slabs_of_saves_are_in_the_outbox() -> None:
+    pools = Pools(4096, 4, 2, 1, 10, 1 << 20)
+    with closing(Outbox(2 * 4096)) as outbox:
+        slabs = open_slabs(pools, None, outbox.fd)
+        slabs["load"].memory.fill_(1)
+        slabs["save"].memory.fill_(2)
+        assert os.pread(outbox.fd, 3 * 4096, 0) == b"\2" * 8192
+    assert (slabs["load"].total, slabs["save"].total) == (4, 2)
 
 
 def test_memory_that_may_not_be_page_locked_is_refused_at_the_start() -> None:

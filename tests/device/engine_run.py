@@ -1,8 +1,9 @@
 """A real vLLM engine whose paged cache is in the memory of the simulated device.
 
 ``python -m tests.device.engine_run async 12`` runs 12 rounds of prompts and prints a JSON line.
-With names of ``tests.device.mutants`` as further arguments, or ``all``, it then runs each of them,
-with prompts of its own and a line each.
+With ``async-agent`` or ``layerwise-agent`` the worker loads and saves by a node agent. With names
+of ``tests.device.mutants`` as further arguments, or ``all``, it then runs each of them, with
+prompts of its own and a line each.
 
 The model computes on the CPU, in the kernels' view of the cache, while objkv's lanes use the
 device, each of whose operations takes milliseconds. Whatever the compute stream must wait for, the
@@ -19,20 +20,25 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from copy import copy
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from objkv.transfer.loading.loader import Loader
+from objkv.index.sqlite.index import SqliteIndex
+from objkv.transfer.loading.loads import Loads
 from objkv.transfer.plan import ChunkMove, LoadOutcome, LoadPlan, SavePlan
 from objkv.transfer.saver import Saver
 from tests.device import simulated
 from tests.device.mutants import MUTANTS, Mutant
 from tests.engine import model
 from tests.engine.prompts import tokens_of
+from tests.support.agents import AgentProcess
+from tests.support.paged_cache import wait_until
 
 SLOW_US, SAVE_US = (500, 2500), 400_000
 """How long each operation of a lane takes, at least and at most, and how long a save waits before
@@ -49,6 +55,12 @@ ROUNDS_EACH, MUTANT_ROUNDS, LOOKUP_S = 3, 24, 0.1
 NONSENSE = 0x41
 """Bytes of freed blocks: finite numbers in every dtype, far from any of the model's."""
 PATIENCE_S = 120.0
+AGENT = {
+    "agent_memory_bytes": "64MiB",
+    "near_miss_ttl_ms": "0",
+    "save_deadline_ms": "600s",
+}
+"""Settings of an agent."""
 _DEVICE = "sim:0"
 
 
@@ -96,7 +108,7 @@ class Witness:
         self._plans: dict[str, LoadPlan] = {}
         self.compared = self.wrong = 0
 
-    def watch(self, loader: Loader, saver: Saver) -> None:
+    def watch(self, loader: Loads, saver: Saver) -> None:
         """Look at all plans and outcomes from now on. Mutants replace methods of the classes, so
         this replaces those of the objects."""
         lane: Any = saver._lane
@@ -113,10 +125,10 @@ class Witness:
 
         def submit(plan: LoadPlan, *args: Any) -> None:
             self._plans[plan.request_id] = plan
-            Loader.submit(loader, plan, *args)
+            Loads.submit(loader, plan, *args)
 
         def take_finished(*, sync: bool) -> list[LoadOutcome]:
-            outcomes = Loader.take_finished(loader, sync=sync)
+            outcomes = Loads.take_finished(loader, sync=sync)
             if sync:
                 let_model_wait()
             for outcome in outcomes:
@@ -143,7 +155,7 @@ class Witness:
 class Engine:
     """The engine, and its rounds."""
 
-    def __init__(self, load_mode: str, folder: str) -> None:
+    def __init__(self, load_mode: str, folder: str, agent: AgentProcess | None) -> None:
         import vllm
         from vllm.distributed.kv_transfer import get_kv_transfer_group
         from vllm.v1.worker import gpu_model_runner as runner
@@ -166,12 +178,18 @@ class Engine:
             patch.object(ObjKVConnector, "register_kv_caches", register_on_device),
             patch.object(wiring, "copies_are_synchronous", lambda: False),  # as if not on a CPU
         ):
-            self._llm = vllm.LLM(**_arguments(load_mode, folder))
+            self._llm = vllm.LLM(**_arguments(load_mode, folder, agent))
+        self._folder, self._agent = folder, agent
+        self._accepted: set[str] = set()
         self._engine = self._llm.llm_engine
         self._scheduler: Any = self._engine.engine_core.engine_core.scheduler
         connector: Any = get_kv_transfer_group()
         self._worker = connector._worker
         self.witness.watch(self._worker._loader, self._worker._saver)
+        if agent is not None:
+            target = self._worker._target
+            known = target.accepted
+            target.accepted = lambda key: (self._accepted.add(key.path()), known(key))
         self._params = vllm.SamplingParams(temperature=0, ignore_eos=True, detokenize=False)
         self._requests = 0
         simulated.slow(_DEVICE, *SLOW_US)
@@ -223,7 +241,14 @@ class Engine:
             self._engine.step()
         self.cache.spoil()
         assert self._worker._saver.drain(PATIENCE_S)
+        if self._agent is not None:
+            self._await_published()
         return answers
+
+    def _await_published(self) -> None:
+        """Wait until the agent has published what it accepted."""
+        with closing(SqliteIndex(Path(self._folder) / "index.sqlite")) as index:
+            wait_until(lambda: sum(one.payloads for one in index.usage()) >= len(self._accepted))
 
 
 @dataclass
@@ -244,14 +269,20 @@ def _then_model_waits(method: Callable[..., Any]) -> Callable[..., Any]:
     return waited
 
 
-def _arguments(load_mode: str, folder: str) -> dict[str, Any]:
-    extra = {
+def _stores(folder: str) -> dict[str, str]:
+    return {
         "bulk_url": f"file://{folder}/chunks",
         "index_url": f"sqlite:///{folder}/index.sqlite",
+    }
+
+
+def _arguments(load_mode: str, folder: str, agent: AgentProcess | None) -> dict[str, Any]:
+    extra = {
         "load_mode": load_mode,
         "admission": "always",
         "chunk_tokens": CHUNK_TOKENS,
     }
+    extra |= _stores(folder) if agent is None else {"agent": agent.url, "near_miss_ttl_ms": 0}
     transfer = {
         "kv_connector": "ObjKVConnector",
         "kv_role": "kv_both",
@@ -331,13 +362,17 @@ def judge(engine: Engine, rounds: int, *, seed: int, name: str = "") -> Verdict:
 
 def main() -> None:
     """See the module."""
-    load_mode, count, *names = sys.argv[1:]
+    how, count, *names = sys.argv[1:]
+    load_mode, _, by_agent = how.partition("-")
     simulated.load()
     simulated.seed(1)
     mutants: list[Mutant | None] = [None]
     mutants += [m for m in MUTANTS if m.name in names or names == ["all"]]
-    with tempfile.TemporaryDirectory(prefix="objkv-") as folder:
-        engine = Engine(load_mode, folder)
+    with tempfile.TemporaryDirectory(prefix="objkv-") as folder, ExitStack() as stack:
+        agent = None
+        if by_agent:
+            agent = stack.enter_context(AgentProcess(_stores(folder) | AGENT))
+        engine = Engine(load_mode, folder, agent)
         for number, mutant in enumerate(mutants):
             if mutant is None:
                 verdict = judge(engine, int(count), seed=0)
@@ -346,8 +381,10 @@ def main() -> None:
                 with mutant.edit.applied():
                     verdict = judge(engine, MUTANT_ROUNDS, seed=100 * number, name=mutant.name)
             print(json.dumps(asdict(verdict)), flush=True)
-    sys.stdout.flush()
-    os._exit(0)  # a mutant may have left anything behind
+        if agent is not None:
+            agent.kill()
+        sys.stdout.flush()
+        os._exit(0)  # a mutant may have left anything behind
 
 
 if __name__ == "__main__":

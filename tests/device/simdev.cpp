@@ -28,6 +28,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <fstream>
 #include <map>
 #include <mutex>
 #include <random>
@@ -498,10 +499,19 @@ struct HostMemory final : at::HostAllocator {
     size_t size;
     std::vector<PointPtr> uses;
   };
+  struct Use {
+    std::atomic<int> copies{0};  // under way
+    std::atomic<bool> is_gone{false};
+    bool fails() const {  // instead of dying in a copy
+      if (is_gone) fault("a copy of host memory that was unregistered meanwhile");
+      return is_gone;
+    }
+  };
   struct Registered {
     size_t size;
-    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-    std::shared_ptr<std::atomic<int>> copies;  // under way
+    std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> storage;  // none if by address
+    std::shared_ptr<Use> use;
+    bool is_read_only = false;
   };
   std::mutex lock;
   std::map<uint8_t*, Piece> live;
@@ -565,8 +575,10 @@ struct HostMemory final : at::HostAllocator {
   void reset_accumulated_stats() override {}
   void reset_peak_stats() override {}
 
-  // Whether the device can reach all these bytes. `use` keeps registered memory in use.
-  bool reaches(const void* at, size_t size, std::shared_ptr<void>* use = nullptr) {
+  // Whether the device can reach all these bytes. `use` keeps registered memory in use. A copy that
+  // spans two registrations reaches neither, as on CUDA.
+  bool reaches(const void* at, size_t size, std::shared_ptr<Use>* use = nullptr,
+               bool writes = false) {
     auto* const from = (uint8_t*)at;
     Lock held(lock);
     auto next = pinned.upper_bound(from);
@@ -575,10 +587,12 @@ struct HostMemory final : at::HostAllocator {
     if (entry == registered.begin() || from + size > (--entry)->first + entry->second.size)
       return false;
     if (!costs().dry) check_alive(*entry);  // which takes longer the more memory there is
+    if (writes && entry->second.is_read_only)
+      fault("a copy to host memory that is registered for reading");
     if (use) {
-      auto copies = entry->second.copies;
-      ++*copies;
-      *use = std::shared_ptr<void>(nullptr, [copies](void*) { --*copies; });
+      auto whole = entry->second.use;
+      ++whole->copies;
+      *use = std::shared_ptr<Use>(whole.get(), [whole](Use*) { --whole->copies; });
     }
     return true;
   }
@@ -592,7 +606,7 @@ struct HostMemory final : at::HostAllocator {
     const auto& [at, memory] = entry;
     std::vector<unsigned char> pages(memory.size / 4096 + 2);
     auto* const page = (uint8_t*)((uintptr_t)at & ~uintptr_t(4095));
-    return (is_last || !memory.storage.expired()) &&
+    return (is_last || !memory.storage || !memory.storage->expired()) &&
            mincore(page, at + memory.size - page, pages.data()) == 0;
   }
   void check_all_alive() {
@@ -614,21 +628,48 @@ struct HostMemory final : at::HostAllocator {
     count("register");
     TORCH_CHECK(memory.is_cpu() && memory.is_contiguous() && memory.nbytes(), "not host memory");
     auto* const at = (uint8_t*)memory.data_ptr();
+    if (!is_mapped(at, memory.nbytes(), 'w')) refuse("mapped read-only");
     Lock held(lock);
+    insert(at, {memory.nbytes(), memory.storage().getWeakStorageImpl()});
+  }
+  void add_read_only(int64_t address, int64_t size) {
+    count("register");
+    TORCH_CHECK(registers_read_only, "sim: the device registers no read-only memory");
+    auto* const at = (uint8_t*)address;
+    if (!is_mapped(at, size, 'r')) refuse("not mapped");
+    Lock held(lock);
+    insert(at, {.size = size_t(size), .is_read_only = true});
+  }
+  std::atomic<bool> registers_read_only{true};
+  void insert(uint8_t* at, Registered fresh) {
     for (const auto& [other, size] : pinned)
-      if (at < other + size && other < at + memory.nbytes()) refuse("already pinned");
+      if (at < other + size && other < at + fresh.size) refuse("already pinned");
     for (const auto& [other, entry] : registered)
-      if (at < other + entry.size && other < at + memory.nbytes()) refuse("already registered");
-    auto copies = std::make_shared<std::atomic<int>>(0);
-    registered.emplace(at, Registered{memory.nbytes(), memory.storage().getWeakStorageImpl(),
-                                      std::move(copies)});
+      if (at < other + entry.size && other < at + fresh.size) refuse("already registered");
+    fresh.use = std::make_shared<Use>();
+    registered.emplace(at, std::move(fresh));
+  }
+  static bool is_mapped(const uint8_t* at, size_t size, char right) {
+    std::ifstream maps("/proc/self/maps");
+    auto next = (uintptr_t)at;
+    const auto end = next + size;
+    for (std::string line; next < end && std::getline(maps, line);) {
+      uintptr_t first, last;
+      char rights[5];
+      if (sscanf(line.c_str(), "%lx-%lx %4s", &first, &last, rights) != 3 || last <= next) continue;
+      if (first > next || !strchr(rights, right)) return false;
+      next = last;
+    }
+    return next >= end;
   }
   void remove(int64_t address) {
     count("unregister");
     Lock held(lock);
     const auto found = registered.find((uint8_t*)address);
     if (found == registered.end()) refuse("not registered");
-    const bool is_alive = check_alive(*found, true), is_busy = *found->second.copies > 0;
+    const auto use = found->second.use;
+    const bool is_alive = check_alive(*found, true), is_busy = use->copies > 0;
+    use->is_gone = true;
     registered.erase(found);
     if (!is_alive) refuse("freed while registered");
     if (is_busy) refuse("unregistered while copies of it are under way");
@@ -727,8 +768,8 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   }
   const bool is_up = is_here(to);
   const auto& host = is_up ? from : to;
-  std::shared_ptr<void> use;
-  const bool is_pinned = host_memory().reaches(host.const_data_ptr(), host.nbytes(), &use);
+  std::shared_ptr<HostMemory::Use> use;
+  const bool is_pinned = host_memory().reaches(host.const_data_ptr(), host.nbytes(), &use, !is_up);
   const bool is_async = is_pinned && is_plain && non_blocking;
   Launch call(std::string(is_up ? "h2d" : "d2h") +
               (!is_pinned ? " pageable" : !is_plain ? " strided" : non_blocking ? "" : " blocking"));
@@ -736,7 +777,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   auto b = is_up ? kernel_view(to) : host_view(to);
   const bool is_dry = costs.dry && is_async;
   stream.give({[a, b, use = std::move(use), is_dry]() mutable {
-                 if (!is_dry) b.copy_(a);
+                 if (!is_dry && !(use && use->fails())) b.copy_(a);
                  use.reset();
                },
                lasting(costs.copy_gbps, to.nbytes()) + Nanos(costs.piece_ns.load()),
@@ -1035,18 +1076,18 @@ void batch_copy(const at::Tensor& src, const at::Tensor& dst, const at::Tensor& 
     std::string early;
   };
   std::vector<Piece> pieces;
-  std::vector<std::shared_ptr<void>> uses;
+  std::vector<std::shared_ptr<HostMemory::Use>> uses;
   size_t total = 0;
   bool is_up = false;
   for (int64_t i = 0; i < src.numel(); ++i) {
     const size_t size = sizes.data_ptr<int64_t>()[i];
-    auto reach = [&](const at::Tensor& addresses) -> uint8_t* {
+    auto reach = [&](const at::Tensor& addresses, bool writes) -> uint8_t* {
       auto* const at = (uint8_t*)addresses.data_ptr<int64_t>()[i];
       if (owner(at, size) == t_device) return (uint8_t*)behind(at);
       uses.emplace_back();
-      return host_memory().reaches(at, size, &uses.back()) ? at : nullptr;
+      return host_memory().reaches(at, size, &uses.back(), writes) ? at : nullptr;
     };
-    Piece piece{reach(dst), reach(src), size, {}};
+    Piece piece{reach(dst, true), reach(src, false), size, {}};
     if (!piece.to || !piece.from)
       return fault("a batch copies from or to an address that the device cannot reach");
     is_up = owner((void*)dst.data_ptr<int64_t>()[i]) >= 0;
@@ -1057,6 +1098,8 @@ void batch_copy(const at::Tensor& src, const at::Tensor& dst, const at::Tensor& 
   if (costs().dry) pieces.clear();
   current(t_device).give(
       {[pieces = std::move(pieces), uses = std::move(uses)]() mutable {
+         for (const auto& use : uses)
+           if (use && use->fails()) return;
          for (const auto& piece : pieces)
            memcpy(piece.to, piece.early.empty() ? (char*)piece.from : piece.early.data(),
                   piece.size);
@@ -1104,6 +1147,10 @@ void settle() {  // waits until all streams have done their work, failed or not
     for (Queue* each : queues(device)) each->point()->wait();
 }
 void register_host(const at::Tensor& memory) { host_memory().add(memory); }
+void register_read_only(int64_t address, int64_t size) {
+  host_memory().add_read_only(address, size);
+}
+void allow_read_only(bool on) { host_memory().registers_read_only = on; }
 void unregister_host(int64_t address) { host_memory().remove(address); }
 void forget_dead_hosts() { host_memory().forget_dead(); }
 std::string take_error() {
@@ -1163,6 +1210,8 @@ TORCH_LIBRARY(simdev, m) {
   m.def("settle() -> ()", simdev::settle);
   m.def("register_host(Tensor memory) -> ()", simdev::register_host);
   m.def("unregister_host(int address) -> ()", simdev::unregister_host);
+  m.def("register_read_only(int address, int size) -> ()", simdev::register_read_only);
+  m.def("allow_read_only(bool on) -> ()", simdev::allow_read_only);
   m.def("kernel_view(Tensor t) -> Tensor", simdev::kernel_view);
   m.def("forget_dead_hosts() -> ()", simdev::forget_dead_hosts);
   m.def("take_error() -> str", simdev::take_error);

@@ -194,6 +194,11 @@ class SimDriver:
         address = memory.data_ptr()
         return lambda: torch.ops.simdev.unregister_host(address)
 
+    def pin_read_only(self, address: int, nbytes: int) -> Callable[[], None]:
+        """See ``DeviceDriver.pin_read_only``. Keep the memory mapped until it is unlocked."""
+        torch.ops.simdev.register_read_only(address, nbytes)
+        return lambda: torch.ops.simdev.unregister_host(address)
+
 
 def _batch_copy(src: torch.Tensor, dst: torch.Tensor, sizes: torch.Tensor, any_order: bool) -> None:
     torch.ops.simdev.batch_copy(src, dst, sizes, any_order)
@@ -255,6 +260,7 @@ def reset() -> None:
     relax()
     torch.ops.simdev.settle()
     torch.ops.simdev.set_cost(0.0, 0.0, 0.0, 0.0, False)
+    allow_read_only(True)
     DRIVER.use_batch_copy(False)
     torch.ops.simdev.take_error()
     torch.ops.simdev.forget_dead_hosts()
@@ -276,6 +282,11 @@ def unregister_host(memory: torch.Tensor) -> None:
     """Undo ``register_host``. Raises ``RuntimeError`` for other memory, and if copies of it are
     under way."""
     torch.ops.simdev.unregister_host(memory.data_ptr())
+
+
+def allow_read_only(on: bool) -> None:
+    """Whether the device registers memory that is mapped read-only, as some do. By default yes."""
+    torch.ops.simdev.allow_read_only(on)
 
 
 def take_error() -> str:

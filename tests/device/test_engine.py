@@ -40,7 +40,14 @@ FOUND = {
         "no layer holds computing",
         "slabs of loads are free before their copies",
     ),
+    "async-agent": (
+        "marks are not recorded",
+        "loads are reported before their copies",
+        "saves are reported before their copies",
+    ),
+    "layerwise-agent": ("marks hold nothing",),
 }
+"""Load modes, also by a node agent, and mutants that are found there."""
 
 
 @pytest.mark.timeout(BOUND_S)

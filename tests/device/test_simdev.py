@@ -3,6 +3,7 @@ counters, time and faults."""
 
 import ctypes
 import mmap
+import os
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -539,6 +540,80 @@ def test_memory_in_use_is_not_unregistered(
     with pytest.raises(RuntimeError, match="under way"):
         undo()
     assert "under way" in sim.take_error()
+
+
+@pytest.fixture
+def shared(sim: ModuleType) -> Iterator[torch.Tensor]:
+    """Ones that this process has mapped read-only, ``[4 * 4096]`` uint8."""
+    size = 4 * mmap.PAGESIZE
+    fd = os.memfd_create("shared")
+    os.pwrite(fd, bytes([1]) * size, 0)
+    mapping = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+    address = np.frombuffer(mapping, np.uint8).ctypes.data
+    yield torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+    torch.ops.simdev.settle()
+    mapping.close()
+    os.close(fd)
+
+
+def test_a_read_only_mapping_is_registered_for_reading_alone(
+    sim: ModuleType, device: torch.device, compute: torch.Stream, shared: torch.Tensor
+) -> None:
+    with pytest.raises(RuntimeError, match="mapped read-only"):
+        sim.register_host(shared)
+    assert "mapped read-only" in sim.take_error()
+    target = torch.zeros(shared.shape, dtype=torch.uint8, device=device)
+    sim.counts()
+    undo = sim.DRIVER.pin_read_only(shared.data_ptr(), shared.nbytes)
+    target.copy_(shared, non_blocking=True)
+    assert calls(sim.counts()) == {"register": 1, "h2d": 1}
+    compute.synchronize()
+    assert raw(target).sum() == shared.nbytes
+    with pytest.raises(RuntimeError, match="registered for reading"):
+        shared.copy_(target, non_blocking=True)
+    assert "registered for reading" in sim.take_error()
+    undo()
+    sim.counts()
+    target.copy_(shared, non_blocking=True)
+    assert "h2d pageable" in calls(sim.counts())
+
+
+def test_a_device_may_refuse_read_only_memory(sim: ModuleType, shared: torch.Tensor) -> None:
+    sim.allow_read_only(False)
+    with pytest.raises(RuntimeError, match="no read-only memory"):
+        sim.DRIVER.pin_read_only(shared.data_ptr(), shared.nbytes)
+    assert not sim.take_error()
+    sim.reset()
+    sim.DRIVER.pin_read_only(shared.data_ptr(), shared.nbytes)()
+
+
+def test_a_copy_of_two_registrations_reaches_neither(
+    sim: ModuleType, device: torch.device, shared: torch.Tensor
+) -> None:
+    half = shared.nbytes // 2
+    halves = [shared.data_ptr(), shared.data_ptr() + half]
+    undo = [sim.DRIVER.pin_read_only(at, half) for at in halves]
+    target = torch.zeros(shared.shape, dtype=torch.uint8, device=device)
+    sim.counts()
+    target[:half].copy_(shared[:half], non_blocking=True)
+    target.copy_(shared, non_blocking=True)
+    assert {"h2d", "h2d pageable"} <= calls(sim.counts()).keys()
+    for each in undo:
+        each()
+
+
+def test_a_copy_of_memory_that_was_unregistered_fails(
+    sim: ModuleType, device: torch.device, compute: torch.Stream, shared: torch.Tensor
+) -> None:
+    target = torch.zeros(shared.shape, dtype=torch.uint8, device=device)
+    undo = sim.DRIVER.pin_read_only(shared.data_ptr(), shared.nbytes)
+    sim.hold(compute)
+    target.copy_(shared, non_blocking=True)
+    with pytest.raises(RuntimeError, match="under way"):
+        undo()
+    sim.hold(compute, False)
+    torch.ops.simdev.settle()
+    assert "unregistered meanwhile" in sim.take_error()
 
 
 # Counters

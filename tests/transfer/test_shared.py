@@ -386,6 +386,34 @@ def test_a_device_that_fails_keeps_its_memory_and_ends_no_thread(world: World) -
         module._KEPT.pop().close()  # the process ends
 
 
+class FailingMark(GatedMark):
+    def done(self) -> bool:
+        if self.gate.is_set():
+            raise RuntimeError("illegal address")
+        return False
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_device_that_fails_while_it_reads_keeps_the_memory(world: World, is_lost: bool) -> None:
+    lane = GatedLane()
+    lane.last = FailingMark()
+    broken = world.open(lane)
+    loader: Any = broken.loader
+    loader.submit(broken.load_plan(range(4), 1))
+    wait_until(lambda: loader.leased == 4 and loader._jobs["r"].is_over())
+    if is_lost:
+        loader._agent._is_lost = True
+        loader.cancel("r")  # wakes its thread
+        wait_until(lambda: loader._agent is None)
+    lane.last.gate.set()
+    wait_until(lambda: bool(module._KEPT))
+    assert world.node.residents.leased() == 4, "nothing shows until when the device reads"
+    loader._jobs.clear()  # the engine ends
+    broken.close()
+    while module._KEPT:
+        module._KEPT.pop().close()  # the process ends
+
+
 @pytest.mark.parametrize("moment", ["before", "within"])
 def test_loads_are_misses_while_there_is_no_agent_and_go_on_with_the_next(
     world: World, moment: str, monkeypatch: pytest.MonkeyPatch

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from objkv.assembly.agent import open_agent_backends, reach_agent
+from objkv.assembly.agent import AgentLink, open_agent_backends, reach_agent
 from objkv.assembly.backends import Backends
 from objkv.config import load_config
 from objkv.connector.counters import HISTOGRAMS
@@ -73,7 +73,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._config = load_config(self._kv_transfer_config.kv_connector_extra_config)
         self._geometry = read_geometry(vllm_config, kv_cache_config, self._config)
         self._recorder = MemoryRecorder(sampled=HISTOGRAMS)
-        self._link = reach_agent(self._config)
+        self._link = self._reach_agent(vllm_config)
         backends = self._open_backends()
         self._backends, self._published = watch_saves(backends, vllm_config)
         self._scheduler: SchedulerSide | None = None
@@ -93,6 +93,13 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
                 lambda: self._kv_cache_manager,
                 patches=self._config.vllm_patches,
             )
+
+    def _reach_agent(self, vllm_config: "VllmConfig") -> AgentLink | None:
+        # No GPU has run with an agent yet, so replicas with one use it only if it is named.
+        on_device = vllm_config.device_config.device_type != "cpu"
+        if on_device and self._config.agent == "auto":
+            return None
+        return reach_agent(self._config)
 
     def _open_backends(self) -> Backends:
         if self._link is None:

@@ -48,14 +48,16 @@ from objkv.stores.base import WriteStore
 from objkv.telemetry import Recorder
 from objkv.tracing import NO_TRACING, Tracing, open_tracing
 from objkv.transfer.devices import driver_of, open_lane
+from objkv.transfer.lanes import Lane
 from objkv.transfer.loading.loader import Loader
 from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.loading.queue import Task
 from objkv.transfer.loading.shared import ArenaLane, SharedLoader
 from objkv.transfer.paging import NOT_QUANTISED, PagedGroup, Quantised, check_pages
+from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import Pin, SlabPool, WideSlabs
-from objkv.transfer.sources import whole_payload_bytes_max
+from objkv.transfer.sources import frame_bytes_max, whole_payload_bytes_max
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -71,6 +73,9 @@ _PINNED_BYTES = 1 << 30
 share of the limit."""
 _COMMIT_THREADS = 1
 """Threads that hand payloads to an agent, which takes about as long as copying them."""
+_BOUNCE_SLABS = 4
+"""Slabs for what a device cannot read in an agent's memory: while some are read, others are
+filled."""
 _LOAD_LANES = 2
 """Streams of loads: while one distributes pages, the other copies."""
 _WIDE_SHARE = 4
@@ -336,25 +341,33 @@ def _own_transfers(config: Config, host: _Host, cache: ChunkCache) -> Transfers:
 
 
 def _agent_transfers(config: Config, host: _Host, link: AgentLink) -> Transfers:
-    """Return loads and saves by the node's agent. Raises ``ConfigError`` for devices."""
-    if host.device.type != "cpu":
-        raise ConfigError(
-            "the node agent does not serve devices yet, because its memory is not registered with "
-            "them: set agent to off"
-        )
+    """Return loads and saves by the node's agent. Raises ``ConfigError``."""
+    outbox = Outbox(host.pools.save_slabs * host.pools.slab_bytes)
+    slabs = open_slabs(host.pools, host.pin, outbox.fd)
+    lane: Lane = ArenaLane()
+    if host.pin is not None:
+        lane = open_lane(host.device, urgent=True)
     loader = SharedLoader(
         host.groups,
-        ArenaLane(),
+        lane,
         partial(link.connect, wants_arena=True),
         verify=config.agent_verify == "reader",
         limits=host.load_limits(config),
         recorder=host.recorder,
         tracing=host.tracing,
+        on_device=_frames_on(host, lane, slabs.get("load")),
     )
-    outbox = Outbox(host.pools.save_slabs * host.pools.slab_bytes)
-    slabs = open_slabs(host.pools, host.pin, outbox.fd)["save"]
-    target = AgentSaves(lambda fd: link.connect(outbox=fd), outbox, slabs.memory.numpy())
-    return Transfers(loader, host.saver(config, target, slabs, _COMMIT_THREADS, "none"), target)
+    memory = slabs["save"].memory.numpy()
+    target = AgentSaves(lambda fd: link.connect(outbox=fd), outbox, memory)
+    saver = host.saver(config, target, slabs["save"], _COMMIT_THREADS, "none")
+    return Transfers(loader, saver, target)
+
+
+def _frames_on(host: _Host, lane: Lane, slabs: SlabPool | None) -> DeviceFrames | None:
+    """Return the way in which the device reads an agent's memory; None on the CPU."""
+    if slabs is None:
+        return None
+    return DeviceFrames(slabs, driver_of(host.device).pin_read_only, begin=lane.adopt_thread)
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,15 +397,24 @@ def plan_pools(
     have slabs for two full steps: one that is being copied, and one that is being sent. Raises
     ``ConfigError`` if there is not enough for one thread of each.
 
-    ``loads_here``: False with a node agent, whose loads need no slabs.
+    ``loads_here``: False with a node agent. A device then has a few slabs for what it cannot read
+    in place, and a CPU has none.
     """
     # Includes room for token ids, which payloads of other replicas may contain.
     slab_bytes = max(payload_bytes_max(g.layers, tokens=chunk_tokens) for g in groups.values())
+    load_max = load_min = 2
+    if loads_here:
+        load_max = 2 * config.load_threads
+    elif next(iter(groups.values())).device.type == "cpu":
+        load_max = load_min = 0
+    else:
+        load_max = _BOUNCE_SLABS
+        slab_bytes = max(slab_bytes, *map(frame_bytes_max, groups.values()))
     # One page more, because the header is a few bytes longer for another block size.
     slab_bytes = -(-slab_bytes // _PAGE) * _PAGE + _PAGE
     # In each group a step may also complete a chunk that an earlier step began.
     two_steps = 2 * len(groups) * (rank.step_tokens // chunk_tokens + 1)
-    load_max, queue_max = 2 * config.load_threads, max(config.save_queue_max, two_steps)
+    queue_max = max(config.save_queue_max, two_steps)
     save_max = queue_max + config.save_threads
     nbytes = config.pinned_bytes_max
     if not nbytes:
@@ -400,9 +422,9 @@ def plan_pools(
         expected = max(slab_bytes * (load_max + save_max), _PINNED_BYTES)
         nbytes = min(expected, max(share, 4 * slab_bytes))
     budget = nbytes // slab_bytes
-    load = min(load_max, budget // 2 // 2 * 2) if loads_here else 0
+    load = min(load_max, budget // 2 // 2 * 2)
     save = min(save_max, budget - load)
-    if load < 2 * loads_here or save < 1:
+    if load < load_min or save < 1:
         raise ConfigError(
             f"pinned_bytes_max={config.pinned_bytes_max} is less than 4 slabs of {slab_bytes} "
             "bytes, one chunk each: raise it, or lower chunk_tokens"
@@ -421,15 +443,15 @@ def plan_pools(
 def open_slabs(pools: Pools, pin: Pin | None, fd: int = -1) -> dict[str, SlabPool]:
     """Allocate the slabs of loads, if there are any, and of saves. Raises ``ConfigError`` if memory
     is short, or may not be page-locked. ``fd``: an outbox, which is the slabs of saves."""
-    counts = {"load": pools.load_slabs, "save": pools.save_slabs}
+    counts = {"load": (pools.load_slabs, -1), "save": (pools.save_slabs, fd)}
     try:
         return {
-            name: SlabPool(name, count=count, slab_bytes=pools.slab_bytes, pin=pin, fd=fd)
-            for name, count in counts.items()
+            name: SlabPool(name, count=count, slab_bytes=pools.slab_bytes, pin=pin, fd=memory)
+            for name, (count, memory) in counts.items()
             if count
         }
     except (OSError, RuntimeError, MemoryError) as exc:
-        nbytes = pools.slab_bytes * sum(counts.values())
+        nbytes = pools.slab_bytes * (pools.load_slabs + pools.save_slabs)
         raise ConfigError(
             f"no {nbytes} bytes of {'' if pin is None else 'pinned '}memory for loads and saves "
             f"({exc}): lower pinned_bytes_max"

@@ -77,7 +77,8 @@ class TimedDriver:
     """A device's driver whose events have times."""
 
     def __init__(self, driver: DeviceDriver, api: Any) -> None:
-        self.kernels, self.batch_copy, self.pin = driver.kernels, driver.batch_copy, driver.pin
+        self.kernels, self.batch_copy = driver.kernels, driver.batch_copy
+        self.pin, self.pin_read_only = driver.pin, driver.pin_read_only
         self._api = api
         self.events: list[Any] = []
         """All events since this was emptied, in the order in which they were made."""

@@ -92,6 +92,7 @@ class OneWay:
     ) -> None:
         self.kernels, self.batch_copy = kernels, batch_copy
         self.event, self.pin = driver.event, driver.pin
+        self.pin_read_only = driver.pin_read_only
 
 
 def run_self_test(device: torch.device) -> Iterator[GpuCase]:

@@ -70,12 +70,12 @@ def _check_memory() -> Check:
 
 def _check_locked() -> Check:
     """Report how much memory a process may page-lock. A replica with a device locks the memory that
-    it hands saves over in; root is not limited."""
+    it hands saves over in, and the arena as it reads it; root is not limited."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit == resource.RLIM_INFINITY:
         detail = "unlimited"
     else:
-        detail = f"{limit >> 10:,} KiB; with a GPU, replicas need pinned_bytes_max or more"
+        detail = f"{limit >> 10:,} KiB; with a GPU, replicas need pinned_bytes_max and the arena"
     return Check("agent", "locked memory", "ok", detail)
 
 

@@ -29,6 +29,7 @@ from objkv.transfer.lanes import (
     BlockRuns,
     HostLane,
     Lane,
+    Mark,
     PagedLayers,
     Pages,
     Recast,
@@ -38,6 +39,8 @@ from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.loading.loads import LoadLimits, Loads
 from objkv.transfer.loading.writing import BlockWriter, CopyUnknownError, UnwantedError, claim_of
 from objkv.transfer.paging import PagedGroup
+from objkv.transfer.registration import DeviceFrames
+from objkv.transfer.slabs import Slab, SlabsExhaustedError
 from objkv.transfer.sources import PayloadLayouts
 
 logger = logging.getLogger(__name__)
@@ -141,6 +144,7 @@ class _Reading:
         "header",
         "index",
         "is_copied",
+        "is_stalled",
         "job",
         "layers",
         "lease",
@@ -161,6 +165,8 @@ class _Reading:
         """Leading frames that were given to the lane."""
         self.is_copied = False
         """Whether nothing more will be."""
+        self.is_stalled = False
+        """Whether frames wait for a slab that the device is reading."""
         self.nbytes = 0
         """Its pages, once it is open."""
 
@@ -171,9 +177,17 @@ class _Reading:
             self._wanted = Wanted(claim, dict(self._load.records)[claim.key.field])
         return self._wanted
 
-    def read(self, progress: Progress, arena: memoryview, *, verify: bool) -> None:
+    def read(
+        self,
+        progress: Progress,
+        arena: memoryview,
+        on_device: DeviceFrames | None = None,
+        *,
+        verify: bool,
+    ) -> None:
         """Give the lane the frames that are new. Raises ``PayloadError`` if the payload is not what
-        this rank expects or, with ``verify``, a frame is not what its checksum promises."""
+        this rank expects or, with ``verify``, a frame is not what its checksum promises, and
+        ``SlabsExhaustedError`` if the device cannot read more for now."""
         start = progress.offset
         payload = arena[start : start + progress.nbytes]
         if self.header is None:
@@ -188,12 +202,36 @@ class _Reading:
         frames, ours = self.header.frames, self.source.frames
         span = range(self.layers, min(progress.frames, len(frames)))
         own = range(max(span.start, ours.start), min(span.stop, ours.stop))
-        self.layers = span.stop
         if verify:
             for n in own:
                 frame_pages(self.header, n, payload, None)
-        pages = [payload[frames.starts[n] : frames.ends[n]] for n in own]
+        pages: Sequence[memoryview] = [payload[frames.starts[n] : frames.ends[n]] for n in own]
+        while on_device is not None and pages:
+            given, slab = on_device.take(pages)
+            pages = pages[len(given) :]
+            end = own.stop - len(pages) if pages else span.stop
+            self._write(range(self.layers, end), given, slab)
+            self.layers = end
+            if not pages:
+                return
+        self.layers = span.stop
         self.writer.write(self.source, span, pages)
+
+    def _write(self, span: range, pages: Sequence[memoryview], slab: Slab | None) -> None:
+        """Give the lane frames that may be in a slab, which goes back when they are copied."""
+        try:
+            self.writer.write(self.source, span, pages)
+        except CopyUnknownError:
+            if slab is not None:
+                slab.strand()
+                slab = None
+            raise
+        finally:
+            mark = self.writer.mark
+            if slab is not None and mark is not None:
+                slab.release_after(mark)
+            elif slab is not None:
+                slab.release()
 
 
 class SharedLoader(Loads):
@@ -210,11 +248,14 @@ class SharedLoader(Loads):
         recorder: Recorder,
         clock: Callable[[], float] = monotonic,
         tracing: Tracing = NO_TRACING,
+        on_device: DeviceFrames | None = None,
     ) -> None:
         """``connect``: returns a new connection with an arena, or raises ``ObjkvError``. It is
         called again when the connection is lost. ``verify``: whether this worker verifies frames
-        again, see the setting ``agent_verify``."""
+        again, see the setting ``agent_verify``. ``on_device``: how the device reads the arena, if
+        the cache is on one."""
         super().__init__(groups, lane, limits, recorder, clock=clock, tracing=tracing)
+        self._on_device = on_device
         self._connect, self._verify = connect, verify
         self._trouble = Trouble(logger, "loads from the agent")
         self._agent: AgentConnection | None = None
@@ -248,8 +289,10 @@ class SharedLoader(Loads):
         os.eventfd_write(self._event, 1)
         if join_all([self._thread], self._limits.join_s):
             logger.warning("copies of loads did not finish on the device, going on")
-        else:
-            os.close(self._event)
+            return
+        os.close(self._event)
+        if self._on_device is not None and not self._on_device.join(self._limits.join_s):
+            logger.warning("memory of the agent is still being unlocked, going on")
 
     def __repr__(self) -> str:
         return f"<SharedLoader {len(self._jobs)} plans, {self.leased} payloads open>"
@@ -334,6 +377,8 @@ class SharedLoader(Loads):
             return None
         if isinstance(self._lane, ArenaLane):
             self._lane.attach(self._agent.arena)
+        if self._on_device is not None:
+            self._on_device.attach(self._agent.arena)
         self._trouble.worked()
         self._retry_s = _RETRY_S
         self._is_moving = False
@@ -343,7 +388,7 @@ class SharedLoader(Loads):
         """Return how long nothing is due, unless something wakes the thread."""
         if self._waiting and self._room()[0] > 0 and not self._is_moving:
             return 0.0
-        if any(one.is_copied for one in self._reading):
+        if any(one.is_copied or one.is_stalled for one in self._reading):
             return _LOOK_S
         left = [one.job.deadline - self._clock() for one in self._reading]
         return max(0.0, min(left, default=_IDLE_S))
@@ -422,11 +467,11 @@ class SharedLoader(Loads):
     def _advance(self, agent: AgentConnection) -> None:
         """Read new frames, and end the leases that are not needed any more."""
         ended, kept = [], []
-        for one in self._reading:
+        # Those that a step waits for get slabs first.
+        for one in sorted(self._reading, key=lambda one: not one.job.plan.sync):
             if not one.is_copied:
                 self._read(agent, one)
-            mark = one.writer.mark
-            if one.is_copied and (mark is None or mark.done()):
+            if one.is_copied and _is_past(one.writer.mark):
                 ended.append(one)
             else:
                 kept.append(one)
@@ -441,17 +486,20 @@ class SharedLoader(Loads):
             self._recorder.count("load_given_up")
             one.is_copied = True
             return
+        one.is_stalled = False
         progress = one.lease.progress
         if progress.state is CellState.FILLING:
             progress = agent.arena.board.read(one.lease.cell)
         is_ready = progress.state is CellState.READY
         try:
             if progress.frames > one.layers and (is_ready or self._streams(one)):
-                one.read(progress, agent.arena.view, verify=self._verify)
+                one.read(progress, agent.arena.view, self._on_device, verify=self._verify)
             if is_ready:
                 self._done(one)
             elif progress.state is CellState.FAILED:
                 self._missed(one, MissReason(progress.reason))
+        except SlabsExhaustedError:
+            one.is_stalled = True
         except UnwantedError:
             self._recorder.count("load_given_up")
             one.is_copied = True
@@ -515,14 +563,35 @@ class SharedLoader(Loads):
         self._waiting.clear()
         marks = [one.writer.mark for one in self._reading if one.writer.mark is not None]
         self._reading = []
-        end = monotonic() + self._limits.deadline_s
-        while not keep and any(not mark.done() for mark in marks):
-            keep = monotonic() >= end
-            sleep(_LOOK_S)
+        keep = keep or not self._await(marks)
         if agent is None:
             return
         if keep:
             logger.error("copies of loads did not finish on the device, keeping their memory")
             _KEPT.append(agent)
+            if self._on_device is not None:
+                self._on_device.abandon()
+        elif self._on_device is not None:
+            self._on_device.detach(agent.close)
         else:
             agent.close()
+
+    def _await(self, marks: list[Mark]) -> bool:
+        """Wait until all marks have passed. Returns False if they do not, or nothing shows it."""
+        end = monotonic() + self._limits.deadline_s
+        try:
+            while not all(map(_is_past, marks)):
+                if monotonic() >= end:
+                    return False
+                sleep(_LOOK_S)
+        except CopyUnknownError:
+            return False
+        return True
+
+
+def _is_past(mark: Mark | None) -> bool:
+    """Whether a device has read everything before ``mark``. Raises ``CopyUnknownError``."""
+    try:
+        return mark is None or mark.done()
+    except Exception as exc:
+        raise CopyUnknownError(f"the device failed: {exc}") from exc

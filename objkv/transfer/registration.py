@@ -1,0 +1,247 @@
+"""Memory of an arena, as a device can read it: registered in windows, or by way of pinned slabs.
+
+A worker maps the arena read-only. Registering it with a device takes time, and memory for its
+pages, so it is done in the background, in windows, when a payload in them is first read. Until then
+and where a device refuses, frames are copied to a slab. Pageable memory is never given to a device.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from threading import Condition, Thread
+from typing import Final
+
+import numpy as np
+
+from objkv.agent.arena import Arena
+from objkv.background import join_all
+from objkv.transfer.slabs import Slab, SlabPool
+
+logger = logging.getLogger(__name__)
+WINDOW_BYTES: Final = 1 << 30
+
+PinReadOnly = Callable[[int, int], Callable[[], None]]
+"""Page-locks mapped memory and returns what unlocks it, see ``DeviceDriver.pin_read_only``."""
+
+
+def _nothing() -> None:
+    pass
+
+
+class Windows:
+    """The windows of one mapping that are registered with a device. Thread-safe.
+
+    ``close`` must be called before the mapping is removed, and when no copy from it is left.
+    """
+
+    def __init__(
+        self,
+        address: int,
+        nbytes: int,
+        pin: PinReadOnly,
+        *,
+        window_bytes: int = WINDOW_BYTES,
+        begin: Callable[[], None] = _nothing,
+    ) -> None:
+        """``address`` and ``nbytes``: the mapping, whole pages. ``begin``: prepares the thread that
+        registers."""
+        self._address, self._nbytes, self._window = address, nbytes, window_bytes
+        self._pin, self._begin = pin, begin
+        self._changed = Condition()
+        self._wanted: deque[int] = deque()
+        self._known: set[int] = set()
+        """Windows that were ever wanted."""
+        self._undo: dict[int, Callable[[], None]] = {}
+        """For each registered window, what unlocks it."""
+        self._refused = False
+        self._end: Callable[[], None] | None = None
+        self._keeps = False
+        self._thread: Thread | None = None
+
+    @property
+    def registered_bytes(self) -> int:
+        """Bytes that the device can read in place."""
+        return sum(self._size(number) for number in list(self._undo))
+
+    def has(self, address: int, nbytes: int) -> bool:
+        """Whether the device can read these bytes, which are in one window, in place. If not,
+        their windows are registered in the background. Never waits."""
+        first, last = (
+            (at - self._address) // self._window for at in (address, address + nbytes - 1)
+        )
+        if first == last and first in self._undo:
+            return True
+        for number in (first, last):
+            if number not in self._known and not self._refused:
+                self._want(number)
+        return False
+
+    def close(self, then: Callable[[], None]) -> None:
+        """Unlock all windows in the background, then call ``then``, which may remove the mapping.
+        Never waits. Called once."""
+        with self._changed:
+            self._end = then
+            self._changed.notify_all()
+            if self._thread is not None:
+                return
+        then()
+
+    def abandon(self) -> None:
+        """Register no more, and leave all windows as they are: a device may read them until the
+        process ends. Never waits."""
+        self._keeps = True
+        self.close(_nothing)
+
+    def join(self, seconds: float) -> bool:
+        """Wait until ``close`` is done, for at most ``seconds``. Returns whether it is."""
+        return self._thread is None or not join_all([self._thread], seconds)
+
+    def __repr__(self) -> str:
+        return f"<Windows {self.registered_bytes}/{self._nbytes} B registered>"
+
+    def _want(self, number: int) -> None:
+        with self._changed:
+            if self._end is not None or number in self._known:
+                return
+            self._known.add(number)
+            self._wanted.append(number)
+            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = Thread(target=self._work, name="objkv-register", daemon=True)
+                self._thread.start()
+
+    def _work(self) -> None:
+        try:
+            self._begin()
+            while (number := self._next()) is not None:
+                self._register(number)
+        except Exception:  # the mapping must still be removed
+            logger.exception("memory of the agent not registered, unexpectedly")
+            with self._changed:
+                self._changed.wait_for(lambda: self._end is not None)
+        if self._keeps:
+            return
+        for undo in self._undo.values():
+            try:
+                undo()
+            except RuntimeError:  # no caller can act; the driver unlocks pages with their mapping
+                logger.warning("memory of the agent not unlocked", exc_info=True)
+        assert self._end is not None
+        self._end()
+
+    def _next(self) -> int | None:
+        """Return the next window to register, None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._end is not None or bool(self._wanted))
+            return None if self._end is not None else self._wanted.popleft()
+
+    def _register(self, number: int) -> None:
+        if self._refused:
+            return
+        try:
+            undo = self._pin(self._address + number * self._window, self._size(number))
+        except RuntimeError as exc:  # others would be refused, too
+            self._refused = True
+            logger.warning(
+                "memory of the agent not registered with the device, copying loads twice reason=%s",
+                exc,
+            )
+            return
+        self._undo[number] = undo
+
+    def _size(self, number: int) -> int:
+        return min(self._window, self._nbytes - number * self._window)
+
+
+class DeviceFrames:
+    """Frames in an agent's arena, where a device can read them. Belongs to one thread."""
+
+    def __init__(
+        self,
+        slabs: SlabPool,
+        pin: PinReadOnly,
+        *,
+        window_bytes: int = WINDOW_BYTES,
+        begin: Callable[[], None] = _nothing,
+    ) -> None:
+        """``slabs``: pinned, each at least as large as any frame. For the rest see ``Windows``."""
+        self._slabs, self._pin, self._begin = slabs, pin, begin
+        self._window_bytes = window_bytes
+        self._windows: Windows | None = None
+        self._ending: Windows | None = None
+        self._view, self._base = memoryview(b""), 0
+
+    def attach(self, arena: Arena) -> None:
+        """Read from ``arena`` from now on."""
+        self._view, self._base = arena.view, _address(arena.view)
+        self._windows = Windows(
+            self._base,
+            arena.nbytes,
+            self._pin,
+            window_bytes=self._window_bytes,
+            begin=self._begin,
+        )
+
+    def detach(self, then: Callable[[], None]) -> None:
+        """Unlock the arena in the background, then call ``then``, which may unmap it. No copy from
+        it may be left."""
+        self._ending, self._view = self._windows, memoryview(b"")
+        self._windows = None
+        if self._ending is None:
+            then()
+        else:
+            self._ending.close(then)
+
+    def abandon(self) -> None:
+        """Leave the arena as it is, until the process ends."""
+        windows, self._windows = self._windows, None
+        if windows is not None:
+            windows.abandon()
+
+    def join(self, seconds: float) -> bool:
+        """Wait until the last ``detach`` is done, for at most ``seconds``. Returns whether it is.
+        Any thread may call this."""
+        return self._ending is None or self._ending.join(seconds)
+
+    def take(self, frames: Sequence[memoryview]) -> tuple[Sequence[memoryview], Slab | None]:
+        """Return the first of ``frames``, at least one, in memory that the device can read, and
+        the slab that has them, if any. The caller returns it when the device has read it.
+
+        Raises ``SlabsExhaustedError`` if all slabs are being read. Never waits for the device.
+        ``frames``: consecutive frames of one payload in the arena, not empty.
+        """
+        windows = self._windows
+        assert windows is not None
+        start, ends = _address(frames[0]), [_address(frame) + len(frame) for frame in frames]
+        if windows.has(start, ends[-1] - start):
+            return frames, None
+        count = _leading(ends, lambda n: windows.has(start, ends[n] - start))
+        if count:
+            return frames[:count], None
+        limit = start + self._slabs.slab_bytes
+        sizes = [len(frame) for frame in frames]
+        count = _leading(
+            ends, lambda n: ends[n] <= limit and not windows.has(ends[n] - sizes[n], sizes[n])
+        )
+        assert count, "a frame is larger than a slab"
+        return self._copied(frames[:count], start, ends)
+
+    def _copied(
+        self, frames: Sequence[memoryview], start: int, ends: Sequence[int]
+    ) -> tuple[list[memoryview], Slab]:
+        """Return ``frames`` in a slab, copied in one piece."""
+        slab = self._slabs.lease()
+        nbytes, at = ends[len(frames) - 1] - start, start - self._base
+        source = np.frombuffer(self._view[at : at + nbytes], np.uint8)
+        np.copyto(np.frombuffer(slab.view[:nbytes], np.uint8), source)
+        places = [end - start for end in ends[: len(frames)]]
+        return [slab.view[p - len(f) : p] for p, f in zip(places, frames, strict=True)], slab
+
+
+def _address(memory: memoryview) -> int:
+    return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
+
+
+def _leading(ends: Sequence[int], holds: Callable[[int], bool]) -> int:
+    """Return how many of the first frames satisfy ``holds``, which gets their number."""
+    return next((n for n in range(len(ends)) if not holds(n)), len(ends))

@@ -1,0 +1,311 @@
+"""Windows of an arena are registered in the background, and unlocked before it is unmapped."""
+
+from collections.abc import Callable, Iterator
+from threading import Event
+from typing import Any
+
+import pytest
+
+from objkv.agent.arena import BOARD_BYTES, PAGE, Arena
+from objkv.transfer import devices
+from objkv.transfer.devices import CudaDriver, CudaRuntime, TorchDriver
+from objkv.transfer.lanes import HostMark
+from objkv.transfer.registration import DeviceFrames, Windows
+from objkv.transfer.slabs import SlabPool, SlabsExhaustedError
+from tests.support.paged_cache import PATIENCE_S, wait_until
+
+pytestmark = pytest.mark.host
+START, WINDOW, TOTAL = 100 * PAGE, 4 * PAGE, 10 * PAGE
+
+
+class Pins:
+    """A driver that notes what is registered, and can be held up."""
+
+    def __init__(self) -> None:
+        self.now: dict[int, int] = {}
+        self.undone: list[int] = []
+        self.gate, self.entered = Event(), Event()
+        self.gate.set()
+        self.refuses = False
+
+    def __call__(self, address: int, nbytes: int) -> Callable[[], None]:
+        self.entered.set()
+        assert self.gate.wait(PATIENCE_S)
+        if self.refuses:
+            raise RuntimeError("not supported")
+        self.now[address] = nbytes
+
+        def undo() -> None:
+            self.undone.append(address)
+            del self.now[address]
+
+        return undo
+
+
+@pytest.fixture
+def pins() -> Pins:
+    return Pins()
+
+
+@pytest.fixture
+def windows(pins: Pins) -> Windows:
+    return Windows(START, TOTAL, pins, window_bytes=WINDOW)
+
+
+def ended(windows: Windows) -> bool:
+    """Close and wait; whether the mapping may be removed."""
+    done = Event()
+    windows.close(done.set)
+    return done.wait(PATIENCE_S) and windows.join(PATIENCE_S)
+
+
+def test_a_window_is_registered_when_it_is_first_wanted(pins: Pins, windows: Windows) -> None:
+    assert not windows.has(START + PAGE, PAGE)
+    wait_until(lambda: windows.has(START + PAGE, PAGE))
+    assert pins.now == {START: WINDOW}
+    assert not windows.has(START + 2 * WINDOW, 1)
+    wait_until(lambda: windows.has(START + 2 * WINDOW, 2 * PAGE))
+    assert pins.now[START + 2 * WINDOW] == 2 * PAGE, "the last one ends with the mapping"
+    assert repr(windows) == f"<Windows {6 * PAGE}/{TOTAL} B registered>"
+    assert ended(windows)
+    assert not pins.now
+
+
+def test_bytes_of_two_windows_are_in_none(pins: Pins, windows: Windows) -> None:
+    across = START + WINDOW - 1
+    assert not windows.has(across, 2)
+    wait_until(lambda: len(pins.now) == 2)
+    wait_until(lambda: windows.has(across, 1) and windows.has(across + 1, 1))
+    assert not windows.has(across, 2)
+    assert ended(windows)
+
+
+def test_asking_does_not_wait_for_the_driver(pins: Pins, windows: Windows) -> None:
+    pins.gate.clear()
+    for _ in range(3):
+        assert not windows.has(START, 1)
+    assert pins.entered.wait(PATIENCE_S)
+    done = Event()
+    windows.close(done.set)
+    assert not windows.join(0.0)
+    assert not done.is_set(), "the mapping stays until the driver has returned"
+    pins.gate.set()
+    assert done.wait(PATIENCE_S)
+    assert pins.undone == [START]
+    assert not windows.has(START + WINDOW, 1)
+    assert windows.join(PATIENCE_S)
+    assert not pins.now
+
+
+def test_after_a_refusal_no_more_is_registered(
+    pins: Pins, windows: Windows, caplog: pytest.LogCaptureFixture
+) -> None:
+    pins.refuses = True
+    pins.gate.clear()
+    assert not windows.has(START, 1)
+    assert not windows.has(START + WINDOW, 1)
+    pins.gate.set()
+    wait_until(lambda: windows._refused)
+    pins.refuses = False
+    assert not windows.has(START + 2 * WINDOW, 1)
+    assert ended(windows)
+    assert not pins.now
+    assert caplog.text.count("not registered") == 1
+
+
+def test_what_was_never_registered_is_removed_at_once(windows: Windows) -> None:
+    assert windows.join(0.0)
+    assert ended(windows)
+
+
+def test_an_abandoned_mapping_stays_registered(pins: Pins, windows: Windows) -> None:
+    windows.has(START, 1)
+    wait_until(lambda: windows.has(START, 1))
+    windows.abandon()
+    assert windows.join(PATIENCE_S)
+    assert pins.now == {START: WINDOW}
+
+
+@pytest.mark.parametrize("place", ["begin", "undo"])
+def test_a_fault_of_the_driver_does_not_keep_the_mapping(place: str) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("failed")
+
+    pin = fail if place == "begin" else (lambda address, nbytes: fail)
+    begin = fail if place == "begin" else (lambda: None)
+    windows = Windows(START, TOTAL, pin, window_bytes=WINDOW, begin=begin)
+    windows.has(START, 1)
+    if place == "undo":
+        wait_until(lambda: windows.has(START, 1))
+    assert ended(windows)
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena.create(TOTAL)
+    for at in range(TOTAL):
+        arena.view[BOARD_BYTES + at] = at // 64 % 251
+    yield arena
+    arena.close()
+
+
+def frames_of(arena: Arena, *places: tuple[int, int]) -> list[memoryview]:
+    """Frames at these places, counted from the first payload on."""
+    return [arena.view[BOARD_BYTES + a : BOARD_BYTES + b] for a, b in places]
+
+
+def test_frames_are_taken_in_place_or_by_way_of_a_slab(pins: Pins, arena: Arena) -> None:
+    assert BOARD_BYTES % WINDOW == 0
+    slabs = SlabPool("load", count=1, slab_bytes=3 * PAGE)
+    frames = DeviceFrames(slabs, pins, window_bytes=WINDOW)
+    frames.attach(arena)
+    pins.gate.clear()
+    # In the first window, across two, and in the second one, with gaps between them.
+    given = frames_of(arena, (64, 9000), (9024, 3 * PAGE), (4 * PAGE - 9, 4 * PAGE + 9))
+    given += frames_of(arena, (5 * PAGE, 6 * PAGE))
+
+    def taken(rest: list[memoryview], count: int, *, in_slab: bool) -> list[memoryview]:
+        got, slab = frames.take(rest)
+        assert len(got) == count
+        assert [bytes(a) for a in got] == [bytes(b) for b in rest[:count]]
+        assert (slab is not None) == in_slab
+        if slab is not None:
+            with pytest.raises(SlabsExhaustedError):
+                frames.take(rest)
+            slab.release_after(HostMark())
+        return rest[count:]
+
+    rest = taken(given, 2, in_slab=True)
+    assert not taken(rest, 2, in_slab=True)
+    pins.gate.set()
+    wait_until(lambda: len(pins.now) == 2)
+    wait_until(lambda: frames.take(given[3:])[1] is None)
+    rest = taken(given, 2, in_slab=False)
+    rest = taken(rest, 1, in_slab=True)
+    assert not taken(rest, 1, in_slab=False)
+    done = Event()
+    frames.detach(done.set)
+    assert frames.join(PATIENCE_S)
+    assert done.is_set()
+    assert not pins.now
+    frames.detach(done.clear)
+    assert not done.is_set(), "nothing is attached"
+    frames.abandon()
+
+
+class Runtime:
+    """The CUDA runtime, as ctypes calls it."""
+
+    def __init__(self, attributes: dict[int, int]) -> None:
+        self.attributes = attributes
+        self.error = self.last = 0
+        self.registered: dict[int, tuple[int, int]] = {}
+
+    def _end(self, error: int) -> int:
+        self.last = error or self.last
+        return error
+
+    def cudaGetLastError(self) -> int:
+        last, self.last = self.last, 0
+        return last
+
+    def cudaGetDevice(self, device: Any) -> int:
+        device._obj.value = 1
+        return 0
+
+    def cudaDeviceGetAttribute(self, value: Any, number: Any, device: Any) -> int:
+        assert device.value == 1
+        value._obj.value = self.attributes.get(number.value, 0)
+        return self._end(0 if number.value in self.attributes else 1)
+
+    def cudaHostRegister(self, address: Any, nbytes: Any, flags: Any) -> int:
+        if not self.error:
+            self.registered[address.value] = (nbytes.value, flags.value)
+        return self._end(self.error)
+
+    def cudaHostUnregister(self, address: Any) -> int:
+        if not self.error:
+            del self.registered[address.value]
+        return self._end(self.error)
+
+
+READ_ONLY, HOST_TABLES = 113, 100
+
+
+@pytest.mark.parametrize(
+    ("attributes", "flags"),
+    [({READ_ONLY: 1}, 8), ({READ_ONLY: 0, HOST_TABLES: 1}, 0), ({READ_ONLY: 0}, None), ({}, None)],
+)
+def test_a_cuda_device_is_asked_whether_it_registers_for_reading(
+    attributes: dict[int, int], flags: int | None
+) -> None:
+    library = Runtime(attributes)
+    driver = CudaDriver()
+    driver._runtime = CudaRuntime(library)
+    if flags is None:
+        with pytest.raises(RuntimeError, match="no read-only memory"):
+            driver.pin_read_only(START, WINDOW)
+    else:
+        undo = driver.pin_read_only(START, WINDOW)
+        assert library.registered == {START: (WINDOW, flags)}
+        undo()
+    assert not library.registered
+    assert not library.last, "an error would be reported by the next launch of a kernel"
+
+
+def test_errors_of_the_cuda_runtime_are_cleared() -> None:
+    library = Runtime({READ_ONLY: 1})
+    driver = CudaDriver()
+    driver._runtime = CudaRuntime(library)
+    undo = driver.pin_read_only(START, WINDOW)
+    library.error = 2
+    with pytest.raises(RuntimeError, match="page-locking 16384 bytes failed: CUDA error 2"):
+        driver.pin_read_only(START + WINDOW, WINDOW)
+    assert not library.last
+    with pytest.raises(RuntimeError, match="unlocking memory failed"):
+        undo()
+    assert not library.last
+
+
+@pytest.mark.parametrize("error", [0, 2])
+def test_errors_of_pinning_are_cleared(error: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Code:
+        value = error
+
+    library, calls = Runtime({}), list[str]()
+
+    class Cudart:
+        def cudaHostRegister(self, *_: int) -> Code:
+            library.last = error
+            return Code()
+
+        def cudaHostUnregister(self, *_: int) -> Code:
+            calls.append("unregister")
+            library.last = 3
+            Code.value = 3
+            return Code()
+
+    monkeypatch.setattr(devices.torch.cuda, "cudart", Cudart)
+    driver = CudaDriver()
+    driver._runtime = CudaRuntime(library)
+    memory = devices.torch.zeros(8)
+    if error:
+        with pytest.raises(RuntimeError, match="page-locking 32 bytes failed"):
+            driver.pin(memory)
+    else:
+        undo = driver.pin(memory)
+        with pytest.raises(RuntimeError, match="unlocking memory failed"):
+            undo()
+    assert not library.last
+
+
+def test_devices_without_a_runtime_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaRuntime, "loaded", lambda: None)
+    with pytest.raises(RuntimeError, match="no CUDA runtime"):
+        CudaDriver().pin_read_only(START, WINDOW)
+    with pytest.raises(RuntimeError, match="cannot page-lock"):
+        TorchDriver("xpu").pin_read_only(START, WINDOW)
+
+
+def test_the_loaded_runtime_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CudaRuntime.loaded() is None, "these tests run without CUDA"
