@@ -158,6 +158,10 @@ class AgentHttp:
             "leased_payloads": residents.leased(),
             "clients": self._clients(),
         }
+        if (spill := self._core.spill) is not None:
+            levels["disk_max_bytes"] = spill.disk.nbytes_max
+            levels["disk_bytes"] = spill.disk.nbytes
+            levels["disk_payloads"] = len(spill.disk)
         lines = []
         for name, value in levels.items():
             lines += [f"# TYPE objkv_agent_{name} gauge", f"objkv_agent_{name} {value:g}"]

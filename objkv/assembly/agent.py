@@ -21,6 +21,7 @@ from objkv.agent.calls import (
 )
 from objkv.agent.client import AgentConnection
 from objkv.agent.core import Core, CoreLimits
+from objkv.agent.disk import Disk, DiskFolder
 from objkv.agent.http import AgentHttp, AgentNumbers
 from objkv.agent.launch import AgentSocket, failure_of, is_listening, start_agent
 from objkv.agent.prefetch import Prefetches
@@ -28,9 +29,11 @@ from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentParts, AgentServer
 from objkv.assembly.backends import Backends, check_backends, is_far, open_backends, open_room
 from objkv.assembly.seal import open_seal
+from objkv.background import JOIN_S
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.config import Config
 from objkv.config.node import agent_environment, agent_socket, host_bytes
+from objkv.config.urls import local_path
 from objkv.errors import ConfigError, TransferError
 from objkv.index.base import WriteIndex
 from objkv.stores.base import PruneStore
@@ -116,13 +119,12 @@ class NodeAgent:
             nbytes = config.agent_memory_bytes or host_bytes() // _MEMORY_SHARE
             self.arena = Arena.create(max(PAGE, nbytes))
             self._cache = self._open_cache(recorder)
+            self.core = self._open_core(recorder)
         except BaseException as exc:
             self._socket.report(exc)
             self._socket.close()
             raise
         self._socket.report(None)
-        limits = CoreLimits(config.load_threads, config.load_queue_max)
-        self.core = Core(self._cache, self.arena, limits, recorder)
         self.saves = NodeSaves(self._cache, self.core.residents, self._save_limits(), recorder)
         near = NearLimits(
             config.near_records_max, config.near_ttl_ms / 1000, config.near_miss_ttl_ms / 1000
@@ -150,6 +152,16 @@ class NodeAgent:
             seal=open_seal(config),
         )
 
+    def _open_core(self, recorder: Recorder) -> Core:
+        config = self._config
+        keeps_all = config.agent_disk_keeps == "all"
+        limits = CoreLimits(config.load_threads, config.load_queue_max, keeps_all)
+        disk = None
+        if config.agent_disk_url is not None:
+            folder = DiskFolder(local_path(config.agent_disk_url))
+            disk = Disk(folder, config.agent_disk_bytes, "-".join(config.seals) or "plain")
+        return Core(self._cache, self.arena, limits, recorder, disk=disk)
+
     def _save_limits(self) -> NodeSaveLimits:
         config = self._config
         return NodeSaveLimits(
@@ -174,6 +186,8 @@ class NodeAgent:
     def close(self) -> None:
         """End: the socket first, so that the next agent can have it, then fetches and clients."""
         self._http.close()
+        if self.core.spill is not None:  # the next agent needs the folder
+            self.core.spill.close(JOIN_S)
         self._socket.close()
         self.core.close(self._config.load_deadline_ms / 1000)
         self.server.close()
@@ -182,9 +196,11 @@ class NodeAgent:
         self._backends.close()
         numbers = self.numbers.read()
         logger.info(
-            "agent ended hits=%d fills=%d load_bytes=%d saves=%d save_bytes=%d evictions=%d",
+            "agent ended hits=%d fills=%d disk_hits=%d load_bytes=%d saves=%d save_bytes=%d "
+            "evictions=%d",
             numbers.get("agent_hits", 0),
             numbers.get("agent_fills", 0),
+            numbers.get("agent_disk_hits", 0),
             numbers.get("load_bytes", 0),
             numbers.get("saves", 0),
             numbers.get("save_bytes", 0),

@@ -12,6 +12,7 @@ from objkv.agent.arena import Arena, CellState, Progress
 from objkv.agent.calls import NearLimits, NodeCalls, NodeLookups
 from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.core import Core, CoreLimits, Urgency
+from objkv.agent.disk import Disk
 from objkv.agent.fill import Wanted
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentParts, AgentServer, ServerLimits
@@ -60,14 +61,16 @@ class Node:
         store: MemoryStore | None = None,
         codec: str = "none",
         path: Path | None = None,
+        disk: Disk | None = None,
+        keeps_all: bool = False,
     ) -> None:
         self.store = store or WatchedStore()
         self.index, self.recorder = MemoryIndex(), MemoryRecorder()
         settings = CacheSettings("agent", ttl_s=3600, lease_ms=60_000, hot_payload_bytes_max=0)
         self.cache = ChunkCache(self.store, None, self.index, settings, self.recorder, seal=seal)
         self.arena = Arena.create(memory)
-        limits = CoreLimits(threads, queue_max)
-        self.core = Core(self.cache, self.arena, limits, self.recorder)
+        limits = CoreLimits(threads, queue_max, keeps_all)
+        self.core = Core(self.cache, self.arena, limits, self.recorder, disk=disk)
         self.residents = self.core.residents
         self.saves = NodeSaves(
             self.cache,
