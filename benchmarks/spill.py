@@ -1,8 +1,8 @@
-"""Measure the disk below an agent's arena: what is worth writing to it, and how fast it is read.
+"""Measure the disk below an agent's arena: which payloads to write, and how fast it is.
 
     python -m benchmarks.spill [--trace conversation_trace.jsonl] [--folder DIR] [--rounds N]
 
-First a trace is replayed through an arena and a disk under each rule for what is written. Their
+First a trace is replayed through an arena and a disk under each rule for writing. Their
 sizes are shares of all different blocks, and only the second half of the trace is used. Then
 payloads of 32 MiB are filled into an arena from a folder: verified, by one thread, from the page
 cache and without it, against memcpy and against the same payload in a store that is a folder.
@@ -21,9 +21,9 @@ from benchmarks.arena import Ours
 from benchmarks.fleet.trace import SAMPLE_FILE, Request, read_trace
 from objkv.agent.arena import Arena, CellState
 from objkv.agent.core import Core, CoreLimits, Urgency
-from objkv.agent.disk import FOLDER, Disk, DiskFolder
 from objkv.agent.fill import Wanted
 from objkv.agent.residents import Resident
+from objkv.agent.spill.disk import FOLDER, Disk, DiskFolder
 from objkv.cache.chunks import CacheSettings, ChunkCache, shard_record
 from objkv.codec.payload import read_header
 from objkv.index.memory import MemoryIndex
@@ -41,7 +41,7 @@ _PAYLOADS = 4
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What became of all blocks that were wanted."""
+    """Shares of all blocks that requests wanted."""
 
     arena: float
     disk: float
@@ -166,7 +166,7 @@ def print_speeds(folder: Path | None, rounds: int) -> None:
         for _ in range(rounds):
             for name, work in works.items():
                 times[name].append(work())
-        # Afterwards: what was read ahead is in smaller pieces of the page cache.
+        # Afterwards: bytes that were read ahead are in smaller pieces of the page cache.
         times["disk, no page cache"] = [with_disk.fill_cold() for _ in range(rounds)]
         for name, seconds in times.items():
             print(f"{name:20} {nbytes / statistics.median(seconds) / 1e9:6.2f} GB/s")

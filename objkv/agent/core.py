@@ -16,10 +16,10 @@ from time import monotonic
 from typing import NamedTuple
 
 from objkv.agent.arena import Arena, CellState
-from objkv.agent.disk import Disk
 from objkv.agent.fill import Fill, NoRoomError, Source, Staging, Wanted
 from objkv.agent.residents import MissReason, Resident, Residents, Waiter
-from objkv.agent.spill import Spill, SpillLimits
+from objkv.agent.spill.disk import Disk
+from objkv.agent.spill.spill import Spill, SpillLimits
 from objkv.background import join_all
 from objkv.cache.chunks import ChunkCache
 from objkv.codec.payload import LayerSpec

@@ -87,8 +87,8 @@ class Fill:
         """
         Args:
             known: the layers that the payload most probably has.
-            source: where to read it instead of from the stores. Readers hear of frames only when
-                all are verified: after a fault the stores' bytes may come to other places.
+            source: where to read it instead of from the stores. Frames are announced only when all
+                are verified: after a fault the stores' bytes may come to other places.
         """
         self._one, self._wanted, self._source = one, wanted, source
         self._residents, self._cache, self._known = residents, cache, known

@@ -178,7 +178,7 @@ class Residents:
         return self._arena.view[offset : offset + nbytes]
 
     def retract(self, one: Resident) -> None:
-        """Take back the memory of a payload that is being filled, of which no frame was reported:
+        """Take back the memory of a payload that is being filled. No frame of it was reported, so
         no reader knows its place."""
         with self._lock:
             if one.offset >= 0:

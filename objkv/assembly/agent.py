@@ -21,12 +21,12 @@ from objkv.agent.calls import (
 )
 from objkv.agent.client import AgentConnection
 from objkv.agent.core import Core, CoreLimits
-from objkv.agent.disk import Disk, DiskFolder
 from objkv.agent.http import AgentHttp, AgentNumbers
 from objkv.agent.launch import AgentSocket, failure_of, is_listening, start_agent
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentParts, AgentServer
+from objkv.agent.spill.disk import Disk, DiskFolder
 from objkv.assembly.backends import Backends, check_backends, is_far, open_backends, open_room
 from objkv.assembly.seal import open_seal
 from objkv.background import JOIN_S

@@ -13,15 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from objkv.agent import disk as module
-from objkv.agent import spill as spill_module
 from objkv.agent.arena import PAGE, CellState
 from objkv.agent.client import AgentConnection
 from objkv.agent.core import Urgency
-from objkv.agent.disk import Disk, DiskFolder
 from objkv.agent.fill import Wanted
+from objkv.agent.http import AgentHttp, AgentNumbers
 from objkv.agent.messages import CommitStatus
+from objkv.agent.prefetch import Prefetches
 from objkv.agent.residents import MissReason, Resident
+from objkv.agent.spill import disk as module
+from objkv.agent.spill import spill as spill_module
+from objkv.agent.spill.disk import Disk, DiskFolder
 from objkv.assembly.backends import open_backends
 from objkv.codec.payload import Claim
 from objkv.codec.seal import Seal
@@ -31,6 +33,7 @@ from objkv.net.breaker import Patience
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import NullRecorder
 from tests.agent.test_core import fetch, right
+from tests.agent.test_http import Router
 from tests.agent.test_residents import Sleeper
 from tests.agent.world import PATIENCE_S, RIGHT, Node, WatchedStore, ended, opened, pages_at
 from tests.codec.seals import SEALS
@@ -44,7 +47,9 @@ BOUND = 1 << 20
 class DiskNode(Node):
     """A node with a disk in a folder, over stores that may outlive it."""
 
-    def __init__(self, folder: Path, *, disk_bytes: int = BOUND, **options: object) -> None:
+    def __init__(
+        self, folder: Path, *, disk_bytes: int = BOUND, waits: bool = True, **options: object
+    ) -> None:
         seal = options.get("seal")
         assert seal is None or isinstance(seal, Seal)
         form = "plain" if seal is None else "encrypted"
@@ -52,7 +57,8 @@ class DiskNode(Node):
         super().__init__(disk=self.disk, **options)  # type: ignore[arg-type]
         assert self.core.spill is not None
         self.spill = self.core.spill
-        wait_until(lambda: self.disk.is_loaded)
+        if waits:
+            wait_until(lambda: self.disk.is_loaded)
 
     def gets(self) -> int:
         """How often the store was asked."""
@@ -425,12 +431,35 @@ def short_queue(self: spill_module.SpillLimits, readers: int, keeps_all: bool = 
         object.__setattr__(self, name, value)
 
 
-def test_two_agents_do_not_share_a_folder(tmp_path: Path) -> None:
-    first = DiskFolder(tmp_path / "disk")
-    with pytest.raises(ConfigError, match="another agent has"):
-        DiskFolder(tmp_path / "disk")
-    first.close()
-    DiskFolder(tmp_path / "disk").close()
+def test_two_agents_do_not_share_a_folder_and_the_second_serves_without_it(
+    make: Callable[..., DiskNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spill_module, "_LOOK_S", 0.01)
+    first = make()
+    wanted = first.save()
+    first.load(*wanted)
+    second = make(store=first.store, index=first.index, waits=False)
+    for one in fetch(second, *wanted):
+        assert right(second, one)
+        second.residents.release(one)
+    assert not second.disk.is_loaded
+    first.core.close(PATIENCE_S)
+    wait_until(lambda: second.disk.is_loaded)
+    second.evict(*wanted)
+    second.load(*wanted)
+    assert (first.gets(), second.count("hits")) == (6, 3)
+
+
+def test_an_agent_that_waits_for_a_folder_can_end(tmp_path: Path) -> None:
+    folder = DiskFolder(tmp_path / "disk")
+    assert folder.lock()
+    node = DiskNode(tmp_path / "disk", waits=False)
+    node.close()
+    assert not node.disk.is_loaded
+    folder.close()
+    again = DiskFolder(tmp_path / "disk")
+    assert again.lock()
+    again.close()
 
 
 def test_a_folder_that_others_may_read_or_that_is_none_is_refused(tmp_path: Path) -> None:
@@ -481,6 +510,7 @@ class DiskMachine(RuleBasedStateMachine):
 
     def start(self) -> None:
         self.disk = Disk(DiskFolder(self.path), 10 * PAGE)
+        assert self.disk.lock()
         self.disk.load(lambda: False)
 
     def teardown(self) -> None:
@@ -610,3 +640,24 @@ def load_all(agent: AgentProcess, wanted: list[Wanted]) -> None:
             progress = ended(client, lease)
             assert progress.state is CellState.READY
             assert pages_at(client.arena.view, progress) == RIGHT
+
+
+def test_metrics_tell_what_is_on_disk(make: Callable[..., DiskNode]) -> None:
+    node = make()
+    prefetches = Prefetches(node.core, node.index, node.store)
+    path = node.folder / "http"
+    server = AgentHttp(path, node.core, prefetches, AgentNumbers(node.recorder), lambda: 0)
+    wanted = node.save()
+    node.load(*wanted)
+    node.evict(*wanted)
+    node.load(*wanted[:2])
+    _, page = Router(path).ask("GET", "/metrics")
+    for line in (
+        "disk_payloads 3",
+        f"disk_bytes {node.disk.nbytes}",
+        "disk_max_bytes 1.04858e+06",
+        "disk_hits_total 2",
+        "disk_writes_total 3",
+    ):
+        assert f"objkv_agent_{line}\n" in page
+    server.close()

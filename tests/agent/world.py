@@ -12,10 +12,10 @@ from objkv.agent.arena import Arena, CellState, Progress
 from objkv.agent.calls import NearLimits, NodeCalls, NodeLookups
 from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.core import Core, CoreLimits, Urgency
-from objkv.agent.disk import Disk
 from objkv.agent.fill import Wanted
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentParts, AgentServer, ServerLimits
+from objkv.agent.spill.disk import Disk
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import Claim, frame_pages, read_header
 from objkv.codec.seal import Seal
@@ -59,13 +59,14 @@ class Node:
         queue_max: int = 1000,
         seal: Seal | None = None,
         store: MemoryStore | None = None,
+        index: MemoryIndex | None = None,
         codec: str = "none",
         path: Path | None = None,
         disk: Disk | None = None,
         keeps_all: bool = False,
     ) -> None:
         self.store = store or WatchedStore()
-        self.index, self.recorder = MemoryIndex(), MemoryRecorder()
+        self.index, self.recorder = index or MemoryIndex(), MemoryRecorder()
         settings = CacheSettings("agent", ttl_s=3600, lease_ms=60_000, hot_payload_bytes_max=0)
         self.cache = ChunkCache(self.store, None, self.index, settings, self.recorder, seal=seal)
         self.arena = Arena.create(memory)

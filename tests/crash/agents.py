@@ -2,17 +2,19 @@
 
 ``python -m tests.crash.agents --rounds 1000`` stops if a block is wrong, a load does not end, or
 the memory of a killed worker does not come back. The arena has room for few more payloads than one
-worker reads, so a lease that is lost shows as a load that fails.
+worker reads, so a lease that is lost shows as a load that fails. Below it is a disk with room for
+even fewer, whose files are damaged now and then.
 """
 
 import argparse
+import os
 import random
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from objkv.agent.client import AgentConnection
 from objkv.agent.core import Urgency
 from objkv.agent.fill import Wanted
 from objkv.agent.messages import Opening, pack_opening, unpack_opening
+from objkv.agent.spill.disk import FOLDER
 from objkv.codec.payload import Claim
 from objkv.errors import ObjkvError
 from objkv.index.sqlite.index import SqliteIndex
@@ -39,6 +42,7 @@ from tests.support.paged_cache import (
 )
 
 CHUNKS = 4
+_DAMAGED = 0.3
 _LATEST_S = 4e-3
 """A load takes about this long."""
 
@@ -56,6 +60,7 @@ class AgentRounds:
         store, index = LocalStore(folder / "chunks"), SqliteIndex(folder / "index")
         stack.callback(store.close)
         stack.callback(index.close)
+        self._disk = folder / "disk" / FOLDER
         self._writer = Replica(store, index, seed=1).keep()  # type: ignore[arg-type]
         self._writer.save(range(CHUNKS))
         self._reader = Replica(store, index, seed=2).keep()  # type: ignore[arg-type]
@@ -67,6 +72,8 @@ class AgentRounds:
             "bulk_url": f"file://{folder / 'chunks'}",
             "index_url": f"sqlite://{folder / 'index'}",
             "agent_memory_bytes": str((CHUNKS + 1) * pages),
+            "agent_disk_url": f"file://{folder / 'disk'}",
+            "agent_disk_bytes": str((CHUNKS - 1) * pages),
         }
         sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
         self._open = partial(AgentProcess, settings, path=sockets / "s")
@@ -91,6 +98,8 @@ class AgentRounds:
 
     def run(self) -> None:
         """One round. Raises ``Violation``."""
+        if self._random.random() < _DAMAGED:
+            self._damage()
         kind = self._random.choice(["agent", "worker", "worker"])
         self.seen[kind] += 1
         if kind == "agent":
@@ -138,6 +147,25 @@ class AgentRounds:
         child.kill()
         child.wait()
         child.stdout.close()
+
+    def _damage(self) -> None:
+        """Change or cut a file on the agent's disk."""
+        files = sorted(self._disk.glob("*.plain"))
+        if not files:
+            return
+        with suppress(FileNotFoundError), self._random.choice(files).open("r+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            if not size:  # cut before
+                return
+            at = self._random.randrange(size)
+            if self._random.random() < 1 / 2:
+                file.truncate(at)
+            else:
+                file.seek(at)
+                byte = file.read(1)[0]
+                file.seek(at)
+                file.write(bytes([byte ^ 1 << self._random.randrange(8)]))
+            self.seen["damaged files"] += 1
 
     def _load_all(self) -> None:
         """A load must come right again, soon."""

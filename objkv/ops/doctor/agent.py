@@ -4,12 +4,12 @@ import os
 import resource
 import shutil
 import stat
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 from objkv.agent.arena import PAGE, Arena
 from objkv.agent.client import AgentConnection
-from objkv.agent.disk import FOLDER
+from objkv.agent.spill.disk import FOLDER
 from objkv.config import Config
 from objkv.config.node import agent_socket, host_bytes
 from objkv.config.urls import local_path
@@ -104,7 +104,10 @@ def _check_disk(config: Config) -> list[Check]:
         detail = f"{nearest} is not a folder that this user may write"
         return [Check("agent", "disk", "failed", detail, "change its owner, or agent_disk_url")]
     free = shutil.disk_usage(nearest).free
-    used = sum(file.stat().st_size for file in (folder / FOLDER).glob("*.*"))
+    used = 0
+    for file in (folder / FOLDER).glob("*.*"):
+        with suppress(OSError):  # evicted meanwhile
+            used += file.stat().st_size
     detail = f"{folder}, {used >> 20:,} MiB of payloads, {free >> 20:,} MiB free"
     if config.agent_disk_bytes <= free + used:
         return [Check("agent", "disk", "ok", detail)]

@@ -1,8 +1,8 @@
 """A folder on a local disk for payloads, with a bound in bytes.
 
 Each payload is a file named by the hash of its key. It is written under a temporary name and then
-renamed, and never synced: after a power failure a file may hold anything. So whoever reads one
-verifies it, as if it came from a store. One agent at a time has the folder.
+renamed, and never synced: after a power failure a file may hold anything. So a reader verifies it,
+as if it came from a store. One agent at a time has the folder.
 """
 
 import fcntl
@@ -17,6 +17,7 @@ from threading import Lock
 from typing import Final, NamedTuple
 
 from objkv.agent.ranking import Ranking
+from objkv.config.urls import make_private
 from objkv.errors import ConfigError, PayloadError, StoreUnavailable
 from objkv.stores.base import Arrived
 
@@ -30,7 +31,7 @@ _NAME = re.compile(r"[0-9a-f]{40}\.(?:plain|signed|encrypted|signed-encrypted)")
 _DIGEST_BYTES = 20
 _BLOCK = 4096
 _SLICE_BYTES = 2 << 20
-"""Bytes of one read or write. What is verified at once is still in the processor's caches."""
+"""Bytes of one read or write. They are verified while they are in the processor's caches."""
 
 
 class DiskFile(NamedTuple):
@@ -46,23 +47,39 @@ class DiskFolder:
     ``StoreUnavailable`` for every error of the file system."""
 
     def __init__(self, path: Path) -> None:
-        """Create the folder below ``path`` if need be, and lock it. Raises ``ConfigError``."""
+        """Create the folder below ``path`` if need be. Raises ``ConfigError``."""
         self.path = path / FOLDER
+        self._lock = -1
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.path.mkdir(mode=0o700, exist_ok=True)
+            make_private(self.path)
             self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError as exc:
             raise ConfigError(
                 f"agent_disk_url: no folder {self.path} ({exc.strerror}): give a folder that this "
                 "user may write"
             ) from exc
-        try:
-            self._check_owner()
-            self._lock = self._take_lock()
-        except ConfigError:
-            os.close(self._fd)
-            raise
+        found = os.fstat(self._fd)
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise ConfigError(
+                f"agent_disk_url: {self.path} is not a private folder of this user: remove it, or "
+                "give another one"
+            )
+
+    def lock(self) -> bool:
+        """Take the folder, before everything else. Returns False if another agent has it."""
+        flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        with _translated("lock"):
+            lock = os.open(_LOCK, flags, 0o600, dir_fd=self._fd)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(lock)
+                return False
+            except OSError:
+                os.close(lock)
+                raise
+        self._lock = lock
+        return True
 
     def listed(self) -> Iterator[DiskFile]:
         """Yield all payloads. Removes what an earlier agent left unfinished."""
@@ -76,7 +93,7 @@ class DiskFolder:
 
     def write(self, name: str, payload: memoryview) -> None:
         """Write a file and give it its name. Only one thread writes."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         with _translated(f"write {name}"):
             try:
                 fd = os.open(_TEMPORARY, flags, 0o600, dir_fd=self._fd)
@@ -114,7 +131,7 @@ class DiskFolder:
             os.close(fd)
 
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file, if it exists."""
         with _translated(f"remove {name}"):
             self._unlink(name)
 
@@ -126,34 +143,11 @@ class DiskFolder:
 
     def close(self) -> None:
         """Give the folder to the next agent. No other call may follow."""
-        os.close(self._lock)
+        if self._lock >= 0:
+            os.close(self._lock)
 
     def __repr__(self) -> str:
         return f"<DiskFolder {self.path}>"
-
-    def _check_owner(self) -> None:
-        found = os.fstat(self._fd)
-        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise ConfigError(
-                f"agent_disk_url: {self.path} is not a private folder of this user: remove it, or "
-                "give another one"
-            )
-
-    def _take_lock(self) -> int:
-        flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-        try:
-            lock = os.open(_LOCK, flags, 0o600, dir_fd=self._fd)
-        except OSError as exc:
-            raise ConfigError(f"agent_disk_url: no lock file in {self.path}: {exc}") from exc
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as exc:
-            os.close(lock)
-            raise ConfigError(
-                f"agent_disk_url: another agent has {self.path}: give each agent a folder of its "
-                "own"
-            ) from exc
-        return lock
 
     def _unlink(self, name: str) -> None:
         with suppress(FileNotFoundError):
@@ -169,21 +163,22 @@ class DiskFolder:
 class Disk:
     """Payloads by the path of their key, in the order of a ``Ranking``. Thread-safe.
 
-    ``load``, ``begin``, ``write`` and ``purge`` are for one background thread, the only one that
-    changes the folder: a file system that hangs delays nobody else.
+    ``lock``, ``load``, ``begin``, ``write`` and ``purge`` are for one background thread, the only
+    one that changes the folder: a file system that hangs delays no other thread.
     """
 
     def __init__(self, folder: DiskFolder, nbytes_max: int, form: str = "plain") -> None:
         """Takes over ``folder``.
 
         Args:
-            nbytes_max: bound; 0: half of what is free at the start, own files included.
+            nbytes_max: bound; 0: half of the free space at the start, own files included.
             form: how payloads are sealed. Files of another form are removed.
         """
         self.nbytes_max = nbytes_max
         """0 until it is known."""
         self.nbytes = 0
-        self._folder, self._form = folder, form
+        self.folder = folder
+        self._form = form
         self._lock = Lock()
         self._sizes: dict[str, int] = {}
         self._ranking = Ranking(nbytes_max)
@@ -200,17 +195,22 @@ class Disk:
         """Return the size of a payload's file; None if there is none."""
         return self._sizes.get(self._name(key))
 
+    def lock(self) -> bool:
+        """Take the folder, before ``load``. Returns False if another agent has it. Raises
+        ``StoreUnavailable``."""
+        return self.folder.lock()
+
     def load(self, stop: Callable[[], bool]) -> None:
         """Find the files that earlier agents left, unless ``stop`` becomes true. Nothing is read or
         written before. Raises ``StoreUnavailable``."""
         found, others = list[DiskFile](), list[DiskFile]()
-        for file in self._folder.listed():
+        for file in self.folder.listed():
             if stop():
                 return
             is_own = file.name.endswith(f".{self._form}") and file.nbytes > 0
             (found if is_own else others).append(file)
         used = sum(_blocks(file.nbytes) for file in found)
-        nbytes_max = self.nbytes_max or (self._folder.free_bytes() + used) // 2
+        nbytes_max = self.nbytes_max or (self.folder.free_bytes() + used) // 2
         found.sort(reverse=True)
         while found and (used > nbytes_max or len(found) > FILES_MAX):
             others.append(found.pop())
@@ -228,7 +228,7 @@ class Disk:
     def get_into(self, key: str, buffer: memoryview, arrived: Arrived) -> int | None:
         """Read a payload. ``buffer`` has its size. The result is unverified. Raises
         ``PayloadError`` and ``StoreUnavailable``."""
-        return self._folder.read_into(self._name(key), buffer, arrived)
+        return self.folder.read_into(self._name(key), buffer, arrived)
 
     def use(self, key: str) -> None:
         """Record that a payload was read and was right."""
@@ -252,8 +252,8 @@ class Disk:
             self._writing = self._name(key)
 
     def write(self, key: str, payload: memoryview) -> int | None:
-        """Write a payload that is not there, and remove others if need be. Return how many; None if
-        the payload was discarded since ``begin``, or is larger than the bound. Raises
+        """Write a missing payload, and remove others if need be. Return how many; None if the
+        payload was discarded since ``begin``, or is larger than the bound. Raises
         ``StoreUnavailable``."""
         name, nbytes = self._name(key), _blocks(len(payload))
         assert name not in self._sizes
@@ -261,7 +261,7 @@ class Disk:
             return None
         removed = self._make_room(nbytes)
         self.purge()
-        self._folder.write(name, payload)
+        self.folder.write(name, payload)
         with self._lock:
             if self._writing != name:
                 self._doomed.append(name)
@@ -277,7 +277,7 @@ class Disk:
         while self._doomed:
             name = self._doomed[0]  # only this thread takes any
             if name not in self._sizes:
-                self._folder.remove(name)
+                self.folder.remove(name)
             self._doomed.popleft()
 
     def check(self) -> bool:
@@ -293,7 +293,7 @@ class Disk:
     def close(self) -> None:
         """Give the folder to the next agent. The background thread must have ended, or never do
         anything again."""
-        self._folder.close()
+        self.folder.close()
 
     def __repr__(self) -> str:
         return f"<Disk {len(self._sizes)} payloads, {self.nbytes}/{self.nbytes_max} B>"

@@ -1,8 +1,8 @@
 """The tier below the arena: payloads that were read are kept on a local disk too.
 
 One background thread writes them, from under a lease and never while a reader waits for it. A fill
-looks here before it asks the stores, and verifies what it reads in the same way. After any fault
-the payload comes from the stores, as if there were no disk.
+looks here before it requests anything from the stores, and verifies the bytes in the same way.
+After any fault the payload comes from the stores, as if there were no disk.
 """
 
 import logging
@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from threading import BoundedSemaphore
+from threading import BoundedSemaphore, Event
 from time import monotonic
 
-from objkv.agent.disk import Disk
 from objkv.agent.fill import Fill, Source, Staging, Wanted
 from objkv.agent.residents import Resident, Residents
+from objkv.agent.spill.disk import Disk
 from objkv.background import Pool
 from objkv.codec.payload import (
     HEADER_BYTES_MAX,
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 _LENGTH_BYTES = 8
 _HANGS_S = 1.0
 """If no thread ends its read within this time, the stores are sooner."""
+_LOOK_S = 1.0
+"""How often to look whether another agent gave up the folder."""
 _PURGE = ""
 """The job that only removes files."""
 
@@ -66,7 +68,7 @@ class Spill:
         self._limits, self._recorder = limits, recorder
         self._slots = BoundedSemaphore(limits.readers)
         self._breakers = Breakers("disk", Patience(), recorder, on_change=_log_change)
-        self._closed = False
+        self._ended = Event()
         if limits.keeps_all:
             residents.on_ready = self.offer
         self._pool: Pool[str] = Pool("objkv-spill", 1, self._write, begin=self._load)
@@ -92,7 +94,7 @@ class Spill:
         """
         key, raw_bytes = wanted.claim.key.path(), wanted.record.raw_bytes
         nbytes = self.disk.size_of(key)
-        if nbytes is None or self._closed:
+        if nbytes is None or self._ended.is_set():
             return None
         if not 0 <= nbytes - raw_bytes <= HEADER_BYTES_MAX:
             self._refuse(key, f"{nbytes} bytes for {raw_bytes} of pages")
@@ -112,14 +114,14 @@ class Spill:
             self._pool.put((_PURGE,))
 
     def drain(self, seconds: float) -> bool:
-        """Wait until nothing is to be written, for at most ``seconds``. Returns whether that is
-        so."""
+        """Wait until all files are written, for at most ``seconds``. Returns whether they are."""
         return self._pool.drain(seconds)
 
     def close(self, seconds: float) -> None:
-        """Stop writing and reading, and give the folder to the next agent. What waits is not
-        written. Idempotent."""
-        was_closed, self._closed = self._closed, True
+        """Stop writing and reading, and give the folder to the next agent. Waiting payloads are
+        not written. Idempotent."""
+        was_closed = self._ended.is_set()
+        self._ended.set()
         busy = self._pool.close(seconds)
         if not was_closed and not busy:  # otherwise the process's end gives it up
             self.disk.close()
@@ -129,12 +131,18 @@ class Spill:
 
     def _load(self) -> None:
         try:
-            self.disk.load(lambda: self._closed)
+            if not self.disk.lock():
+                folder = self.disk.folder.path
+                logger.warning("disk left out while another agent has it folder=%s", folder)
+                while not self.disk.lock():
+                    if self._ended.wait(_LOOK_S):
+                        return
+            self.disk.load(self._ended.is_set)
         except StoreError as exc:
             self._recorder.count("agent_disk_errors")
-            logger.warning("disk of the agent left out until its next start reason=%s", exc)
+            logger.warning("disk left out until the agent's next start reason=%s", exc)
         except Exception:  # it would end the thread
-            logger.exception("disk of the agent left out, unexpectedly")
+            logger.exception("disk left out, unexpectedly")
 
     def _write(self, key: str) -> None:
         """Write one payload, on the background thread."""
@@ -222,8 +230,6 @@ class Spill:
 
 def _log_change(change: Change) -> None:
     if change.error is None:
-        logger.warning("disk of the agent working again direction=%s", change.direction)
+        logger.warning("disk working again direction=%s", change.direction)
     else:
-        logger.warning(
-            "disk of the agent left out direction=%s reason=%s", change.direction, change.error
-        )
+        logger.warning("disk left out direction=%s reason=%s", change.direction, change.error)
