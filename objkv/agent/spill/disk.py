@@ -223,7 +223,8 @@ class Disk:
                 self._ranking.add(file.name, _blocks(file.nbytes))
             self._doomed += (file.name for file in others)
             self.is_loaded = True
-        self.purge()
+        with suppress(StoreUnavailable):  # the next write tries again
+            self.purge()
 
     def get_into(self, key: str, buffer: memoryview, arrived: Arrived) -> int | None:
         """Read a payload. ``buffer`` has its size. The result is unverified. Raises

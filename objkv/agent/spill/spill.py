@@ -120,10 +120,10 @@ class Spill:
     def close(self, seconds: float) -> None:
         """Stop writing and reading, and give the folder to the next agent. Waiting payloads are
         not written. Idempotent."""
-        was_closed = self._ended.is_set()
+        if self._ended.is_set():
+            return
         self._ended.set()
-        busy = self._pool.close(seconds)
-        if not was_closed and not busy:  # otherwise the process's end gives it up
+        if not self._pool.close(seconds):  # otherwise the process's end gives it up
             self.disk.close()
 
     def __repr__(self) -> str:
