@@ -5,18 +5,21 @@ order of urgency and, among clients, in turn by bytes. Any fault is a miss with 
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 from threading import Condition, Lock, Thread
 from time import monotonic
 from typing import NamedTuple
 
-from objkv.agent.arena import Arena
-from objkv.agent.fill import Fill, NoRoomError, Staging, Wanted
+from objkv.agent.arena import Arena, CellState
+from objkv.agent.fill import Fill, NoRoomError, Source, Staging, Wanted
 from objkv.agent.residents import MissReason, Resident, Residents, Waiter
+from objkv.agent.spill.disk import Disk
+from objkv.agent.spill.spill import Spill, SpillLimits
 from objkv.background import join_all
 from objkv.cache.chunks import ChunkCache
 from objkv.codec.payload import LayerSpec
@@ -45,6 +48,8 @@ class CoreLimits:
     threads: int
     queue_max: int
     """Payloads that may wait for a thread. Further ones are misses."""
+    disk_keeps_all: bool = False
+    """Whether payloads are written to the disk that were not read."""
 
 
 class Due(NamedTuple):
@@ -126,10 +131,22 @@ class Core:
     """Thread-safe. ``open`` and ``release`` never wait."""
 
     def __init__(
-        self, cache: ChunkCache, arena: Arena, limits: CoreLimits, recorder: Recorder
+        self,
+        cache: ChunkCache,
+        arena: Arena,
+        limits: CoreLimits,
+        recorder: Recorder,
+        *,
+        disk: Disk | None = None,
     ) -> None:
-        """The core closes neither ``cache`` nor ``arena``."""
+        """The core closes ``disk``, and neither ``cache`` nor ``arena``."""
         self.residents = Residents(arena, recorder)
+        self.spill: Spill | None = None
+        """The tier below the arena; None if there is none."""
+        if disk is not None:
+            readers = max(1, limits.threads - max(1, limits.threads // 4))
+            bounds = SpillLimits(readers, keeps_all=limits.disk_keeps_all)
+            self.spill = Spill(self.residents, disk, cache.seal, bounds, recorder)
         self._cache, self._limits, self._recorder = cache, limits, recorder
         self._trouble = Trouble(logger, "loads")
         self._changed = Condition(Lock())
@@ -163,9 +180,7 @@ class Core:
 
     def _open(self, client: Waiter, one: Wanted, due: Due) -> Resident | MissReason:
         ahead = due.urgency is Urgency.PREFETCH
-        with (
-            self._changed
-        ):  # otherwise a client could find it before it is queued, and fail to hasten it
+        with self._changed:  # a client that finds it must be able to hasten it
             lease = self.residents.open(one.claim.key.path(), client, ahead=ahead)
             if lease is None:
                 return MissReason.NO_ROOM
@@ -178,6 +193,7 @@ class Core:
             self.residents.failed(resident, MissReason.NO_ROOM)
         if not ahead:
             self._recorder.count("agent_fills" if is_new else "agent_hits")
+            self._keep(resident)
         elif is_new:
             self._recorder.count("agent_prefetches")
         return resident
@@ -186,6 +202,8 @@ class Core:
         """Stop serving this copy of a payload, and forget its record."""
         key = wanted.claim.key
         self.residents.forget(key.path())
+        if self.spill is not None:
+            self.spill.forget(key.path())
         self._cache.reject(key, {key.field: wanted.record}, corrupt=True)
 
     def forget_client(self, client: Waiter) -> None:
@@ -206,6 +224,8 @@ class Core:
             self._changed.notify_all()
         for job in left:
             self.residents.failed(job.one, MissReason.CLOSED)
+        if self.spill is not None:
+            self.spill.close(seconds)
         return not join_all(self._threads, seconds)
 
     def __repr__(self) -> str:
@@ -250,20 +270,43 @@ class Core:
             return
         key = job.wanted.claim.key
         shape = key.namespace, key.field
-        fill = Fill(job.one, job.wanted, self.residents, self._cache, self._known.get(shape, ()))
-        reason = MissReason.STORE
+        make = partial(
+            Fill, job.one, job.wanted, self.residents, self._cache, self._known.get(shape, ())
+        )
+        fill, reason = make(), MissReason.STORE
         try:
             with EndsBy(job.deadline):
-                reason = self._fill(fill, job, staging)
+                spilled = self._from_disk(make, job, staging)
+                fill = spilled or fill
+                reason = MissReason.NONE if spilled else self._fill(fill, job, staging)
             if fill.header is not None:
                 self._remember(shape, fill.header.frames.layers)
+        except NoRoomError:
+            reason = MissReason.NO_ROOM
         except Exception:  # a dead thread would hang every later load
             self._recorder.count("load_errors")
             logger.exception("payload not loaded, unexpectedly key=%s", key.path())
         if reason is MissReason.NONE:
             self.residents.ready(job.one, fill.layers)
+            if not job.one.is_unused:
+                self._keep(job.one)
         else:
             self.residents.failed(job.one, reason, fill.layers)
+
+    def _from_disk(self, make: Callable[..., Fill], job: _Job, staging: Staging) -> Fill | None:
+        """Return the complete fill; None if the payload has to come from the stores."""
+        if self.spill is None or monotonic() >= job.deadline:
+            return None
+
+        def of(source: Source) -> Fill:
+            return make(source=source)
+
+        return self.spill.fill(job.wanted, of, job.one, staging)
+
+    def _keep(self, one: Resident) -> None:
+        """Have a payload that was read written to the disk."""
+        if self.spill is not None and one.state is CellState.READY:
+            self.spill.offer(one)
 
     def _fill(self, fill: Fill, job: _Job, staging: Staging) -> MissReason:
         claim, record = job.wanted.claim, job.wanted.record

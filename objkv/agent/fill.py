@@ -5,6 +5,7 @@ the fetching thread, and each frame is decoded to its place. A frame is announce
 it is verified. In both cases the arena holds an uncompressed, unsealed payload.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from objkv.codec.payload import (
 )
 from objkv.errors import PayloadError, TransferError
 from objkv.index.base import ShardRecord
-from objkv.stores.base import copy_bytes
+from objkv.stores.base import Arrived, copy_bytes
 
 _LENGTH_BYTES = 8
 
@@ -36,6 +37,15 @@ class Wanted:
     claim: Claim
     record: ShardRecord
     """Its record, which gives its size, and is forgotten if the payload is not as promised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A copy of a payload outside of the stores: uncompressed, and sealed if payloads are."""
+
+    nbytes: int
+    get_into: Callable[[memoryview, Arrived], int | None]
+    """See ``ReadStore``."""
 
 
 class NoRoomError(TransferError):
@@ -71,11 +81,19 @@ class Fill:
         residents: Residents,
         cache: ChunkCache,
         known: tuple[LayerSpec, ...] = (),
+        *,
+        source: Source | None = None,
     ) -> None:
-        """``known``: the layers that the payload most probably has."""
-        self._one, self._wanted = one, wanted
+        """
+        Args:
+            known: the layers that the payload most probably has.
+            source: where to read it instead of from the stores. Frames are announced only when all
+                are verified: after a fault the stores' bytes may come to other places.
+        """
+        self._one, self._wanted, self._source = one, wanted, source
         self._residents, self._cache, self._known = residents, cache, known
-        self._is_direct = wanted.record.codec == "none" and cache.seal is None
+        is_plain = source is not None or wanted.record.codec == "none"
+        self._is_direct = is_plain and cache.seal is None
         self._place: memoryview | None = None
         """The payload's memory in the arena."""
         self._stored = memoryview(b"")
@@ -90,7 +108,7 @@ class Fill:
         Raises ``PayloadError`` or ``ValueTooLong`` if it is not what its key and its record
         promise, ``NoRoomError``, and ``StoreError``.
         """
-        nbytes, hot = self._wanted.record.nbytes, self._wanted.record.hot
+        nbytes = self._wanted.record.nbytes if self._source is None else self._source.nbytes
         if nbytes > self._residents.total_bytes:
             raise NoRoomError(f"a payload of {nbytes} bytes is larger than the arena")
         if not nbytes:
@@ -100,9 +118,7 @@ class Fill:
         else:
             self._stored = staging.view(nbytes)
         try:
-            got = self._cache.get_into(
-                self._wanted.claim.key, self._stored, hot=hot, arrived=self._arrived
-            )
+            got = self._get()
             if got is None:
                 return False
             self._arrived(got)
@@ -116,6 +132,12 @@ class Fill:
         finally:
             self._stored = memoryview(b"")
             self._place = None
+
+    def _get(self) -> int | None:
+        if self._source is not None:
+            return self._source.get_into(self._stored, self._arrived)
+        key, hot = self._wanted.claim.key, self._wanted.record.hot
+        return self._cache.get_into(key, self._stored, hot=hot, arrived=self._arrived)
 
     def _allot(self, nbytes: int) -> memoryview:
         place = self._place = self._residents.allot(self._one, nbytes)
@@ -135,7 +157,8 @@ class Fill:
             self._sums.append(self._verify(header, len(self._sums)))
         if len(self._sums) > first and not self._is_encrypted:
             self.layers = len(self._sums)
-            self._residents.advance(self._one, self.layers)
+            if self._source is None:
+                self._residents.advance(self._one, self.layers)
 
     def _open(self, nbytes: int) -> None:
         """Read and verify the header if the first ``nbytes`` contain it."""

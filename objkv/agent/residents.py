@@ -6,7 +6,7 @@ moved, evicted or reused, and a lease ends only by a release or with its holder'
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from threading import Condition, Lock
@@ -60,6 +60,8 @@ class Resident:
     reason: MissReason = MissReason.NONE
     is_unused: bool = False
     """Whether it was prefetched and not read yet."""
+    is_spilled: bool = False
+    """Whether it was offered to the disk. ``Spill`` sets it, without the lock."""
     is_listed: bool = True
     """Whether new readers may find it."""
     waiters: set[Waiter] = field(default_factory=set)
@@ -111,6 +113,8 @@ class Residents:
         """Those, and failed or forgotten ones that are still leased."""
         self._cells = deque(range(CELLS))
         self._closed = False
+        self.on_ready: Callable[[Resident], None] = lambda one: None
+        """Called with each payload that became READY, before its fill's lease ends."""
 
     @property
     def total_bytes(self) -> int:
@@ -178,6 +182,15 @@ class Residents:
             self._arena.board.write(one.cell, Progress(CellState.FILLING, 0, 0, 0, 0))
             return one, True
 
+    def hold(self, key: str) -> Resident | None:
+        """Take a lease of a payload that can be read, which does not count as a read."""
+        with self._lock:
+            one = self._by_key.get(key)
+            if one is None or one.state is not CellState.READY:
+                return None
+            one.leases += 1
+            return one
+
     def release(self, one: Resident, waiter: Waiter | None = None) -> None:
         """End a lease. ``waiter``: a client that holds no other lease of it."""
         with self._lock:
@@ -222,6 +235,15 @@ class Residents:
             self._at[offset] = one
         return self._arena.view[offset : offset + nbytes]
 
+    def retract(self, one: Resident) -> None:
+        """Take back the memory of a payload that is being filled. No frame of it was reported, so
+        no reader knows its place."""
+        with self._lock:
+            if one.offset >= 0:
+                del self._at[one.offset]
+                self._extents.give_back(one.offset)
+                one.offset, one.nbytes = -1, 0
+
     def advance(self, one: Resident, layers: int) -> None:
         """Report that the header and this many leading frames are verified."""
         self._tell(one, Progress(CellState.FILLING, layers, one.offset, one.nbytes, 0))
@@ -235,6 +257,7 @@ class Residents:
                 for older in self._unread.add(one) if one.is_unused else ():
                     self._evict(older)
         self._tell(one, Progress(CellState.READY, layers, one.offset, one.nbytes, 0))
+        self.on_ready(one)
         self._end_fill(one)
 
     def failed(self, one: Resident, reason: MissReason, layers: int = 0) -> None:

@@ -26,12 +26,14 @@ from objkv.agent.launch import AgentSocket, failure_of, is_listening, start_agen
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentParts, AgentServer
+from objkv.agent.spill.disk import Disk, DiskFolder
 from objkv.assembly.backends import Backends, check_backends, is_far, open_backends, open_room
 from objkv.assembly.seal import open_seal
+from objkv.background import JOIN_S
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.config import Config
 from objkv.config.node import agent_environment, agent_socket, host_bytes, http_path
-from objkv.config.urls import parse_address
+from objkv.config.urls import local_path, parse_address
 from objkv.errors import ConfigError, TransferError
 from objkv.index.base import WriteIndex
 from objkv.stores.base import PruneStore
@@ -139,8 +141,6 @@ class NodeAgent:
         ``StoreError``."""
         self._config = config
         self._open(path, recorder, replace)
-        limits = CoreLimits(config.load_threads, config.load_queue_max)
-        self.core = Core(self._cache, self.arena, limits, recorder)
         self.saves = NodeSaves(self._cache, self.core.residents, self._save_limits(), recorder)
         near = NearLimits(
             config.near_records_max, config.near_ttl_ms / 1000, config.near_miss_ttl_ms / 1000
@@ -173,7 +173,7 @@ class NodeAgent:
             raise
 
     def _open(self, path: Path, recorder: Recorder, replace: bool) -> None:
-        """Open what may be missing or refused. Only then this agent listens, and replaces another."""
+        """Open what may be missing or refused, and only then listen."""
         self._socket = AgentSocket(path, replace=replace)
         try:
             self._backends = open_backends(self._config, recorder)
@@ -181,6 +181,7 @@ class NodeAgent:
             nbytes = self._config.agent_memory_bytes or host_bytes() // _MEMORY_SHARE
             self.arena = Arena.create(max(PAGE, nbytes))
             self._cache = self._open_cache(recorder)
+            self.core = self._open_core(recorder)
             self._socket.listen()
         except BaseException as exc:
             self._socket.report(exc)
@@ -199,6 +200,16 @@ class NodeAgent:
             room=open_room(config, backends, recorder),
             seal=open_seal(config),
         )
+
+    def _open_core(self, recorder: Recorder) -> Core:
+        config = self._config
+        keeps_all = config.agent_disk_keeps == "all"
+        limits = CoreLimits(config.load_threads, config.load_queue_max, keeps_all)
+        disk = None
+        if config.agent_disk_url is not None:
+            folder = DiskFolder(local_path(config.agent_disk_url))
+            disk = Disk(folder, config.agent_disk_bytes, "-".join(config.seals) or "plain")
+        return Core(self._cache, self.arena, limits, recorder, disk=disk)
 
     def _save_limits(self) -> NodeSaveLimits:
         config = self._config
@@ -228,6 +239,8 @@ class NodeAgent:
         if self._http is not None:
             self._http.close()
         self.server.stop_accepting()
+        if self.core.spill is not None:  # the next agent needs the folder
+            self.core.spill.close(JOIN_S)
         self._socket.close()
         self.core.drain()
         if not self.server.drain(end - monotonic()):
@@ -239,9 +252,11 @@ class NodeAgent:
         self._backends.close()
         numbers = self.numbers.read()
         logger.info(
-            "agent ended hits=%d fills=%d load_bytes=%d saves=%d save_bytes=%d evictions=%d",
+            "agent ended hits=%d fills=%d disk_hits=%d load_bytes=%d saves=%d save_bytes=%d "
+            "evictions=%d",
             numbers.get("agent_hits", 0),
             numbers.get("agent_fills", 0),
+            numbers.get("agent_disk_hits", 0),
             numbers.get("load_bytes", 0),
             numbers.get("saves", 0),
             numbers.get("save_bytes", 0),

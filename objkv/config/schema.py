@@ -17,6 +17,7 @@ from pydantic import (
 from objkv.config.units import parse_duration, parse_size
 from objkv.config.urls import (
     BULK_SCHEMES,
+    DISK_SCHEMES,
     INDEX_SCHEMES,
     cache_folder,
     check_url,
@@ -233,6 +234,16 @@ class Config(BaseModel):
     agent_tokenizers: Path | None = None
     """Folder with the tokenizers of prompts that an agent gets as text: ``MODEL/tokenizer.json``,
     or one ``tokenizer.json``. Unset: it takes tokens and hashes only."""
+    agent_disk_url: str | None = None
+    """Folder on a local disk, ``file:///path``, in which an agent also keeps payloads, to load them
+    from there after their eviction from memory or after a restart. Each agent needs a folder of its
+    own. Sealed payloads are sealed there too. Unset: none."""
+    agent_disk_bytes: int = Field(default=0, ge=0)
+    """Maximum size of these files. 0: half of the space that is free when the agent starts, its own
+    files included."""
+    agent_disk_keeps: Literal["read", "all"] = "read"
+    """Which payloads are written to the disk. ``read``: those that a replica loaded. ``all``: those
+    that replicas save or prefetch as well, which writes four to five times as much."""
 
     lookup_deadline_ms: int = Field(default=500, ge=1)
     """A lookup that takes longer is a miss."""
@@ -409,6 +420,8 @@ class Config(BaseModel):
     def _urls_are_known(self) -> Self:
         check_url("bulk_url", self.bulk_url, BULK_SCHEMES)
         check_url("index_url", self.index_url, INDEX_SCHEMES)
+        if self.agent_disk_url is not None:
+            check_url("agent_disk_url", self.agent_disk_url, DISK_SCHEMES)
         if self.index_url.startswith("bulk:") and not self.bulk_url.startswith("file:"):
             raise ValueError(
                 "index_url 'bulk:': only a folder can be its own index, so bulk_url must begin "

@@ -11,6 +11,7 @@ from objkv.redact import without_secrets
 
 _DEFAULT_QUOTA_BYTES = 50 << 30
 BULK_SCHEMES = ("file", "memory", "s3")
+DISK_SCHEMES = ("file",)
 _REDIS_KINDS = ("redis", "redis+cluster", "redis+sentinel")
 _TLS_KINDS = tuple(kind.replace("redis", "rediss") for kind in _REDIS_KINDS)
 INDEX_SCHEMES = ("sqlite", "bulk", "memory", *_REDIS_KINDS, *_TLS_KINDS)

@@ -35,6 +35,7 @@ class Fill:
     holders: list[Sleeper] = field(default_factory=list)
     nbytes: int = 0
     is_filling: bool = True
+    is_announced: bool = False
 
 
 class ResidentsMachine(RuleBasedStateMachine):
@@ -97,9 +98,27 @@ class ResidentsMachine(RuleBasedStateMachine):
         if (fill := self.some(data, filling=True, placed=True)) is not None:
             before = [client.woken for client in self.clients]
             self.residents.advance(fill.one, frames)
+            fill.is_announced = True
             for client, woken in zip(self.clients, before, strict=True):
                 if client in fill.holders:
                     assert client.woken > woken
+
+    @rule(data=st.data())
+    def retract(self, data: st.DataObject) -> None:
+        fill = self.some(data, filling=True, placed=None)
+        if fill is not None and not fill.is_announced:
+            self.residents.retract(fill.one)
+            fill.nbytes = 0
+
+    @rule(key=st.sampled_from(KEYS))
+    def hold(self, key: str) -> None:
+        one, fill = self.residents.hold(key), self.listed.get(key)
+        if one is None:  # filling, evicted, or never there
+            assert fill is None or fill.is_filling or not fill.holders
+        else:
+            assert fill is not None
+            assert fill.one is one
+            fill.holders.append(Sleeper())
 
     @rule(data=st.data())
     def ready(self, data: st.DataObject) -> None:

@@ -18,6 +18,7 @@ from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentParts, AgentServer, ServerLimits
+from objkv.agent.spill.disk import Disk
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import Claim, frame_pages, read_header
 from objkv.codec.seal import Seal
@@ -61,16 +62,19 @@ class Node:
         queue_max: int = 1000,
         seal: Seal | None = None,
         store: MemoryStore | None = None,
+        index: MemoryIndex | None = None,
         codec: str = "none",
         path: Path | None = None,
+        disk: Disk | None = None,
+        keeps_all: bool = False,
     ) -> None:
         self.store = store or WatchedStore()
-        self.index, self.recorder = MemoryIndex(), MemoryRecorder()
+        self.index, self.recorder = index or MemoryIndex(), MemoryRecorder()
         settings = CacheSettings("agent", ttl_s=3600, lease_ms=60_000, hot_payload_bytes_max=0)
         self.cache = ChunkCache(self.store, None, self.index, settings, self.recorder, seal=seal)
         self.arena = Arena.create(memory)
-        limits = CoreLimits(threads, queue_max)
-        self.core = Core(self.cache, self.arena, limits, self.recorder)
+        limits = CoreLimits(threads, queue_max, keeps_all)
+        self.core = Core(self.cache, self.arena, limits, self.recorder, disk=disk)
         self.residents = self.core.residents
         self.saves = NodeSaves(
             self.cache,

@@ -4,16 +4,18 @@
 memory of a killed worker does not come back, a payload that the agent accepted from a killed worker
 is not stored, or a payload is stored in part or indexed without being stored. The arena has room
 for few more payloads than one worker reads, so a lease that is lost shows as a load that fails.
+Below it is a disk with room for even fewer, whose files are damaged now and then.
 """
 
 import argparse
+import os
 import random
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -22,6 +24,7 @@ from objkv.agent.client import AgentConnection
 from objkv.agent.core import Urgency
 from objkv.agent.fill import Wanted
 from objkv.agent.messages import Opening, pack_opening
+from objkv.agent.spill.disk import FOLDER
 from objkv.codec.payload import Claim
 from objkv.errors import ObjkvError
 from objkv.index.sqlite.index import SqliteIndex
@@ -43,6 +46,7 @@ from tests.support.paged_cache import (
 )
 
 CHUNKS = 4
+_DAMAGED = 0.3
 _LATEST_S = 4e-3
 """A load takes about this long."""
 
@@ -67,6 +71,7 @@ class AgentRounds:
         )
         stack.callback(store.close)
         stack.callback(index.close)
+        self._disk = folder / "disk" / FOLDER
         self._writer = Replica(store, index, seed=1).keep()  # type: ignore[arg-type]
         self._writer.save(range(CHUNKS))
         self._reader = Replica(store, index, seed=2).keep()  # type: ignore[arg-type]
@@ -78,6 +83,8 @@ class AgentRounds:
             "bulk_url": f"file://{folder / 'chunks'}",
             "index_url": f"sqlite://{folder / 'index'}",
             "agent_memory_bytes": str((CHUNKS + 1) * pages),
+            "agent_disk_url": f"file://{folder / 'disk'}",
+            "agent_disk_bytes": str((CHUNKS - 1) * pages),
         }
         sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
         self._open = partial(AgentProcess, settings, path=sockets / "s")
@@ -102,6 +109,8 @@ class AgentRounds:
 
     def run(self) -> None:
         """One round. Raises ``Violation``."""
+        if self._random.random() < _DAMAGED:
+            self._damage()
         kinds = {
             "agent": self._kill_agent,
             "worker": self._kill_worker,
@@ -199,6 +208,25 @@ class AgentRounds:
         child.kill()
         child.wait()
         child.stdout.close()
+
+    def _damage(self) -> None:
+        """Change or cut a file on the agent's disk."""
+        files = sorted(self._disk.glob("*.plain"))
+        if not files:
+            return
+        with suppress(FileNotFoundError), self._random.choice(files).open("r+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            if not size:  # cut before
+                return
+            at = self._random.randrange(size)
+            if self._random.random() < 1 / 2:
+                file.truncate(at)
+            else:
+                file.seek(at)
+                byte = file.read(1)[0]
+                file.seek(at)
+                file.write(bytes([byte ^ 1 << self._random.randrange(8)]))
+            self.seen["damaged files"] += 1
 
     def _load_all(self) -> None:
         """A load must come right again, soon."""

@@ -68,3 +68,20 @@ def test_a_system_without_sealed_memory_is_reported(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module.Arena, "create", refuse)
     assert statuses(config(node.path))["shared memory"] == "failed"
     node.close()
+
+
+def test_the_folder_of_the_disk_must_be_writable_and_have_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(path: Path, nbytes: int = 0) -> str:
+        disk = {"agent_disk_url": f"file://{path}", "agent_disk_bytes": nbytes}
+        return statuses(config(tmp_path / "s").model_copy(update=disk))["disk"]
+
+    assert "disk" not in statuses(config(tmp_path / "s"))
+    assert found(tmp_path / "a" / "b") == "ok"
+    assert found(tmp_path / "a", 1 << 60) == "warning"
+    (tmp_path / "file").write_bytes(b"")
+    assert found(tmp_path / "file") == "failed"
+    monkeypatch.setattr(module.os, "access", lambda *_: False)
+    assert found(tmp_path / "a") == "failed"
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]

@@ -147,6 +147,10 @@ class AgentHttp:
             "prefetch_unread_bytes": residents.unread_bytes,
             "clients": self._clients(),
         }
+        spill = self._core.spill
+        levels["disk_bytes"] = 0 if spill is None else spill.disk.nbytes
+        levels["disk_max_bytes"] = 0 if spill is None else spill.disk.nbytes_max
+        levels["disk_payloads"] = 0 if spill is None else len(spill.disk)
         return metrics_page(levels, self._numbers.read())
 
     def _namespaces(self) -> dict[str, Any]:

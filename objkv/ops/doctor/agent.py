@@ -1,14 +1,18 @@
 """Checks of a replica's node agent: whether it answers, and whether its arena fits this machine."""
 
+import os
 import resource
+import shutil
 import stat
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 from objkv.agent.arena import PAGE, Arena
 from objkv.agent.client import AgentConnection
+from objkv.agent.spill.disk import FOLDER
 from objkv.config import Config
 from objkv.config.node import agent_socket, host_bytes
+from objkv.config.urls import local_path
 from objkv.errors import ConfigError, TransferError
 from objkv.ops.doctor.probes import Check
 
@@ -26,6 +30,7 @@ def check_agent(config: Config) -> list[Check]:
     if path is None:
         return []
     checks = [*_check_folder(path), _check_memory(), _check_locked(), *_check_huge_pages()]
+    checks += _check_disk(config)
     try:
         with closing(AgentConnection(path, wants_arena=True)) as agent:
             nbytes = agent.arena.nbytes
@@ -86,3 +91,24 @@ def _check_huge_pages() -> list[Check]:
         return []
     hint = "" if chosen != "never" else f"; loads are faster after: echo advise > {_HUGE_PAGES}"
     return [Check("agent", "huge pages", "ok", f"shmem_enabled is {chosen}{hint}")]
+
+
+def _check_disk(config: Config) -> list[Check]:
+    """Check the folder of ``agent_disk_url``. Creates nothing: an agent does."""
+    if config.agent_disk_url is None:
+        return []
+    folder = nearest = local_path(config.agent_disk_url)
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        detail = f"{nearest} is not a folder that this user may write"
+        return [Check("agent", "disk", "failed", detail, "change its owner, or agent_disk_url")]
+    free = shutil.disk_usage(nearest).free
+    used = 0
+    for file in (folder / FOLDER).glob("*.*"):
+        with suppress(OSError):  # evicted meanwhile
+            used += file.stat().st_size
+    detail = f"{folder}, {used >> 20:,} MiB of payloads, {free >> 20:,} MiB free"
+    if config.agent_disk_bytes <= free + used:
+        return [Check("agent", "disk", "ok", detail)]
+    return [Check("agent", "disk", "warning", detail, "lower agent_disk_bytes")]

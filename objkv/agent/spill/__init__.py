@@ -1,0 +1,1 @@
+"""The tier below the arena: payloads on a local disk."""

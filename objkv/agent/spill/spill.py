@@ -1,0 +1,235 @@
+"""The tier below the arena: payloads that were read are kept on a local disk too.
+
+One background thread writes them, from under a lease and never while a reader waits for it. A fill
+looks here before it requests anything from the stores, and verifies the bytes in the same way.
+After any fault the payload comes from the stores, as if there were no disk.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from threading import BoundedSemaphore, Event
+from time import monotonic
+
+from objkv.agent.fill import Fill, Source, Staging, Wanted
+from objkv.agent.residents import Resident, Residents
+from objkv.agent.spill.disk import Disk
+from objkv.background import Pool
+from objkv.codec.payload import (
+    HEADER_BYTES_MAX,
+    encode,
+    header_bytes_needed,
+    read_header,
+)
+from objkv.codec.seal import Seal
+from objkv.errors import LeftAlone, PayloadError, StoreError, ValueTooLong
+from objkv.net.breaker import Breakers, Change, Patience
+from objkv.net.deadline import ends_s
+from objkv.telemetry import Recorder
+
+logger = logging.getLogger(__name__)
+_LENGTH_BYTES = 8
+_HANGS_S = 1.0
+"""If no thread ends its read within this time, the stores are sooner."""
+_LOOK_S = 1.0
+"""How often to look whether another agent gave up the folder."""
+_PURGE = ""
+"""The job that only removes files."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpillLimits:
+    """Bounds of the disk's use."""
+
+    readers: int
+    """Threads that may read at once. A disk that hangs keeps them, so it must not be all."""
+    queue_max: int = 1024
+    """Payloads that may wait to be written. They have no lease meanwhile."""
+    keeps_all: bool = False
+    """Whether payloads are written that were not read."""
+
+
+class Spill:
+    """Thread-safe. Only ``fill`` and ``close`` wait, ``fill`` for the disk."""
+
+    def __init__(
+        self,
+        residents: Residents,
+        disk: Disk,
+        seal: Seal | None,
+        limits: SpillLimits,
+        recorder: Recorder,
+    ) -> None:
+        """Takes over ``disk``. ``seal``: seals files as it seals payloads in the stores."""
+        self.disk = disk
+        self._residents, self._seal = residents, seal
+        self._limits, self._recorder = limits, recorder
+        self._slots = BoundedSemaphore(limits.readers)
+        self._breakers = Breakers("disk", Patience(), recorder, on_change=_log_change)
+        self._ended = Event()
+        if limits.keeps_all:
+            residents.on_ready = self.offer
+        self._pool: Pool[str] = Pool("objkv-spill", 1, self._write, begin=self._load)
+
+    def offer(self, one: Resident) -> None:
+        """Have a payload that is READY written, unless it is on disk. Never waits."""
+        if one.is_spilled:
+            return
+        if self.disk.size_of(one.key) is None:
+            if self._pool.waiting < self._limits.queue_max:
+                self._pool.put((one.key,))
+            else:
+                self._recorder.count("agent_disk_drops")
+        one.is_spilled = True  # if two threads come here, the second job finds it on disk
+
+    def fill(
+        self, wanted: Wanted, make: Callable[[Source], Fill], one: Resident, staging: Staging
+    ) -> Fill | None:
+        """Fill a payload from the disk. Return the complete fill; None if it has to come from the
+        stores: ``one`` then has no memory, and readers know of no frame.
+
+        ``make``: makes a fill of ``one``. Raises ``NoRoomError``.
+        """
+        key, raw_bytes = wanted.claim.key.path(), wanted.record.raw_bytes
+        nbytes = self.disk.size_of(key)
+        if nbytes is None or self._ended.is_set():
+            return None
+        if not 0 <= nbytes - raw_bytes <= HEADER_BYTES_MAX:
+            self._refuse(key, f"{nbytes} bytes for {raw_bytes} of pages")
+            return None
+        fill = make(Source(nbytes, partial(self.disk.get_into, key)))
+        if self._reads(key, fill, staging):
+            self._recorder.count("agent_disk_hits")
+            self._recorder.count("agent_disk_read_bytes", nbytes)
+            self.disk.use(key)
+            return fill
+        self._residents.retract(one)
+        return None
+
+    def forget(self, key: str) -> None:
+        """Remove a payload, also if it is being written. The arena must have forgotten it."""
+        if self.disk.discard(key):
+            self._pool.put((_PURGE,))
+
+    def drain(self, seconds: float) -> bool:
+        """Wait until all files are written, for at most ``seconds``. Returns whether they are."""
+        return self._pool.drain(seconds)
+
+    def close(self, seconds: float) -> None:
+        """Stop writing and reading, and give the folder to the next agent. Waiting payloads are
+        not written. Idempotent."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        if not self._pool.close(seconds):  # otherwise the process's end gives it up
+            self.disk.close()
+
+    def __repr__(self) -> str:
+        return f"<Spill {self.disk!r}, {self._pool.waiting} waiting>"
+
+    def _load(self) -> None:
+        try:
+            if not self.disk.lock():
+                folder = self.disk.folder.path
+                logger.warning("disk left out while another agent has it folder=%s", folder)
+                while not self.disk.lock():
+                    if self._ended.wait(_LOOK_S):
+                        return
+            self.disk.load(self._ended.is_set)
+        except StoreError as exc:
+            self._recorder.count("agent_disk_errors")
+            logger.warning("disk left out until the agent's next start reason=%s", exc)
+        except Exception:  # it would end the thread
+            logger.exception("disk left out, unexpectedly")
+
+    def _write(self, key: str) -> None:
+        """Write one payload, on the background thread."""
+        try:
+            with self._breakers.attempt("write", "write"):
+                self.disk.purge()
+                if key != _PURGE and self.disk.is_loaded and self.disk.size_of(key) is None:
+                    self._write_resident(key)
+        except LeftAlone:
+            self._recorder.count("agent_disk_drops")
+        except StoreError as exc:
+            self._recorder.count("agent_disk_errors")
+            logger.debug("payload not written to disk reason=%s", exc)
+
+    def _write_resident(self, key: str) -> None:
+        self.disk.begin(key)  # first, so that no ``forget`` is missed
+        one = self._residents.hold(key)
+        if one is None:
+            self._recorder.count("agent_disk_drops")
+            return
+        try:
+            payload = self._sealed(self._residents.view(one))
+            removed = self.disk.write(key, payload)
+        finally:
+            self._residents.release(one)
+        if removed is None:
+            self._recorder.count("agent_disk_drops")
+            self.disk.purge()
+            return
+        self._recorder.count("agent_disk_writes")
+        self._recorder.count("agent_disk_written_bytes", len(payload))
+        self._recorder.count("agent_disk_evictions", removed)
+
+    def _sealed(self, plain: memoryview) -> memoryview:
+        """Return an uncompressed payload as it may be written."""
+        if self._seal is None:
+            return plain
+        header = read_header(plain[: header_bytes_needed(plain[:_LENGTH_BYTES])])
+        frames = header.frames
+        return encode(
+            header.claim,
+            frames.layers,
+            [plain[start:end] for start, end in zip(frames.starts, frames.ends, strict=True)],
+            codec="none",
+            provenance=header.provenance,
+            seal=self._seal,
+        )
+
+    def _reads(self, key: str, fill: Fill, staging: Staging) -> bool:
+        """Whether the payload was read and is right. If not, its file goes."""
+        try:
+            with self._breakers.attempt("read", "read"), self._slot():
+                if fill.run(staging):
+                    return True
+                self.forget(key)
+        except LeftAlone:
+            self._recorder.count("agent_disk_busy")
+        except (PayloadError, ValueTooLong) as exc:
+            self._refuse(key, str(exc))
+        except StoreError as exc:
+            self._recorder.count("agent_disk_errors")
+            logger.debug("payload not read from disk reason=%s", exc)
+            self.forget(key)
+        return False
+
+    @contextmanager
+    def _slot(self) -> Iterator[None]:
+        """Be one of the threads that read. Raises ``LeftAlone`` if none of them ends."""
+        seconds = max(0.0, min(_HANGS_S, ends_s() - monotonic()))
+        if not self._slots.acquire(timeout=seconds):
+            error = LeftAlone("disk: reads hang")
+            if seconds == _HANGS_S:
+                self._breakers.read.open(error)
+            raise error
+        try:
+            yield
+        finally:
+            self._slots.release()
+
+    def _refuse(self, key: str, reason: str) -> None:
+        self._recorder.count("agent_disk_corrupt")
+        logger.warning("payload on disk refused key=%s reason=%s", key, reason)
+        self.forget(key)
+
+
+def _log_change(change: Change) -> None:
+    if change.error is None:
+        logger.warning("disk working again direction=%s", change.direction)
+    else:
+        logger.warning("disk left out direction=%s reason=%s", change.direction, change.error)

@@ -1,0 +1,663 @@
+"""Payloads on a local disk: written once they were read, read back verified, and never needed."""
+
+import errno
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from objkv.agent.arena import PAGE, CellState
+from objkv.agent.client import AgentConnection
+from objkv.agent.core import Urgency
+from objkv.agent.fill import Wanted
+from objkv.agent.http import AgentHttp, AgentNumbers
+from objkv.agent.messages import CommitStatus
+from objkv.agent.prefetch import Prefetches
+from objkv.agent.residents import MissReason, Resident
+from objkv.agent.spill import disk as module
+from objkv.agent.spill import spill as spill_module
+from objkv.agent.spill.disk import Disk, DiskFolder
+from objkv.assembly.backends import open_backends
+from objkv.codec.payload import Claim
+from objkv.codec.seal import Seal
+from objkv.config import Config
+from objkv.errors import ConfigError, PayloadError, StoreUnavailable
+from objkv.net.breaker import Patience
+from objkv.stores.memory import MemoryStore
+from objkv.telemetry import NullRecorder
+from tests.agent.test_core import fetch, right
+from tests.agent.test_http import Router
+from tests.agent.test_residents import Sleeper
+from tests.agent.world import PATIENCE_S, RIGHT, Node, WatchedStore, ended, opened, pages_at
+from tests.codec.seals import SEALS
+from tests.support.agents import AgentProcess
+from tests.support.paged_cache import wait_until
+from tests.support.samples import NAMESPACE, TOKENS, save
+
+BOUND = 1 << 20
+
+
+class DiskNode(Node):
+    """A node with a disk in a folder, over stores that may outlive it."""
+
+    def __init__(
+        self, folder: Path, *, disk_bytes: int = BOUND, waits: bool = True, **options: object
+    ) -> None:
+        seal = options.get("seal")
+        assert seal is None or isinstance(seal, Seal)
+        form = "plain" if seal is None else "encrypted"
+        self.disk = Disk(DiskFolder(folder), disk_bytes, form)
+        super().__init__(disk=self.disk, **options)  # type: ignore[arg-type]
+        assert self.core.spill is not None
+        self.spill = self.core.spill
+        if waits:
+            wait_until(lambda: self.disk.is_loaded)
+
+    def gets(self) -> int:
+        """How often the store was asked."""
+        assert isinstance(self.store, WatchedStore)
+        return sum(self.store.gets.values())
+
+    def load(self, *wanted: Wanted) -> None:
+        """Load payloads as a replica does; they are right. Waits for the disk."""
+        for one in fetch(self, *wanted):
+            assert right(self, one)
+            wait_until(lambda one=one: one.is_spilled)  # type: ignore[misc]
+            self.residents.release(one)
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until everything is written or removed."""
+        assert self.spill.drain(PATIENCE_S)
+
+    def evict(self, *wanted: Wanted) -> None:
+        """Have the arena without these."""
+        for one in wanted:
+            self.residents.forget(one.claim.key.path())
+
+    def count(self, name: str) -> float:
+        """A counter's value."""
+        return self.recorder.value(f"agent_disk_{name}")
+
+
+@pytest.fixture
+def no_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A circuit that opens stays open."""
+    for_ever = Patience(reset_s=10_000.0, reset_max_s=10_000.0)
+    monkeypatch.setattr(spill_module, "Patience", lambda: for_ever)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., DiskNode]]:
+    nodes: list[DiskNode] = []
+
+    def made(**options: object) -> DiskNode:
+        nodes.append(DiskNode(tmp_path / "disk", **options))  # type: ignore[arg-type]
+        return nodes[-1]
+
+    yield made
+    for node in nodes:
+        node.close()
+        assert node.residents.check()
+        assert node.residents.leased() == 0
+        assert node.disk.check()
+
+
+def files(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "disk" / module.FOLDER).glob("*.*"))
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_what_was_loaded_comes_back_from_disk(
+    codec: str, make: Callable[..., DiskNode], tmp_path: Path
+) -> None:
+    node = make()
+    wanted = node.save(codec=codec)
+    node.load(*wanted)
+    assert (node.count("writes"), len(node.disk)) == (3, 3)
+    node.evict(*wanted)
+    node.load(*wanted)
+    assert node.gets() == 3, "once each, the second time from disk"
+    assert node.count("hits") == 3
+    assert node.count("writes") == 3
+    for file in files(tmp_path):
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert file.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_what_the_arena_evicts_comes_back_from_disk(make: Callable[..., DiskNode]) -> None:
+    node = make(memory=4 * PAGE)
+    wanted = node.save(tuple(range(16 * 12)))
+    assert len(wanted) == 12
+    for one in wanted:
+        node.load(one)
+    assert node.recorder.value("agent_evictions") > 0
+    for one in wanted:
+        node.load(one)
+    assert node.gets() == 12
+    assert node.count("hits") >= 6
+
+
+def test_what_was_only_saved_or_prefetched_is_not_written_until_it_is_read(
+    make: Callable[..., DiskNode],
+) -> None:
+    node = make()
+    wanted, other, _ = node.save()
+    payload = node.store.get(wanted.claim.key.path())
+    assert payload is not None
+    assert node.saves.commit(memoryview(payload)) is CommitStatus.ACCEPTED
+    assert node.saves.drain(PATIENCE_S)
+    client = Sleeper()
+    (ahead,) = node.core.open(client, [other], deadline_s=PATIENCE_S, urgency=Urgency.PREFETCH)
+    assert isinstance(ahead, Resident)
+    wait_until(lambda: ahead.state is CellState.READY)
+    node.residents.release(ahead)
+    node.settle()
+    assert len(node.disk) == 0
+    node.load(wanted, other)
+    assert len(node.disk) == 2
+    assert node.gets() == 1
+
+
+def test_all_is_written_if_the_operator_wants_that(make: Callable[..., DiskNode]) -> None:
+    node = make(keeps_all=True)
+    wanted = node.save()[0]
+    payload = node.store.get(wanted.claim.key.path())
+    assert payload is not None
+    assert node.saves.commit(memoryview(payload)) is CommitStatus.ACCEPTED
+    node.settle()
+    node.evict(wanted)
+    node.load(wanted)
+    assert (node.gets(), node.count("hits")) == (0, 1)
+
+
+def test_the_next_agent_finds_the_files(make: Callable[..., DiskNode], tmp_path: Path) -> None:
+    first = make()
+    wanted = first.save()
+    first.load(*wanted)
+    first.core.close(PATIENCE_S)
+    folder = tmp_path / "disk" / module.FOLDER
+    (folder / "unfinished").write_bytes(b"half of")
+    (folder / ("0" * 40 + ".signed")).write_bytes(b"of other settings")
+    (folder / ("1" * 40 + ".plain")).write_bytes(b"")
+    (folder / "readme.txt").write_bytes(b"somebody else's")
+    second = make(store=WatchedStore())
+    second.settle()
+    assert {file.name[40:] for file in files(tmp_path)} == {".plain", ""}
+    assert not (folder / "unfinished").exists()
+    assert (folder / "readme.txt").exists()
+    second.load(*wanted)
+    assert (second.gets(), second.count("hits")) == (0, 3)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data(), st.sampled_from([None, "encrypted"]))
+def test_no_changed_byte_is_served(data: st.DataObject, kind: str | None) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        seal = None if kind is None else SEALS[kind]
+        node = DiskNode(Path(folder) / "disk", seal=seal)
+        try:
+            wanted = node.wanted(sealed(node)) if seal else node.save()
+            node.load(*wanted)
+            (file, *_) = files(Path(folder))
+            content = bytearray(file.read_bytes())
+            at = data.draw(st.integers(0, len(content) - 1))
+            if data.draw(st.booleans()):
+                content[at] ^= 1 << data.draw(st.integers(0, 7))
+            else:
+                del content[at:]
+            file.write_bytes(content)
+            before = node.gets()
+            node.evict(*wanted)
+            node.load(*wanted)
+            assert node.count("hits") == 2
+            assert node.count("corrupt") == 1
+            assert node.gets() == before + 1
+            assert node.recorder.value("load_corrupt") == 0, "the store's record stays"
+            node.evict(*wanted)
+            node.load(*wanted)
+            assert node.count("hits") == 5, "it was written again"
+        finally:
+            node.close()
+        assert node.residents.check()
+        assert node.residents.leased() == 0
+
+
+def sealed(node: Node) -> list:  # type: ignore[type-arg]
+    """Payloads that were saved through the node, and so sealed."""
+    plain = MemoryStore()
+    keys = save(plain, None, TOKENS)
+    for key in keys:
+        payload = plain.get(key.path())
+        assert payload is not None
+        assert node.saves.commit(memoryview(payload)) is CommitStatus.ACCEPTED
+    assert node.saves.drain(PATIENCE_S)
+    for key in keys:
+        node.residents.forget(key.path())
+    return keys
+
+
+def test_what_is_encrypted_in_the_bucket_is_encrypted_on_disk(
+    make: Callable[..., DiskNode], tmp_path: Path
+) -> None:
+    node = make(seal=SEALS["encrypted"])
+    wanted = node.wanted(sealed(node))
+    node.load(*wanted)
+    for file in files(tmp_path):
+        assert file.suffix == ".encrypted"
+        assert all(pages[:64] not in file.read_bytes() for pages in RIGHT)
+    before = node.gets()
+    node.evict(*wanted)
+    node.load(*wanted)
+    assert (node.gets(), node.count("hits")) == (before, 3)
+
+
+def test_another_payload_under_the_name_is_refused(
+    make: Callable[..., DiskNode], tmp_path: Path
+) -> None:
+    node = make()
+    wanted = node.save()
+    node.load(*wanted)
+    one, two, three = files(tmp_path)
+    content = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(content)
+    three.unlink()
+    node.evict(*wanted)
+    node.load(*wanted)
+    assert node.count("hits") == 0
+    assert node.count("corrupt") == 2
+    assert node.gets() == 6
+
+
+def test_nothing_is_announced_before_all_is_verified(
+    make: Callable[..., DiskNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = make()
+    wanted = node.save()[0]
+    node.load(wanted)
+    (file,) = files(tmp_path)
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    node.evict(wanted)
+    fetching, announced = threading.Event(), list[bool]()
+    advance = node.residents.advance
+    assert isinstance(node.store, WatchedStore)
+    node.store.on_get = lambda key: fetching.set()
+
+    def watched(one: Resident, frames: int) -> None:
+        announced.append(fetching.is_set())
+        advance(one, frames)
+
+    monkeypatch.setattr(node.residents, "advance", watched)
+    node.load(wanted)
+    assert announced
+    assert all(announced), "only frames of the store"
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> None:
+    def fails(*args: object, **kwargs: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(module.os, name, fails)
+
+
+@pytest.mark.usefixtures("no_probes")
+def test_a_full_disk_is_left_out_and_leaves_nothing(
+    make: Callable[..., DiskNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = make()
+    wanted = node.save(tuple(range(16 * 12)))
+    with monkeypatch.context() as full:
+        refuse(full, "write", errno.ENOSPC)
+        for one in wanted:
+            node.load(one)
+    assert node.count("errors") == 5, "then it is paused"
+    assert node.count("drops") == 7
+    assert node.recorder.value("breaker_open_disk_write") == 1
+    assert (len(node.disk), files(tmp_path)) == (0, [])
+    assert not (tmp_path / "disk" / module.FOLDER / "unfinished").exists()
+
+
+@pytest.mark.usefixtures("no_probes")
+def test_a_failing_disk_is_left_out_and_the_stores_are_read(
+    make: Callable[..., DiskNode], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    node = make()
+    wanted = node.save(tuple(range(16 * 12)))
+    node.load(*wanted)
+    node.evict(*wanted)
+    with monkeypatch.context() as broken:
+        refuse(broken, "preadv", errno.EIO)
+        for one in wanted:
+            node.load(one)
+    assert node.count("hits") == 0
+    assert node.count("errors") == 5
+    assert node.count("busy") == 7
+    assert node.gets() == 24
+    assert len(node.disk) == 12, "what could not be read was written again"
+    assert len(files(tmp_path)) == 12
+
+
+@pytest.mark.usefixtures("no_probes")
+def test_a_disk_that_hangs_does_not_keep_all_threads(
+    make: Callable[..., DiskNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = make(threads=2)
+    wanted = node.save()
+    node.load(*wanted)
+    node.evict(*wanted)
+    hangs, mends = threading.Event(), threading.Event()
+    preadv = os.preadv
+
+    def slow(*args: object) -> int:
+        hangs.set()
+        assert mends.wait(PATIENCE_S)
+        return preadv(*args)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as hanging:
+        hanging.setattr(module.os, "preadv", slow)
+        hanging.setattr(spill_module, "_HANGS_S", 0.05)
+        (first,) = node.core.open(
+            Sleeper(), wanted[:1], deadline_s=PATIENCE_S, urgency=Urgency.IN_STEP
+        )
+        assert isinstance(first, Resident)
+        assert hangs.wait(PATIENCE_S)
+        for one in fetch(node, *wanted[1:]):
+            assert right(node, one)
+            node.residents.release(one)
+        assert node.count("busy") == 2
+        assert node.recorder.value("breaker_open_disk_read") == 1
+        mends.set()
+        wait_until(lambda: first.state is not CellState.FILLING)
+    assert right(node, first)
+    node.residents.release(first)
+
+
+def test_a_refused_payload_leaves_the_disk_too(
+    make: Callable[..., DiskNode], tmp_path: Path
+) -> None:
+    node = make()
+    wanted = node.save()[0]
+    node.load(wanted)
+    node.core.reject(wanted)
+    node.settle()
+    assert (len(node.disk), files(tmp_path)) == (0, [])
+
+
+def test_a_payload_that_is_refused_while_it_is_written_is_not_kept(
+    make: Callable[..., DiskNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = make()
+    wanted = node.save()[0]
+    writing, go_on = threading.Event(), threading.Event()
+    write = os.write
+
+    def slow(fd: int, content: memoryview) -> int:
+        writing.set()
+        assert go_on.wait(PATIENCE_S)
+        return write(fd, content)
+
+    with monkeypatch.context() as slowly:
+        slowly.setattr(module.os, "write", slow)
+        (one,) = fetch(node, wanted)
+        assert writing.wait(PATIENCE_S)
+        node.core.reject(wanted)
+        go_on.set()
+        node.settle()
+    node.residents.release(one)
+    assert (len(node.disk), files(tmp_path)) == (0, [])
+
+
+def test_a_long_queue_is_cut_and_counted(
+    make: Callable[..., DiskNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spill_module.SpillLimits, "__init__", short_queue)
+    node = make()
+    node.load(*node.save())
+    assert node.count("drops") == 3
+
+
+def short_queue(self: spill_module.SpillLimits, readers: int, keeps_all: bool = False) -> None:
+    for name, value in (("readers", readers), ("queue_max", 0), ("keeps_all", keeps_all)):
+        object.__setattr__(self, name, value)
+
+
+def test_two_agents_do_not_share_a_folder_and_the_second_serves_without_it(
+    make: Callable[..., DiskNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spill_module, "_LOOK_S", 0.01)
+    first = make()
+    wanted = first.save()
+    first.load(*wanted)
+    second = make(store=first.store, index=first.index, waits=False)
+    for one in fetch(second, *wanted):
+        assert right(second, one)
+        second.residents.release(one)
+    assert not second.disk.is_loaded
+    first.core.close(PATIENCE_S)
+    wait_until(lambda: second.disk.is_loaded)
+    second.evict(*wanted)
+    second.load(*wanted)
+    assert (first.gets(), second.count("hits")) == (6, 3)
+
+
+def test_an_agent_that_waits_for_a_folder_can_end(tmp_path: Path) -> None:
+    folder = DiskFolder(tmp_path / "disk")
+    assert folder.lock()
+    node = DiskNode(tmp_path / "disk", waits=False)
+    node.close()
+    assert not node.disk.is_loaded
+    folder.close()
+    again = DiskFolder(tmp_path / "disk")
+    assert again.lock()
+    again.close()
+
+
+def test_a_folder_that_others_may_read_or_that_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / module.FOLDER).mkdir(mode=0o755)
+    with pytest.raises(ConfigError, match="not a private folder"):
+        DiskFolder(tmp_path)
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ConfigError, match="agent_disk_url: no folder"):
+        DiskFolder(tmp_path / "file")
+
+
+def test_without_a_bound_it_is_half_of_what_is_free(tmp_path: Path) -> None:
+    folder = DiskFolder(tmp_path)
+    disk = Disk(folder, 0)
+    free = folder.free_bytes()
+    disk.load(lambda: False)
+    assert disk.nbytes_max == pytest.approx(free / 2, rel=0.1)
+    folder.close()
+
+
+def test_replicas_load_from_disk_over_the_socket(make: Callable[..., DiskNode]) -> None:
+    node = make()
+    node.listen()
+    wanted, client = node.save(), node.connect()
+    for _ in range(2):
+        leases = opened(client, wanted)
+        for lease in leases:
+            progress = ended(client, lease)
+            assert (progress.state, progress.reason) == (CellState.READY, MissReason.NONE)
+            assert pages_at(client.arena.view, progress) == RIGHT
+        client.release([lease.number for lease in leases])
+        wait_until(lambda: node.residents.leased() == 0)
+        node.settle()
+        node.evict(*wanted)
+    assert (node.gets(), node.count("hits")) == (3, 3)
+
+
+class DiskMachine(RuleBasedStateMachine):
+    """Writes, reads, losses and restarts, against what was written last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = tempfile.TemporaryDirectory()
+        self.path = Path(self.place.name)
+        self.right: dict[str, bytes] = {}
+        self.number = 0
+        self.start()
+
+    def start(self) -> None:
+        self.disk = Disk(DiskFolder(self.path), 10 * PAGE)
+        assert self.disk.lock()
+        self.disk.load(lambda: False)
+
+    def teardown(self) -> None:
+        self.disk.close()
+        self.place.cleanup()
+
+    keys = st.sampled_from([f"key-{number}" for number in range(8)])
+
+    @rule(key=keys, pages=st.integers(1, 12), discards=st.booleans())
+    def write(self, key: str, pages: int, discards: bool) -> None:
+        if self.disk.size_of(key) is not None:
+            return
+        self.number += 1
+        payload = self.number.to_bytes(4, "little") * (pages * PAGE // 4 - 1)
+        self.disk.begin(key)
+        if discards:
+            self.disk.discard(key)
+        was_written = self.disk.write(key, memoryview(payload)) is not None
+        assert was_written == (pages <= 10 and not discards)
+        if was_written:
+            self.right[key] = payload
+
+    @rule(key=keys)
+    def discard(self, key: str) -> None:
+        was_there = self.disk.size_of(key) is not None
+        assert self.disk.discard(key) == was_there
+        assert self.disk.size_of(key) is None
+
+    @rule(key=keys)
+    def use(self, key: str) -> None:
+        self.disk.use(key)
+
+    @rule(key=keys)
+    def read(self, key: str) -> None:
+        size = self.disk.size_of(key)
+        if size is None:
+            return
+        buffer, seen = bytearray(size), list[int]()
+        assert self.disk.get_into(key, memoryview(buffer), seen.append) == size
+        assert seen[-1] == size
+        assert buffer == self.right[key]
+
+    @rule()
+    def purge(self) -> None:
+        self.disk.purge()
+        assert len(self.disk) == len(list((self.path / module.FOLDER).glob("*.plain")))
+
+    @rule(cut=st.booleans())
+    @precondition(lambda self: len(self.disk) > 0)
+    def restart(self, cut: bool) -> None:
+        self.disk.purge()
+        kept = {key: self.disk.size_of(key) for key in self.right}
+        self.disk.close()
+        if cut:
+            (self.path / module.FOLDER / "unfinished").write_bytes(b"half")
+        self.start()
+        assert kept == {key: self.disk.size_of(key) for key in self.right}
+
+    @invariant()
+    def adds_up(self) -> None:
+        assert self.disk.check()
+
+
+TestDisk = DiskMachine.TestCase
+TestDisk.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+def test_a_smaller_bound_keeps_the_newest(tmp_path: Path) -> None:
+    disk = Disk(DiskFolder(tmp_path), 10 * PAGE)
+    disk.load(lambda: False)
+    folder, known = tmp_path / module.FOLDER, set[Path]()
+    for number in range(10):
+        disk.begin(str(number))
+        disk.write(str(number), memoryview(bytes([number]) * PAGE))
+        (file,) = set(folder.glob("*.plain")) - known
+        os.utime(file, ns=(number, number))
+        known.add(file)
+    disk.close()
+    disk = Disk(DiskFolder(tmp_path), 3 * PAGE)
+    disk.load(lambda: False)
+    assert [n for n in range(10) if disk.size_of(str(n)) is not None] == [7, 8, 9]
+    assert len(list(folder.glob("*.plain"))) == 3
+    disk.close()
+
+
+def test_errors_of_the_file_system_are_translated(tmp_path: Path) -> None:
+    folder = DiskFolder(tmp_path)
+    folder.write("0" * 40 + ".plain", memoryview(b"123"))
+    with pytest.raises(PayloadError, match="3 bytes, expected 5"):
+        folder.read_into("0" * 40 + ".plain", memoryview(bytearray(5)), lambda _: None)
+    assert folder.read_into("1" * 40 + ".plain", memoryview(bytearray(5)), lambda _: None) is None
+    (tmp_path / module.FOLDER / ("2" * 40 + ".plain")).mkdir()
+    with pytest.raises(StoreUnavailable, match="disk, remove 222"):
+        folder.remove("2" * 40 + ".plain")
+    folder.close()
+
+
+def test_a_killed_agent_leaves_its_files_to_the_next(tmp_path: Path) -> None:
+    config = Config(bulk_url=f"file://{tmp_path}/bulk")
+    urls = {"bulk_url": config.bulk_url, "agent_disk_url": f"file://{tmp_path}/disk"}
+    with closing(open_backends(config, NullRecorder())) as backends:
+        keys = save(backends.bulk, backends.index)
+        records = backends.index.lookup(NAMESPACE, [key.prefix_hash for key in keys])
+        wanted = [
+            Wanted(
+                Claim(key, record.parent_hash, record.token_start, record.token_end),
+                record.shards[key.field],
+            )
+            for key, record in zip(keys, records, strict=True)
+            if record is not None
+        ]
+        with AgentProcess(urls) as agent:
+            load_all(agent, wanted)
+            wait_until(lambda: len(files(tmp_path)) == 3)
+            agent.kill()
+        for key in keys:
+            assert backends.bulk.delete(key.path())
+        with AgentProcess(urls) as agent:
+            load_all(agent, wanted)
+            numbers = agent.end()
+        assert (numbers["disk_hits"], numbers["load_bytes"]) == (3, 0)
+
+
+def load_all(agent: AgentProcess, wanted: list[Wanted]) -> None:
+    with closing(AgentConnection(agent.path, wants_arena=True)) as client:
+        for lease in opened(client, wanted):
+            progress = ended(client, lease)
+            assert progress.state is CellState.READY
+            assert pages_at(client.arena.view, progress) == RIGHT
+
+
+def test_metrics_tell_what_is_on_disk(make: Callable[..., DiskNode]) -> None:
+    node = make()
+    prefetches = Prefetches(node.core, node.index, node.store)
+    path = node.folder / "http"
+    server = AgentHttp(path, node.core, prefetches, AgentNumbers(node.recorder), lambda: 0)
+    wanted = node.save()
+    node.load(*wanted)
+    node.evict(*wanted)
+    node.load(*wanted[:2])
+    _, page = Router(path).ask("GET", "/metrics")
+    for line in (
+        "disk_payloads 3",
+        f"disk_bytes {node.disk.nbytes}",
+        "disk_max_bytes 1.04858e+06",
+        "disk_hits_total 2",
+        "disk_writes_total 3",
+    ):
+        assert f"objkv_agent_{line}\n" in page
+    server.close()
