@@ -17,6 +17,7 @@ from typing import NamedTuple
 from objkv.agent.arena import Arena
 from objkv.agent.fill import Fill, NoRoomError, Staging, Wanted
 from objkv.agent.residents import MissReason, Resident, Residents, Waiter
+from objkv.agent.unsaved import is_unsaved
 from objkv.background import join_all
 from objkv.cache.chunks import ChunkCache
 from objkv.codec.payload import LayerSpec
@@ -184,6 +185,12 @@ class Core:
         if not self.residents.is_wanted(job.one):
             self.residents.failed(job.one, MissReason.LATE)
             return
+        if is_unsaved(job.wanted.record):
+            found = self._stored(job)
+            if isinstance(found, MissReason):
+                self.residents.failed(job.one, found)
+                return
+            job = job._replace(wanted=found)
         key = job.wanted.claim.key
         shape = key.namespace, key.field
         fill = Fill(job.one, job.wanted, self.residents, self._cache, self._known.get(shape, ()))
@@ -200,6 +207,25 @@ class Core:
             self.residents.ready(job.one, fill.layers)
         else:
             self.residents.failed(job.one, reason, fill.layers)
+
+    def _stored(self, job: _Job) -> Wanted | MissReason:
+        """Return the payload by its record in the index: the client's is that of a payload in
+        memory, which has been evicted."""
+        claim = job.wanted.claim
+        try:
+            with EndsBy(job.deadline):
+                record = self._cache.record_of(claim.key)
+        except Exception as exc:  # a dead thread would hang every later load
+            self._recorder.count("load_errors")
+            if isinstance(exc, ObjkvError):
+                self._trouble.failed(exc)
+            else:
+                logger.exception("payload not found, unexpectedly key=%s", claim.key.path())
+            return MissReason.LATE if monotonic() >= job.deadline else MissReason.STORE
+        if record is None:
+            self._recorder.count("agent_unsaved_misses")
+            return MissReason.MISSING
+        return Wanted(claim, record)
 
     def _fill(self, fill: Fill, job: _Job, staging: Staging) -> MissReason:
         claim, record = job.wanted.claim, job.wanted.record

@@ -156,6 +156,8 @@ class AgentHttp:
             "arena_free_bytes": residents.free_bytes,
             "resident_payloads": len(residents),
             "leased_payloads": residents.leased(),
+            "unsaved_payloads": len(residents.unsaved),
+            "unsaved_bytes": residents.unsaved.nbytes,
             "clients": self._clients(),
         }
         lines = []

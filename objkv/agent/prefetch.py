@@ -34,7 +34,7 @@ class Matched:
     chunks: int
     """Whole chunks of the prompt."""
     stored: int
-    """Leading chunks with a record."""
+    """Leading chunks that a replica of this node finds."""
     resident: int
     """Leading ones of those whose payloads can all be read from memory now."""
     tokens: int
@@ -124,9 +124,10 @@ class Prefetches:
             residents.release(one)
 
     def _stored(self, namespace: str, hashes: Sequence[bytes]) -> list[Record]:
-        """Return the records of the leading chunks that have one."""
+        """Return the records of the leading chunks that are stored, or held back on this node."""
         found: list[Record] = []
-        for record in self._index.lookup(namespace, hashes):
+        records = self._index.lookup(namespace, hashes)
+        for record in self._core.residents.unsaved.lookup(namespace, hashes, records):
             if record is None:
                 break
             found.append(record)

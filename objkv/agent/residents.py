@@ -14,6 +14,9 @@ from typing import Protocol
 
 from objkv.agent.arena import BOARD_BYTES, CELLS, Arena, CellState, Extents, Progress
 from objkv.agent.ranking import Ranking
+from objkv.agent.unsaved import UnsavedPayloads
+from objkv.codec.payload import Claim
+from objkv.index.base import ShardRecord
 from objkv.telemetry import Recorder
 
 
@@ -67,6 +70,8 @@ class Residents:
 
     def __init__(self, arena: Arena, recorder: Recorder) -> None:
         self._arena, self._recorder = arena, recorder
+        self.unsaved = UnsavedPayloads(recorder)
+        """Those that no store has yet."""
         self._extents = Extents(BOARD_BYTES, arena.nbytes)
         self._ranking = Ranking(self._extents.total_bytes)
         self._lock = Lock()
@@ -113,6 +118,8 @@ class Residents:
                     self._recorder.count("agent_prefetch_used")
                 if one.state is CellState.READY and not ahead:
                     self._ranking.use(key)
+                    if waiter is not None:
+                        self.unsaved.seen_again(key)
                 elif waiter is not None:
                     one.waiters.add(waiter)
                 return one, False
@@ -125,6 +132,21 @@ class Residents:
                 one.waiters.add(waiter)
             self._arena.board.write(one.cell, Progress(CellState.FILLING, 0, 0, 0, 0))
             return one, True
+
+    def hold(self, key: str) -> Resident | None:
+        """Take a lease of a payload that is complete, for a save. None if there is none."""
+        with self._lock:
+            one = self._by_key.get(key)
+            if one is None or one.state is not CellState.READY:
+                return None
+            one.leases += 1
+            return one
+
+    def hold_back(self, one: Resident, claim: Claim, record: ShardRecord) -> None:
+        """Leave a complete, leased payload without a save until it is seen again."""
+        with self._lock:
+            if one.is_listed:
+                self.unsaved.add(claim, record)
 
     def release(self, one: Resident, waiter: Waiter | None = None) -> None:
         """End a lease. ``waiter``: a client that holds no other lease of it."""
@@ -218,6 +240,7 @@ class Residents:
                 and sizes == self._extents.total_bytes - self._extents.free_bytes
                 and len(self._cells) + len(everything) == CELLS
                 and len(ranked) == len(self._ranking)
+                and all(path in self._ranking for path in self.unsaved.paths)
                 and all(one.key in self._ranking for one in ranked)
                 and all(one.leases >= (one.state is CellState.FILLING) for one in everything)
                 and all(one.leases > 0 for one in everything if not one.is_listed)
@@ -290,6 +313,7 @@ class Residents:
             one.is_listed = False
             del self._by_key[one.key]
             self._ranking.remove(one.key)
+            self.unsaved.dropped(one.key)
 
     def _free(self, one: Resident) -> None:
         if one.offset >= 0:

@@ -313,7 +313,13 @@ class AgentServer:
         namespace, hashes, fields = unpack_find(message)
         if not 0 < len(hashes) <= find_max(len(fields)):
             raise ProtocolError(f"a lookup of {len(hashes)} chunks")
-        answer = pack_found(self._parts.lookups.find(namespace, hashes, fields), fields)
+        found = self._core.residents.unsaved.find(
+            namespace,
+            hashes,
+            fields,
+            lambda some: self._parts.lookups.find(namespace, some, fields),
+        )
+        answer = pack_found(found, fields)
         if answer is None:
             raise StoreError("the answer is too long")
         return answer

@@ -128,6 +128,7 @@ class NodeAgent:
             config.near_records_max, config.near_ttl_ms / 1000, config.near_miss_ttl_ms / 1000
         )
         self.lookups = NodeLookups(self._backends.index, near)
+        self.saves.on_saved = lambda key: self.lookups.invalidate(key.namespace, key.prefix_hash)
         calls = NodeCalls(self._backends.index, self._backends.bulk)
         parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls)
         self.server = AgentServer(self._socket.listener, parts)
@@ -151,13 +152,15 @@ class NodeAgent:
         )
 
     def _save_limits(self) -> NodeSaveLimits:
-        config = self._config
+        config, far = self._config, is_far(self._config)
+        policy = config.save_to_bucket
         return NodeSaveLimits(
             config.save_threads,
             config.save_queue_max,
             config.save_deadline_ms / 1000,
             config.codec,
-            is_far(config),
+            far,
+            holds_back=far if policy == "auto" else policy == "reused",
         )
 
     def run(self, ended: Event, *, idle_s: float | None = None) -> None:
@@ -180,15 +183,18 @@ class NodeAgent:
         self.saves.close(self._config.drain_deadline_ms / 1000)
         self._cache.close(1.0)
         self._backends.close()
-        numbers = self.numbers.read()
+        numbers, unsaved = self.numbers.read(), self.core.residents.unsaved
         logger.info(
-            "agent ended hits=%d fills=%d load_bytes=%d saves=%d save_bytes=%d evictions=%d",
+            "agent ended hits=%d fills=%d load_bytes=%d saves=%d save_bytes=%d evictions=%d "
+            "unsaved=%d unsaved_bytes=%d",
             numbers.get("agent_hits", 0),
             numbers.get("agent_fills", 0),
             numbers.get("load_bytes", 0),
             numbers.get("saves", 0),
             numbers.get("save_bytes", 0),
             numbers.get("agent_evictions", 0),
+            len(unsaved),
+            unsaved.nbytes,
         )
 
     def __enter__(self) -> Self:

@@ -30,6 +30,7 @@ _WITH_UNIT: Final = re.compile(r"[0-9][0-9.]{0,15} ?[A-Za-z]{1,3}")
 LoadMode = Literal["async", "layerwise", "auto"]
 CodecName = Literal["auto", "none", "lz4", "zstd", "blosc", "blosclz4"]
 AdmissionMode = Literal["auto", "always", "never"]
+SavePolicy = Literal["auto", "all", "reused"]
 Role = Literal["reader", "writer", "sweeper"]
 SECRET_SETTINGS = (
     "s3_access_key_id",
@@ -216,6 +217,11 @@ class Config(BaseModel):
     agent_memory_bytes: int = Field(default=0, ge=0)
     """Memory of an agent for payloads, its arena. 0: an eighth of the machine's memory. It takes
     none before payloads fill it."""
+    save_to_bucket: SavePolicy = "auto"
+    """Which payloads an agent puts to the bulk store. ``all``: each at once. ``reused``: a payload
+    stays in the agent's memory until it is read, or is computed again, here or on another node; it
+    is lost if it is evicted before that or the agent ends. ``auto``: ``reused`` if the bulk store
+    is behind a network, ``all`` otherwise."""
 
     lookup_deadline_ms: int = Field(default=500, ge=1)
     """A lookup that takes longer is a miss."""

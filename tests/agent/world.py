@@ -60,9 +60,13 @@ class Node:
         store: MemoryStore | None = None,
         codec: str = "none",
         path: Path | None = None,
+        index: MemoryIndex | None = None,
+        holds_back: bool = False,
+        miss_ttl_s: float = 0.0,
+        saves_max: int = 100,
     ) -> None:
         self.store = store or WatchedStore()
-        self.index, self.recorder = MemoryIndex(), MemoryRecorder()
+        self.index, self.recorder = index or MemoryIndex(), MemoryRecorder()
         settings = CacheSettings("agent", ttl_s=3600, lease_ms=60_000, hot_payload_bytes_max=0)
         self.cache = ChunkCache(self.store, None, self.index, settings, self.recorder, seal=seal)
         self.arena = Arena.create(memory)
@@ -72,9 +76,11 @@ class Node:
         self.saves = NodeSaves(
             self.cache,
             self.residents,
-            NodeSaveLimits(2, 100, PATIENCE_S, codec, far=True),
+            NodeSaveLimits(2, saves_max, PATIENCE_S, codec, far=True, holds_back=holds_back),
             self.recorder,
         )
+        self.lookups = NodeLookups(self.index, NearLimits(1000, 30.0, miss_ttl_s))
+        self.saves.on_saved = lambda key: self.lookups.invalidate(key.namespace, key.prefix_hash)
         self.folder = Path(tempfile.mkdtemp(prefix="objkv-", dir="/tmp"))
         self.path = path or self.folder / "s"
         self.server: AgentServer | None = None
@@ -85,9 +91,8 @@ class Node:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(str(self.path))
         listener.listen(64)
-        lookups = NodeLookups(self.index, NearLimits(1000, 30.0, 0.0))
         calls = NodeCalls(self.index, self.store)
-        parts = AgentParts(self.core, self.saves, self.arena, lookups, calls)
+        parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls)
         self.server = AgentServer(listener, parts, limits)
         return self
 
