@@ -207,6 +207,7 @@ def _environment(resolved: Resolved) -> dict[str, str]:
     passed = {name: values[name] for name in given if values[name] is not None}
     # Always include both URLs, whatever their source.
     passed |= {name: values[name] for name in ("bulk_url", "index_url", "quota_bytes")}
+    passed["agent"] = "off"  # an agent may hold back payloads of a prompt that is computed once
     return {f"OBJKV_{name.upper()}": str(value) for name, value in passed.items()}
 
 
