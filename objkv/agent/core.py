@@ -17,7 +17,7 @@ from typing import NamedTuple
 from objkv.agent.arena import Arena
 from objkv.agent.fill import Fill, NoRoomError, Staging, Wanted
 from objkv.agent.residents import MissReason, Resident, Residents, Waiter
-from objkv.agent.unsaved import is_unsaved
+from objkv.agent.unsaved.payloads import is_unsaved
 from objkv.background import join_all
 from objkv.cache.chunks import ChunkCache
 from objkv.codec.payload import LayerSpec

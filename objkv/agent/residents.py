@@ -14,7 +14,7 @@ from typing import Protocol
 
 from objkv.agent.arena import BOARD_BYTES, CELLS, Arena, CellState, Extents, Progress
 from objkv.agent.ranking import Ranking
-from objkv.agent.unsaved import UnsavedPayloads
+from objkv.agent.unsaved.payloads import UnsavedPayloads
 from objkv.codec.payload import Claim
 from objkv.index.base import ShardRecord
 from objkv.telemetry import Recorder

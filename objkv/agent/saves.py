@@ -12,7 +12,8 @@ from time import monotonic
 from objkv.agent.arena import ALL_FRAMES
 from objkv.agent.messages import CommitStatus
 from objkv.agent.residents import MissReason, Resident, Residents
-from objkv.agent.unsaved import Sightings, unsaved_record
+from objkv.agent.unsaved.payloads import unsaved_record
+from objkv.agent.unsaved.sightings import Sightings
 from objkv.cache.chunks import ChunkCache
 from objkv.cache.codec_choice import CodecChooser
 from objkv.cache.saving import SavePool
@@ -25,7 +26,6 @@ from objkv.codec.payload import (
     read_header,
 )
 from objkv.errors import PayloadError
-from objkv.keys.chunk import ChunkKey
 from objkv.stores.base import copy_bytes
 from objkv.telemetry import Recorder
 
@@ -81,9 +81,9 @@ class NodeSaves:
         self._pool: SavePool[CommittedSave] = SavePool(
             "saves", limits.threads, cache, recorder, late=self._late, saved=self._saved
         )
-        self.on_saved: Callable[[ChunkKey], None] = lambda key: None
-        """Called before a payload that was held back is not any more: from then on only the index
-        has its record."""
+        self.on_saved: Callable[[str, bytes], object] = lambda namespace, prefix_hash: None
+        """Called for the chunk of a payload that was held back and is saved now: from then on only
+        the index has its record."""
         self._unsaved = residents.unsaved
         self._sightings = Sightings(
             cache, self._unsaved, self._save_due, lambda: self._has_turns, recorder
@@ -284,7 +284,7 @@ class NodeSaves:
     def _saved(self, header: Header, seconds: float, outcome: object) -> None:
         self._recorder.count(f"save_codec_{header.codec.partition('+')[0]}")
         if (path := header.claim.key.path()) in self._unsaved:
-            self.on_saved(header.claim.key)
+            self.on_saved(header.claim.key.namespace, header.claim.key.prefix_hash)
             self._unsaved.saved(path)
         if self._codec == "auto":
             self._chooser(header).saved(seconds)

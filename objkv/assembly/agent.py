@@ -124,11 +124,8 @@ class NodeAgent:
         limits = CoreLimits(config.load_threads, config.load_queue_max)
         self.core = Core(self._cache, self.arena, limits, recorder)
         self.saves = NodeSaves(self._cache, self.core.residents, self._save_limits(), recorder)
-        near = NearLimits(
-            config.near_records_max, config.near_ttl_ms / 1000, config.near_miss_ttl_ms / 1000
-        )
-        self.lookups = NodeLookups(self._backends.index, near)
-        self.saves.on_saved = lambda key: self.lookups.invalidate(key.namespace, key.prefix_hash)
+        self.lookups = NodeLookups(self._backends.index, self._near_limits())
+        self.saves.on_saved = self.lookups.invalidate
         calls = NodeCalls(self._backends.index, self._backends.bulk)
         parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls)
         self.server = AgentServer(self._socket.listener, parts)
@@ -149,6 +146,12 @@ class NodeAgent:
             recorder,
             room=open_room(config, backends, recorder),
             seal=open_seal(config),
+        )
+
+    def _near_limits(self) -> NearLimits:
+        config = self._config
+        return NearLimits(
+            config.near_records_max, config.near_ttl_ms / 1000, config.near_miss_ttl_ms / 1000
         )
 
     def _save_limits(self) -> NodeSaveLimits:

@@ -14,7 +14,7 @@ from objkv.agent.client import AgentConnection
 from objkv.agent.fill import Wanted
 from objkv.agent.prefetch import Matched, Prefetches
 from objkv.agent.residents import MissReason
-from objkv.agent.unsaved import is_unsaved
+from objkv.agent.unsaved.payloads import is_unsaved
 from objkv.cache.chunks import SaveOutcome
 from objkv.codec.payload import read_header
 from objkv.errors import StoreBusy, StoreUnavailable, TransferError

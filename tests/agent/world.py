@@ -80,7 +80,7 @@ class Node:
             self.recorder,
         )
         self.lookups = NodeLookups(self.index, NearLimits(1000, 30.0, miss_ttl_s))
-        self.saves.on_saved = lambda key: self.lookups.invalidate(key.namespace, key.prefix_hash)
+        self.saves.on_saved = self.lookups.invalidate
         self.folder = Path(tempfile.mkdtemp(prefix="objkv-", dir="/tmp"))
         self.path = path or self.folder / "s"
         self.server: AgentServer | None = None
