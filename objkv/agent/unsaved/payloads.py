@@ -8,7 +8,7 @@ ends.
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
 from time import monotonic
@@ -17,6 +17,7 @@ from typing import Final
 from objkv.cache.chunks import shard_record
 from objkv.codec.payload import Claim, Header
 from objkv.index.base import Record, ShardRecord, Shards
+from objkv.index.fields import WrittenShards, encode_shard
 from objkv.telemetry import Recorder
 
 _MARK: Final = "unsaved:"
@@ -42,6 +43,8 @@ def unsaved_record(header: Header) -> ShardRecord:
 class _Unsaved:
     claim: Claim
     record: ShardRecord
+    text: bytes
+    """The record, as answers carry it."""
     is_due: bool = False
     retry_at: float = -math.inf
 
@@ -56,7 +59,8 @@ class UnsavedPayloads:
         self._recorder, self._clock = recorder, clock
         self._lock = Lock()
         self._by_path: dict[str, _Unsaved] = {}
-        self._by_chunk: dict[tuple[str, bytes], dict[str, _Unsaved]] = {}
+        self._by_chunk: dict[str, dict[bytes, dict[str, _Unsaved]]] = {}
+        """By namespace, prefix hash and field."""
         self._due: deque[Claim] = deque()
         self._nbytes = 0
 
@@ -78,11 +82,12 @@ class UnsavedPayloads:
 
     def add(self, claim: Claim, record: ShardRecord) -> None:
         """Hold a payload back. ``record``: of ``unsaved_record``."""
-        key, one = claim.key, _Unsaved(claim, record)
+        key, one = claim.key, _Unsaved(claim, record, encode_shard(record))
         with self._lock:
             self._remove(key.path())
             self._by_path[key.path()] = one
-            self._by_chunk.setdefault((key.namespace, key.prefix_hash), {})[key.field] = one
+            chunks = self._by_chunk.setdefault(key.namespace, {})
+            chunks.setdefault(key.prefix_hash, {})[key.field] = one
             self._nbytes += record.nbytes
 
     def seen_again(self, path: str) -> None:
@@ -94,11 +99,11 @@ class UnsavedPayloads:
         now = self._clock()
         with self._lock:
             one = self._by_path.get(path)
+            chunks = self._by_chunk.get(one.claim.key.namespace, {}) if one else {}
             while one is not None and not one.is_due and one.retry_at <= now:
                 one.is_due = True
                 due.append(one.claim)
-                before = replace(one.claim.key, prefix_hash=one.claim.parent_hash)
-                one = self._by_path.get(before.path())
+                one = chunks.get(one.claim.parent_hash, {}).get(one.claim.key.field)
             self._due.extend(reversed(due))
         if due:
             self._recorder.count("agent_unsaved_due", len(due))
@@ -136,25 +141,27 @@ class UnsavedPayloads:
             self._recorder.count("agent_unsaved_dropped_bytes", one.record.nbytes)
 
     def find(
-        self, namespace: str, hashes: Sequence[bytes], fields: Sequence[str], find: Find
+        self, namespace: str, hashes: Sequence[bytes], fields: tuple[str, ...], find: Find
     ) -> list[Shards | None]:
         """Return what ``find`` does for chunks of ``namespace``, and held-back payloads.
 
         Chunks are looked up by ``find`` in one call, apart from those that are held back in part.
         A lookup that has met a missing chunk may report all later ones of its call as missing.
         """
-        if not self._by_path:
+        chunks = self._by_chunk.get(namespace)
+        if not chunks or chunks.keys().isdisjoint(hashes):  # most lookups: 3 us for 128 chunks
             return find(hashes)
-        own = [self._shards(namespace, one, fields) for one in hashes]
-        absent = [place for place, shards in enumerate(own) if not shards]
-        partial = [place for place, shards in enumerate(own) if 0 < len(shards) < len(fields)]
-        found: list[Shards | None] = [shards or None for shards in own]
+        with self._lock:
+            found = [_written(chunks.get(one), fields) for one in hashes]
+        absent = [place for place, own in enumerate(found) if own is None]
+        partial = [place for place, own in enumerate(found) if own and len(own) < len(fields)]
         for places in (absent, partial):
             if places:
                 stored = find([hashes[place] for place in places])
                 for place, shards in zip(places, stored, strict=True):
                     if shards is not None:
-                        found[place] = own[place] | dict(shards) if own[place] else shards
+                        own = found[place]
+                        found[place] = shards if own is None else {**own, **shards}
         return found
 
     def lookup(
@@ -171,18 +178,9 @@ class UnsavedPayloads:
     def __repr__(self) -> str:
         return f"<UnsavedPayloads {len(self._by_path)} payloads, {self._nbytes} B>"
 
-    def _shards(
-        self, namespace: str, prefix_hash: bytes, fields: Sequence[str]
-    ) -> dict[str, ShardRecord]:
-        if (namespace, prefix_hash) not in self._by_chunk:  # most are not
-            return {}
-        with self._lock:
-            chunk = self._by_chunk.get((namespace, prefix_hash), {})
-            return {name: chunk[name].record for name in fields if name in chunk}
-
     def _record(self, namespace: str, prefix_hash: bytes, record: Record | None) -> Record | None:
         with self._lock:
-            chunk = dict(self._by_chunk.get((namespace, prefix_hash), {}))
+            chunk = dict(self._by_chunk.get(namespace, {}).get(prefix_hash, {}))
         if not chunk:
             return record
         shards = {name: one.record for name, one in chunk.items()}
@@ -195,9 +193,18 @@ class UnsavedPayloads:
         one = self._by_path.pop(path, None)
         if one is not None:
             key = one.claim.key
-            chunk = self._by_chunk[key.namespace, key.prefix_hash]
-            del chunk[key.field]
-            if not chunk:
-                del self._by_chunk[key.namespace, key.prefix_hash]
+            chunks = self._by_chunk[key.namespace]
+            del chunks[key.prefix_hash][key.field]
+            if not chunks[key.prefix_hash]:
+                del chunks[key.prefix_hash]
+            if not chunks:
+                del self._by_chunk[key.namespace]
             self._nbytes -= one.record.nbytes
         return one
+
+
+def _written(chunk: Mapping[str, _Unsaved] | None, fields: tuple[str, ...]) -> Shards | None:
+    if chunk is None:
+        return None
+    texts = [chunk[name].text if name in chunk else b"" for name in fields]
+    return WrittenShards(fields, texts) if any(texts) else None
