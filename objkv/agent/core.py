@@ -20,6 +20,7 @@ from objkv.agent.fill import Fill, NoRoomError, Source, Staging, Wanted
 from objkv.agent.residents import MissReason, Resident, Residents, Waiter
 from objkv.agent.spill.disk import Disk
 from objkv.agent.spill.spill import Spill, SpillLimits
+from objkv.agent.unsaved.payloads import is_unsaved
 from objkv.background import join_all
 from objkv.cache.chunks import ChunkCache
 from objkv.codec.payload import LayerSpec
@@ -268,6 +269,12 @@ class Core:
         """Fill one payload. Every fault is a miss."""
         if self.residents.give_up(job.one):
             return
+        if is_unsaved(job.wanted.record):
+            found = self._stored(job)
+            if isinstance(found, MissReason):
+                self.residents.failed(job.one, found)
+                return
+            job = job._replace(wanted=found)
         key = job.wanted.claim.key
         shape = key.namespace, key.field
         make = partial(
@@ -307,6 +314,25 @@ class Core:
         """Have a payload that was read written to the disk."""
         if self.spill is not None and one.state is CellState.READY:
             self.spill.offer(one)
+
+    def _stored(self, job: _Job) -> Wanted | MissReason:
+        """Return the payload by its record in the index: the client's is that of a payload in
+        memory, which has been evicted."""
+        claim = job.wanted.claim
+        try:
+            with EndsBy(job.deadline):
+                record = self._cache.record_of(claim.key)
+        except Exception as exc:  # a dead thread would hang every later load
+            self._recorder.count("load_errors")
+            if isinstance(exc, ObjkvError):
+                self._trouble.failed(exc)
+            else:
+                logger.exception("payload not found, unexpectedly key=%s", claim.key.path())
+            return MissReason.LATE if monotonic() >= job.deadline else MissReason.STORE
+        if record is None:
+            self._recorder.count("agent_unsaved_misses")
+            return MissReason.MISSING
+        return Wanted(claim, record)
 
     def _fill(self, fill: Fill, job: _Job, staging: Staging) -> MissReason:
         claim, record = job.wanted.claim, job.wanted.record

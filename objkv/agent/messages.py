@@ -65,6 +65,8 @@ class CommitStatus(IntEnum):
     """The store has just refused a save."""
     REFUSED = 6
     """It is not a valid payload."""
+    KEPT = 7
+    """The agent has a copy in memory, and saves it if it is seen a second time."""
 
 
 class Hello(NamedTuple):

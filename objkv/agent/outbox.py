@@ -86,7 +86,7 @@ class AgentSaves:
         process has mapped it."""
         self.link = LinkSpeed()
         self.accepted: Callable[[ChunkKey], None] = lambda key: None
-        """Called for each payload that the agent took."""
+        """Called for each payload that the agent saves."""
         self._connect, self._outbox, self._clock = connect, outbox, clock
         self._base, self._end = memory.ctypes.data, memory.ctypes.data + memory.nbytes
         self._memory = memory
@@ -116,7 +116,8 @@ class AgentSaves:
 
     def save(self, claim: Claim, payload: Buffer, header: Header) -> SaveOutcome:
         """Hand ``payload``, which is in the outbox, to the agent. When this returns, the agent has
-        a copy, and saves it even if this process ends.
+        a copy, and saves it, or keeps it in memory until it is seen again, even if this process
+        ends.
 
         Raises ``StoreBusy`` if the agent's store is overloaded, and ``TransferError``.
         """
@@ -126,6 +127,9 @@ class AgentSaves:
         if status is CommitStatus.ACCEPTED:
             self._in_flight.keep(claim.key.path())
             self.accepted(claim.key)
+            return SaveOutcome.SAVED
+        if status is CommitStatus.KEPT:  # not accepted yet: other nodes do not find it
+            self._in_flight.keep(claim.key.path())
             return SaveOutcome.SAVED
         if status is CommitStatus.REPEATED:
             return SaveOutcome.EXISTED

@@ -36,7 +36,7 @@ class Matched:
     chunks: int
     """Whole chunks of the prompt."""
     stored: int
-    """Leading chunks with a record."""
+    """Leading chunks that a replica of this node finds."""
     resident: int
     """Leading ones of those whose payloads can all be read from memory now."""
     tokens: int
@@ -239,9 +239,10 @@ class Prefetches:
         return [None if one is None else one.state for one in seen]
 
     def _stored(self, namespace: str, hashes: Sequence[bytes]) -> list[Record]:
-        """Return the records of the leading chunks that have one."""
+        """Return the records of the leading chunks that are stored, or held back on this node."""
         found: list[Record] = []
-        for record in self._index.lookup(namespace, hashes):
+        records = self._index.lookup(namespace, hashes)
+        for record in self._core.residents.unsaved.lookup(namespace, hashes, records):
             if record is None:
                 break
             found.append(record)

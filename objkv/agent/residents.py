@@ -14,6 +14,9 @@ from typing import Protocol
 
 from objkv.agent.arena import BOARD_BYTES, CELLS, Arena, CellState, Extents, Progress
 from objkv.agent.ranking import Ranking
+from objkv.agent.unsaved.payloads import UnsavedPayloads
+from objkv.codec.payload import Claim
+from objkv.index.base import ShardRecord
 from objkv.telemetry import Recorder
 
 _AHEAD_SHARE = 4
@@ -101,6 +104,8 @@ class Residents:
 
     def __init__(self, arena: Arena, recorder: Recorder) -> None:
         self._arena, self._recorder = arena, recorder
+        self.unsaved = UnsavedPayloads(recorder)
+        """Those that no store has yet."""
         self._extents = Extents(BOARD_BYTES, arena.nbytes)
         self._ranking = Ranking(self._extents.total_bytes)
         self._unread = Unread(self.ahead_bytes_max)
@@ -169,6 +174,8 @@ class Residents:
                 if one.state is CellState.READY and not ahead:
                     if not is_first:
                         self._ranking.use(key)
+                    if waiter is not None:
+                        self.unsaved.seen_again(key)
                 elif waiter is not None and one.state is CellState.FILLING:
                     one.waiters.add(waiter)
                 return one, False
@@ -183,13 +190,20 @@ class Residents:
             return one, True
 
     def hold(self, key: str) -> Resident | None:
-        """Take a lease of a payload that can be read, which does not count as a read."""
+        """Take a lease of a payload that is complete, which does not count as a read. None if there
+        is none."""
         with self._lock:
             one = self._by_key.get(key)
             if one is None or one.state is not CellState.READY:
                 return None
             one.leases += 1
             return one
+
+    def hold_back(self, one: Resident, claim: Claim, record: ShardRecord) -> None:
+        """Leave a complete, leased payload without a save until it is seen again."""
+        with self._lock:
+            if one.is_listed:
+                self.unsaved.add(claim, record)
 
     def release(self, one: Resident, waiter: Waiter | None = None) -> None:
         """End a lease. ``waiter``: a client that holds no other lease of it."""
@@ -313,6 +327,7 @@ class Residents:
                 and sizes == self._extents.total_bytes - self._extents.free_bytes
                 and len(self._cells) + len(everything) == CELLS
                 and len(ranked) == len(self._ranking)
+                and all(path in self._ranking for path in self.unsaved.paths)
                 and all(one.key in self._ranking for one in ranked)
                 and self._unread.nbytes == sum(one.nbytes for one in ranked if one.is_unused)
                 and all(one.leases >= (one.state is CellState.FILLING) for one in everything)
@@ -388,6 +403,7 @@ class Residents:
             del self._by_key[one.key]
             self._ranking.remove(one.key, was_read=not one.is_unused)
             self._unread.remove(one)
+            self.unsaved.dropped(one.key)
 
     def _free(self, one: Resident) -> None:
         if one.offset >= 0:

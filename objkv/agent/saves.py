@@ -1,10 +1,11 @@
 """Payloads that replicas handed over: the agent verifies them, keeps them resident, and saves them.
 
-From ``commit`` on, the bytes are in the agent's memory: the replica may end.
+From ``commit`` on, the bytes are in the agent's memory: the replica may end. Those that are held
+back are saved when they are seen a second time, see ``objkv.agent.unsaved``.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from time import monotonic
@@ -12,6 +13,8 @@ from time import monotonic
 from objkv.agent.arena import ALL_FRAMES
 from objkv.agent.messages import CommitStatus
 from objkv.agent.residents import MissReason, Resident, Residents
+from objkv.agent.unsaved.payloads import unsaved_record
+from objkv.agent.unsaved.sightings import Sightings
 from objkv.cache.chunks import ChunkCache
 from objkv.cache.codec_choice import CodecChooser
 from objkv.cache.saving import SavePool
@@ -43,6 +46,8 @@ class NodeSaveLimits:
     """A codec of the payload format, or ``auto``."""
     far: bool
     """Whether the bulk store is behind a network. If not, ``auto`` compresses nothing."""
+    holds_back: bool = False
+    """Whether a payload is saved only when it is seen a second time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,13 +56,8 @@ class CommittedSave:
 
     saves: "NodeSaves"
     resident: Resident
-    header: Header
+    claim: Claim
     deadline: float
-
-    @property
-    def claim(self) -> Claim:
-        """See ``Save``."""
-        return self.header.claim
 
     def encode(self) -> tuple[memoryview, Header]:
         """See ``Save``."""
@@ -65,7 +65,7 @@ class CommittedSave:
 
     def release(self) -> None:
         """See ``Save``."""
-        self.saves.residents.release(self.resident)
+        self.saves.released(self)
 
 
 class NodeSaves:
@@ -83,6 +83,13 @@ class NodeSaves:
         self._pool: SavePool[CommittedSave] = SavePool(
             "saves", limits.threads, cache, recorder, late=self._late, saved=self._saved
         )
+        self.on_saved: Callable[[str, bytes], object] = lambda namespace, prefix_hash: None
+        """Called for the chunk of a payload that was held back and is saved now: from then on only
+        the index has its record."""
+        self._unsaved = residents.unsaved
+        self._sightings = Sightings(
+            cache, self._unsaved, self._save_due, lambda: self._has_turns, recorder
+        )
 
     def commit(self, payload: memoryview) -> CommitStatus:
         """Take a copy of an uncompressed, unsealed payload, and save it.
@@ -95,33 +102,39 @@ class NodeSaves:
             logger.warning("payload of a client refused reason=%s", exc)
             return CommitStatus.REFUSED
         key = header.claim.key
-        if not self._cache.has_room():
-            self._recorder.count("save_over_quota")
-            return CommitStatus.OVER_QUOTA
-        if self._pool.is_shedding:
-            self._recorder.count("saves_shed")
-            return CommitStatus.SHED
-        if self._pool.waiting >= self._limits.queue_max:
-            self._recorder.count("save_drops")
-            return CommitStatus.NO_ROOM
+        if self._limits.holds_back:
+            if key.path() in self._unsaved:
+                self._unsaved.seen_again(key.path())
+                return CommitStatus.ACCEPTED
+        elif (refusal := self._refusal()) is not CommitStatus.ACCEPTED:
+            return refusal
         if not self._cache.begin_save(key):
             self._recorder.count("save_repeats")
             return CommitStatus.REPEATED
-        is_queued = False
+        resident = None
         try:
-            status, resident = self._keep(header, text, payload)
-            if resident is not None:
-                deadline = monotonic() + self._limits.deadline_s
-                save = CommittedSave(self, resident, header, deadline)
-                is_queued = self._pool.put((save,))
-                if not is_queued:
-                    save.release()
-                    status = CommitStatus.NO_ROOM
+            status, resident, is_new = self._keep(header, text, payload)
         finally:
-            if not is_queued:
+            if resident is None:
                 self._cache.end_save(key)
                 self._recorder.count("save_drops")
-        return status
+        if resident is None:
+            return status
+        if self._limits.holds_back:
+            if is_new:
+                return self._hold_back(resident, header)
+            if (refusal := self._refusal()) is not CommitStatus.ACCEPTED:
+                self._cache.end_save(key)
+                self.residents.release(resident)
+                return refusal
+        return status if self._begin(resident, header.claim) else CommitStatus.NO_ROOM
+
+    def released(self, save: CommittedSave) -> None:
+        """A save has ended, whatever its outcome."""
+        self._unsaved.not_saved(save.claim.key.path())
+        self.residents.release(save.resident)
+        if self._unsaved.has_due:
+            self._sightings.wake()
 
     def encode(self, save: CommittedSave) -> tuple[memoryview, Header]:
         """Return the payload in its stored form."""
@@ -148,17 +161,33 @@ class NodeSaves:
         return payload, read_header(payload, seal=self._cache.seal)
 
     def drain(self, seconds: float) -> bool:
-        """Wait for all saves, for at most ``seconds``. Returns whether all have ended."""
-        return self._pool.drain(seconds)
+        """Wait for all saves, for at most ``seconds``. Returns whether all have ended. Payloads
+        that were not seen again do not count."""
+        end = monotonic() + seconds
+        while True:
+            is_last = not self._unsaved.has_due or self._pool.is_closed
+            for part in (self._sightings, self._pool):
+                if not part.drain(max(0.0, end - monotonic())):
+                    return False
+            if is_last:
+                return not self._unsaved.has_due
 
     def close(self, drain_s: float) -> None:
         """Drain within the bound, then stop. Idempotent."""
-        self._pool.close(drain_s, self._give_up)
+        end = monotonic() + drain_s
+        self.drain(drain_s)
+        self._sightings.close()
+        self._pool.close(max(0.0, end - monotonic()), self._give_up)
 
     @property
     def waiting(self) -> int:
         """Payloads that wait to be saved."""
         return self._pool.waiting
+
+    @property
+    def _has_turns(self) -> bool:
+        """Whether another save may wait for a thread."""
+        return self._pool.waiting < self._limits.queue_max
 
     def _claimed(self, payload: memoryview) -> tuple[Header, bytes]:
         """Return the header of a payload whose frames are not verified yet, and its text. Raises
@@ -169,16 +198,60 @@ class NodeSaves:
             raise PayloadError("a payload of another length, compressed or sealed")
         return header, text
 
+    def _refusal(self) -> CommitStatus:
+        """Return why nothing can be saved now, or ACCEPTED."""
+        if not self._cache.has_room():
+            self._recorder.count("save_over_quota")
+            return CommitStatus.OVER_QUOTA
+        if self._pool.is_shedding:
+            self._recorder.count("saves_shed")
+            return CommitStatus.SHED
+        if not self._has_turns:
+            self._recorder.count("save_drops")
+            return CommitStatus.NO_ROOM
+        return CommitStatus.ACCEPTED
+
+    def _begin(self, resident: Resident, claim: Claim) -> bool:
+        """Queue a save, whose lease and turn were taken. Gives them back if it cannot."""
+        save = CommittedSave(self, resident, claim, monotonic() + self._limits.deadline_s)
+        if self._pool.put((save,)):
+            return True
+        self._give_up((save,))
+        return False
+
+    def _hold_back(self, resident: Resident, header: Header) -> CommitStatus:
+        """Leave a payload in the arena, and count it across the fleet."""
+        self.residents.hold_back(resident, header.claim, unsaved_record(header))
+        self._cache.end_save(header.claim.key)
+        self.residents.release(resident)
+        self._recorder.count("agent_held_back")
+        self._sightings.add(resident.key)
+        return CommitStatus.KEPT
+
+    def _save_due(self, claim: Claim) -> None:
+        """Save a payload that was held back and then seen again."""
+        path = claim.key.path()
+        if self._refusal() is CommitStatus.ACCEPTED:
+            resident = self.residents.hold(path)
+            if resident is None:  # evicted meanwhile
+                return
+            if self._cache.begin_save(claim.key):
+                self._begin(resident, claim)
+                return
+            self.residents.release(resident)
+        self._unsaved.not_saved(path)
+
     def _keep(
         self, header: Header, text: bytes, payload: memoryview
-    ) -> tuple[CommitStatus, Resident | None]:
-        """Have the payload in the arena, with a lease. ``text``: what the header was read from."""
+    ) -> tuple[CommitStatus, Resident | None, bool]:
+        """Have the payload in the arena, with a lease. ``text``: what the header was read from. The
+        last result: whether it is new there."""
         opened = self.residents.open(header.claim.key.path(), None)
         if opened is None:
-            return CommitStatus.NO_ROOM, None
+            return CommitStatus.NO_ROOM, None, False
         resident, is_new = opened
         if not is_new:
-            return self._join(header.claim, resident)
+            return *self._join(header.claim, resident), False
         reason = MissReason.CLOSED
         try:
             reason = self._copy(header, text, payload, resident)
@@ -189,9 +262,9 @@ class NodeSaves:
                 self.residents.failed(resident, reason)
                 self.residents.release(resident)
         if reason is MissReason.NONE:
-            return CommitStatus.ACCEPTED, resident
+            return CommitStatus.ACCEPTED, resident, True
         status = CommitStatus.NO_ROOM if reason is MissReason.NO_ROOM else CommitStatus.REFUSED
-        return status, None
+        return status, None, True
 
     def _copy(
         self, header: Header, text: bytes, payload: memoryview, resident: Resident
@@ -236,6 +309,9 @@ class NodeSaves:
 
     def _saved(self, header: Header, seconds: float, outcome: object) -> None:
         self._recorder.count(f"save_codec_{header.codec.partition('+')[0]}")
+        if (path := header.claim.key.path()) in self._unsaved:
+            self.on_saved(header.claim.key.namespace, header.claim.key.prefix_hash)
+            self._unsaved.saved(path)
         if self._codec == "auto":
             self._chooser(header).saved(seconds)
 

@@ -354,7 +354,12 @@ class AgentServer:
         if not 0 < len(hashes) <= PREFIX_HASH_BYTES * find_max(len(fields)):
             raise ProtocolError(f"a lookup of {len(hashes)} bytes of hashes")
         lookups = self._parts.lookups
-        find = partial(lookups.find, namespace, fields=fields)
+        find = partial(
+            self._core.residents.unsaved.find,
+            namespace,
+            fields=fields,
+            find=partial(lookups.find, namespace, fields=fields),
+        )
         answer = client.sent.pack(lookups.blocks(namespace, fields).find(hashes, find))
         if answer is None:
             raise StoreError("the answer is too long")

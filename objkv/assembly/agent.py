@@ -142,10 +142,8 @@ class NodeAgent:
         self._config = config
         self._open(path, recorder, replace)
         self.saves = NodeSaves(self._cache, self.core.residents, self._save_limits(), recorder)
-        near = NearLimits(
-            config.near_records_max, config.near_ttl_ms / 1000, config.near_miss_ttl_ms / 1000
-        )
-        self.lookups = NodeLookups(self._backends.index, near)
+        self.lookups = NodeLookups(self._backends.index, self._near_limits())
+        self.saves.on_saved = self.lookups.invalidate
         prefetches = Prefetches(self.core, self._backends.index, self._backends.bulk)
         calls = NodeCalls(self._backends.index, self._backends.bulk, prefetches)
         parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls)
@@ -211,14 +209,22 @@ class NodeAgent:
             disk = Disk(folder, config.agent_disk_bytes, "-".join(config.seals) or "plain")
         return Core(self._cache, self.arena, limits, recorder, disk=disk)
 
-    def _save_limits(self) -> NodeSaveLimits:
+    def _near_limits(self) -> NearLimits:
         config = self._config
+        return NearLimits(
+            config.near_records_max, config.near_ttl_ms / 1000, config.near_miss_ttl_ms / 1000
+        )
+
+    def _save_limits(self) -> NodeSaveLimits:
+        config, far = self._config, is_far(self._config)
+        policy = config.save_to_bucket
         return NodeSaveLimits(
             config.save_threads,
             config.save_queue_max,
             config.save_deadline_ms / 1000,
             config.codec,
-            is_far(config),
+            far,
+            holds_back=far if policy == "auto" else policy == "reused",
         )
 
     def run(self, ended: Event, *, idle_s: float | None = None) -> None:
@@ -250,10 +256,10 @@ class NodeAgent:
         self.saves.close(max(0.0, end - monotonic()))
         self._cache.close(1.0)
         self._backends.close()
-        numbers = self.numbers.read()
+        numbers, unsaved = self.numbers.read(), self.core.residents.unsaved
         logger.info(
             "agent ended hits=%d fills=%d disk_hits=%d load_bytes=%d saves=%d save_bytes=%d "
-            "evictions=%d",
+            "evictions=%d unsaved=%d unsaved_bytes=%d",
             numbers.get("agent_hits", 0),
             numbers.get("agent_fills", 0),
             numbers.get("agent_disk_hits", 0),
@@ -261,6 +267,8 @@ class NodeAgent:
             numbers.get("saves", 0),
             numbers.get("save_bytes", 0),
             numbers.get("agent_evictions", 0),
+            len(unsaved),
+            unsaved.nbytes,
         )
 
     def __enter__(self) -> Self:

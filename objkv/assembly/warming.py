@@ -205,10 +205,10 @@ def _environment(resolved: Resolved) -> dict[str, str]:
     values = resolved.config.model_dump(mode="json")
     given = (name for name, source in resolved.sources.items() if source != "default")
     passed = {name: values[name] for name in given if values[name] is not None}
-    # A warmed prompt is stored before the command ends, and no agent outlives it.
-    values["agent"] = "off"
     # Always include both URLs, whatever their source.
-    passed |= {name: values[name] for name in ("bulk_url", "index_url", "quota_bytes", "agent")}
+    passed |= {name: values[name] for name in ("bulk_url", "index_url", "quota_bytes")}
+    # A warmed prompt is stored before the command ends; an agent may hold back its payloads.
+    passed["agent"] = "off"
     return {f"OBJKV_{name.upper()}": str(value) for name, value in passed.items()}
 
 

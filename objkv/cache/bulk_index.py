@@ -138,6 +138,10 @@ class BulkIndex:
     def release(self, name: str, owner: str) -> None:
         """Does nothing: leases exclude no other process."""
 
+    def sight(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
+        """Return False for all: a folder keeps no sightings."""
+        return [False] * len(names)
+
     def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
         """Return whether the chunk exists. The caller writes the pin's document, which is the only
         record of a pin."""

@@ -7,7 +7,7 @@ correctness.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from threading import Lock
@@ -318,6 +318,22 @@ class ChunkCache:
             self._index.release(key.path(), self._settings.writer)
         except StoreError:
             self._recorder.count("lease_errors")
+
+    def sight(self, paths: Sequence[str]) -> list[bool]:
+        """Record that payloads were made, and return for each whether one of the fleet had made it
+        before, see ``WriteIndex.sight``. If the index fails, none was."""
+        if not paths:
+            return []
+        try:
+            return self._index.sight(paths, ttl_s=self._settings.ttl_s)
+        except StoreError:
+            self._recorder.count("sighting_errors")
+            return [False] * len(paths)
+
+    def record_of(self, key: ChunkKey) -> ShardRecord | None:
+        """Return the index's record of a payload. Raises ``StoreError``."""
+        (shards,) = self._index.find(key.namespace, [key.prefix_hash], (key.field,))
+        return None if shards is None else shards.get(key.field)
 
     def save(self, claim: Claim, payload: Buffer, header: Header) -> SaveOutcome:
         """Store ``payload``, then publish its record. Call it while holding the lease. No reference

@@ -33,6 +33,7 @@ _WITH_UNIT: Final = re.compile(r"[0-9][0-9.]{0,15} ?[A-Za-z]{1,3}")
 LoadMode = Literal["async", "layerwise", "auto"]
 CodecName = Literal["auto", "none", "lz4", "zstd", "blosc", "blosclz4"]
 AdmissionMode = Literal["auto", "always", "never"]
+SavePolicy = Literal["auto", "all", "reused"]
 Role = Literal["reader", "writer", "sweeper"]
 SECRET_SETTINGS = (
     "s3_access_key_id",
@@ -244,6 +245,11 @@ class Config(BaseModel):
     agent_disk_keeps: Literal["read", "all"] = "read"
     """Which payloads are written to the disk. ``read``: those that a replica loaded. ``all``: those
     that replicas save or prefetch as well, which writes four to five times as much."""
+    save_to_bucket: SavePolicy = "auto"
+    """Which payloads an agent puts to the bulk store. ``all``: each at once. ``reused``: a payload
+    stays in the agent's memory until it is read, or is computed again, here or on another node; it
+    is lost if it is evicted before that or the agent ends. ``auto``: ``reused`` if the bulk store
+    is behind a network, ``all`` otherwise."""
 
     lookup_deadline_ms: int = Field(default=500, ge=1)
     """A lookup that takes longer is a miss."""

@@ -194,6 +194,14 @@ class WriteIndex(ReadIndex, Protocol):
     def release(self, name: str, owner: str) -> None:
         """Give back a lease early. Does nothing if ``owner`` does not hold it."""
 
+    def sight(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
+        """Record that payloads were made, and return for each whether that was recorded before.
+
+        A sighting is forgotten ``ttl_s`` seconds after the last one of the same name. It is no
+        record: nothing is stored, found or counted by it. Takes one pipelined round trip (one per
+        node on a cluster). An index that keeps no sightings returns False for all.
+        """
+
 
 class PruneIndex(WriteIndex, Protocol):
     """An index that operators may change by hand."""

@@ -8,6 +8,8 @@ import re
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from itertools import compress
 
+import xxhash
+
 from objkv.index.base import Record, Savings, ShardRecord, Shards
 
 _NUMBER = "(?:0|[1-9][0-9]{0,17}+)"
@@ -150,6 +152,12 @@ def are_hot(shards: Shards) -> bool:
 def is_shard_field(field: str) -> bool:
     """Whether a record's field names a shard, ``<group>.<shard>``. Other fields have no dot."""
     return "." in field
+
+
+def sighting_name(name: str) -> str:
+    """Return a short name for a sighting: 32 hex digits. If two names ever shared it, a payload
+    would be saved earlier than it need be."""
+    return xxhash.xxh3_128_hexdigest(name.encode("utf-8"))
 
 
 SAVINGS_NUMBERS = ("loads", "tokens", "timed_tokens", "compute_gpu_us", "load_gpu_us")

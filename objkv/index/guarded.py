@@ -39,7 +39,7 @@ INDEX_VERBS: Final[Mapping[str, Verb]] = {
     "savings": Verb("read", _CALLS, walks=True),
     **{
         verb: Verb("write", _CALLS)
-        for verb in ("publish", "touch", "credit", "forget", "lease", "release")
+        for verb in ("publish", "touch", "credit", "forget", "lease", "release", "sight")
     },
 }
 """The counters of an index's guard: ``index_calls`` and ``index_errors`` over all verbs except
@@ -134,6 +134,12 @@ class GuardedIndex:
         """See ``WriteIndex``."""
         if self._guard.may_write:
             self._guard.call("release", self._inner.release, name, owner)
+
+    def sight(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
+        """See ``WriteIndex``. The read-only role records nothing."""
+        if not self._guard.may_write:
+            return [False] * len(names)
+        return self._guard.call("sight", self._inner.sight, names, ttl_s=ttl_s)
 
 
 def for_operators(admin: PruneIndex | None) -> PruneIndex:

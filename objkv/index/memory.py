@@ -23,6 +23,7 @@ class MemoryIndex:
         self._records: dict[tuple[str, bytes], tuple[Record, float]] = {}
         self._leases: dict[str, tuple[str, float]] = {}
         self._savings: Counter[str] = Counter()
+        self._sightings: dict[str, float] = {}
         self._purge_at = _PURGE_AT_LEAST
 
     def __repr__(self) -> str:
@@ -140,6 +141,16 @@ class MemoryIndex:
             if self._leases.get(name, (None, 0.0))[0] == owner:
                 del self._leases[name]
 
+    def sight(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
+        """See ``WriteIndex``."""
+        now, seen = self._clock(), []
+        with self._lock:
+            for name in names:
+                seen.append(self._sightings.get(name, 0.0) > now)
+                self._sightings[name] = now + ttl_s
+            self._purge()
+        return seen
+
     def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
         """See ``PruneIndex``."""
         key = (namespace, prefix_hash)
@@ -175,9 +186,13 @@ class MemoryIndex:
 
     def _purge(self) -> None:
         # Only when the index has doubled since the last purge, so the amortized cost is constant.
-        if len(self._records) + len(self._leases) < self._purge_at:
+        if self._size() < self._purge_at:
             return
         now = self._clock()
         self._records = {key: kept for key, kept in self._records.items() if kept[1] > now}
         self._leases = {name: kept for name, kept in self._leases.items() if kept[1] > now}
-        self._purge_at = max(_PURGE_AT_LEAST, 2 * (len(self._records) + len(self._leases)))
+        self._sightings = {name: ends_s for name, ends_s in self._sightings.items() if ends_s > now}
+        self._purge_at = max(_PURGE_AT_LEAST, 2 * self._size())
+
+    def _size(self) -> int:
+        return len(self._records) + len(self._leases) + len(self._sightings)

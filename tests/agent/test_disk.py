@@ -17,7 +17,7 @@ from objkv.agent.arena import PAGE, CellState
 from objkv.agent.client import AgentConnection
 from objkv.agent.core import Urgency
 from objkv.agent.fill import Wanted
-from objkv.agent.http import AgentHttp, AgentNumbers
+from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
 from objkv.agent.messages import CommitStatus
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.residents import MissReason, Resident
@@ -646,7 +646,9 @@ def test_metrics_tell_what_is_on_disk(make: Callable[..., DiskNode]) -> None:
     node = make()
     prefetches = Prefetches(node.core, node.index, node.store)
     path = node.folder / "http"
-    server = AgentHttp(path, node.core, prefetches, AgentNumbers(node.recorder), lambda: 0)
+    server = AgentHttp(
+        HttpPlaces(path), node.core, prefetches, AgentNumbers(node.recorder), lambda: 0
+    )
     wanted = node.save()
     node.load(*wanted)
     node.evict(*wanted)
@@ -655,7 +657,7 @@ def test_metrics_tell_what_is_on_disk(make: Callable[..., DiskNode]) -> None:
     for line in (
         "disk_payloads 3",
         f"disk_bytes {node.disk.nbytes}",
-        "disk_max_bytes 1.04858e+06",
+        "disk_max_bytes 1048576",
         "disk_hits_total 2",
         "disk_writes_total 3",
     ):

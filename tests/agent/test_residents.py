@@ -10,10 +10,21 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from objkv.agent import residents as module
 from objkv.agent.arena import PAGE, Arena, CellState
 from objkv.agent.residents import MissReason, Resident, Residents
+from objkv.codec.payload import Claim
+from objkv.index.base import ShardRecord
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.topology import Shard
 from objkv.telemetry import MemoryRecorder
 
 PAGES = 10
-KEYS = [f"key-{number}" for number in range(6)]
+CLAIMS = {
+    (key := ChunkKey("0" * 32, bytes([number]) * 20, 0, Shard(0, 2, 0, 2))).path(): Claim(
+        key, bytes([number - 1]) * 20, 16 * number - 16, 16 * number
+    )
+    for number in range(1, 7)
+}
+KEYS = list(CLAIMS)
+RECORD = ShardRecord(PAGE, PAGE, "none", False, "unsaved:", 1)
 
 
 class Sleeper:
@@ -149,6 +160,23 @@ class ResidentsMachine(RuleBasedStateMachine):
         fill = self.listed.get(key)
         if fill is not None and not fill.is_filling:
             self.unlist(fill)
+
+    @rule(data=st.data())
+    def hold_back(self, data: st.DataObject) -> None:
+        fill = self.some(data, filling=False, placed=True)
+        if fill is not None and fill.holders and fill.one.state is CellState.READY:
+            self.residents.hold_back(fill.one, CLAIMS[fill.one.key], RECORD)
+            assert (fill.one.key in self.residents.unsaved) >= (fill in self.listed.values())
+
+    @rule(saves=st.booleans())
+    def save_due(self, saves: bool) -> None:
+        unsaved = self.residents.unsaved
+        while (claim := unsaved.take_due()) is not None:
+            one = self.residents.hold(claim.key.path())
+            assert (one is not None) == (claim.key.path() in unsaved)
+            if one is not None:
+                (unsaved.saved if saves else unsaved.not_saved)(one.key)
+                self.residents.release(one)
 
     def unlist(self, fill: Fill) -> None:
         for key in [key for key, one in self.listed.items() if one is fill]:

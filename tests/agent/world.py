@@ -67,6 +67,9 @@ class Node:
         path: Path | None = None,
         disk: Disk | None = None,
         keeps_all: bool = False,
+        holds_back: bool = False,
+        miss_ttl_s: float = 0.0,
+        saves_max: int = 100,
     ) -> None:
         self.store = store or WatchedStore()
         self.index, self.recorder = index or MemoryIndex(), MemoryRecorder()
@@ -79,9 +82,11 @@ class Node:
         self.saves = NodeSaves(
             self.cache,
             self.residents,
-            NodeSaveLimits(2, 100, PATIENCE_S, codec, far=True),
+            NodeSaveLimits(2, saves_max, PATIENCE_S, codec, far=True, holds_back=holds_back),
             self.recorder,
         )
+        self.lookups = NodeLookups(self.index, NearLimits(1000, 30.0, miss_ttl_s))
+        self.saves.on_saved = self.lookups.invalidate
         self.folder = Path(tempfile.mkdtemp(prefix="objkv-", dir="/tmp"))
         self.path = path or self.folder / "s"
         self.server: AgentServer | None = None
@@ -92,10 +97,9 @@ class Node:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(str(self.path))
         listener.listen(64)
-        lookups = NodeLookups(self.index, NearLimits(1000, 30.0, 0.0))
         prefetches = Prefetches(self.core, self.index, self.store)
         calls = NodeCalls(self.index, self.store, prefetches)
-        parts = AgentParts(self.core, self.saves, self.arena, lookups, calls)
+        parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls)
         self.server = AgentServer(listener, parts, limits)
         return self
 

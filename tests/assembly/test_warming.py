@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import objkv
+from objkv.assembly.warming import _environment
+from objkv.config import resolve_config
 from objkv.errors import ConfigError
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.stores.local import LocalStore
@@ -41,6 +43,13 @@ def test_a_program_warms_what_it_has_in_hand(tmp_path: Path) -> None:
     assert place.stored(TOKENS) == 3
     assert place.stored([7] * CHUNK, "acme") == 1
     assert place.stored(range(CHUNK)) == 1
+
+
+def test_an_engine_that_warms_saves_by_itself(tmp_path: Path) -> None:
+    given = {"bulk_url": f"file://{tmp_path}", "agent": "auto", "save_to_bucket": "reused"}
+    environ = _environment(resolve_config(given))
+    assert environ["OBJKV_AGENT"] == "off"
+    assert environ["OBJKV_BULK_URL"] == given["bulk_url"]
 
 
 @pytest.mark.parametrize("prompts", ["one", {"prompt": "one"}])

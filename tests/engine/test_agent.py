@@ -1,7 +1,7 @@
 """Real engines on one node agent: the same tokens, each payload fetched once, saves that outlive
 their engine, and an agent that is killed."""
 
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,23 @@ def engine_killed(folder: Path) -> Values:
         return {"reason": reason, "after": after, "numbers": agent.end()}
 
 
+@scenario
+def held_back(folder: Path) -> Values:
+    store = SharedStore(folder / "store")
+    with AgentProcess(settings(store) | {"save_to_bucket": "reused"}) as agent:
+        killed = Call(function="tests.engine.test_agent:kill_this")
+        with suppress(ReplicaFailed):
+            run_replica(job(store, agent, *GENERATE, killed), folder)
+        once = len(store.payloads())
+        after = run_replica(job(store, agent, *GENERATE, saved(store)), folder)
+        return {
+            "once": once,
+            "after": after,
+            "payloads": len(store.payloads()),
+            "numbers": agent.end(),
+        }
+
+
 def kill_agent(llm: Any, pid: int) -> None:
     """Kill the agent from within the replica, between two prompts."""
     import os
@@ -187,6 +204,16 @@ def test_an_engine_that_is_killed_loses_nothing_that_it_computed() -> None:
     assert runs["after"].cached == LOADED
     assert runs["after"].tokens == on_one_agent()["alone"].tokens
     assert runs["numbers"]["fills"] == 0, "it was resident"
+
+
+def test_payloads_are_stored_when_a_second_engine_reads_them() -> None:
+    runs = held_back()
+    assert runs["once"] == 0
+    assert runs["after"].cached == LOADED
+    assert runs["after"].tokens == on_one_agent()["alone"].tokens
+    assert runs["payloads"] == CHUNKS
+    assert runs["numbers"]["saves"] == CHUNKS
+    assert runs["numbers"]["fills"] == runs["numbers"]["unsaved"] == 0
 
 
 def test_an_agent_that_is_killed_costs_loads_and_no_token() -> None:

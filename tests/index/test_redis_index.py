@@ -173,6 +173,19 @@ def test_a_touch_of_a_thousand_hashes_is_one_round_trip_once_the_server_knows_th
     index.close()
 
 
+def test_a_thousand_sightings_are_one_round_trip_once_the_server_knows_the_script(
+    valkey: RedisServer,
+) -> None:
+    trips = RoundTrips()
+    index = RedisIndex(counted(valkey, trips))
+    names = [str(number) for number in range(1000)]
+    assert index.sight(names[:1], ttl_s=LONG_S) == [False]
+    before = trips.count
+    assert index.sight(names, ttl_s=LONG_S) == [True] + [False] * 999
+    assert trips.count - before == 1
+    index.close()
+
+
 def test_commands_one_after_the_other_are_a_round_trip_each(valkey: RedisServer) -> None:
     """Commands are really counted: otherwise the two tests before this one would prove nothing."""
     trips = RoundTrips()
@@ -194,6 +207,18 @@ def test_a_server_that_forgot_the_scripts_learns_them_again(client: redis.Redis)
     record = get(index)
     assert record is not None
     assert record.hits == 1
+    assert index.sight(["x"], ttl_s=LONG_S) == [False]
+    client.script_flush()
+    assert index.sight(["y", "x"], ttl_s=LONG_S) == [False, True]
+
+
+def test_a_sighting_takes_little_memory_and_ends(client: redis.Redis) -> None:
+    index = RedisIndex(client)
+    index.sight([f"{NAMESPACE}/{prefix_hash(1).hex()}/{FIELD}"], ttl_s=LONG_S)
+    (key,) = client.keys()
+    assert key.startswith(b"objkv:s:")
+    assert client.memory_usage(key) <= 128
+    assert 0 < client.ttl(key) <= LONG_S
 
 
 def test_others_keys_and_other_prefixes_are_left_alone(client: redis.Redis) -> None:

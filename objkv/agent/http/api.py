@@ -144,6 +144,8 @@ class AgentHttp:
             "leased_bytes": residents.leased_bytes(),
             "leased_payloads": residents.leased(),
             "resident_payloads": len(residents),
+            "unsaved_payloads": len(residents.unsaved),
+            "unsaved_bytes": residents.unsaved.nbytes,
             "prefetch_unread_bytes": residents.unread_bytes,
             "clients": self._clients(),
         }

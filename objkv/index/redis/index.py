@@ -34,9 +34,20 @@ from objkv.index.fields import (
     read_savings,
     savings_fields,
     shards_of,
+    sighting_name,
 )
 from objkv.index.redis.find import Finder
-from objkv.index.redis.scripts import DROP, FORGET, LEASE, PIN, PUBLISH, RELEASE, TOUCH, Script
+from objkv.index.redis.scripts import (
+    DROP,
+    FORGET,
+    LEASE,
+    PIN,
+    PUBLISH,
+    RELEASE,
+    SIGHT,
+    TOUCH,
+    Script,
+)
 from objkv.index.shapes import FIELDS_MAX, SHAPES_HASH
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.net.transport import WrongTransport
@@ -371,17 +382,7 @@ class RedisIndex:
     def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> None:
         """See ``WriteIndex``; one pipelined round trip."""
         keys = [self._chunk(namespace, prefix_hash) for prefix_hash in dict.fromkeys(prefix_hashes)]
-        args = (ttl_s * 1000, int(self._clock()))
-        replies = self._pipelined([TOUCH.known(key, *args) for key in keys])
-        unknown = [
-            TOUCH.full(key, *args)
-            for key, reply in zip(keys, replies, strict=True)
-            if isinstance(reply, exceptions.NoScriptError)
-        ]
-        for reply in [*replies, *self._pipelined(unknown)]:
-            if isinstance(reply, Exception) and not isinstance(reply, exceptions.NoScriptError):
-                with translated("touch"):
-                    raise reply
+        self._run_all("touch", TOUCH, keys, ttl_s * 1000, int(self._clock()))
 
     def credit(self, savings: Savings) -> None:
         """See ``WriteIndex``. Sends the sums every few seconds."""
@@ -404,6 +405,11 @@ class RedisIndex:
     def release(self, name: str, owner: str) -> None:
         """See ``WriteIndex``."""
         self._run("release", RELEASE, f"{self._prefix}:l:{name}", owner)
+
+    def sight(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
+        """See ``WriteIndex``; one pipelined round trip."""
+        keys = [f"{self._prefix}:s:{sighting_name(name)}" for name in names]
+        return [reply == 1 for reply in self._run_all("sight", SIGHT, keys, ttl_s * 1000)]
 
     def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
         """See ``PruneIndex``."""
@@ -444,6 +450,21 @@ class RedisIndex:
                 return reply
             except exceptions.NoScriptError:
                 return run(*script.full(key, *args))
+
+    def _run_all(
+        self, verb: str, script: Script, keys: Sequence[str], *args: str | bytes | int
+    ) -> list[Any]:
+        """Return the script's replies for all keys, in order, after one pipelined round trip."""
+        replies = self._pipelined([script.known(key, *args) for key in keys])
+        unknown = [n for n, one in enumerate(replies) if isinstance(one, exceptions.NoScriptError)]
+        again = self._pipelined([script.full(keys[place], *args) for place in unknown])
+        for place, reply in zip(unknown, again, strict=True):
+            replies[place] = reply
+        for reply in replies:
+            if isinstance(reply, Exception):
+                with translated(verb):
+                    raise reply
+        return replies
 
     def _flushed(
         self, totals: PendingTotals, changes: Mapping[str, int], *commands: Command

@@ -116,6 +116,13 @@ return 0
 """)
 """ARGV: owner, time to live in ms."""
 
+SIGHT = Script("""\
+if redis.call('SET', KEYS[1], '', 'NX', 'PX', ARGV[1]) then return 0 end
+redis.call('PEXPIRE', KEYS[1], ARGV[1])
+return 1
+""")
+"""ARGV: time to live in ms. Returns whether the key existed."""
+
 RELEASE = Script("""\
 if redis.pcall('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 return redis.call('DEL', KEYS[1])

@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from objkv.index.base import ChunkEntry, Record, Savings, ShardRecord, Shards, Usage
-from objkv.index.fields import decode_shard, encode_shard, read_savings, savings_fields
+from objkv.index.fields import (
+    decode_shard,
+    encode_shard,
+    read_savings,
+    savings_fields,
+    sighting_name,
+)
 from objkv.index.shapes import SHAPES_HASH
 from objkv.index.sqlite.file import SqliteFile, nbytes_of
 
@@ -66,6 +72,15 @@ _LEASE = """
 INSERT INTO leases (name, owner, ends_s) VALUES (?, ?, ?)
 ON CONFLICT (name) DO UPDATE SET owner = excluded.owner, ends_s = excluded.ends_s
 WHERE leases.owner = excluded.owner OR leases.ends_s <= ?
+"""
+
+
+# Rows of the leases' table, so that an objkv of an earlier version can still open the file. No
+# lease has such a name: leases are named by paths, and by words.
+_SIGHTED = "SELECT count(*) FROM leases WHERE name = ? AND ends_s > ?"
+_SIGHT = """
+INSERT INTO leases (name, owner, ends_s) VALUES (?, '', ?)
+ON CONFLICT (name) DO UPDATE SET ends_s = excluded.ends_s
 """
 
 
@@ -230,6 +245,18 @@ class SqliteIndex:
         with self._file.write() as connection:
             connection.execute("DELETE FROM leases WHERE name = ? AND owner = ?", (name, owner))
 
+    def sight(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
+        """See ``WriteIndex``; one transaction."""
+        now, seen = self._clock(), []
+        with self._file.write() as connection:
+            for name in names:
+                row = f"sighted:{sighting_name(name)}"
+                [(count,)] = connection.execute(_SIGHTED, (row, now))
+                seen.append(count == 1)
+                connection.execute(_SIGHT, (row, now + ttl_s))
+            _purge(connection, now, max(len(names), _PURGE_ROWS))
+        return seen
+
     def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
         """See ``PruneIndex``."""
         now = self._clock()
@@ -254,15 +281,15 @@ class SqliteIndex:
         """Does nothing: triggers keep exact totals."""
 
 
-def _purge(connection: sqlite3.Connection, now: float) -> None:
+def _purge(connection: sqlite3.Connection, now: float, rows: int = _PURGE_ROWS) -> None:
     connection.execute(
         "DELETE FROM chunks WHERE (namespace, hash) IN"
         " (SELECT namespace, hash FROM chunks WHERE ends_s <= ? LIMIT ?)",
-        (now, _PURGE_ROWS),
+        (now, rows),
     )
     connection.execute(
         "DELETE FROM leases WHERE name IN (SELECT name FROM leases WHERE ends_s <= ? LIMIT ?)",
-        (now, _PURGE_ROWS),
+        (now, rows),
     )
 
 

@@ -1,0 +1,1 @@
+"""Payloads that an agent holds back until they are seen a second time."""

@@ -1,0 +1,210 @@
+"""Payloads that are only in this node's memory, because nothing has needed them a second time yet.
+
+Most payloads are never read again, so putting each of them to a bucket costs more than it saves. A
+held-back payload is found and read on its node like any other. It is saved when it is read or
+made again, here or on another node, and lost when the arena evicts it before that, or the agent
+ends.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from threading import Lock
+from time import monotonic
+from typing import Final
+
+from objkv.cache.chunks import shard_record
+from objkv.codec.payload import Claim, Header
+from objkv.index.base import Record, ShardRecord, Shards
+from objkv.index.fields import WrittenShards, encode_shard
+from objkv.telemetry import Recorder
+
+_MARK: Final = "unsaved:"
+"""Begins the checksum in the record of a held-back payload. No index has such a record."""
+_RETRY_S: Final = 5.0
+"""After a save that failed, the payload is not due again for this time."""
+Find = Callable[[Sequence[bytes]], list[Shards | None]]
+
+
+def is_unsaved(record: ShardRecord) -> bool:
+    """Whether the record is one that an agent made for a payload in its memory. A replica may keep
+    it for a while, so the payload may have been saved, in another form, or evicted since."""
+    return record.header_checksum.startswith(_MARK)
+
+
+def unsaved_record(header: Header) -> ShardRecord:
+    """Return the record of a payload in an arena, which is neither compressed nor sealed."""
+    record = shard_record(header)
+    return replace(record, header_checksum=_MARK + record.header_checksum)
+
+
+@dataclass(slots=True, eq=False)
+class _Unsaved:
+    claim: Claim
+    record: ShardRecord
+    text: bytes
+    """The record, as answers carry it."""
+    is_due: bool = False
+    retry_at: float = -math.inf
+
+
+class UnsavedPayloads:
+    """The held-back payloads of one arena. Thread-safe. Never waits, and holds its lock while it
+    calls nothing, so callers may hold theirs."""
+
+    def __init__(self, recorder: Recorder, *, clock: Callable[[], float] = monotonic) -> None:
+        self.on_due: Callable[[], None] = lambda: None
+        """Called after payloads became due. Must not wait."""
+        self._recorder, self._clock = recorder, clock
+        self._lock = Lock()
+        self._by_path: dict[str, _Unsaved] = {}
+        self._by_chunk: dict[str, dict[bytes, dict[str, _Unsaved]]] = {}
+        """By namespace, prefix hash and field."""
+        self._due: deque[Claim] = deque()
+        self._nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._by_path)
+
+    def __contains__(self, path: str) -> bool:
+        return path in self._by_path
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return self._nbytes
+
+    @property
+    def paths(self) -> Iterable[str]:
+        """The paths that they would have in the bulk store."""
+        return list(self._by_path)
+
+    def add(self, claim: Claim, record: ShardRecord) -> None:
+        """Hold a payload back. ``record``: of ``unsaved_record``."""
+        key, one = claim.key, _Unsaved(claim, record, encode_shard(record))
+        with self._lock:
+            self._remove(key.path())
+            self._by_path[key.path()] = one
+            chunks = self._by_chunk.setdefault(key.namespace, {})
+            chunks.setdefault(key.prefix_hash, {})[key.field] = one
+            self._nbytes += record.nbytes
+
+    def seen_again(self, path: str) -> None:
+        """A held-back payload was read or made again: it and those before it in its prompt become
+        due, since no other node finds the end of a prompt without its beginning."""
+        if path not in self._by_path:
+            return
+        due: list[Claim] = []
+        now = self._clock()
+        with self._lock:
+            one = self._by_path.get(path)
+            chunks = self._by_chunk.get(one.claim.key.namespace, {}) if one else {}
+            while one is not None and not one.is_due and one.retry_at <= now:
+                one.is_due = True
+                due.append(one.claim)
+                one = chunks.get(one.claim.parent_hash, {}).get(one.claim.key.field)
+            self._due.extend(reversed(due))
+        if due:
+            self._recorder.count("agent_unsaved_due", len(due))
+            self.on_due()
+
+    @property
+    def has_due(self) -> bool:
+        """Whether payloads are due, and nothing saves them yet."""
+        return bool(self._due)
+
+    def take_due(self) -> Claim | None:
+        """Return the next payload that is due, beginnings of prompts first."""
+        with self._lock:
+            return self._due.popleft() if self._due else None
+
+    def not_saved(self, path: str) -> None:
+        """The save of a due payload failed: it is held back until it is seen once more."""
+        with self._lock:
+            if (one := self._by_path.get(path)) is not None:
+                one.is_due, one.retry_at = False, self._clock() + _RETRY_S
+
+    def saved(self, path: str) -> None:
+        """A payload is stored and published."""
+        with self._lock:
+            self._remove(path)
+
+    def dropped(self, path: str) -> None:
+        """The payload has left the arena."""
+        if path not in self._by_path:
+            return
+        with self._lock:
+            one = self._remove(path)
+        if one is not None:
+            self._recorder.count("agent_unsaved_dropped")
+            self._recorder.count("agent_unsaved_dropped_bytes", one.record.nbytes)
+
+    def find(
+        self, namespace: str, hashes: Sequence[bytes], fields: tuple[str, ...], find: Find
+    ) -> list[Shards | None]:
+        """Return what ``find`` does for chunks of ``namespace``, and held-back payloads.
+
+        Chunks are looked up by ``find`` in one call, apart from those that are held back in part.
+        A lookup that has met a missing chunk may report all later ones of its call as missing.
+        """
+        chunks = self._by_chunk.get(namespace)
+        if not chunks or chunks.keys().isdisjoint(hashes):  # most lookups: 3 us for 128 chunks
+            return find(hashes)
+        with self._lock:
+            found = [_written(chunks.get(one), fields) for one in hashes]
+        absent = [place for place, own in enumerate(found) if own is None]
+        partial = [place for place, own in enumerate(found) if own and len(own) < len(fields)]
+        for places in (absent, partial):
+            if places:
+                stored = find([hashes[place] for place in places])
+                for place, shards in zip(places, stored, strict=True):
+                    if shards is not None:
+                        own = found[place]
+                        found[place] = shards if own is None else {**own, **shards}
+        return found
+
+    def lookup(
+        self, namespace: str, hashes: Sequence[bytes], records: Sequence[Record | None]
+    ) -> list[Record | None]:
+        """Add held-back payloads to the ``records`` of chunks."""
+        if not self._by_path:
+            return list(records)
+        return [
+            self._record(namespace, prefix_hash, record)
+            for prefix_hash, record in zip(hashes, records, strict=True)
+        ]
+
+    def __repr__(self) -> str:
+        return f"<UnsavedPayloads {len(self._by_path)} payloads, {self._nbytes} B>"
+
+    def _record(self, namespace: str, prefix_hash: bytes, record: Record | None) -> Record | None:
+        with self._lock:
+            chunk = dict(self._by_chunk.get(namespace, {}).get(prefix_hash, {}))
+        if not chunk:
+            return record
+        shards = {name: one.record for name, one in chunk.items()}
+        if record is not None:
+            return replace(record, shards=shards | dict(record.shards))
+        claim = next(iter(chunk.values())).claim
+        return Record(prefix_hash, claim.parent_hash, claim.token_start, claim.token_end, shards)
+
+    def _remove(self, path: str) -> _Unsaved | None:
+        one = self._by_path.pop(path, None)
+        if one is not None:
+            key = one.claim.key
+            chunks = self._by_chunk[key.namespace]
+            del chunks[key.prefix_hash][key.field]
+            if not chunks[key.prefix_hash]:
+                del chunks[key.prefix_hash]
+            if not chunks:
+                del self._by_chunk[key.namespace]
+            self._nbytes -= one.record.nbytes
+        return one
+
+
+def _written(chunk: Mapping[str, _Unsaved] | None, fields: tuple[str, ...]) -> Shards | None:
+    if chunk is None:
+        return None
+    texts = [chunk[name].text if name in chunk else b"" for name in fields]
+    return WrittenShards(fields, texts) if any(texts) else None

@@ -1,0 +1,565 @@
+"""Payloads that are held back until they are seen a second time."""
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from objkv.agent.arena import CellState
+from objkv.agent.client import AgentConnection
+from objkv.agent.fill import Wanted
+from objkv.agent.prefetch import Matched, Prefetches
+from objkv.agent.residents import MissReason
+from objkv.agent.unsaved.payloads import is_unsaved
+from objkv.cache.chunks import SaveOutcome
+from objkv.codec.payload import read_header
+from objkv.errors import StoreBusy, StoreUnavailable, TransferError
+from objkv.index.base import ChunkEntry, ShardRecord
+from objkv.index.memory import MemoryIndex
+from objkv.keys.chunk import ChunkKey
+from tests.agent.test_server import Desk, payloads
+from tests.agent.world import PATIENCE_S, RIGHT, Node, WatchedStore, ended, opened, pages_at
+from tests.support.agents import AgentProcess
+from tests.support.paged_cache import wait_until
+from tests.support.samples import NAMESPACE, TOKENS
+
+
+class Holder(Node):
+    """A node that holds payloads back, one of its workers, and one of its readers."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"holds_back": True} | options)
+        self.listen()
+        self.desk = Desk(self)
+        self.reader = self.connect()
+
+    def commit(self, made: Sequence[bytes]) -> list[SaveOutcome]:
+        """Hand payloads over, as a worker does; waits until the fleet has counted them."""
+        outcomes = [self.desk.hand_over(payload) for payload in made]
+        assert self.saves.drain(PATIENCE_S)
+        return outcomes
+
+    def again(self, made: Sequence[bytes]) -> None:
+        """Hand payloads over by another worker."""
+        self.desk.close()
+        self.desk = Desk(self)
+        self.commit(made)
+
+    def find(self, made: Sequence[bytes]) -> list[Wanted]:
+        """What the node's lookups find, up to the first miss, as what to open."""
+        return find(self.reader, made)
+
+    def read(self, wanted: Sequence[Wanted]) -> list[MissReason]:
+        """Read payloads one after the other; why each was missed."""
+        return [read(self.reader, one) for one in wanted]
+
+    @property
+    def stored(self) -> set[str]:
+        """Paths in the bulk store."""
+        return {entry.key for entry in self.store.scan("")}
+
+    @property
+    def unsaved(self) -> set[str]:
+        """Paths of what is held back."""
+        return set(self.residents.unsaved.paths)
+
+    def count(self, name: str) -> float:
+        """A counter."""
+        return self.recorder.value(name)
+
+    def close(self) -> None:
+        self.desk.close()
+        super().close()
+        assert self.residents.check()
+        assert self.residents.leased() == 0
+
+
+def read(client: AgentConnection, wanted: Wanted) -> MissReason:
+    """Read a payload, and check its pages; why it was missed."""
+    (lease,) = opened(client, [wanted])
+    progress = ended(client, lease)
+    if progress.state is CellState.READY:
+        assert pages_at(client.arena.view, progress) == RIGHT
+    client.release([lease.number] if lease.number else [])
+    return MissReason(progress.reason)
+
+
+def find(client: AgentConnection, made: Sequence[bytes]) -> list[Wanted]:
+    """What a client's lookup finds, up to the first miss."""
+    claims = [read_header(payload).claim for payload in made]
+    fields = (claims[0].key.field,)
+    wanted = []
+    for claim, shards in zip(
+        claims,
+        client.find(NAMESPACE, [claim.key.prefix_hash for claim in claims], fields),
+        strict=True,
+    ):
+        if shards is None:
+            break
+        wanted.append(Wanted(claim, shards[fields[0]]))
+    return wanted
+
+
+def paths(made: Sequence[bytes]) -> list[str]:
+    return [read_header(payload).claim.key.path() for payload in made]
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Holder]]:
+    nodes: list[Holder] = []
+
+    def made(**options: Any) -> Holder:
+        nodes.append(Holder(**options))
+        return nodes[-1]
+
+    yield made
+    for node in nodes:
+        node.close()
+
+
+def of_index(node: Node, made: Sequence[bytes]) -> list[ShardRecord | None]:
+    """The index's own records."""
+    found = []
+    for payload in made:
+        key = read_header(payload).claim.key
+        (shards,) = node.index.find(NAMESPACE, [key.prefix_hash], [key.field])
+        found.append(None if shards is None else shards[key.field])
+    return found
+
+
+def test_what_was_seen_once_is_found_on_its_node_and_stored_nowhere(
+    make: Callable[..., Holder],
+) -> None:
+    node, made = make(), payloads()
+    taken = list[ChunkKey]()
+    node.desk.saves.accepted = taken.append
+    assert node.commit(made) == [SaveOutcome.SAVED] * 3
+    assert not node.stored
+    assert of_index(node, made) == [None] * 3
+    assert taken == [], "no other node can load it, so no router is told"
+    wanted = node.find(made)
+    assert [one.record.nbytes for one in wanted] == [len(payload) for payload in made]
+    assert all(is_unsaved(one.record) for one in wanted)
+    assert node.residents.leased() == 0
+    assert node.count("agent_held_back") == 3
+    assert node.residents.unsaved.nbytes == sum(map(len, made))
+
+
+def test_what_is_read_is_stored_and_published(make: Callable[..., Holder]) -> None:
+    node, made = make(codec="zstd"), payloads()
+    node.commit(made)
+    wanted = node.find(made)
+    assert node.read(wanted) == [MissReason.NONE] * 3
+    assert node.saves.drain(PATIENCE_S)
+    assert node.stored == set(paths(made))
+    assert not node.unsaved
+    found = node.find(made)
+    assert [one.record for one in found] == of_index(node, made)
+    assert not any(is_unsaved(one.record) for one in found)
+    assert node.read(wanted) == [MissReason.NONE] * 3, "by records that were found before"
+    assert isinstance(node.store, WatchedStore)
+    assert not node.store.gets
+    assert node.count("saves") == 3
+
+
+def test_what_another_node_makes_again_is_stored_by_that_node(
+    make: Callable[..., Holder],
+) -> None:
+    store, index = WatchedStore(), MemoryIndex()
+    first, second = (make(store=store, index=index) for _ in range(2))
+    made = payloads()
+    first.commit(made)
+    assert second.find(made) == []
+    second.commit(made[:2])
+    assert second.stored == set(paths(made[:2]))
+    assert second.count("saves") == 2
+    assert second.count("agent_sighted_before") == 2
+    assert first.unsaved == set(paths(made)), "it does not know"
+    assert first.read(first.find(made)) == [MissReason.NONE] * 3
+    assert first.saves.drain(PATIENCE_S)
+    assert first.stored == set(paths(made))
+    assert (first.count("saves"), first.count("save_existed")) == (1, 2)
+    assert not first.unsaved
+    assert second.read(second.find(made)) == [MissReason.NONE] * 3
+
+
+def test_what_one_node_makes_twice_is_stored(make: Callable[..., Holder]) -> None:
+    node, made = make(), payloads()
+    node.commit(made)
+    taken = list[ChunkKey]()
+    node.desk.close()
+    node.desk = Desk(node)
+    node.desk.saves.accepted = taken.append
+    node.commit(made[:1])
+    assert node.stored == set(paths(made[:1]))
+    assert [key.path() for key in taken] == paths(made[:1])
+
+
+def test_what_was_evicted_unread_is_stored_when_it_is_made_again(
+    make: Callable[..., Holder],
+) -> None:
+    node, made = make(memory=2 * 8192), payloads()
+    others = payloads(list(range(9000, 9000 + 16 * 4)))
+    node.commit(made[:1])
+    node.commit(others)
+    assert paths(made)[0] not in node.unsaved
+    assert not node.stored
+    node.again(made[:1])
+    assert node.stored == set(paths(made[:1]))
+
+
+def test_the_beginning_of_a_prompt_is_stored_before_its_end(make: Callable[..., Holder]) -> None:
+    node, made, puts = make(), payloads(list(range(16 * 8))), list[str]()
+    put = node.store.put_if_absent
+
+    def seen(key: str, value: Any) -> bool:
+        puts.append(key)
+        return put(key, value)
+
+    node.store.put_if_absent = seen  # type: ignore[method-assign]
+    node.commit(made)
+    assert node.read(node.find(made)[5:6]) == [MissReason.NONE]
+    assert node.saves.drain(PATIENCE_S)
+    assert set(puts) == set(paths(made)[:6]), "an engine has the beginning in its own memory"
+    assert node.unsaved == set(paths(made)[6:])
+    assert len(node.find(made)) == 8
+
+
+def test_a_held_back_payload_can_be_evicted_and_is_an_ordinary_miss_then(
+    make: Callable[..., Holder],
+) -> None:
+    node, made = make(memory=2 * 8192), payloads()
+    others = node.save(list(range(9000, 9000 + 16 * 4)))
+    node.commit(made[:1])
+    (wanted,) = node.find(made)
+    before = len(list(node.index.scan(NAMESPACE)))
+    assert node.read(others) == [MissReason.NONE] * 4
+    assert not node.unsaved
+    assert node.count("agent_unsaved_dropped") == 1
+    assert node.count("agent_unsaved_dropped_bytes") == len(made[0])
+    assert node.find(made) == []
+    assert isinstance(node.store, WatchedStore)
+    gets = sum(node.store.gets.values())
+    assert node.read([wanted]) == [MissReason.MISSING]
+    assert sum(node.store.gets.values()) == gets, "the store is not asked for it"
+    node.reader.reject(wanted)
+    assert len(list(node.index.scan(NAMESPACE))) == before
+    assert node.read(others[-1:]) == [MissReason.NONE]
+
+
+def test_an_old_record_of_a_payload_that_was_stored_meanwhile_loads_it(
+    make: Callable[..., Holder],
+) -> None:
+    node, made = make(memory=2 * 8192, codec="zstd"), payloads()
+    others = node.save(list(range(9000, 9000 + 16 * 4)))
+    node.commit(made[:1])
+    wanted = node.find(made)
+    node.read(wanted)
+    assert node.saves.drain(PATIENCE_S)
+    node.read(others)
+    assert node.residents.holds(paths(made[:1])) == [False]
+    assert node.read(wanted) == [MissReason.NONE]
+    assert isinstance(node.store, WatchedStore)
+    assert node.store.gets[paths(made)[0]] == 1
+    assert not node.count("load_corrupt")
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("down"), RuntimeError("a bug")])
+def test_an_old_record_without_an_index_is_a_miss(
+    make: Callable[..., Holder], error: Exception
+) -> None:
+    node, made = make(memory=2 * 8192), payloads()
+    others = node.save(list(range(9000, 9000 + 16 * 4)))
+    node.commit(made[:1])
+    wanted = node.find(made)
+    node.read(others)
+
+    def down(*_: object) -> Any:
+        raise error
+
+    node.index.find = down  # type: ignore[method-assign]
+    assert node.read(wanted) == [MissReason.STORE]
+    del node.index.find
+    assert node.read(wanted) == [MissReason.MISSING]
+
+
+def test_without_an_index_a_payload_stays_in_memory(make: Callable[..., Holder]) -> None:
+    node, made = make(), payloads()
+
+    def down(*_: object, **__: object) -> list[bool]:
+        raise StoreUnavailable("down")
+
+    node.index.sight = down  # type: ignore[method-assign]
+    node.commit(made)
+    assert node.count("sighting_errors") >= 1
+    assert node.unsaved == set(paths(made))
+    del node.index.sight
+    node.read(node.find(made))
+    assert node.saves.drain(PATIENCE_S)
+    assert node.stored == set(paths(made))
+
+
+def test_payloads_that_come_together_share_a_round_trip(make: Callable[..., Holder]) -> None:
+    node, made = make(), payloads(list(range(16 * 9)))
+    sight, gate, sizes = node.index.sight, threading.Event(), list[int]()
+
+    def slow(names: Sequence[str], *, ttl_s: int) -> list[bool]:
+        sizes.append(len(names))
+        assert gate.wait(PATIENCE_S)
+        return sight(names, ttl_s=ttl_s)
+
+    node.index.sight = slow  # type: ignore[method-assign]
+    node.desk.hand_over(made[0])
+    wait_until(lambda: sizes == [1])
+    for payload in made[1:]:
+        node.desk.hand_over(payload)
+    gate.set()
+    assert node.saves.drain(PATIENCE_S)
+    assert sizes == [1, 8]
+
+
+def test_a_save_that_failed_is_tried_at_the_next_read(make: Callable[..., Holder]) -> None:
+    node, made = make(), payloads()
+
+    def busy(key: str, value: object) -> bool:
+        raise StoreBusy("slow down")
+
+    put, node.store.put_if_absent = node.store.put_if_absent, busy  # type: ignore[assignment, method-assign]
+    node.commit(made)
+    now = [0.0]
+    node.residents.unsaved._clock = lambda: now[0]
+    node.read(node.find(made))
+    assert node.saves.drain(PATIENCE_S)
+    assert node.unsaved == set(paths(made))
+    wait_until(lambda: node.residents.leased() == 0)
+    node.store.put_if_absent = put  # type: ignore[method-assign]
+    wait_until(lambda: not node.saves._pool.is_shedding)
+    assert len(node.find(made)) == 3
+    node.read(node.find(made))
+    assert node.saves.drain(PATIENCE_S)
+    assert not node.stored, "not at once"
+    now[0] = 100.0
+    node.read(node.find(made))
+    assert node.saves.drain(PATIENCE_S)
+    assert node.stored == set(paths(made))
+    assert not node.unsaved
+
+
+def test_a_long_prompt_waits_for_its_turns_and_holds_no_more_leases_than_those(
+    make: Callable[..., Holder],
+) -> None:
+    node, made, gate = make(saves_max=4), payloads(list(range(16 * 40))), threading.Event()
+    put = node.store.put_if_absent
+    node.store.put_if_absent = lambda k, v: gate.wait(PATIENCE_S) and put(k, v)  # type: ignore[assignment, method-assign, return-value]
+    node.commit(made)
+    node.read(node.find(made)[-1:])
+    wait_until(lambda: node.saves.waiting >= 2)
+    wait_until(lambda: node.residents.leased() <= 6)
+    assert node.residents.unsaved.has_due
+    gate.set()
+    assert node.saves.drain(PATIENCE_S)
+    assert node.stored == set(paths(made))
+    assert not node.count("save_drops")
+
+
+def test_over_quota_payloads_stay_in_memory(make: Callable[..., Holder]) -> None:
+    node, made = make(), payloads()
+    node.cache.has_room = lambda: False  # type: ignore[method-assign]
+    assert node.commit(made) == [SaveOutcome.SAVED] * 3
+    assert node.desk.saves.has_room()
+    node.read(node.find(made))
+    assert node.saves.drain(PATIENCE_S)
+    assert not node.stored
+    assert node.count("save_over_quota") == 3
+    assert len(node.find(made)) == 3
+
+
+def test_a_payload_that_a_reader_refuses_is_held_back_no_longer(
+    make: Callable[..., Holder],
+) -> None:
+    node, made = make(), payloads()
+    node.commit(made)
+    node.reader.reject(node.find(made)[0])
+    wait_until(lambda: node.find(made) == [])
+    assert node.unsaved == set(paths(made)[1:])
+
+
+def test_a_lookup_that_has_just_missed_a_payload_finds_it_and_what_follows(
+    make: Callable[..., Holder],
+) -> None:
+    store, index = WatchedStore(), MemoryIndex()
+    node = make(store=store, index=index, miss_ttl_s=PATIENCE_S)
+    made = payloads()
+    assert node.find(made) == []
+    node.save(TOKENS)
+    for payload in made[:1]:  # the first chunk is only held back, the others are stored
+        key = read_header(payload).claim.key
+        index.drop(NAMESPACE, key.prefix_hash)
+        store.delete(key.path())
+    assert node.find(made) == [], "a missing chunk is remembered for a while"
+    node.commit(made[:1])
+    wanted = node.find(made)
+    assert [is_unsaved(one.record) for one in wanted] == [True, False, False]
+    node.read(wanted)
+    assert node.saves.drain(PATIENCE_S)
+    assert [one.record for one in node.find(made)] == of_index(node, made)
+
+
+def test_a_chunk_with_some_of_its_shards_stored_is_found_with_all(
+    make: Callable[..., Holder],
+) -> None:
+    node, made = make(), payloads()
+    node.commit(made)
+    claim = read_header(made[1]).claim
+    other = "0.L0-2_H2-4"
+    assert other != claim.key.field
+    record = ShardRecord(5, 5, "none", False, "00", 1)
+    entry = ChunkEntry(
+        NAMESPACE,
+        claim.key.prefix_hash,
+        claim.parent_hash,
+        claim.token_start,
+        claim.token_end,
+    )
+    node.index.publish(entry, {other: record}, ttl_s=100)
+    hashes = [read_header(payload).claim.key.prefix_hash for payload in made]
+    fields = (claim.key.field, other)
+    found = node.reader.find(NAMESPACE, hashes, fields)
+    assert [set(shards or ()) for shards in found] == [
+        {claim.key.field},
+        set(fields),
+        {claim.key.field},
+    ]
+    assert (found[1] or {})[other] == record
+    prefetches = Prefetches(node.core, node.index, node.store)
+    assert prefetches.match(NAMESPACE, hashes) == Matched(3, 3, 1, 48)
+
+
+def test_a_router_sees_held_back_payloads(make: Callable[..., Holder]) -> None:
+    node, made = make(memory=3 * 8192), payloads()
+    prefetches = Prefetches(node.core, node.index, node.store)
+    hashes = [read_header(payload).claim.key.prefix_hash for payload in made]
+    assert prefetches.match(NAMESPACE, hashes) == Matched(3, 0, 0, 0)
+    node.commit(made)
+    assert prefetches.match(NAMESPACE, hashes) == Matched(3, 3, 3, 48)
+    assert prefetches.start(NAMESPACE, hashes, deadline_s=PATIENCE_S).resident == 3
+    assert node.saves.drain(PATIENCE_S)
+    assert not node.stored, "a prefetch is no read"
+
+
+def test_only_what_is_due_is_saved_at_the_end(make: Callable[..., Holder]) -> None:
+    node, made = make(), payloads()
+    node.commit(made)
+    node.read(node.find(made)[:1])
+    node.saves.close(PATIENCE_S)
+    assert node.stored == set(paths(made[:1]))
+    assert node.unsaved == set(paths(made[1:]))
+    node.read(node.find(made))  # too late, and harmless
+    assert node.stored == set(paths(made[:1]))
+
+
+def test_random_use_leaves_nothing_behind(make: Callable[..., Holder]) -> None:
+    store, index = WatchedStore(), MemoryIndex()
+    nodes = [make(store=store, index=index, memory=6 * 8192, codec="zstd") for _ in range(2)]
+    prompts = [payloads(list(range(n * 1000, n * 1000 + 16 * 3))) for n in range(4)]
+    misses = set[MissReason]()
+
+    def work(node: Holder, seed: int) -> None:
+        dice, desk, client = random.Random(seed), Desk(node), node.connect()
+        for _ in range(60):
+            made = dice.choice(prompts)
+            wanted = find(client, made)
+            misses.update(read(client, one) for one in wanted)
+            for payload in made[len(wanted) :]:
+                desk.saves._in_flight._saved.clear()
+                with suppress(TransferError):  # the arena is small
+                    desk.hand_over(payload)
+        desk.close()
+
+    threads = [
+        threading.Thread(target=work, args=(node, seed)) for node in nodes for seed in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+    assert misses <= {MissReason.NONE, MissReason.MISSING, MissReason.NO_ROOM}
+    for node in nodes:
+        assert node.saves.drain(PATIENCE_S)
+        assert node.residents.wait_idle(PATIENCE_S)
+        assert node.residents.check()
+        assert not node.count("load_corrupt")
+        assert not node.count("save_errors")
+    stored = {entry.key for entry in store.scan("")}
+    records = {
+        path: record
+        for made in prompts
+        for path, record in zip(paths(made), of_index(nodes[0], made), strict=True)
+    }
+    assert stored == {path for path, record in records.items() if record is not None}
+    assert len(stored) > 3
+
+
+class Service:
+    """An agent in a process of its own, and a worker that has handed payloads over and gone."""
+
+    def __init__(self, folder: Path, made: Sequence[bytes], policy: str) -> None:
+        self.settings = {
+            "bulk_url": f"file://{folder}/c",
+            "index_url": f"sqlite://{folder}/i",
+            "save_to_bucket": policy,
+            "agent_memory_bytes": str(1 << 20),
+        }
+        self.agent = AgentProcess(self.settings)
+        desk = Desk(self)  # type: ignore[arg-type]  # it only connects
+        for payload in made:
+            desk.hand_over(payload)
+        desk.close()
+
+    def connect(self, *, wants_arena: bool = True, outbox: int = -1) -> AgentConnection:
+        return AgentConnection(
+            self.agent.path, wants_arena=wants_arena, outbox=outbox, call_s=PATIENCE_S
+        )
+
+
+def test_an_engine_that_has_gone_loses_nothing_and_the_agents_end_is_reported(
+    tmp_path: Path,
+) -> None:
+    made = payloads()
+    service = Service(tmp_path, made, "reused")
+    with service.agent as agent, closing(service.connect()) as client:
+        wanted = find(client, made)
+        assert len(wanted) == 3
+        assert read(client, wanted[0]) is MissReason.NONE
+        client.close()
+        numbers = agent.end()
+    assert (numbers["saves"], numbers["unsaved"]) == (1, 2)
+    assert numbers["unsaved_bytes"] == sum(map(len, made[1:]))
+
+
+@pytest.mark.parametrize("policy", ["all", "auto"])
+def test_each_payload_is_saved_at_once_to_a_folder(policy: str, tmp_path: Path) -> None:
+    service = Service(tmp_path, payloads(), policy)
+    with service.agent as agent:
+        numbers = agent.end()
+    assert (numbers["saves"], numbers["unsaved"]) == (3, 0)
+
+
+def test_a_killed_agent_loses_what_it_held_back_and_nothing_else(tmp_path: Path) -> None:
+    made = payloads()
+    service = Service(tmp_path, made, "reused")
+    with service.agent as agent:
+        with closing(service.connect()) as client:
+            wanted = find(client, made)
+            read(client, wanted[0])
+            wait_until(lambda: not is_unsaved(find(client, made)[0].record))
+            agent.kill()
+        with AgentProcess(service.settings, path=agent.path), closing(service.connect()) as client:
+            assert len(find(client, made)) == 1
+            reasons = [read(client, one) for one in wanted]
+            assert reasons == [MissReason.NONE, MissReason.MISSING, MissReason.MISSING]
