@@ -101,7 +101,7 @@ def cases(fleet: Fleet, costs: Costs) -> Iterator[Case]:
         "all, one process": agents("all", processes=1),
         "reused (default)": agents("reused"),
         "reused, arena of half the memory": agents("reused", memory_bytes=half),
-        "reused, disk 4 TB of what was read": agents("reused", 4, disk_keeps="read"),
+        "reused, disk 4 TB of read payloads": agents("reused", 4, disk_keeps="read"),
         "reused, disk 4 TB": agents("reused", 4),
         "reused, disk 8 TB, chunks of 512": changed(agents("reused", 8), chunk_tokens=512),
         "on request (what if), disk 4 TB": agents("asked", 4),

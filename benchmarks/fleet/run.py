@@ -73,7 +73,7 @@ def options() -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=Fleet().seed)
     parser.add_argument(
-        "--agents", action="store_true", help="compare what agents put into the bucket"
+        "--agents", action="store_true", help="compare which payloads agents put into the bucket"
     )
     parser.add_argument(
         "--replicas-per-node", type=int, default=4, help="of one agent, with --agents"
