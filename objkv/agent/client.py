@@ -50,6 +50,10 @@ CALL_S = 2.0
 machine is very busy."""
 
 
+class AgentRefused(TransferError):
+    """The agent does not serve this client, such as one of another version."""
+
+
 class ArenaLease(NamedTuple):
     """A payload that the client may read, now or soon."""
 
@@ -103,7 +107,7 @@ class AgentConnection:
     def _greeted(self, message: bytes, descriptors: list[int], wants_arena: bool) -> None:
         try:
             if message and kind_of(message) is MessageKind.REFUSED:
-                raise TransferError(f"the agent at {self._path} refused: {unpack_text(message)}")
+                raise AgentRefused(f"the agent at {self._path} refused: {unpack_text(message)}")
             if not message or kind_of(message) is not MessageKind.WELCOME:
                 raise ProtocolError(f"the process at {self._path} is not an agent")
             if len(descriptors) != 2 * wants_arena:

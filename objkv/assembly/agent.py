@@ -19,10 +19,10 @@ from objkv.agent.calls import (
     NodeCalls,
     NodeLookups,
 )
-from objkv.agent.client import AgentConnection
+from objkv.agent.client import AgentConnection, AgentRefused
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
-from objkv.agent.launch import AgentSocket, failure_of, is_listening, start_agent
+from objkv.agent.launch import AgentSocket, failure_of, start_agent
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentParts, AgentServer
@@ -90,12 +90,22 @@ class AgentLink:
         """Wait until an agent listens, for at most ``seconds``. Raises ``ConfigError`` if the
         agent that this process started could not."""
         end = monotonic() + seconds
-        while not is_listening(self._path):
+        while not self._answers():
             if (reason := failure_of(self._path)) is not None:
                 raise ConfigError(f"the node agent did not start: {reason}")
             if monotonic() >= end:
                 return False
             sleep(_POLL_S)
+        return True
+
+    def _answers(self) -> bool:
+        """Whether an agent is ready, or refuses. One that listens may still fail to start."""
+        try:
+            AgentConnection(self._path).close()
+        except AgentRefused:
+            return True
+        except TransferError:
+            return False
         return True
 
 

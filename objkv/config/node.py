@@ -7,7 +7,6 @@ import stat
 from pathlib import Path
 from typing import Final
 
-from objkv import __version__
 from objkv.config.schema import Config
 from objkv.config.sources import CONFIG_FILE_VARIABLE, ENV_PREFIX
 from objkv.errors import ConfigError
@@ -31,9 +30,9 @@ def agent_socket(config: Config) -> Path | None:
     """Return where the agent for these settings listens; None if
     replicas use none.
 
-    With ``auto``, replicas have an agent in common if they are of the same version and would use
-    the same stores with the same credentials and keys. Raises ``ConfigError`` if the folder of the
-    socket belongs to another user.
+    With ``auto``, replicas have an agent in common if they would use the same stores with the same
+    credentials and keys. Raises ``ConfigError`` if the folder of the socket belongs to another
+    user.
     """
     if config.agent == "off":
         return None
@@ -41,7 +40,7 @@ def agent_socket(config: Config) -> Path | None:
         return Path(config.agent.removeprefix("unix://"))
     kept = config.model_dump(mode="json", exclude=set(_REPLICAS_OWN))
     aws = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-    text = json.dumps([__version__, kept, aws], sort_keys=True)
+    text = json.dumps([kept, aws], sort_keys=True)
     return _own_folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.sock"
 
 

@@ -136,6 +136,8 @@ class ResidentsMachine(RuleBasedStateMachine):
         if (fill := self.some(data, filling=True, placed=True)) is not None:
             self.residents.ready(fill.one, 3)
             fill.is_filling = False
+            if fill not in self.listed.values():
+                self.unlist(fill)
 
     @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
@@ -158,7 +160,7 @@ class ResidentsMachine(RuleBasedStateMachine):
     def forget(self, key: str) -> None:
         self.residents.forget(key)
         fill = self.listed.get(key)
-        if fill is not None and not fill.is_filling:
+        if fill is not None:
             self.unlist(fill)
 
     @rule(data=st.data())
@@ -181,7 +183,7 @@ class ResidentsMachine(RuleBasedStateMachine):
     def unlist(self, fill: Fill) -> None:
         for key in [key for key, one in self.listed.items() if one is fill]:
             del self.listed[key]
-        if not fill.holders and fill in self.all:
+        if not fill.holders and not fill.is_filling and fill in self.all:
             self.all.remove(fill)
 
     @invariant()
