@@ -38,7 +38,7 @@ _BLOCK_BYTES = BLOCK * PREFIX_HASH_BYTES
 _KEPT_BYTES = 8 << 20
 """Bound of remembered answers per cache."""
 _ROW_BYTES = 100
-"""What a record takes in them, about."""
+"""Estimated bytes of a remembered record."""
 _numbers = count(1)
 _FAILURES = ("StoreUnavailable", "StoreDenied", "StoreBusy", "LeftAlone")
 Arguments = Mapping[str, Any]

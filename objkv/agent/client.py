@@ -254,7 +254,8 @@ def _socket(call_s: float) -> socket.socket:
     """Return a socket whose calls wait ``call_s`` at most."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     # Python's own time-outs poll before each call, which is a tenth of a lookup.
-    bound = struct.pack("ll", int(call_s), int(call_s % 1 * 1e6))
+    micros = max(1, int(1e6 * call_s))  # 0 would wait for ever
+    bound = struct.pack("ll", *divmod(micros, 1_000_000))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bound)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bound)
     return sock
