@@ -7,12 +7,15 @@ less it counts than alone is the time for which loads held the interpreter's loc
 took from each other on one core. Once the worker loads by an agent from shared memory, once it
 fetches for itself: from the same folder, or with ``--tls`` from an S3 server on loopback.
 
+``step_p99`` is the 99th percentile of the time in which that thread counts to 20,000, about a
+millisecond, as a share of what it is alone: so much longer a scheduler's slowest steps take.
 ``python_ms_per_gb`` is the processor time of all threads of the worker for the same load without
 its copies, which do not hold the lock. A busy machine disturbs it little.
 """
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -22,6 +25,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -54,6 +58,7 @@ NAMESPACE = "0123456789abcdef" * 2
 TOKENS = list(range(1000, 1000 + CHUNKS * CHUNK))
 HASHES = prefix_hashes(NAMESPACE, TOKENS, CHUNK)
 PATIENCE_S = 600.0
+STEP, ALONE_S = 20_000, 1.0
 
 
 def move(chunk: int) -> ChunkMove:
@@ -77,13 +82,22 @@ class Counting:
 
     def __init__(self) -> None:
         self.count = 0
+        self.steps: list[float] = []
+        """When each step of ``STEP`` counts ended."""
         self._ended = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         while not self._ended:
-            self.count += 1
+            for _ in range(STEP):
+                self.count += 1
+            self.steps.append(time.perf_counter())
+
+    def p99_s(self, start: float, end: float) -> float:
+        """Return the 99th percentile of the duration of steps in a span of time."""
+        ends = [step for step in self.steps if start <= step <= end]
+        return float(np.percentile(np.diff(ends), 99)) if len(ends) > 1 else math.nan
 
     def end(self) -> None:
         """Stop it."""
@@ -114,18 +128,31 @@ def without_copies(loads: Loads, plan: LoadPlan) -> float:
         return time.process_time() - begun
 
 
-def held(work: Callable[[], float]) -> tuple[float, float]:
-    """Seconds of the work, and for how much of them the lock was held by others than a counter."""
+class Held(NamedTuple):
+    """What a load and a counting thread took from each other."""
+
+    seconds: float
+    """Of the load."""
+    held_s: float
+    """For how much of it the lock was held by others than the counter."""
+    step_p99: float
+    """Of the counter's steps, as a share of what it is without a load."""
+
+
+def held(work: Callable[[], float]) -> Held:
+    """Run a load beside a counting thread."""
     counting = Counting()
     before, begun = counting.count, time.perf_counter()
-    time.sleep(0.5)
+    time.sleep(ALONE_S)
     rate = (counting.count - before) / (time.perf_counter() - begun)
+    alone_s = counting.p99_s(begun, time.perf_counter())
     before, begun = counting.count, time.perf_counter()
     seconds = work()
     whole = time.perf_counter() - begun
     counted = counting.count - before
+    step_s = counting.p99_s(begun, begun + whole)
     counting.end()
-    return seconds, whole - counted / rate
+    return Held(seconds, whole - counted / rate, step_s / alone_s)
 
 
 def main() -> None:
@@ -159,7 +186,7 @@ def main() -> None:
         shared = SharedLoader(
             {0: paged},
             ArenaLane(),
-            partial(AgentConnection, agent.path, wants_arena=True),
+            partial(AgentConnection, agent.path, wants_arena=True, call_s=PATIENCE_S),
             limits=limits,
             recorder=recorder,
         )
@@ -211,7 +238,7 @@ def report(
     options: argparse.Namespace, sides: dict[str, Loads], plan: LoadPlan, gigabytes: float
 ) -> None:
     """Measure both sides in turn, and print medians."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    found: dict[str, list[Held]] = {name: [] for name in sides}
     python = []
     for number in range(options.rounds + 1):
         for name, loads in sides.items():
@@ -221,8 +248,9 @@ def report(
         python.append(without_copies(sides["agent"], plan))
     document: dict[str, dict[str, float]] = {
         name: {
-            "gb_per_s": gigabytes / statistics.median(s for s, _ in rows),
-            "lock_ms_per_gb": 1e3 * statistics.median(h for _, h in rows) / gigabytes,
+            "gb_per_s": gigabytes / statistics.median(one.seconds for one in rows),
+            "lock_ms_per_gb": 1e3 * statistics.median(one.held_s for one in rows) / gigabytes,
+            "step_p99": statistics.median(one.step_p99 for one in rows),
         }
         for name, rows in found.items()
     }

@@ -9,22 +9,23 @@ payloads.
 import base64
 import json
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
+from itertools import chain, count
 from threading import Lock, local
 from time import monotonic
 from typing import Any, Final, TypeVar
 
 from objkv import errors
-from objkv.agent.answers import AnswerBlocks
 from objkv.agent.client import AgentConnection
-from objkv.agent.messages import MessageKind, kind_of, pack_call, unpack_text
+from objkv.agent.messages import BLOCK, AnswerBlock, MessageKind, kind_of, pack_call, unpack_text
 from objkv.agent.prefetch import Prefetches, PrefetchOrder
 from objkv.cache.switch import SWITCH_PATH
 from objkv.errors import ObjkvError, StoreDenied, StoreError, StoreUnavailable, TransferError
 from objkv.index.base import ChunkEntry, Record, Savings, ShardRecord, Shards, WriteIndex
-from objkv.index.fields import WrittenShards, decode_shard, encode_shard
+from objkv.index.fields import WrittenShards, decode_shard, encode_shard, written_rows
 from objkv.index.guarded import GuardedIndex
 from objkv.index.near import NearIndex
 from objkv.keys.prefix import PREFIX_HASH_BYTES
@@ -36,6 +37,12 @@ _PREFETCH_MAX = 1024
 _DOCUMENT = re.compile(rf"[0-9a-f]{{32}}/identity\.json|{re.escape(SWITCH_PATH)}")
 _RETRY_S = 1.0
 _CACHES_MAX = 32
+_BLOCK_BYTES = BLOCK * PREFIX_HASH_BYTES
+_KEPT_BYTES = 8 << 20
+"""Bound of remembered answers per cache."""
+_ROW_BYTES = 100
+"""Estimated bytes of a remembered record."""
+_numbers = count(1)
 _FAILURES = ("StoreUnavailable", "StoreDenied", "StoreBusy", "LeftAlone")
 _INVALID = (
     ArithmeticError,
@@ -58,6 +65,71 @@ class NearLimits:
     records_max: int
     ttl_s: float
     miss_ttl_s: float
+
+
+class AnswerBlocks:
+    """Finds chunks in ``near``, and remembers blocks as long as all their records are kept there.
+    Thread-safe."""
+
+    def __init__(
+        self,
+        near: NearIndex,
+        namespace: str,
+        fields: tuple[str, ...],
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """``near`` keeps records of these fields, by the same clock."""
+        self.near = near
+        self._namespace, self._fields, self._clock = namespace, fields, clock
+        self._lock = Lock()
+        self._kept: dict[bytes, AnswerBlock] = {}
+        self._max = max(1, _KEPT_BYTES // (BLOCK * _ROW_BYTES * max(1, len(fields))))
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def find(
+        self, hashes: bytes, find: Callable[[Sequence[bytes]], Sequence[Shards | None]]
+    ) -> list[AnswerBlock]:
+        """Return the blocks of the answer for these prefix hashes. ``find`` looks up those that are
+        not remembered, in one call."""
+        keys = [hashes[at : at + _BLOCK_BYTES] for at in range(0, len(hashes), _BLOCK_BYTES)]
+        now, discards = self._clock(), self.near.discards
+        ends_max = now + self.near.ttl_s
+        blocks: list[AnswerBlock | None] = list(map(self._kept.get, keys))
+        unknown: list[int] = []
+        for number, one in enumerate(blocks):
+            # An end beyond the maximum means that the clock was set back meanwhile.
+            if one is None or one.discards != discards or not now < one.ends_s <= ends_max:
+                unknown.append(number)
+        if unknown:
+            asked = [_divided(keys[number]) for number in unknown]
+            found = iter(find(list(chain.from_iterable(asked))))
+            for number, part in zip(unknown, asked, strict=True):
+                shards = [next(found) for _ in part]
+                if not any(one is None for one in shards):
+                    self._keep(keys[number], part, discards)
+                blocks[number] = AnswerBlock(b"\n".join(written_rows(shards, self._fields)))
+        return [one for one in blocks if one is not None]
+
+    def _keep(self, key: bytes, hashes: Sequence[bytes], discards: int) -> None:
+        kept = self.near.kept(self._namespace, hashes)
+        if kept is None:
+            return
+        shards, ends_s = kept
+        text = b"\n".join(written_rows(shards, self._fields))
+        with self._lock:
+            last = self._kept.pop(key, None)
+            while len(self._kept) >= self._max:
+                del self._kept[next(iter(self._kept))]
+            number = last.number if last and last.text == text else next(_numbers)
+            self._kept[key] = AnswerBlock(text, number, ends_s, discards)
+
+
+def _divided(hashes: bytes) -> list[bytes]:
+    step = PREFIX_HASH_BYTES
+    return [hashes[at : at + step] for at in range(0, len(hashes), step)]
 
 
 class _WrittenIndex(GuardedIndex):
@@ -96,7 +168,7 @@ class NodeLookups:
         return self.blocks(namespace, fields).near.find(namespace, prefix_hashes, fields)
 
     def blocks(self, namespace: str, fields: tuple[str, ...]) -> AnswerBlocks:
-        """Return what is remembered of answers for these fields."""
+        """Return the remembered answers to lookups of these fields."""
         with self._lock:
             cache = self._caches.get((namespace, fields))
             if cache is None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from threading import Lock
 from typing import NamedTuple, TypeVar
 
-from objkv.agent.answers import FoundBlocks
 from objkv.agent.arena import ALL_FRAMES, CELLS, Arena, CellState, Progress
 from objkv.agent.core import Urgency
 from objkv.agent.fill import Wanted
@@ -25,6 +24,7 @@ from objkv.agent.messages import (
     RELEASE_MAX,
     VERSION,
     CommitStatus,
+    FoundBlocks,
     Hello,
     MessageKind,
     Opening,
@@ -84,14 +84,8 @@ class AgentConnection:
         self._blocks = FoundBlocks()
         self.event = -1
         """An eventfd that becomes readable when a payload that is being filled makes progress."""
-        sock = self._sock = socket.socket(
-            socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC
-        )
+        sock = self._sock = _socket(call_s)
         try:
-            # Python's own time-outs poll before each call, which is a tenth of a lookup.
-            bound = struct.pack("ll", int(call_s), int(call_s % 1 * 1e6))
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bound)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bound)
             sock.connect(str(path))
             hello = pack_hello(Hello(VERSION, wants_arena, outbox >= 0))
             socket.send_fds(sock, [hello], [outbox] if outbox >= 0 else [])
@@ -270,6 +264,17 @@ class AgentConnection:
         except ProtocolError:
             self._is_lost = True
             raise
+
+
+def _socket(call_s: float) -> socket.socket:
+    """Return a socket whose calls wait ``call_s`` at most."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    # Python's own time-outs poll before each call, which is a tenth of a lookup.
+    micros = max(1, int(1e6 * call_s))  # 0 would wait for ever
+    bound = struct.pack("ll", *divmod(micros, 1_000_000))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bound)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bound)
+    return sock
 
 
 def _reason(error: OSError) -> OSError | str:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from threading import Lock, Thread
 
-from objkv.agent.answers import SentBlocks
 from objkv.agent.arena import Arena, CellState
 from objkv.agent.calls import NodeCalls, NodeLookups
 from objkv.agent.core import Core, Urgency
@@ -26,6 +25,7 @@ from objkv.agent.messages import (
     MessageKind,
     OpenAnswer,
     ProtocolError,
+    SentBlocks,
     find_max,
     kind_of,
     pack_call,

@@ -361,13 +361,15 @@ class HostLane:
 def scatter_layer(given: Pages, array: Pages, placed: BlockRuns) -> None:
     """Write pages of one layer into blocks of its cache, both in host memory."""
     assert len(given) == len(placed.ids)  # otherwise a single page would be broadcast
-    if len(placed.runs) > _RUNS_MAX:
+    runs = placed.runs
+    if len(runs) > _RUNS_MAX:
         array[list(placed.ids)] = given
         return
-    for block, at, count in placed.runs:
+    for block, at, count in runs:
         if block > len(array) - count:  # slicing would silently shorten the range
             raise IndexError(f"block {block + count - 1} of {len(array)}")
-        np.copyto(array[block : block + count], given[at : at + count])
+        pages = given if len(runs) == 1 else given[at : at + count]
+        np.copyto(array[block : block + count], pages)
 
 
 def _gather_layer(source: Pages, placed: BlockRuns, pieces: Sequence[Pages]) -> None:

@@ -6,12 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from objkv.agent import answers
-from objkv.agent.answers import BLOCK, AnswerBlock, AnswerBlocks, FoundBlocks, SentBlocks
+from objkv.agent import messages
+from objkv.agent.calls import AnswerBlocks
 from objkv.agent.messages import (
+    BLOCK,
     MESSAGE_BYTES_MAX,
+    AnswerBlock,
+    FoundBlocks,
     MessageKind,
     ProtocolError,
+    SentBlocks,
     find_max,
     pack_find,
     unpack_find,
@@ -98,7 +102,7 @@ def test_what_a_client_has_read_is_not_sent_again(world: World) -> None:
     first = [world.find(numbers) for _ in range(3)][-1]
     world.asked = 0
     message = world.message(numbers)
-    assert len(message) == 4 + 8 * 4
+    assert len(message) == 4 + 8 * 4, "a number for each block"
     assert world.asked == 0
     again = world.found.read(message, len(numbers), FIELDS)
     assert all(one is two for one, two in zip(first, again, strict=True))
@@ -153,7 +157,7 @@ def test_a_record_that_is_discarded_while_it_is_looked_up_is_not_remembered(worl
 
 
 def test_both_sides_forget_together(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "SENT_MAX", 3)
+    monkeypatch.setattr(messages, "SENT_MAX", 3)
     for number in range(6 * BLOCK):
         world.publish(number)
     for turn in range(20):

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from objkv.agent import messages as m
-from objkv.agent.answers import FoundBlocks
 from objkv.agent.arena import CellState
 from objkv.agent.fill import Wanted
 from objkv.agent.residents import MissReason
@@ -127,7 +126,7 @@ READERS: list[Callable[[bytes], object]] = [
     lambda message: m.unpack_opened(message, 2),
     m.unpack_release,
     m.unpack_find,
-    lambda message: FoundBlocks().read(message, 2, FIELDS),
+    lambda message: m.FoundBlocks().read(message, 2, FIELDS),
     m.unpack_commit,
     m.unpack_committed,
     m.unpack_text,

@@ -194,7 +194,7 @@ def _shared(
                 for _ in range(_SHARING)
             ]
             threads = stack.enter_context(Threads(_SHARING))
-            threads.run(lambda number, readers=readers: readers[number].load())
+            threads.run(_loads_of(readers))
         fetched = _fetched(path) - before
         if name == "at the same moment":
             title = f"bytes fetched from the store for {_SHARING} readers {name}"
@@ -202,6 +202,10 @@ def _shared(
         else:
             title = f"bytes served from memory to {_SHARING} readers {name}"
             yield BenchRow(title, "%", 100 * (1 - fetched / due), target=KEPT)
+
+
+def _loads_of(readers: Sequence[_Reader]) -> Callable[[int], None]:
+    return lambda number: readers[number].load()
 
 
 def _fetched(path: Path) -> float:
@@ -304,7 +308,7 @@ def _lookup(setting: BenchSetting, path: Path) -> Iterator[BenchRow]:
         begun = time.perf_counter()
         found = agent.find(NAMESPACE, hashes, (FIELD,))
         took = time.perf_counter() - begun
-        assert None not in map(type, found)
+        assert not any(one is None for one in found)
         return took
 
     def first() -> float:
