@@ -57,8 +57,8 @@ class AgentSocket:
             raise
 
     def listen(self) -> None:
-        """Have the path, and listen. Raises ``AgentRuns`` if an agent that is to be replaced does
-        not end, or ``ConfigError`` if nothing can listen there."""
+        """Have the path, and listen. Raises ``AgentRuns`` if the replaced agent does not end, or
+        ``ConfigError`` if nothing can listen there."""
         before = _agent_at(self._path) if self._replaces else 0
         try:
             self._listen()

@@ -18,7 +18,7 @@ from objkv.agent.core import Urgency
 from objkv.agent.fill import Wanted
 from objkv.agent.messages import CommitStatus
 from objkv.agent.outbox import Outbox
-from objkv.agent.prefetch import Prefetches
+from objkv.agent.prefetch import Prefetches, PrefetchOrder
 from objkv.agent.residents import MissReason, Resident
 from objkv.codec.payload import digest, frame_pages, read_header
 from objkv.errors import StoreUnavailable, TransferError
@@ -220,7 +220,7 @@ class AgentMachine(RuleBasedStateMachine):
     @rule(some=st.lists(chunks, min_size=1, max_size=3))
     def prefetch(self, some: list[int]) -> None:
         hashes = [self.wanted[n].claim.key.prefix_hash for n in some]
-        self.prefetches.start(NAMESPACE, hashes, deadline_s=PATIENCE_S)
+        self.prefetches.start(NAMESPACE, hashes, PrefetchOrder(PATIENCE_S))
 
     @rule(chunk=chunks, fault=st.sampled_from(["missing", "corrupt", "down", "none"]))
     def spoil(self, chunk: int, fault: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 from objkv.agent.arena import CellState
 from objkv.agent.client import AgentConnection
 from objkv.agent.fill import Wanted
-from objkv.agent.prefetch import Matched, Prefetches
+from objkv.agent.prefetch import Matched, Prefetches, PrefetchOrder
 from objkv.agent.residents import MissReason
 from objkv.agent.unsaved.payloads import is_unsaved
 from objkv.cache.chunks import SaveOutcome
@@ -436,17 +436,21 @@ def test_a_chunk_with_some_of_its_shards_stored_is_found_with_all(
     ]
     assert (found[1] or {})[other] == record
     prefetches = Prefetches(node.core, node.index, node.store)
-    assert prefetches.match(NAMESPACE, hashes) == Matched(3, 3, 1, 48)
+    assert counts(prefetches.match(NAMESPACE, hashes)) == (3, 3, 1, 48)
+
+
+def counts(found: Matched) -> tuple[int, int, int, int]:
+    return found.chunks, found.stored, found.resident, found.tokens
 
 
 def test_a_router_sees_held_back_payloads(make: Callable[..., Holder]) -> None:
     node, made = make(memory=3 * 8192), payloads()
     prefetches = Prefetches(node.core, node.index, node.store)
     hashes = [read_header(payload).claim.key.prefix_hash for payload in made]
-    assert prefetches.match(NAMESPACE, hashes) == Matched(3, 0, 0, 0)
+    assert counts(prefetches.match(NAMESPACE, hashes)) == (3, 0, 0, 0)
     node.commit(made)
-    assert prefetches.match(NAMESPACE, hashes) == Matched(3, 3, 3, 48)
-    assert prefetches.start(NAMESPACE, hashes, deadline_s=PATIENCE_S).resident == 3
+    assert counts(prefetches.match(NAMESPACE, hashes)) == (3, 3, 3, 48)
+    assert prefetches.start(NAMESPACE, hashes, PrefetchOrder(PATIENCE_S)).resident == 3
     assert node.saves.drain(PATIENCE_S)
     assert not node.stored, "a prefetch is no read"
 

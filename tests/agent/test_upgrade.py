@@ -289,8 +289,10 @@ def test_an_agent_that_is_stopped_is_not_replaced_and_keeps_nobody_waiting(
     settings = {"bulk_url": f"file://{tmp_path}/c", "index_url": f"sqlite://{tmp_path}/i"}
     with AgentProcess(settings) as old:
         old.process.send_signal(signal.SIGSTOP)
+        new = AgentSocket(old.path, replace=True)
         with pytest.raises(AgentRuns):
-            AgentSocket(old.path, replace=True)
+            new.listen()
+        new.close()
         old.process.send_signal(signal.SIGCONT)
         assert old.process.wait(PATIENCE_S) == 0, "it was asked to end"
 

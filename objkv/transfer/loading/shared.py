@@ -237,6 +237,9 @@ class _Reading:
 class SharedLoader(Loads):
     """Loads by leases of an agent."""
 
+    _is_moving = False
+    """Whether the agent opens no more, because it is replaced."""
+
     def __init__(
         self,
         groups: Mapping[int, PagedGroup],
@@ -255,8 +258,7 @@ class SharedLoader(Loads):
         again, see the setting ``agent_verify``. ``on_device``: how the device reads the arena, if
         the cache is on one."""
         super().__init__(groups, lane, limits, recorder, clock=clock, tracing=tracing)
-        self._on_device = on_device
-        self._connect, self._verify = connect, verify
+        self._on_device, self._connect, self._verify = on_device, connect, verify
         self._trouble = Trouble(logger, "loads from the agent")
         self._agent: AgentConnection | None = None
         self._retry_at, self._retry_s = 0.0, _RETRY_S
@@ -267,8 +269,6 @@ class SharedLoader(Loads):
         self._closed = False
         self._waiting: deque[_Reading] = deque()
         self._reading: list[_Reading] = []
-        self._is_moving = False
-        """Whether the agent opens no more, because it is replaced."""
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._reach()
         self._thread = Thread(target=self._work, name="objkv-load", daemon=True)
