@@ -5,7 +5,7 @@ order of urgency and, among clients, in turn by bytes. Any fault is a miss with 
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -269,46 +269,53 @@ class Core:
         """Fill one payload. Every fault is a miss."""
         if self.residents.give_up(job.one):
             return
-        if is_unsaved(job.wanted.record):
-            found = self._stored(job)
-            if isinstance(found, MissReason):
-                self.residents.failed(job.one, found)
-                return
-            job = job._replace(wanted=found)
         key = job.wanted.claim.key
-        shape = key.namespace, key.field
-        make = partial(
-            Fill, job.one, job.wanted, self.residents, self._cache, self._known.get(shape, ())
-        )
-        fill, reason = make(), MissReason.STORE
+        fill, reason = None, MissReason.STORE
         try:
             with EndsBy(job.deadline):
-                spilled = self._from_disk(make, job, staging)
-                fill = spilled or fill
-                reason = MissReason.NONE if spilled else self._fill(fill, job, staging)
-            if fill.header is not None:
-                self._remember(shape, fill.header.frames.layers)
+                spilled = self._from_disk(job, staging)
+                if spilled is not None:
+                    fill, reason = spilled, MissReason.NONE
+                else:
+                    fill, reason = self._from_stores(job, staging)
+            if fill is not None and fill.header is not None:
+                self._remember((key.namespace, key.field), fill.header.frames.layers)
         except NoRoomError:
             reason = MissReason.NO_ROOM
         except Exception:  # a dead thread would hang every later load
             self._recorder.count("load_errors")
             logger.exception("payload not loaded, unexpectedly key=%s", key.path())
-        if reason is MissReason.NONE:
-            self.residents.ready(job.one, fill.layers)
-            if not job.one.is_unused:
-                self._keep(job.one)
-        else:
-            self.residents.failed(job.one, reason, fill.layers)
+        layers = 0 if fill is None else fill.layers
+        if reason is not MissReason.NONE:
+            self.residents.failed(job.one, reason, layers)
+            return
+        self.residents.ready(job.one, layers)
+        if not job.one.is_unused:
+            self._keep(job.one)
+            self.residents.unsaved.seen_again(job.one.key)
 
-    def _from_disk(self, make: Callable[..., Fill], job: _Job, staging: Staging) -> Fill | None:
+    def _new_fill(self, job: _Job, source: Source | None = None) -> Fill:
+        key = job.wanted.claim.key
+        known = self._known.get((key.namespace, key.field), ())
+        return Fill(job.one, job.wanted, self.residents, self._cache, known, source=source)
+
+    def _from_disk(self, job: _Job, staging: Staging) -> Fill | None:
         """Return the complete fill; None if the payload has to come from the stores."""
         if self.spill is None or monotonic() >= job.deadline:
             return None
+        self.spill.disk.untie(job.one.key)
+        return self.spill.fill(job.wanted, partial(self._new_fill, job), job.one, staging)
 
-        def of(source: Source) -> Fill:
-            return make(source=source)
-
-        return self.spill.fill(job.wanted, of, job.one, staging)
+    def _from_stores(self, job: _Job, staging: Staging) -> tuple[Fill | None, MissReason]:
+        """Return the fill, and why it failed. A record that is only this node's is replaced by that
+        of the index: its payload has left the node."""
+        if is_unsaved(job.wanted.record):
+            found = self._stored(job)
+            if isinstance(found, MissReason):
+                return None, found
+            job = job._replace(wanted=found)
+        fill = self._new_fill(job)
+        return fill, self._fill(fill, job, staging)
 
     def _keep(self, one: Resident) -> None:
         """Have a payload that was read written to the disk."""

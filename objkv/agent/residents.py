@@ -327,7 +327,9 @@ class Residents:
                 and sizes == self._extents.total_bytes - self._extents.free_bytes
                 and len(self._cells) + len(everything) == CELLS
                 and len(ranked) == len(self._ranking)
-                and all(path in self._ranking for path in self.unsaved.paths)
+                and all(
+                    path in self._by_key or self.unsaved.keep(path) for path in self.unsaved.paths
+                )
                 and all(one.key in self._ranking for one in ranked)
                 and self._unread.nbytes == sum(one.nbytes for one in ranked if one.is_unused)
                 and all(one.leases >= (one.state is CellState.FILLING) for one in everything)
@@ -403,7 +405,7 @@ class Residents:
             del self._by_key[one.key]
             self._ranking.remove(one.key, was_read=not one.is_unused)
             self._unread.remove(one)
-            self.unsaved.dropped(one.key)
+            self.unsaved.left_arena(one.key)
 
     def _free(self, one: Resident) -> None:
         if one.offset >= 0:

@@ -33,6 +33,8 @@ from objkv.telemetry import Recorder
 logger = logging.getLogger(__name__)
 _LENGTH_BYTES = 8
 _CHOOSERS_MAX = 64
+_SHARE = 4
+"""Divisor: payloads that wait to be saved lease at most this fraction of the arena."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class NodeSaveLimits:
 
     threads: int
     queue_max: int
+    """Payloads that may wait for a thread, each with a lease. At most a quarter of the arena."""
     deadline_s: float
     codec: str
     """A codec of the payload format, or ``auto``."""
@@ -86,6 +89,8 @@ class NodeSaves:
         self.on_saved: Callable[[str, bytes], object] = lambda namespace, prefix_hash: None
         """Called for the chunk of a payload that was held back and is saved now: from then on only
         the index has its record."""
+        self._leased_bytes = 0
+        """Bytes of payloads that wait for a thread, or are being saved."""
         self._unsaved = residents.unsaved
         self._sightings = Sightings(
             cache, self._unsaved, self._save_due, lambda: self._has_turns, recorder
@@ -102,8 +107,9 @@ class NodeSaves:
             logger.warning("payload of a client refused reason=%s", exc)
             return CommitStatus.REFUSED
         key = header.claim.key
+        was_held_back = key.path() in self._unsaved
         if self._limits.holds_back:
-            if key.path() in self._unsaved:
+            if was_held_back and self.residents.holds([key.path()])[0]:
                 self._unsaved.seen_again(key.path())
                 return CommitStatus.ACCEPTED
         elif (refusal := self._refusal()) is not CommitStatus.ACCEPTED:
@@ -121,7 +127,7 @@ class NodeSaves:
         if resident is None:
             return status
         if self._limits.holds_back:
-            if is_new:
+            if is_new and not was_held_back:
                 return self._hold_back(resident, header)
             if (refusal := self._refusal()) is not CommitStatus.ACCEPTED:
                 self._cache.end_save(key)
@@ -132,6 +138,8 @@ class NodeSaves:
     def released(self, save: CommittedSave) -> None:
         """A save has ended, whatever its outcome."""
         self._unsaved.not_saved(save.claim.key.path())
+        with self._lock:
+            self._leased_bytes -= save.resident.nbytes
         self.residents.release(save.resident)
         if self._unsaved.has_due:
             self._sightings.wake()
@@ -187,7 +195,8 @@ class NodeSaves:
     @property
     def _has_turns(self) -> bool:
         """Whether another save may wait for a thread."""
-        return self._pool.waiting < self._limits.queue_max
+        has_room = self._leased_bytes * _SHARE < self.residents.total_bytes
+        return has_room and self._pool.waiting < self._limits.queue_max
 
     def _claimed(self, payload: memoryview) -> tuple[Header, bytes]:
         """Return the header of a payload whose frames are not verified yet, and its text. Raises
@@ -214,6 +223,8 @@ class NodeSaves:
     def _begin(self, resident: Resident, claim: Claim) -> bool:
         """Queue a save, whose lease and turn were taken. Gives them back if it cannot."""
         save = CommittedSave(self, resident, claim, monotonic() + self._limits.deadline_s)
+        with self._lock:
+            self._leased_bytes += resident.nbytes
         if self._pool.put((save,)):
             return True
         self._give_up((save,))
@@ -234,6 +245,7 @@ class NodeSaves:
         if self._refusal() is CommitStatus.ACCEPTED:
             resident = self.residents.hold(path)
             if resident is None:  # evicted meanwhile
+                self._unsaved.not_saved(path)
                 return
             if self._cache.begin_save(claim.key):
                 self._begin(resident, claim)

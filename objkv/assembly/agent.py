@@ -42,6 +42,8 @@ from objkv.telemetry import MemoryRecorder, Recorder
 logger = logging.getLogger(__name__)
 _MEMORY_SHARE = 8
 """Divisor: the default arena is this fraction of the machine's memory."""
+_WORKERS = 16
+"""As many workers of a node may have payloads waiting to be saved as their settings allow."""
 _START_S = 30.0
 """How long a replica waits at its start for an agent that is being started."""
 _LOOK_S = 1.0
@@ -140,6 +142,12 @@ def open_agent_backends(link: AgentLink) -> Backends:
     )
 
 
+def _holds_back(config: Config) -> bool:
+    """Whether payloads are saved only when they are seen again."""
+    policy = config.save_to_bucket
+    return is_far(config) if policy == "auto" else policy == "reused"
+
+
 class NodeAgent:
     """An agent that serves a socket until it is closed. A context manager."""
 
@@ -211,7 +219,8 @@ class NodeAgent:
 
     def _open_core(self, recorder: Recorder) -> Core:
         config = self._config
-        keeps_all = config.agent_disk_keeps == "all"
+        keeps = config.agent_disk_keeps
+        keeps_all = _holds_back(config) if keeps == "auto" else keeps == "all"
         limits = CoreLimits(config.load_threads, config.load_queue_max, keeps_all)
         disk = None
         if config.agent_disk_url is not None:
@@ -227,14 +236,13 @@ class NodeAgent:
 
     def _save_limits(self) -> NodeSaveLimits:
         config, far = self._config, is_far(self._config)
-        policy = config.save_to_bucket
         return NodeSaveLimits(
             config.save_threads,
-            config.save_queue_max,
+            _WORKERS * config.save_queue_max,
             config.save_deadline_ms / 1000,
             config.codec,
             far,
-            holds_back=far if policy == "auto" else policy == "reused",
+            holds_back=_holds_back(config),
         )
 
     def run(self, ended: Event, *, idle_s: float | None = None) -> None:

@@ -242,9 +242,11 @@ class Config(BaseModel):
     agent_disk_bytes: int = Field(default=0, ge=0)
     """Maximum size of these files. 0: half of the space that is free when the agent starts, its own
     files included."""
-    agent_disk_keeps: Literal["read", "all"] = "read"
+    agent_disk_keeps: Literal["auto", "read", "all"] = "auto"
     """Which payloads are written to the disk. ``read``: those that a replica loaded. ``all``: those
-    that replicas save or prefetch as well, which writes four to five times as much."""
+    that replicas save or prefetch as well, which writes four to five times as much. ``auto``:
+    ``all`` if ``save_to_bucket`` holds payloads back, which otherwise are only in memory, and
+    ``read`` if not."""
     save_to_bucket: SavePolicy = "auto"
     """Which payloads an agent puts to the bulk store. ``all``: each at once. ``reused``: a payload
     stays in the agent's memory until it is read, or is computed again, here or on another node; it

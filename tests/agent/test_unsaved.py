@@ -567,3 +567,26 @@ def test_a_killed_agent_loses_what_it_held_back_and_nothing_else(tmp_path: Path)
             assert len(find(client, made)) == 1
             reasons = [read(client, one) for one in wanted]
             assert reasons == [MissReason.NONE, MissReason.MISSING, MissReason.MISSING]
+
+
+def test_saves_that_wait_lease_at_most_a_quarter_of_the_arena(tmp_path: Path) -> None:
+    gate = threading.Event()
+    store = WatchedStore()
+    put = store.put_if_absent
+
+    def slow(*given: Any) -> bool:
+        gate.wait(PATIENCE_S)
+        return put(*given)
+
+    store.put_if_absent = slow  # type: ignore[method-assign]
+    node = Holder(holds_back=False, store=store, memory=10 * 4096)
+    outcomes = []
+    for payload in payloads():
+        with suppress(TransferError):
+            outcomes.append(node.desk.hand_over(payload))
+    assert len(outcomes) == 2, "each has 5 KiB, and a quarter is 10 KiB"
+    assert node.count("save_drops") == 1
+    gate.set()
+    assert node.saves.drain(PATIENCE_S)
+    node.desk.hand_over(payloads()[2])
+    node.close()

@@ -187,6 +187,10 @@ class Disk:
         self._writing = ""
         """The file that is being written; empty if it was discarded meanwhile."""
         self.is_loaded = False
+        self._tied: dict[str, str] = {}
+        """Keys, by file, of payloads that exist nowhere but here."""
+        self.on_lost: Callable[[str], None] = lambda key: None
+        """Called with such a key when its file goes. Must not wait, nor call this object."""
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -246,6 +250,20 @@ class Disk:
             if self._writing == name:
                 self._writing = ""
             return self._drop(name)
+
+    def tie(self, key: str) -> bool:
+        """Report the loss of a payload to ``on_lost``. Return False if it is not on disk."""
+        name = self._name(key)
+        with self._lock:
+            if name not in self._sizes:
+                return False
+            self._tied[name] = key
+            return True
+
+    def untie(self, key: str) -> None:
+        """The payload is in memory again: do not report its loss."""
+        with self._lock:
+            self._tied.pop(self._name(key), None)
 
     def begin(self, key: str) -> None:
         """Announce the next ``write``. From now on ``discard`` applies to it."""
@@ -321,6 +339,8 @@ class Disk:
         self._ranking.remove(name)
         self.nbytes -= _blocks(size)
         self._doomed.append(name)
+        if (key := self._tied.pop(name, None)) is not None:
+            self.on_lost(key)
         return True
 
 

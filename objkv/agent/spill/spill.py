@@ -71,6 +71,7 @@ class Spill:
         self._ended = Event()
         if limits.keeps_all:
             residents.on_ready = self.offer
+        residents.unsaved.keep, disk.on_lost = disk.tie, residents.unsaved.dropped
         self._pool: Pool[str] = Pool("objkv-spill", 1, self._write, begin=self._load)
 
     def offer(self, one: Resident) -> None:

@@ -1,9 +1,9 @@
-"""Payloads that are only in this node's memory, because nothing has needed them a second time yet.
+"""Payloads that are only on this node, because nothing has needed them a second time yet.
 
 Most payloads are never read again, so putting each of them to a bucket costs more than it saves. A
 held-back payload is found and read on its node like any other. It is saved when it is read or
-made again, here or on another node, and lost when the arena evicts it before that, or the agent
-ends.
+made again, here or on another node, and lost when arena and disk evict it before that, or when the
+agent ends.
 """
 
 import math
@@ -56,6 +56,9 @@ class UnsavedPayloads:
     def __init__(self, recorder: Recorder, *, clock: Callable[[], float] = monotonic) -> None:
         self.on_due: Callable[[], None] = lambda: None
         """Called after payloads became due. Must not wait."""
+        self.keep: Callable[[str], bool] = lambda path: False
+        """Called for a payload that leaves the arena. Returns whether the disk has it, and then
+        calls ``dropped`` when the disk loses it."""
         self._recorder, self._clock = recorder, clock
         self._lock = Lock()
         self._by_path: dict[str, _Unsaved] = {}
@@ -130,8 +133,13 @@ class UnsavedPayloads:
         with self._lock:
             self._remove(path)
 
+    def left_arena(self, path: str) -> None:
+        """The payload is not in the arena any more."""
+        if path in self._by_path and not self.keep(path):
+            self.dropped(path)
+
     def dropped(self, path: str) -> None:
-        """The payload has left the arena."""
+        """The payload is lost."""
         if path not in self._by_path:
             return
         with self._lock:

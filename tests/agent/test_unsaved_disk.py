@@ -1,0 +1,145 @@
+"""Held-back payloads that the arena evicted and the disk still has."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from objkv.agent.residents import MissReason
+from objkv.agent.spill.disk import FOLDER, Disk, DiskFolder
+from objkv.errors import StoreUnavailable
+from tests.agent.test_server import payloads
+from tests.agent.test_unsaved import Holder, paths
+from tests.agent.world import PATIENCE_S
+from tests.support.paged_cache import wait_until
+
+NONE = MissReason.NONE
+
+
+class DiskHolder(Holder):
+    """A node that holds payloads back and keeps all of them on a disk."""
+
+    def __init__(self, folder: Path, *, disk_bytes: int = 1 << 20, **options: Any) -> None:
+        self.disk = Disk(DiskFolder(folder), disk_bytes)
+        super().__init__(disk=self.disk, keeps_all=True, **options)
+        wait_until(lambda: self.disk.is_loaded)
+
+    def keep(self, made: list[bytes]) -> None:
+        """Hand payloads over, and have them on the disk alone."""
+        self.commit(made)
+        self.settle()
+        self.leave_arena(made)
+
+    def settle(self) -> None:
+        """Wait until the disk has all that it will."""
+        assert self.core.spill is not None
+        assert self.core.spill.drain(PATIENCE_S)
+
+    def leave_arena(self, made: list[bytes]) -> None:
+        """Have the arena without these."""
+        for path in paths(made):
+            self.residents.forget(path)
+            wait_until(lambda path=path: not self.residents.holds([path])[0])  # type: ignore[misc]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., DiskHolder]]:
+    nodes: list[DiskHolder] = []
+
+    def made(**options: Any) -> DiskHolder:
+        nodes.append(DiskHolder(tmp_path / "disk", **options))
+        return nodes[-1]
+
+    yield made
+    for node in nodes:
+        node.close()
+        assert node.disk.check()
+
+
+def test_what_the_arena_evicted_is_found_read_from_disk_and_then_saved(
+    make: Callable[..., DiskHolder],
+) -> None:
+    node, made = make(), payloads()
+    node.keep(made)
+    wanted = node.find(made)
+    assert len(wanted) == len(made)
+    assert not node.stored
+    assert node.read(wanted) == [NONE] * len(made)
+    assert node.count("agent_disk_hits") == len(made)
+    assert node.saves.drain(PATIENCE_S)
+    assert node.stored == set(paths(made)), "it was seen a second time"
+    assert not node.unsaved
+    assert node.count("agent_unsaved_dropped") == 0
+
+
+def test_what_is_made_again_is_saved_though_only_the_disk_had_it(
+    make: Callable[..., DiskHolder],
+) -> None:
+    node, made = make(), payloads()
+    node.keep(made)
+    node.again(made)
+    assert node.stored == set(paths(made))
+    assert not node.unsaved
+
+
+def test_what_the_disk_loses_is_lost(make: Callable[..., DiskHolder]) -> None:
+    node, made = make(), payloads()
+    node.keep(made)
+    lost = paths(made)[0]
+    wanted = node.find(made)
+    assert node.disk.discard(lost)
+    assert node.unsaved == set(paths(made[1:]))
+    assert node.count("agent_unsaved_dropped") == 1
+    assert node.find(made) == []
+    assert node.read(wanted) == [MissReason.MISSING, NONE, NONE]
+
+
+def test_a_file_that_was_changed_is_a_miss_and_is_not_found_again(
+    make: Callable[..., DiskHolder], tmp_path: Path
+) -> None:
+    node, made = make(), payloads()
+    node.keep(made)
+    wanted = node.find(made)
+    for file in (tmp_path / "disk" / FOLDER).glob("*.plain"):
+        spoilt = bytearray(file.read_bytes())
+        spoilt[-1] ^= 1
+        file.write_bytes(spoilt)
+    assert node.read(wanted) == [MissReason.MISSING] * len(made)
+    assert node.count("agent_disk_corrupt") == len(made)
+    assert node.find(made) == []
+    assert not node.unsaved
+    assert not node.stored
+
+
+def test_what_came_back_into_memory_survives_the_loss_of_its_file(
+    make: Callable[..., DiskHolder],
+) -> None:
+    node, made = make(), payloads()
+    node.keep(made)
+    wanted = node.find(made)
+
+    def refuse(*_: object) -> bool:
+        raise StoreUnavailable("down")
+
+    node.store.put_if_absent = refuse  # type: ignore[method-assign]
+    assert node.read(wanted) == [NONE] * len(made)
+    assert node.saves.drain(PATIENCE_S)
+    wait_until(lambda: all(one and one.is_spilled for one in node.residents.seen(paths(made))))
+    node.settle()  # nothing is written again now
+    for path in paths(made):
+        node.disk.discard(path)
+    assert node.unsaved == set(paths(made)), "they are in memory, and no save succeeds"
+    assert len(node.find(made)) == len(made)
+    node.leave_arena(made)
+    assert not node.unsaved
+
+
+def test_a_rejected_payload_leaves_memory_and_disk(make: Callable[..., DiskHolder]) -> None:
+    node, made = make(), payloads()
+    node.commit(made)
+    node.settle()
+    wanted = node.find(made)
+    node.core.reject(wanted[0])
+    assert paths(made)[0] not in node.unsaved
+    assert node.find(made) == []
