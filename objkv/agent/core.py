@@ -131,6 +131,9 @@ class _Turns:
 class Core:
     """Thread-safe. ``open`` and ``release`` never wait."""
 
+    on_rejected: Callable[[str, bytes], object] = staticmethod(lambda namespace, prefix_hash: None)
+    """Called for the chunk of each payload whose record was forgotten."""
+
     def __init__(
         self,
         cache: ChunkCache,
@@ -148,8 +151,6 @@ class Core:
             readers = max(1, limits.threads - max(1, limits.threads // 4))
             bounds = SpillLimits(readers, keeps_all=limits.disk_keeps_all)
             self.spill = Spill(self.residents, disk, cache.seal, bounds, recorder)
-        self.on_rejected: Callable[[str, bytes], object] = lambda namespace, prefix_hash: None
-        """Called for the chunk of each payload whose record was forgotten."""
         self._cache, self._limits, self._recorder = cache, limits, recorder
         self._trouble = Trouble(logger, "loads")
         self._changed = Condition(Lock())
