@@ -25,7 +25,7 @@ PAGE: Final = 4096
 _CELL_WORDS = 4
 _CELL_BYTES = 8 * _CELL_WORDS
 CELLS: Final = 32_768
-"""Payloads that may be filling, or be leased since they were, at once."""
+"""Most payloads of an arena, those included that are being filled."""
 BOARD_BYTES: Final = CELLS * _CELL_BYTES
 # Constants of Linux that Python 3.11 does not name.
 _ADD_SEALS, _GET_SEALS = 1033, 1034

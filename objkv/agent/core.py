@@ -131,6 +131,9 @@ class _Turns:
 class Core:
     """Thread-safe. ``open`` and ``release`` never wait."""
 
+    on_rejected: Callable[[str, bytes], object] = staticmethod(lambda namespace, prefix_hash: None)
+    """Called for the chunk of each payload whose record was forgotten."""
+
     def __init__(
         self,
         cache: ChunkCache,
@@ -205,7 +208,7 @@ class Core:
         self.residents.forget(key.path())
         if self.spill is not None:
             self.spill.forget(key.path())
-        self._cache.reject(key, {key.field: wanted.record}, corrupt=True)
+        self._reject(wanted, corrupt=True)
 
     def forget_client(self, client: Waiter) -> None:
         """The client has gone; its leases were released."""
@@ -352,7 +355,7 @@ class Core:
         except (PayloadError, ValueTooLong) as exc:
             logger.warning("payload refused key=%s reason=%s", claim.key.path(), exc)
             self._recorder.count("load_corrupt")
-            self._cache.reject(claim.key, {claim.key.field: record}, corrupt=True)
+            self._reject(job.wanted, corrupt=True)
             return MissReason.CORRUPT
         except NoRoomError:
             return MissReason.NO_ROOM
@@ -362,12 +365,18 @@ class Core:
             return MissReason.LATE if monotonic() >= job.deadline else MissReason.STORE
         if not is_stored:
             self._recorder.count("load_ghosts")
-            self._cache.reject(claim.key, {claim.key.field: record}, corrupt=False)
+            self._reject(job.wanted, corrupt=False)
             return MissReason.MISSING
         assert fill.header is not None
         self._recorder.count("load_bytes", fill.header.nbytes)
         self._cache.note_load(claim, fill.header, hot=record.hot, seconds=monotonic() - began)
         return MissReason.NONE
+
+    def _reject(self, wanted: Wanted, *, corrupt: bool) -> None:
+        """Forget a record, also in what lookups remember: it would be a miss again and again."""
+        key = wanted.claim.key
+        self._cache.reject(key, {key.field: wanted.record}, corrupt=corrupt)
+        self.on_rejected(key.namespace, key.prefix_hash)
 
     def _remember(self, shape: tuple[str, str], layers: tuple[LayerSpec, ...]) -> None:
         """Keep one tuple of layers per shard: the header's parser goes by its identity."""

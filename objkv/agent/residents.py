@@ -160,7 +160,7 @@ class Residents:
         """Take a lease of a payload. ``ahead``: for a prefetch, which does not count as a read.
 
         Returns it, and whether it is new. A new payload must be filled by the caller, who holds a
-        second lease for that, see ``ready`` and ``failed``. None if too many are being filled.
+        second lease for that, see ``ready`` and ``failed``. None if too many are leased.
         """
         with self._lock:
             one = self._by_key.get(key)
@@ -179,7 +179,7 @@ class Residents:
                 elif waiter is not None and one.state is CellState.FILLING:
                     one.waiters.add(waiter)
                 return one, False
-            if not self._cells:
+            if not self._cells and not self._make_cell():
                 return None
             one = self._by_key[key] = Resident(key, self._cells.popleft(), leases=2)
             one.is_unused = ahead
@@ -386,6 +386,14 @@ class Residents:
         for offset in row[1]:
             self._evict(self._at[offset])
         return self._extents.take(nbytes)
+
+    def _make_cell(self) -> bool:
+        """Evict a payload for its cell: small ones may take all cells before they fill the arena.
+        Returns False if all are leased."""
+        key = self._ranking.victim(self._is_free)
+        if key is not None:
+            self._evict(self._by_key[key])
+        return key is not None
 
     def _is_free(self, key: str) -> bool:
         return not self._by_key[key].leases

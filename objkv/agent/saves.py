@@ -177,7 +177,7 @@ class NodeSaves:
             for part in (self._sightings, self._pool):
                 if not part.drain(max(0.0, end - monotonic())):
                     return False
-            if is_last:
+            if is_last or monotonic() >= end:
                 return not self._unsaved.has_due
 
     def close(self, drain_s: float) -> None:
@@ -321,9 +321,10 @@ class NodeSaves:
 
     def _saved(self, header: Header, seconds: float, outcome: object) -> None:
         self._recorder.count(f"save_codec_{header.codec.partition('+')[0]}")
-        if (path := header.claim.key.path()) in self._unsaved:
-            self.on_saved(header.claim.key.namespace, header.claim.key.prefix_hash)
-            self._unsaved.saved(path)
+        key = header.claim.key
+        if key.path() in self._unsaved and self._cache.was_published(key):
+            self.on_saved(key.namespace, key.prefix_hash)
+            self._unsaved.saved(key.path())
         if self._codec == "auto":
             self._chooser(header).saved(seconds)
 

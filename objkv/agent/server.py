@@ -334,8 +334,6 @@ class AgentServer:
     def _reject(self, client: AgentSession, message: bytes) -> None:
         for wanted in unpack_opening(message).wanted:
             self._core.reject(wanted)
-            key = wanted.claim.key
-            self._parts.lookups.invalidate(key.namespace, key.prefix_hash)
 
     def _commit(self, client: AgentSession, message: bytes) -> bytes:
         offset, nbytes = unpack_commit(message)

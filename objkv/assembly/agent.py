@@ -161,7 +161,7 @@ class NodeAgent:
         self._open(path, recorder, replace)
         self.saves = NodeSaves(self._cache, self.core.residents, self._save_limits(), recorder)
         self.lookups = NodeLookups(self._backends.index, self._near_limits())
-        self.saves.on_saved = self.lookups.invalidate
+        self.saves.on_saved = self.core.on_rejected = self.lookups.invalidate
         prefetches = Prefetches(self.core, self._backends.index, self._backends.bulk)
         calls = NodeCalls(self._backends.index, self._backends.bulk, prefetches)
         parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls)

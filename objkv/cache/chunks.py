@@ -172,6 +172,11 @@ class InFlightSaves:
             while len(self._saved) > _PATHS_MAX:
                 self._saved.popitem(last=False)
 
+    def is_kept(self, path: str) -> bool:
+        """Whether ``path`` was stored and published lately."""
+        with self._lock:
+            return self._clock() < self._saved.get(path, 0.0)
+
     def end(self, path: str) -> None:
         """End the save that ``begin`` allowed, whatever its outcome."""
         with self._lock:
@@ -300,6 +305,10 @@ class ChunkCache:
     def end_save(self, key: ChunkKey) -> None:
         """End a save, whether it finished or was abandoned."""
         self._saves.end(key.path())
+
+    def was_published(self, key: ChunkKey) -> bool:
+        """Whether the save of ``key`` that has just returned published its record, too."""
+        return self._saves.is_kept(key.path())
 
     def take_lease(self, key: ChunkKey) -> bool:
         """Return whether this process may save ``key`` now. If the index fails the result is True:

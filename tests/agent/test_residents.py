@@ -260,3 +260,19 @@ def test_waiting_for_readers() -> None:
     assert not residents.wait_idle(0.0)
     residents.release(one)
     assert residents.wait_idle(0.0)
+
+
+def test_many_small_payloads_make_room_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CELLS", 2)
+    residents = make()
+    for key in ("a", "b"):
+        residents.release(filled(residents, key))
+    kept = residents.open("b", None)
+    assert kept is not None
+    assert not kept[1]
+    third = residents.open("c", None)
+    assert third is not None, "the arena has memory, only no cell"
+    assert third[1]
+    assert residents.holds("ab") == [False, True]
+    assert residents.open("d", None) is None, "b is leased, c is being filled"
+    assert residents.check()

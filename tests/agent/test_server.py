@@ -18,6 +18,7 @@ from objkv.agent.calls import AgentCalls, AgentDocuments, AgentIndex
 from objkv.agent.client import AgentConnection
 from objkv.agent.outbox import AgentSaves, Outbox
 from objkv.agent.prefetch import PrefetchOrder
+from objkv.agent.residents import MissReason
 from objkv.agent.server import ServerLimits
 from objkv.cache.chunks import SaveOutcome
 from objkv.cache.switch import SWITCH_PATH
@@ -185,6 +186,25 @@ def test_lookups_are_answered_from_one_near_cache(node: Node, calls: AgentCalls)
     assert index.lookup(NAMESPACE, hashes)[0] is None
     assert index.lookup(NAMESPACE, hashes)[1] == node.index.lookup(NAMESPACE, hashes)[1]
     assert index.find(NAMESPACE, [], [key.field]) == []
+
+
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_a_payload_that_was_missed_is_not_found_again(
+    node: Node, calls: AgentCalls, is_missing: bool
+) -> None:
+    wanted, index = node.save(), AgentIndex(calls)
+    key = wanted[0].claim.key
+    hashes = [one.claim.key.prefix_hash for one in wanted]
+    assert None not in index.find(NAMESPACE, hashes, [key.field])
+    if is_missing:
+        node.store.delete(key.path())
+    else:
+        node.store.put(key.path(), bytes(wanted[0].record.nbytes))
+    client = node.connect()
+    (lease,) = opened(client, wanted[:1])
+    reason = MissReason.MISSING if is_missing else MissReason.CORRUPT
+    assert ended(client, lease).reason == reason
+    assert index.find(NAMESPACE, hashes, [key.field])[0] is None
 
 
 def test_writes_of_an_index_go_through(node: Node, calls: AgentCalls) -> None:

@@ -349,6 +349,31 @@ def test_a_save_that_failed_is_tried_at_the_next_read(make: Callable[..., Holder
     assert not node.unsaved
 
 
+def test_what_is_stored_but_not_published_stays_found_on_its_node(
+    make: Callable[..., Holder],
+) -> None:
+    node, made = make(), payloads()
+
+    def down(*_: object, **__: object) -> None:
+        raise StoreUnavailable("down")
+
+    publish, node.index.publish = node.index.publish, down  # type: ignore[method-assign]
+    node.commit(made)
+    now = [0.0]
+    node.residents.unsaved._clock = lambda: now[0]
+    node.read(node.find(made))
+    assert node.saves.drain(PATIENCE_S)
+    assert node.count("publish_errors") == len(made)
+    assert node.unsaved == set(paths(made))
+    assert len(node.find(made)) == len(made)
+    node.index.publish = publish  # type: ignore[method-assign]
+    now[0] = 100.0
+    node.read(node.find(made))
+    assert node.saves.drain(PATIENCE_S)
+    assert not node.unsaved
+    assert None not in of_index(node, made)
+
+
 def test_a_long_prompt_waits_for_its_turns_and_holds_no_more_leases_than_those(
     make: Callable[..., Holder],
 ) -> None:

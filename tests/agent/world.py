@@ -86,7 +86,7 @@ class Node:
             self.recorder,
         )
         self.lookups = NodeLookups(self.index, NearLimits(1000, 30.0, miss_ttl_s))
-        self.saves.on_saved = self.lookups.invalidate
+        self.saves.on_saved = self.core.on_rejected = self.lookups.invalidate
         self.folder = Path(tempfile.mkdtemp(prefix="objkv-", dir="/tmp"))
         self.path = path or self.folder / "s"
         self.server: AgentServer | None = None

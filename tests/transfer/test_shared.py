@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from objkv.agent.arena import PAGE
 from objkv.agent.client import AgentConnection
 from objkv.agent.residents import Resident, Residents
 from objkv.errors import StoreUnavailable, TransferError
@@ -17,6 +18,8 @@ from objkv.transfer.loading import shared as module
 from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.loading.shared import ArenaLane, SharedLoader
 from objkv.transfer.plan import LoadMove, LoadPlan
+from objkv.transfer.registration import DeviceFrames
+from objkv.transfer.slabs import SlabPool
 from tests.agent.world import Node, WatchedStore
 from tests.support.paged_cache import (
     BLOCKS,
@@ -26,6 +29,7 @@ from tests.support.paged_cache import (
     same_blocks,
     wait_until,
 )
+from tests.transfer.test_registration import Pins
 
 pytestmark = pytest.mark.host
 
@@ -39,7 +43,14 @@ class World:
         self.writer.save(range(4))
         self.reader = self.open()
 
-    def open(self, lane: Lane | None = None, *, verify: bool = False, **limits: Any) -> Replica:
+    def open(
+        self,
+        lane: Lane | None = None,
+        *,
+        verify: bool = False,
+        on_device: DeviceFrames | None = None,
+        **limits: Any,
+    ) -> Replica:
         """A replica that loads by the agent."""
         replica = Replica(self.node.store, self.node.index, seed=2)
         replica.loader.close()
@@ -51,6 +62,7 @@ class World:
             verify=verify,
             limits=replace(bounds, **limits),
             recorder=replica.recorder,
+            on_device=on_device,
         )
         return replica
 
@@ -67,6 +79,18 @@ class World:
         ids = range(BLOCKS * chunks)
         mine = (reader or self.reader).caches
         return same_blocks(self.writer.caches, [1 + n for n in ids], mine, [first + n for n in ids])
+
+    def replace(self) -> None:
+        """Another agent at the same place, which listens before the old one ends."""
+        old = self.node
+        self.node = Node(memory=1 << 21, path=old.path, store=old.store, index=old.index)
+        old.path.unlink()
+        self.node.listen()
+        old.core.drain()
+        assert old.server is not None
+        assert old.server.drain(PATIENCE_S)
+        old.core.close(PATIENCE_S)
+        old.server.close()
 
     def restart(self) -> None:
         """Another agent at the same place."""
@@ -156,6 +180,50 @@ def test_long_prompts_are_opened_a_few_payloads_at_a_time(
     assert not world.reader.load(range(4), 1).failed_blocks
     assert world.right()
     assert most[0] <= 2
+
+
+def test_a_thread_that_has_no_room_for_more_sleeps(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_WINDOW_BYTES", 1)
+    gate, waits, wait = threading.Event(), list[float](), AgentConnection.wait
+    most = [0]
+
+    def watched(self: AgentConnection, seconds: float, also: int) -> bool:
+        leased = world.reader.loader.leased  # type: ignore[attr-defined]
+        most[0] = max(most[0], leased)
+        if leased:
+            waits.append(seconds)
+        return wait(self, seconds, also)
+
+    monkeypatch.setattr(AgentConnection, "wait", watched)
+    world.store.on_get = lambda key: gate.wait(PATIENCE_S) and None  # type: ignore[func-returns-value]
+    world.reader.loader.submit(world.reader.load_plan(range(4), 1))
+    wait_until(lambda: len(waits) > 0)
+    gate.set()
+    assert not world.reader.outcome().failed_blocks
+    assert world.right()
+    assert min(waits) > 0
+    assert most == [1]
+
+
+def test_a_device_unlocks_an_arena_before_it_goes_on_with_the_next_agent(world: World) -> None:
+    pins = Pins()
+    slabs = SlabPool("load", count=2, slab_bytes=1 << 20)
+    world.reader.close()
+    world.reader = world.open(HostLane(), on_device=DeviceFrames(slabs, pins, window_bytes=PAGE))
+    assert not world.reader.load(range(4), 1).failed_blocks
+    wait_until(lambda: len(pins.now) > 0)
+    loader = world.reader.loader
+    first, before = loader._agent, set(pins.now)  # type: ignore[attr-defined]
+    closed_with, close = list[set[int]](), first.close
+    first.close = lambda: (closed_with.append(before & set(pins.now)), close())
+    world.replace()
+    wait_until(lambda: bool(closed_with))
+    assert closed_with == [set()], "nothing is unmapped that is registered"
+    wait_until(lambda: loader._agent not in (None, first))  # type: ignore[attr-defined]
+    assert not world.reader.load(range(4), 17).failed_blocks
+    assert world.right(17)
 
 
 def test_a_step_goes_before_what_waits(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,9 @@ memory. Any fault is a miss. Without an agent every load is a miss until there i
 
 import logging
 import os
+import select
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from select import select
 from threading import Lock, Thread
 from time import monotonic, sleep
 
@@ -359,34 +359,32 @@ class SharedLoader(Loads):
 
     def _move(self) -> None:
         """Go on with the agent that has replaced this one, if there is one already."""
-        before = self._agent
         if self._reach() is None:
             self._lose()
-        elif before is not None:
-            before.close()
 
     def _reach(self) -> AgentConnection | None:
         if monotonic() < self._retry_at:
             return None
         try:
-            self._agent = self._connect()
+            before, self._agent = self._agent, self._connect()
         except ObjkvError as exc:
             self._trouble.failed(exc)
             self._retry_at = monotonic() + self._retry_s
             self._retry_s = min(2 * self._retry_s, _RETRY_MAX_S)
             return None
+        if before is not None:
+            self._leave(before)
         if isinstance(self._lane, ArenaLane):
             self._lane.attach(self._agent.arena)
         if self._on_device is not None:
             self._on_device.attach(self._agent.arena)
         self._trouble.worked()
-        self._retry_s = _RETRY_S
-        self._is_moving = False
+        self._retry_s, self._is_moving = _RETRY_S, False
         return self._agent
 
     def _idle_s(self) -> float:
         """Return how long nothing is due, unless something wakes the thread."""
-        if self._waiting and self._room()[0] > 0 and not self._is_moving:
+        if self._waiting and not self._is_moving and (not self._reading or min(self._room()) > 0):
             return 0.0
         if any(one.is_copied or one.is_stalled for one in self._reading):
             return _LOOK_S
@@ -395,23 +393,21 @@ class SharedLoader(Loads):
 
     def _sleep(self, seconds: float) -> None:
         """Sleep until ``wake`` or for at most ``seconds``."""
-        if select([self._event], [], [], max(0.0, seconds))[0]:
+        poll = select.poll()
+        poll.register(self._event, select.POLLIN)
+        if poll.poll(max(0.0, 1000 * seconds)):
             os.eventfd_read(self._event)
 
     def _take_jobs(self) -> None:
         """Queue the moves of new jobs: those within the step go first."""
         with self._lock:
-            came = list(self._came)
-            self._came.clear()
+            came, self._came = self._came, deque()
         for job, taken in came:
-            moves = [self._reading_of(job, index) for index in range(taken)]
+            moves = [_Reading(job, n, self._layouts, self._lane) for n in range(taken)]
             if job.plan.sync:
                 self._waiting.extendleft(reversed(moves))
             else:
                 self._waiting.extend(moves)
-
-    def _reading_of(self, job: LoadJob, index: int) -> _Reading:
-        return _Reading(job, index, self._layouts, self._lane)
 
     def _room(self) -> tuple[int, int]:
         """Return how many payloads, and how many bytes, may be opened besides those that are."""
@@ -425,9 +421,11 @@ class SharedLoader(Loads):
         count, nbytes = self._room()
         nbytes = min(nbytes, _BATCH_BYTES)
         batch: list[tuple[_Reading, Wanted]] = []
-        while self._waiting and len(batch) < count and (nbytes > 0 or not self._reading):
+        while self._waiting and len(batch) < count:
             one = self._waiting[0]
             if batch and one.job is not batch[0][0].job:
+                break
+            if nbytes <= 0 and (batch or self._reading):
                 break
             self._waiting.popleft()
             with self._lock:
@@ -571,7 +569,12 @@ class SharedLoader(Loads):
             _KEPT.append(agent)
             if self._on_device is not None:
                 self._on_device.abandon()
-        elif self._on_device is not None:
+        else:
+            self._leave(agent)
+
+    def _leave(self, agent: AgentConnection) -> None:
+        """Close a connection whose arena nothing reads, once a device has unlocked it."""
+        if self._on_device is not None:
             self._on_device.detach(agent.close)
         else:
             agent.close()
