@@ -133,10 +133,12 @@ class Arena:
             mapping.madvise(mmap.MADV_DONTFORK)
             _use_huge_pages(mapping)
             fcntl.fcntl(fd, _ADD_SEALS, _READ_ONLY)
-        except OSError as exc:
+        except (OSError, OverflowError) as exc:
             os.close(fd)
+            why = getattr(exc, "strerror", None) or "too large"
             raise ConfigError(
-                f"no arena of {total} bytes ({exc}): lower agent_memory_bytes, or set agent to off"
+                f"no arena of {total >> 20:,} MiB ({why}): lower agent_memory_bytes, or "
+                "set agent to off"
             ) from exc
         return cls(fd, mapping, writable=True)
 

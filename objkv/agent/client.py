@@ -279,4 +279,4 @@ def _socket(call_s: float) -> socket.socket:
 
 def _reason(error: OSError) -> OSError | str:
     """Return what to report: a time-out of the socket itself is an error like any other."""
-    return "timed out" if isinstance(error, BlockingIOError) else error
+    return "timed out" if isinstance(error, BlockingIOError) else error.strerror or error

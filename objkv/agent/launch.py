@@ -60,15 +60,19 @@ class AgentSocket:
         """Have the path, and listen. Raises ``AgentRuns`` if the replaced agent does not end, or
         ``ConfigError`` if nothing can listen there."""
         before = _agent_at(self._path) if self._replaces else 0
+        if self._replaces and before <= 0:  # one that this process cannot end has to end first
+            self._locks.append(self._take(f"{self._path}.lock", _REPLACE_S))
         try:
             self._listen()
             if before > 0:
                 with suppress(ProcessLookupError):
                     os.kill(before, signal.SIGTERM)
         except OSError as exc:
-            raise ConfigError(f"the agent cannot listen on {self._path}: {exc}") from exc
+            why = exc.strerror or exc
+            raise ConfigError(f"the agent cannot listen on {self._path}: {why}") from exc
         if self._replaces:
-            self._locks.append(self._take(f"{self._path}.lock", _REPLACE_S))
+            if before > 0:
+                self._locks.append(self._take(f"{self._path}.lock", _REPLACE_S))
             os.close(self._locks.pop(0))
 
     def report(self, error: BaseException | None) -> None:
@@ -103,13 +107,21 @@ class AgentSocket:
         self._inode = made.stat().st_ino
         made.rename(self._path)
 
+    def _why_taken(self) -> str:
+        if self._replaces:
+            return f"another agent serves {self._path} and has not ended: end it, and try again"
+        return f"another agent serves {self._path}: use it, or replace it with --replace"
+
     def _take(self, name: str, seconds: float = 0.0) -> int:
         """Return a descriptor that holds a lock. Raises ``AgentRuns`` if another process has it for
         ``seconds``, and ``ConfigError``."""
         try:
             lock = os.open(name, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as exc:
-            raise ConfigError(f"no lock file {name}: {exc}") from exc
+            raise ConfigError(
+                f"the agent cannot create {name} ({exc.strerror}): give another --socket, whose "
+                "folder exists and may be written by this user"
+            ) from exc
         end = monotonic() + seconds
         while True:
             try:
@@ -118,7 +130,7 @@ class AgentSocket:
             except OSError as exc:
                 if monotonic() >= end:
                     os.close(lock)
-                    raise AgentRuns(f"another agent serves {self._path}") from exc
+                    raise AgentRuns(self._why_taken()) from exc
             sleep(_POLL_S)
 
 

@@ -115,14 +115,11 @@ def reach_agent(config: Config) -> AgentLink | None:
     """Return the way to this machine's agent. None if the replica is to load for itself: without an
     agent, and with ``auto`` if none can serve these settings or start within 30 s, which is logged.
     """
-    urls = (config.bulk_url, config.index_url)
-    if config.agent == "off":
-        return None
-    if config.agent != "auto":
+    if config.agent not in ("off", "auto"):
         return AgentLink(config)
-    if any(url.startswith("memory:") for url in urls):  # another process has its own
-        return None
     try:
+        if agent_socket(config) is None:
+            return None
         link = AgentLink(config)
         if link.await_agent(_START_S):
             return link
@@ -195,6 +192,13 @@ class NodeAgent:
             self._backends = open_backends(self._config, recorder)
             check_backends(self._backends, self._config)
             nbytes = self._config.agent_memory_bytes or host_bytes() // _MEMORY_SHARE
+            if nbytes > host_bytes():
+                logger.warning(
+                    "arena larger than this machine's memory, lower agent_memory_bytes: an agent "
+                    "that fills it is killed arena_bytes=%d memory_bytes=%d",
+                    nbytes,
+                    host_bytes(),
+                )
             self.arena = Arena.create(max(PAGE, nbytes))
             self._cache = self._open_cache(recorder)
             self.core = self._open_core(recorder)

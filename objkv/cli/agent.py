@@ -22,7 +22,9 @@ def agent(
     session: Session,
     path: Annotated[
         Path | None,
-        typer.Option("--socket", help="Socket to serve; default: OBJKV_AGENT.", metavar="PATH"),
+        typer.Option(
+            "--socket", help="Socket to serve. Default: that of OBJKV_AGENT.", metavar="PATH"
+        ),
     ] = None,
     idle_exit: Annotated[
         float | None,
@@ -30,10 +32,14 @@ def agent(
     ] = None,
     replace: Annotated[
         bool,
-        typer.Option("--replace", help="Take over from the agent that serves the socket."),
+        typer.Option("--replace", help="Replace the agent that serves the socket."),
     ] = False,
 ) -> int:
-    """Serve payloads to all replicas of this machine from shared memory."""
+    """Fetch, verify and save payloads for all replicas of this machine.
+
+    Replicas read them from its shared memory. Runs until SIGTERM or Ctrl-C, and then completes
+    what it has accepted.
+    """
     refuse_memory(session, "agent")
     where = path or agent_socket(session.config)
     if where is None:

@@ -18,7 +18,7 @@ from objkv.cli.options import CommonOptions, current_name
 
 COMMANDS: Final = {
     "access": ("access:access", "Print the least-privilege IAM policy and Redis ACL for a role."),
-    "agent": ("agent:agent", "Serve payloads to all replicas of this machine from shared memory."),
+    "agent": ("agent:agent", "Fetch, verify and save payloads for all replicas of this machine."),
     "admission": (
         "admission:admission",
         "Switch loads off or on in running replicas, for a limited time.",

@@ -27,7 +27,9 @@ _GRACE_S = 5.0
 
 AgentPath = Annotated[
     Path | None,
-    typer.Option("--socket", help="Socket of the agent; default: OBJKV_AGENT.", metavar="PATH"),
+    typer.Option(
+        "--socket", help="Socket of the agent. Default: that of OBJKV_AGENT.", metavar="PATH"
+    ),
 ]
 
 
@@ -69,7 +71,7 @@ def prefetch(
     lora_digest: prompts.LoraDigest = None,
     path: AgentPath = None,
     no_wait: Annotated[
-        bool, typer.Option("--no-wait", help="Do not wait until the payloads have arrived.")
+        bool, typer.Option("--no-wait", help="Return at once, without waiting for the payloads.")
     ] = False,
     deadline_s: Annotated[
         float,
@@ -86,7 +88,7 @@ def prefetch(
         typer.Option(
             min=-PRIORITY_MAX,
             max=PRIORITY_MAX,
-            help="Among prefetches lower values go first. Loads of requests precede them all.",
+            help="Lower values go first. Loads of requests go before any prefetch.",
             metavar="N",
         ),
     ] = 0,
@@ -96,8 +98,8 @@ def prefetch(
 ) -> int:
     """Fetch a stored prompt into this node's memory.
 
-    Serves warming: the agent reads it ahead of its request, once for all replicas of the node.
-    Without --tokens, --text or --text-file, token ids are read from standard input.
+    The node agent reads it ahead of its request, once for all replicas of the node. Without
+    --tokens, --text or --text-file, token ids are read from standard input.
     """
     api = AgentApi(agent_http(session, path))
     ids = prompts.read_prompt(tokens, text, text_file, tokenizer)
@@ -108,7 +110,7 @@ def prefetch(
         try:
             report = fetch(api, prompt, order, wait=not no_wait, on_progress=on_progress)
         except KeyboardInterrupt:
-            session.out.note("the agent goes on with payloads that it has begun")
+            session.out.note("the agent continues to fetch these payloads")
             raise
     if session.out.machine:
         session.out.document(report)

@@ -390,7 +390,8 @@ def top(
     agent: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Socket of a node agent; repeatable (default: OBJKV_AGENT's).", metavar="PATH"
+            help="Socket of a node agent; repeatable (default: that of OBJKV_AGENT).",
+            metavar="PATH",
         ),
     ] = None,
     no_index: Annotated[

@@ -27,8 +27,7 @@ _PATH_BYTES_MAX = 70
 
 
 def agent_socket(config: Config) -> Path | None:
-    """Return where the agent for these settings listens; None if
-    replicas use none.
+    """Return where the agent for these settings listens; None if replicas use none.
 
     With ``auto``, replicas have an agent in common if they would use the same stores with the same
     credentials and keys. Raises ``ConfigError`` if the folder of the socket belongs to another
@@ -38,6 +37,8 @@ def agent_socket(config: Config) -> Path | None:
         return None
     if config.agent != "auto":
         return Path(config.agent.removeprefix("unix://"))
+    if any(url.startswith("memory:") for url in (config.bulk_url, config.index_url)):
+        return None  # another process has its own
     kept = config.model_dump(mode="json", exclude=set(_REPLICAS_OWN))
     aws = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     text = json.dumps([kept, aws], sort_keys=True)
@@ -75,7 +76,7 @@ def _own_folder() -> Path:
         ) from exc
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise ConfigError(
-            f"{folder} is not a private folder of this user: remove it, or set agent to off"
+            f"{folder} is not a private folder of this user: make it one, or set agent to off"
         )
     return folder
 

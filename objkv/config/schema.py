@@ -214,17 +214,17 @@ class Config(BaseModel):
     largest such payload if that is more."""
 
     agent: str = Field(default="auto", pattern=r"^(off|auto|unix:///[^\x00]{1,100})$")
-    """Whether a node agent loads for all replicas of this machine, from memory that they share. Not
-    yet run on a GPU. ``auto``: the first replica starts an agent, which ends when it is idle; with
-    a GPU, or where no agent can start, each worker loads for itself. ``unix:///path``: the socket
-    of an agent that runs already; replicas then load nothing while it is away. ``off``: each worker
-    loads for itself."""
+    """Whether a node agent loads and saves for all replicas of this machine. ``auto``: on a CPU,
+    the first replica starts an agent, which ends ten minutes after the last; with a GPU, or if no
+    agent can start, each worker loads for itself. ``unix:///path``: the socket of an agent that you
+    run, also with a GPU, where none has run yet; without it, replicas load and save nothing.
+    ``off``: each worker loads for itself."""
     agent_memory_bytes: int = Field(default=0, ge=0)
-    """Memory of an agent for payloads, its arena. 0: an eighth of the machine's memory. It takes
-    none before payloads fill it."""
+    """Memory of an agent for payloads, its arena. 0: an eighth of the memory of the machine or
+    container. It is taken as payloads fill it."""
     agent_verify: Literal["agent", "reader"] = "agent"
-    """Who verifies checksums. ``agent``: the agent does once, for all replicas. ``reader``: this
-    replica does again, from the arena, before each copy."""
+    """Who verifies checksums. ``agent``: the agent, once for all replicas. ``reader``: this replica
+    too, in the arena, before each copy."""
     agent_listen: str = ""
     """Address, ``HOST:PORT`` or ``[IPV6]:PORT``, at which an agent answers routers and Prometheus,
     besides its Unix socket. Needs ``agent_token``, and ``allow_plaintext`` unless it is a loopback
@@ -249,8 +249,8 @@ class Config(BaseModel):
     ``read`` if not."""
     save_to_bucket: SavePolicy = "auto"
     """Which payloads an agent puts to the bulk store. ``all``: each at once. ``reused``: a payload
-    stays in the agent's memory until it is read, or is computed again, here or on another node; it
-    is lost if it is evicted before that or the agent ends. ``auto``: ``reused`` if the bulk store
+    stays in the agent's memory until it is read or computed again, here or on another node; it is
+    lost if it is evicted before that or the agent ends. ``auto``: ``reused`` if the bulk store
     is behind a network, ``all`` otherwise."""
 
     lookup_deadline_ms: int = Field(default=500, ge=1)

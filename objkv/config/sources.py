@@ -36,6 +36,16 @@ word everywhere. The id is only a name. Its secret is always masked."""
 _KINDS = {"int_": "an integer", "float_": "a number", "bool_": "true or false"}
 """Names of types, by the beginning of pydantic's error type."""
 _NUMBER_CHARS = 12
+_NAME = "it must have 1 to 64 letters, digits, dots, underscores or hyphens"
+_FORMS = {
+    "agent": "it must be off, auto, or unix:// and the absolute path of a socket, at most 101 "
+    "characters, as in unix:///run/objkv/agent.sock",
+    "agent_token": "it must have at least 16 printable ASCII characters, and no spaces",
+    "redis_credentials": "it must be MODULE:FUNCTION",
+    "redis_prefix": _NAME,
+    "tenant": _NAME,
+}
+"""Messages about settings that do not match their pattern."""
 
 Source = Literal["default", "file", "environment", "option"]
 _Given = dict[Source, tuple[str, dict[str, Any]]]
@@ -123,6 +133,8 @@ def _explain(
 
 def _plainly(error: ErrorDetails) -> str:
     """Return the error's message without names of pydantic's types."""
+    if error["type"] == "string_pattern_mismatch" and error["loc"]:
+        return _FORMS.get(str(error["loc"][0]), error["msg"])
     message = error["msg"].removeprefix("Value error, ")
     for beginning, kind in _KINDS.items():
         if error["type"].startswith(beginning):

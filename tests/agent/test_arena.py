@@ -61,6 +61,12 @@ def test_what_is_no_memfd_is_refused() -> None:
         Arena.join(reader)
 
 
+def test_an_arena_that_is_too_large_is_a_wrong_setting() -> None:
+    for nbytes in (1 << 62, 1 << 70):
+        with pytest.raises(ConfigError, match=r"no arena .* lower agent_memory_bytes"):
+            Arena.create(nbytes)
+
+
 def test_an_arena_of_no_page_is_a_wrong_setting() -> None:
     with pytest.raises(ConfigError, match="agent_memory_bytes"):
         Arena.create(PAGE - 1)

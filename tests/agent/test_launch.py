@@ -52,6 +52,32 @@ def test_a_path_has_one_agent_and_a_stale_socket_is_no_obstacle(config: Config) 
     first.listener.close()
 
 
+def test_a_socket_that_cannot_be_made_is_reported_with_the_fix(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"No such file.* give another --socket"):
+        AgentSocket(tmp_path / "missing" / "agent.sock")
+
+
+def test_an_agent_that_cannot_be_ended_keeps_its_socket(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one in another container."""
+    monkeypatch.setattr("objkv.agent.launch._agent_at", lambda path: 0)
+    monkeypatch.setattr("objkv.agent.launch._REPLACE_S", 0.05)
+    path = agent_socket(config)
+    assert path is not None
+    old, new = AgentSocket(path), AgentSocket(path, replace=True)
+    old.listen()
+    with pytest.raises(AgentRuns, match="end it"):
+        new.listen()
+    new.close()
+    assert is_listening(path)
+    old.close()
+    third = AgentSocket(path, replace=True)
+    third.listen()
+    assert is_listening(path)
+    third.close()
+
+
 def test_an_agent_answers_at_its_address(config: Config) -> None:
     path = agent_socket(config)
     assert path is not None

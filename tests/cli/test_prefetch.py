@@ -158,7 +158,7 @@ def test_ctrl_c_leaves_the_rest_to_the_agent(
     monkeypatch.setattr(module, "fetch", interrupted)
     ran = run("prefetch", stdin=PROMPT)
     assert (ran.code, ran.out) == (130, "")
-    assert "the agent goes on" in ran.err
+    assert "the agent continues" in ran.err
 
 
 def test_a_silent_agent_is_given_up() -> None:

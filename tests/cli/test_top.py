@@ -135,10 +135,10 @@ def test_a_nodes_agent_is_a_row_of_its_own(run: Run, home: Path, agent: Path) ->
         words = ("top", *QUICK, "--endpoint", url, "--no-index", "--agent", str(agent))
         ran, document = run(*words, "--once"), run(*words, "--json").document
     assert (ran.code, ran.err) == (0, "")
-    [line] = [line for line in ran.out.splitlines() if f"{agent}.http" in line]
+    [line] = [line for line in ran.out.splitlines() if str(agent) in line]
     assert line.split()[1:6] == ["up", "1.0", "MiB", "0%", "0%"]
     [row] = document["nodes"]
-    assert (row["name"], row["state"], row["clients"]) == (f"{agent}.http", "up", 7)
+    assert (row["name"], row["state"], row["clients"]) == (str(agent), "up", 7)
 
 
 def test_the_agent_of_the_settings_is_shown(
@@ -318,8 +318,8 @@ VIEW = View(
     PrefixLook(0.0, (PREFIX,) * 40, 50_000, whole=False),
     ("the exporter does not answer: \x1b[31mrefused",),
     (
-        NodeRow("/run/objkv/agent.sock.http", "up", None, 1 << 34, 1 << 32, 1 << 30, 6, 30, 0, 10),
-        NodeRow("/run/objkv-b/agent.sock.http", "down", "No such file or directory"),
+        NodeRow("/run/objkv/agent.sock", "up", None, 1 << 34, 1 << 32, 1 << 30, 6, 30, 0, 10),
+        NodeRow("/run/objkv-b/agent.sock", "down", "No such file or directory"),
     ),
 )
 

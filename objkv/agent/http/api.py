@@ -132,7 +132,9 @@ class AgentHttp:
         except ObjkvError as exc:
             return _say_json(start, "503 Service Unavailable", {"error": str(exc)})
         if path in pages or path in reads or path in posts:
-            return _say_json(start, "405 Method Not Allowed", {"error": f"{method} {path}"})
+            allowed = "POST" if path in posts else "GET"
+            text = f"{method} {path}: use {allowed}"
+            return _say_json(start, "405 Method Not Allowed", {"error": text}, ("Allow", allowed))
         known = ", ".join((*pages, *reads, *posts))
         return _say_json(start, "404 Not Found", {"error": f"no {path}: there are {known}"})
 

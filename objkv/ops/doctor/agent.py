@@ -26,7 +26,9 @@ def check_agent(config: Config) -> list[Check]:
     try:
         path = agent_socket(config)
     except ConfigError as exc:
-        return [Check("agent", "socket", "failed", str(exc), "remove the folder")]
+        detail = f"{exc}; replicas load for themselves"
+        fix = "chmod 700 the folder if it is yours, or remove it"
+        return [Check("agent", "socket", "warning", detail, fix)]
     if path is None:
         return []
     checks = [*_check_folder(path), _check_memory(), _check_locked(), *_check_huge_pages()]
@@ -36,7 +38,7 @@ def check_agent(config: Config) -> list[Check]:
             nbytes = agent.arena.nbytes
     except TransferError as exc:
         if config.agent == "auto" and not path.exists():
-            detail = "none runs; the first replica starts one"
+            detail = "none runs; the first replica on a CPU starts one"
             return [Check("agent", "socket", "ok", detail), *checks]
         fix = f"start it: objkv agent --socket {path}, as the user of the replicas"
         return [Check("agent", "socket", "unreachable", str(exc), fix), *checks]

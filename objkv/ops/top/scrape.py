@@ -68,9 +68,9 @@ class MetricsSource:
 
     @property
     def name(self) -> str:
-        """Host, port and path, without a password; of a socket its path."""
+        """Host, port and path, without a password; of a node agent the path of its socket."""
         if self._socket is not None:
-            return str(self._socket)
+            return str(self._socket).removesuffix(".http")
         parts = urlsplit(self.url)
         return parts.netloc.rpartition("@")[2] + parts.path.removesuffix("/metrics")
 
