@@ -251,7 +251,7 @@ class NodeCalls:
         if self._prefetches is None:
             raise StoreDenied("this agent does not prefetch")
         order = PrefetchOrder(**call["order"])
-        return asdict(self._prefetches.start(call["namespace"], _hashes(call), order))
+        return asdict(self._prefetches.start(_namespace(call), _hashes(call), order))
 
     def _get(self, call: Arguments) -> str | None:
         path = _document(call["path"])

@@ -267,8 +267,11 @@ class AgentConnection:
 
 
 def _socket(call_s: float) -> socket.socket:
-    """Return a socket whose calls wait ``call_s`` at most."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    """Return a socket whose calls wait ``call_s`` at most. Raises ``TransferError``."""
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    except OSError as exc:  # no descriptor is free
+        raise TransferError(f"no socket for the agent: {exc}") from exc
     # Python's own time-outs poll before each call, which is a tenth of a lookup.
     micros = max(1, int(1e6 * call_s))  # 0 would wait for ever
     bound = struct.pack("ll", *divmod(micros, 1_000_000))

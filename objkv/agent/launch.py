@@ -150,13 +150,13 @@ def _agent_at(path: Path) -> int:
 
 def is_listening(path: Path) -> bool:
     """Whether an agent accepts connections."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.settimeout(1.0)
-        try:
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.settimeout(1.0)
             sock.connect(str(path))
-        except OSError:
-            return False
-        return True
+    except OSError:
+        return False
+    return True
 
 
 def start_agent(path: Path, environ: Mapping[str, str], idle_s: int = IDLE_EXIT_S) -> None:

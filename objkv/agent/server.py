@@ -211,7 +211,9 @@ class AgentServer:
                 time.sleep(_REFUSAL_S)  # such as no descriptor: it may be some time
                 continue
             if (reason := self._refusal(sock)) is not None:
-                Thread(target=self._refuse, args=(sock, reason), daemon=True).start()
+                thread = Thread(target=self._refuse, args=(sock, reason), daemon=True)
+                if not _started(thread):
+                    sock.close()
                 continue
             self._numbers += 1
             client = AgentSession(sock, self._numbers)
@@ -226,10 +228,7 @@ class AgentServer:
                     sock.close()
                     return
                 self._clients[client] = thread
-            try:
-                thread.start()
-            except RuntimeError as exc:  # the system is out of threads
-                logger.warning("connection not served reason=%s", exc)
+            if not _started(thread):
                 self._end(client)
 
     def _refusal(self, sock: socket.socket) -> str | None:
@@ -371,6 +370,15 @@ class AgentServer:
         client.close()
         with self._lock:
             self._clients.pop(client, None)
+
+
+def _started(thread: Thread) -> bool:
+    try:
+        thread.start()
+    except RuntimeError as exc:  # the system is out of threads
+        logger.warning("connection not served reason=%s", exc)
+        return False
+    return True
 
 
 def _await_end(sock: socket.socket) -> None:

@@ -16,6 +16,7 @@ from objkv.agent import server as server_module
 from objkv.agent.arena import CellState
 from objkv.agent.calls import AgentCalls, AgentDocuments, AgentIndex
 from objkv.agent.client import AgentConnection
+from objkv.agent.launch import is_listening
 from objkv.agent.outbox import AgentSaves, Outbox
 from objkv.agent.prefetch import PrefetchOrder
 from objkv.agent.residents import MissReason
@@ -147,6 +148,40 @@ def test_there_is_a_limit_of_clients_and_of_leases() -> None:
     node.close()
 
 
+def test_clients_are_accepted_again_when_there_are_threads_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node = Node().listen(ServerLimits(clients_max=1))
+    first = node.connect()
+
+    def none_left(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", none_left)
+    with pytest.raises(TransferError):
+        node.connect()
+    monkeypatch.undo()
+    first.close()
+    wait_until(lambda: node.server is not None and not node.server.clients)
+    assert node.connect().is_open
+    node.close()
+
+
+def test_without_a_free_descriptor_there_is_no_agent(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(*_: object) -> Any:
+        raise OSError(24, "Too many open files")
+
+    calls = AgentCalls(lambda: AgentConnection(node.path))
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socket", none_left)
+        with pytest.raises(StoreUnavailable, match="Too many open files"):
+            calls.run("get", path=SWITCH_PATH)
+        assert not is_listening(node.path)
+    calls.close()
+
+
 def test_a_process_that_is_no_agent_is_none() -> None:
     with pytest.raises(TransferError, match="no agent at"):
         AgentConnection(Node().folder / "nothing")
@@ -256,6 +291,8 @@ def test_a_replica_prefetches_in_calls_of_bounded_length(
     assert node.residents.holds([w.claim.key.path() for w in wanted]) == [True] * 5 + [False] * 2
     with pytest.raises(StoreDenied, match="invalid call"):
         calls.run("prefetch", namespace=NAMESPACE, hashes=[], order={"deadline_s": -1})
+    with pytest.raises(StoreDenied, match="invalid namespace"):
+        calls.run("prefetch", namespace="../x", hashes=[], order={"deadline_s": 1})
 
 
 def test_the_stores_errors_arrive_as_what_they_are(node: Node, calls: AgentCalls) -> None:
