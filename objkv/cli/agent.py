@@ -35,10 +35,10 @@ def agent(
         typer.Option("--replace", help="Replace the agent that serves the socket."),
     ] = False,
 ) -> int:
-    """Fetch, verify and save payloads for all replicas of this machine.
+    """Run the node agent, which loads and saves for all replicas of a machine.
 
-    Replicas read them from its shared memory. Runs until SIGTERM or Ctrl-C, and then completes
-    what it has accepted.
+    Replicas read payloads from its shared memory. It runs until SIGTERM or Ctrl-C, and then
+    completes the saves that it has begun.
     """
     refuse_memory(session, "agent")
     where = path or agent_socket(session.config)

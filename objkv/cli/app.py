@@ -18,7 +18,10 @@ from objkv.cli.options import CommonOptions, current_name
 
 COMMANDS: Final = {
     "access": ("access:access", "Print the least-privilege IAM policy and Redis ACL for a role."),
-    "agent": ("agent:agent", "Fetch, verify and save payloads for all replicas of this machine."),
+    "agent": (
+        "agent:agent",
+        "Run the node agent, which loads and saves for all replicas of a machine.",
+    ),
     "admission": (
         "admission:admission",
         "Switch loads off or on in running replicas, for a limited time.",

@@ -16,7 +16,7 @@ end
 complete -c objkv -f
 
 complete -c objkv -n '__objkv_at objkv' -f -a access -d 'Print the least-privilege IAM policy and Redis ACL for a role'
-complete -c objkv -n '__objkv_at objkv' -f -a agent -d 'Fetch, verify and save payloads for all replicas of this machine'
+complete -c objkv -n '__objkv_at objkv' -f -a agent -d 'Run the node agent, which loads and saves for all replicas of a machine'
 complete -c objkv -n '__objkv_at objkv' -f -a admission -d 'Switch loads off or on in running replicas, for a limited time'
 complete -c objkv -n '__objkv_at objkv' -f -a audit -d 'Report stored chunks: owner, age, usage, cost and faults'
 complete -c objkv -n '__objkv_at objkv' -f -a completion -d 'Print the completion script of a shell'
