@@ -5,7 +5,7 @@ order of urgency and, among clients, in turn by bytes. Any fault is a miss with 
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
