@@ -5,7 +5,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,7 +18,9 @@ from objkv.agent.client import AgentConnection
 from objkv.agent.core import Urgency
 from objkv.agent.residents import MissReason
 from objkv.errors import StoreUnavailable, TransferError
-from objkv.index.fields import WrittenShards
+from objkv.index.base import Shards
+from objkv.index.fields import WrittenShards, written_rows
+from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.testing.index_contract import shard
 from tests.agent.world import RIGHT, Node, ended, pages_at
 from tests.fuzz.mutation import changed_bytes, spoiled
@@ -62,11 +64,18 @@ REQUESTS = [
 ]
 HELLO = m.pack_hello(m.Hello(m.VERSION, wants_arena=False))
 _SHARDS: list[Any] = [{FIELDS[0]: shard()}, None, {FIELDS[0]: shard(), FIELDS[1]: shard()}]
+
+
+def _answer(shards: Sequence[Shards | None], fields: tuple[str, ...], number: int = 0) -> bytes:
+    text = b"\n".join(written_rows(shards, fields))
+    return m.SentBlocks().pack([m.AnswerBlock(text, number)]) or b""
+
+
 ANSWERS = [
     m.pack_opened([m.OpenAnswer(CellState.READY, MissReason.NONE, 1, 0, 4096, 512)] * 2),
     m.pack_opened([m.OpenAnswer(CellState.FAILED, MissReason.LATE, 0, 0, 0, 0)] * 2),
-    m.pack_found(_SHARDS[:2], FIELDS[:1]) or b"",
-    m.pack_found(_SHARDS[1:], FIELDS) or b"",
+    _answer(_SHARDS[:2], FIELDS[:1]),
+    _answer(_SHARDS[1:], FIELDS, 7),
     m.pack_committed(m.CommitStatus.ACCEPTED),
     m.pack_call("[]", m.MessageKind.RESULT),
     m.pack_text(m.MessageKind.REFUSED, "no"),
@@ -85,8 +94,11 @@ def _again(message: bytes) -> None:
         if len(leases) <= m.RELEASE_MAX:
             require(m.pack_release(leases) == message, "other leases")
     elif kind is m.MessageKind.FIND:
-        question = m.unpack_find(message)
-        require(m.unpack_find(m.pack_find(*question)) == question, "another question")
+        question = namespace, hashes, fields = m.unpack_find(message)
+        step = PREFIX_HASH_BYTES
+        parts = [hashes[at : at + step] for at in range(0, len(hashes), step)]
+        again = m.unpack_find(m.pack_find(namespace, parts, fields))
+        require(again == question, "another question")
     elif kind is m.MessageKind.COMMIT:
         require(m.pack_commit(*m.unpack_commit(message)) == message, "another commit")
     elif kind is m.MessageKind.HELLO:
@@ -107,14 +119,16 @@ def _again(message: bytes) -> None:
 def _found(message: bytes) -> None:
     for fields in (FIELDS[:1], FIELDS):
         try:
-            found = m.unpack_found(message, 2, fields)
+            found = m.FoundBlocks().read(message, 2, fields)
         except m.ProtocolError:
             continue
         for shards in found:
             if shards is not None:
                 require(isinstance(shards, WrittenShards), "no shards")
                 require(set(shards) <= set(fields), "other fields")
-        require(m.pack_found(found, fields) == message, "other records")
+        again = m.FoundBlocks().read(_answer(found, fields), 2, fields)
+        rows = [written_rows(one, fields) for one in (found, again)]
+        require(rows[0] == rows[1], "other records")
 
 
 _check_message = outcome(m.ProtocolError)(lambda message: _again(message))
