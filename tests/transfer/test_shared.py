@@ -449,7 +449,27 @@ def test_without_an_agent_nothing_waits(world: World) -> None:
         {0: replica.paged}, HostLane(), nothing, limits=limits, recorder=replica.recorder
     )
     assert replica.load(range(4), 1).failed_blocks == frozenset(range(1, 9))
+    assert replica.recorder.value("load_errors") == 4
+    assert replica.recorder.value("load_refused") == 0, "no queue was full"
     replica.close()
+
+
+def test_payloads_that_are_lost_with_the_connection_are_counted(world: World) -> None:
+    gate, begun = threading.Event(), threading.Event()
+
+    def on_get(key: str) -> None:
+        begun.set()
+        assert gate.wait(PATIENCE_S)
+
+    world.store.on_get = on_get
+    world.reader.loader.submit(world.reader.load_plan(range(4), 1))
+    assert begun.wait(PATIENCE_S)
+    assert world.node.server is not None
+    world.node.server.close()
+    outcome = world.reader.outcome()
+    gate.set()
+    assert outcome.failed_blocks == frozenset(range(1, 9))
+    assert world.reader.recorder.value("load_errors") == 4
 
 
 def test_a_closed_loader_takes_and_cancels_nothing_and_leaves_no_descriptor(world: World) -> None:

@@ -300,13 +300,20 @@ class SharedLoader(Loads):
     def _begin(self, job: LoadJob) -> int:
         count = len(job.plan.moves)
         with self._lock:
-            if self._closed or self._agent is None or not self._agent.is_open:
+            if self._closed:
                 return 0
-            taken = min(count, max(0, self._limits.queue_max - self._moves))
-            self._moves += taken
-            self._came.append((job, taken))
-            os.eventfd_write(self._event, 1)
-        return taken
+            has_agent = self._agent is not None and self._agent.is_open
+            if has_agent:
+                taken = min(count, max(0, self._limits.queue_max - self._moves))
+                self._moves += taken
+                self._came.append((job, taken))
+                os.eventfd_write(self._event, 1)
+        if has_agent:
+            return taken
+        self._recorder.count("load_errors", count)
+        job.fail(0, rejected=False)
+        self._settle(job)
+        return count
 
     def cancel(self, request_id: str) -> None:
         """See ``Loads.cancel``."""
@@ -554,6 +561,11 @@ class SharedLoader(Loads):
             came = list(self._came)
             self._came.clear()
             self._moves = 0
+        waiting = [one for one in (*self._waiting, *self._reading) if not one.is_copied]
+        lost = sum(one.job.wanted(one.index) for one in waiting)
+        lost += sum(taken for job, taken in came if job.wanted(0))
+        if lost:
+            self._recorder.count("load_errors", lost)
         for job, _ in came:
             job.fail(0, rejected=False)
             self._settle(job)
