@@ -302,14 +302,12 @@ class SharedLoader(Loads):
         with self._lock:
             if self._closed:
                 return 0
-            has_agent = self._agent is not None and self._agent.is_open
-            if has_agent:
+            if self._agent is not None and self._agent.is_open:
                 taken = min(count, max(0, self._limits.queue_max - self._moves))
                 self._moves += taken
                 self._came.append((job, taken))
                 os.eventfd_write(self._event, 1)
-        if has_agent:
-            return taken
+                return taken
         self._recorder.count("load_errors", count)
         job.fail(0, rejected=False)
         self._settle(job)
@@ -411,14 +409,11 @@ class SharedLoader(Loads):
             came = list(self._came)
             self._came.clear()
         for job, taken in came:
-            moves = [self._reading_of(job, index) for index in range(taken)]
+            moves = [_Reading(job, i, self._layouts, self._lane) for i in range(taken)]
             if job.plan.sync:
                 self._waiting.extendleft(reversed(moves))
             else:
                 self._waiting.extend(moves)
-
-    def _reading_of(self, job: LoadJob, index: int) -> _Reading:
-        return _Reading(job, index, self._layouts, self._lane)
 
     def _room(self) -> tuple[int, int]:
         """Return how many payloads, and how many bytes, may be opened besides those that are."""
@@ -561,17 +556,13 @@ class SharedLoader(Loads):
             came = list(self._came)
             self._came.clear()
             self._moves = 0
-        waiting = [one for one in (*self._waiting, *self._reading) if not one.is_copied]
-        lost = sum(one.job.wanted(one.index) for one in waiting)
+        left = (*self._waiting, *self._reading)
+        lost = sum(not one.is_copied and one.job.wanted(one.index) for one in left)
         lost += sum(taken for job, taken in came if job.wanted(0))
-        if lost:
-            self._recorder.count("load_errors", lost)
-        for job, _ in came:
-            job.fail(0, rejected=False)
+        self._recorder.count("load_errors", lost)
+        for job, index in (*((job, 0) for job, _ in came), *((one.job, one.index) for one in left)):
+            job.fail(index, rejected=False)
             self._settle(job)
-        for one in (*self._waiting, *self._reading):
-            one.job.fail(one.index, rejected=False)
-            self._settle(one.job)
         self._waiting.clear()
         marks = [one.writer.mark for one in self._reading if one.writer.mark is not None]
         self._reading = []
