@@ -39,9 +39,10 @@ from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.lanes import HostLane
+from objkv.transfer.loading.arena_lane import ArenaLane
 from objkv.transfer.loading.loader import Loader
 from objkv.transfer.loading.loads import LoadLimits, Loads
-from objkv.transfer.loading.shared import ArenaLane, SharedLoader
+from objkv.transfer.loading.shared import SharedLoader
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool

@@ -8,6 +8,7 @@ payloads.
 
 import base64
 import json
+import logging
 import re
 import time
 from collections import OrderedDict
@@ -30,7 +31,9 @@ from objkv.index.guarded import GuardedIndex
 from objkv.index.near import NearIndex
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.stores.base import Buffer, WriteStore
+from objkv.telemetry import Trouble
 
+logger = logging.getLogger(__name__)
 DOCUMENT_BYTES_MAX: Final = 32_768
 _PREFETCH_MAX = 1024
 """Chunks in a call, which fit into a message."""
@@ -279,6 +282,7 @@ class AgentCalls:
         self._open: list[AgentConnection] = []
         self._retry_at = -1.0
         self._closed = False
+        self._trouble = Trouble(logger, "lookups and records by the agent")
 
     def find(
         self, namespace: str, hashes: Sequence[bytes], fields: tuple[str, ...]
@@ -328,9 +332,13 @@ class AgentCalls:
 
     def _use(self, work: Callable[[AgentConnection], T]) -> T:
         try:
-            return work(self._reach())
+            found = work(self._reach())
         except TransferError as exc:
+            if not self._closed:
+                self._trouble.failed(exc)
             raise StoreUnavailable(str(exc)) from exc
+        self._trouble.worked()
+        return found
 
     def _reach(self) -> AgentConnection:
         agent: AgentConnection | None = getattr(self._own, "agent", None)

@@ -310,7 +310,7 @@ def test_the_stores_errors_arrive_as_what_they_are(node: Node, calls: AgentCalls
         calls.run("explode")
 
 
-def test_a_lost_connection_is_replaced(node: Node) -> None:
+def test_a_lost_connection_is_replaced(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     calls = AgentCalls(lambda: node.connect(wants_arena=False), clock=lambda: now[0])
     assert calls.run("get", path=SWITCH_PATH) is None
@@ -325,6 +325,7 @@ def test_a_lost_connection_is_replaced(node: Node) -> None:
     with pytest.raises(StoreUnavailable):
         calls.run("get", path=SWITCH_PATH)
     assert len(node.clients) == tries, "not before a pause has passed"
+    assert caplog.text.count("by the agent failing") == 1
     calls.close()
 
 

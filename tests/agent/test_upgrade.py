@@ -24,8 +24,9 @@ from objkv.codec.payload import Claim
 from objkv.errors import TransferError
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.stores.local import LocalStore
+from objkv.transfer.loading.arena_lane import ArenaLane
 from objkv.transfer.loading.loads import LoadLimits
-from objkv.transfer.loading.shared import ArenaLane, SharedLoader
+from objkv.transfer.loading.shared import SharedLoader
 from tests.agent.test_hostile import gated
 from tests.agent.test_server import Desk, payloads
 from tests.agent.world import PATIENCE_S, RIGHT, Node, ended, opened, pages_at

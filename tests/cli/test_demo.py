@@ -4,8 +4,10 @@ import errno
 import json
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -74,16 +76,39 @@ def printed(capsys: pytest.CaptureFixture[str], shown: DemoReport) -> str:
     return capsys.readouterr().out
 
 
+class IdleAgent:
+    """An agent that does nothing."""
+
+    path = Path("/agent")
+
+    def __init__(self, place: DemoFolder, tell: Tell) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def end(self) -> DemoAgent:
+        """Its numbers."""
+        return DemoAgent(15, 0)
+
+
 @pytest.fixture
 def replicas(monkeypatch: pytest.MonkeyPatch) -> list[tuple[DemoRow, ...]]:
     """What the replicas will show, instead of running them."""
     shown = [rows()]
 
-    def live(replica: str, size: Size, place: DemoFolder, tell: Tell) -> tuple[object, ReplicaEnd]:
+    def live(
+        replica: str, size: Size, place: DemoFolder, tell: Tell, settings: Mapping[str, str]
+    ) -> tuple[object, ReplicaEnd]:
         tell(f"replica {replica}", "starting")
+        assert settings.get("OBJKV_AGENT") == {"R": None}.get(replica, "unix:///agent")
         return {}, ReplicaEnd(engine="vLLM 0.32.0", device="2 cores", load_failures=0)
 
     monkeypatch.setattr(demo_module, "_live", live)
+    monkeypatch.setattr(demo_module, "_Agent", IdleAgent)
     monkeypatch.setattr(demo_module, "compare", lambda *_: shown[0])
     monkeypatch.setattr(command_module, "find_spec", lambda name: object())
     return shown

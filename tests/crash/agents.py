@@ -30,8 +30,9 @@ from objkv.errors import ObjkvError
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.stores.local import LocalStore
+from objkv.transfer.loading.arena_lane import ArenaLane
 from objkv.transfer.loading.loads import LoadLimits
-from objkv.transfer.loading.shared import ArenaLane, SharedLoader
+from objkv.transfer.loading.shared import SharedLoader
 from tests.crash.clients import Violation, payloads_of, verified
 from tests.support import samples
 from tests.support.agents import AgentProcess

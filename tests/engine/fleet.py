@@ -201,9 +201,15 @@ def end_loads(_llm: Any) -> None:
     """Wait until no payload is being read any more, also of loads that nobody waits for."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
+    from objkv.transfer.loading.shared import SharedLoader
+
     if has_kv_transfer_group():
-        slabs = get_kv_transfer_group()._worker._loader._slabs
-        wait_until(lambda: " 0/" in repr(slabs), "all loads to end")
+        loader = get_kv_transfer_group()._worker._loader
+        is_shared = isinstance(loader, SharedLoader)
+        wait_until(
+            lambda: not loader.leased if is_shared else " 0/" in repr(loader._slabs),
+            "all loads to end",
+        )
 
 
 def update_weights(llm: Any) -> int:

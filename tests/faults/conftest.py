@@ -8,6 +8,8 @@ import botocore.auth
 import pytest
 from botocore.retries.standard import ExponentialBackoff
 
+from objkv.agent.calls import AgentCalls
+from objkv.agent.outbox import AgentSaves
 from objkv.assembly import call_times
 from objkv.cache.chunks import InFlightSaves
 from objkv.index.near import NearIndex
@@ -18,6 +20,7 @@ from objkv.index.sqlite.index import SqliteIndex
 from objkv.net.breaker import Breakers
 from objkv.stores.redis import RedisStore
 from objkv.stores.s3 import signing as s3_signing
+from objkv.transfer.loading import shared
 from objkv.transfer.saver import Saver
 from tests.faults.places import Calls, Clock, Servers, running_servers
 
@@ -60,9 +63,10 @@ def _lead(patch: pytest.MonkeyPatch, clock: Clock) -> None:
         for cls in (SqliteIndex, RedisIndex, NearIndex, ShapesIndex, RedisStore)
     }
     defaults[SqliteIndex.__init__]["busy_ms"] = _PATIENT_MS
-    for paused in (Breakers, InFlightSaves, Saver):
+    for paused in (Breakers, InFlightSaves, Saver, AgentCalls, AgentSaves):
         defaults[paused.__init__] = {"clock": clock.pauses}
     for function, own in defaults.items():
         patch.setattr(function, "__kwdefaults__", function.__kwdefaults__ | own)
+    patch.setattr(shared, "_RETRY_MAX_S", 0.2)
     patch.setattr(s3_signing, "time", clock.wall)
     patch.setattr(botocore.auth, "get_current_datetime", clock.now)

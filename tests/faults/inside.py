@@ -12,6 +12,7 @@ from typing import Any
 
 from tests.engine.replica import read_metrics
 from tests.faults.seen import Lines
+from tests.support.servers.redis import wait_until
 
 PAUSE_S = 0.3
 """Longer than a server is left alone here, and than saves give way."""
@@ -23,12 +24,16 @@ _fired = False
 
 def begin(_llm: Any) -> None:
     """Keep the lines; do not wait half a minute where a test cannot."""
+    from objkv.agent import calls, outbox
     from objkv.cache import chunks as repeats
     from objkv.cache import saving as save_crew
+    from objkv.transfer.loading import shared
 
     logging.getLogger("objkv").addHandler(_lines)
     repeats.KEEP_S = 0.0
     save_crew._SHED_S = PAUSE_S / 3
+    shared._RETRY_MAX_S = PAUSE_S / 3
+    calls._RETRY_S = outbox._RETRY_S = PAUSE_S / 3
 
 
 def tell(llm: Any, control: int, word: str) -> None:
@@ -88,6 +93,17 @@ def disarm(llm: Any) -> None:
 def pause(_llm: Any) -> None:
     """Until every server that was left alone may be tried again."""
     time.sleep(PAUSE_S)
+
+
+def attach(_llm: Any) -> None:
+    """Wait until loads have a node agent to go to."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    loader = get_kv_transfer_group()._worker._loader
+    wait_until(
+        lambda: loader._agent is not None and not loader._agent.has_ended(),
+        "loads to find the agent",
+    )
 
 
 def _shift(llm: Any, ahead_s: float) -> None:

@@ -39,7 +39,8 @@ SPARE_BYTES = 16 << 20
 """Of a Redis that evicts, for what is written from then on: what comes at once has to fit."""
 SKEW_MAX_S = 900.0
 """More, and S3 refuses what was signed."""
-_BODIES = frozenset({"GET", "PUT"})
+BODIES = frozenset({"GET", "PUT"})
+"""Verbs of S3 with a payload."""
 Undo = Callable[[], None]
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -231,6 +232,13 @@ class Place:
         settings = self.settings | {"s3_endpoint_url": self.servers.s3.url}
         with closing(open_bulk(load_config(settings), NullRecorder())) as store:
             yield store
+
+    def settle(self) -> None:
+        """Wait until nothing is under way that the engine does not know of."""
+
+    def numbers(self) -> dict[str, float]:
+        """What was counted outside of the engine so far."""
+        return {}
 
     def payloads(self) -> list[str]:
         """Paths of all payloads."""
@@ -440,11 +448,11 @@ def _error(error: str) -> tuple[Spoil, ...]:
 
 _RULES: dict[str, tuple[Spoil, ...]] = {
     "s3-reset": (Spoil("reset"),),
-    "s3-unanswered": (Spoil("unanswered", _BODIES),),
+    "s3-unanswered": (Spoil("unanswered", BODIES),),
     "s3-stalled": (Spoil("stall"),),
     "s3-lag": (Spoil("lag"),),
-    "s3-truncated": (Spoil("truncate", _BODIES),),
-    "s3-flipped": (Spoil("flip", _BODIES),),
+    "s3-truncated": (Spoil("truncate", BODIES),),
+    "s3-flipped": (Spoil("flip", BODIES),),
     "s3-500": _error("500 InternalError"),
     "s3-503": _error("503 SlowDown"),
     "s3-403": _error("403 AccessDenied"),

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 Verb = Literal["lookup", "load", "save"]
 Outcome = Literal["hit", "miss", "saved", "drop"]
-World = Literal["s3", "redis", "folder"]
+World = Literal["s3", "redis", "folder", "agent"]
 
 VERBS: tuple[Verb, ...] = ("lookup", "load", "save")
 MODES = ("async", "layerwise")
@@ -17,6 +17,8 @@ MODES = ("async", "layerwise")
 BULK_WRITES = "bulk writes"
 INDEX_READS, INDEX_WRITES, HOT_READS = "index reads", "index writes", "hot reads"
 LOADS_TOLD, SAVES_TOLD, REFUSED = "loads failing", "saves failing", "payload refused"
+AGENT_LOADS, AGENT_CALLS = "loads from the agent failing", "lookups and records by the agent"
+AWAY = (AGENT_LOADS, AGENT_CALLS, SAVES_TOLD)
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,12 @@ class Cell:
     """A lookup and a load end in ``hit`` or ``miss``, a save in ``saved`` (a hit for the next
     reader) or ``drop``."""
     counted: str = ""
-    """The metric that counts the fault; empty if objkv cannot notice it."""
+    """The metric that counts the fault, ``agent_<name>`` if the node agent does; empty if objkv
+    cannot notice it."""
     told: str = ""
     """The beginning of the only log line; empty: no line."""
-    beside: str = ""
-    """The beginning of a line that background work may log in addition."""
+    beside: str | tuple[str, ...] = ""
+    """The beginnings of lines that background work may log in addition."""
     touched: bool = True
     """False: this verb never reaches the fault, and the test checks that it did not."""
 
@@ -57,6 +60,8 @@ class Row:
     is_theirs: bool = False
     """The fault is a replica of another revision of the model that requests the same prompts and
     shares the bucket and the index."""
+    is_fetched: bool = False
+    """What is loaded under the fault is not in the node agent's memory."""
 
     def cell(self, verb: Verb) -> Cell:
         """Return the cell of ``verb``."""
@@ -80,6 +85,9 @@ _FOUND_UNMARKED = Cell("hit", beside=INDEX_WRITES)
 """The background write that records the use fails."""
 _UNANNOUNCED = Cell("drop", "publish_errors", INDEX_WRITES)
 _FROM_BULK = Cell("hit", "hot_errors", HOT_READS, beside=INDEX_WRITES)
+_NO_LOOKUP = Cell("miss", "lookup_errors", AGENT_CALLS)
+_NO_LOAD = Cell("miss", "load_errors", AGENT_LOADS)
+_NO_SAVE = Cell("drop", "save_errors", SAVES_TOLD)
 
 ROWS: tuple[Row, ...] = (
     _s3("killed", "S3's process is killed", _LOAD_FAILS, _SAVE_FAILS),
@@ -253,6 +261,74 @@ ROWS: tuple[Row, ...] = (
         UNTOUCHED_HIT,
         UNTOUCHED_SAVE,
         is_theirs=True,
+    ),
+    Row(
+        "agent-killed",
+        "the node agent is killed",
+        "agent",
+        _NO_LOOKUP,
+        _NO_LOAD,
+        _NO_SAVE,
+    ),
+    Row(
+        "agent-killed-busy",
+        "the node agent is killed while it fetches or puts",
+        "agent",
+        UNTOUCHED_HIT,
+        _NO_LOAD,
+        Cell("drop", beside=AWAY),
+        is_fetched=True,
+    ),
+    Row(
+        "agent-frozen",
+        "the node agent hangs (it is frozen)",
+        "agent",
+        _NO_LOOKUP,
+        _NO_LOAD,
+        _NO_SAVE,
+    ),
+    Row(
+        "agent-unlinked",
+        "the node agent's socket is removed",
+        "agent",
+        _FOUND,
+        _FOUND,
+        _SAVED,
+    ),
+    Row(
+        "agent-full",
+        "the node agent's arena is full of payloads that another replica has leased",
+        "agent",
+        UNTOUCHED_HIT,
+        Cell("miss", "load_refused"),
+        _SAVE_FAILS,
+    ),
+    Row(
+        "agent-store-reset",
+        "the node agent's connections to S3 are reset",
+        "agent",
+        UNTOUCHED_HIT,
+        Cell("miss", "load_errors"),
+        Cell("drop", "agent_save_errors"),
+        is_fetched=True,
+    ),
+    Row(
+        "agent-store-stalled",
+        "S3 accepts and never answers the node agent",
+        "agent",
+        UNTOUCHED_HIT,
+        Cell("miss", "load_errors"),
+        Cell("drop", "agent_save_errors"),
+        is_fetched=True,
+    ),
+    Row(
+        "agent-store-flipped",
+        "a bit of each body flips that the node agent fetches",
+        "agent",
+        UNTOUCHED_HIT,
+        Cell("miss", "load_corrupt"),
+        UNTOUCHED_SAVE,
+        is_fetched=True,
     ),
 )
 BY_NAME = {row.name: row for row in ROWS}

@@ -17,6 +17,7 @@ from tests.engine.fleet import CHUNK, CONNECTOR, NUMBERS_TOLD, PATIENT, SAVED
 from tests.engine.harness import run_replica
 from tests.engine.job import Call, Generate, Job, Prompt, ResetPrefixCache, Result, Settle, Step
 from tests.engine.prompts import prompt_of
+from tests.faults.agents import AgentPlace
 from tests.faults.fleet import real_servers
 from tests.faults.places import HOUR_S, Place, Servers
 from tests.faults.rows import BY_NAME, CELLS, Row, Verb, cell_id
@@ -29,8 +30,13 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(3_600)]
 
 CHUNKS = 3
 FOUND, LOADED, NEW, OTHER = (prompt_of(CHUNKS * CHUNK + 9, seed=70 + i) for i in range(4))
-OWN_CELLS = tuple(cell for cell in CELLS if not BY_NAME[cell[0]].is_theirs)
-"""That revisions share nothing is shown in real engines by ``tests/engine/test_identity*.py``."""
+SHORT = prompt_of(CHUNKS * CHUNK + 9, seed=74, max_tokens=1)
+"""Its answer does not count as one."""
+OWN_CELLS = tuple(
+    cell for cell in CELLS if not BY_NAME[cell[0]].is_theirs and cell[0] != "agent-full"
+)
+"""That revisions share nothing is shown in real engines by ``tests/engine/test_identity*.py``. An
+arena is as large as a prompt in the quick form only."""
 ROUNDS = CHUNKS + 1
 """Each request finds out of one chunk at least that it is gone."""
 DISK_BYTES = 32 << 20
@@ -106,23 +112,36 @@ class _Row:
         self._asked = {"inject": 0, "mend": 0}
         self.asked: list[int] = []
         """Requests to the end that fails, per fault."""
+        self.elsewhere: list[dict[str, float]] = []
+        """What a node agent counted during each fault."""
 
     def control(self) -> Control:
         """What the replica tells."""
         return Control(
             {
                 "prepare": lambda: self._place.prepare(self._row.name),
+                "settle": self._place.settle,
+                "empty": self._empty,
                 "inject": self._inject,
                 "mend": self._mend,
             }
         )
 
+    def _empty(self) -> None:
+        assert isinstance(self._place, AgentPlace)
+        self._place.empty()
+
     def _inject(self) -> None:
+        self._numbers = self._place.numbers()
+        self.elsewhere.append({})
         self._undo = self._place.inject(self._row.name)
         self._before = self._place.asked()
 
     def _mend(self) -> None:
         self.asked.append(self._place.asked() - self._before)
+        now = self._place.numbers().items()
+        counted = {name: value - self._numbers.get(name, 0) for name, value in now}
+        self.elsewhere[-1] = self.elsewhere[-1] or counted
         self._undo()
         self._undo = lambda: None
 
@@ -136,31 +155,43 @@ class _Row:
             arguments = {"control": port, "word": word}
             return Call(function=f"tests.faults.inside:{function}", arguments=arguments)
 
-        def healthy(prompt: Prompt) -> tuple[Step, ...]:
+        clean = CLEAN
+        if self._row.world == "agent":
+            attach = Call(function="tests.faults.inside:attach")
+            clean = (SAVED, tell("settle"), *CLEAN, attach)
+
+        def healthy(prompt: Prompt, *more: Step) -> tuple[Step, ...]:
             """Stored, and loaded once, so that nobody is left alone."""
-            run = (Generate(prompts=(prompt,)), *CLEAN)
-            return (tell("prepare"), *run, *run, NUMBERS_TOLD, NOTED)
+            run = (Generate(prompts=(prompt,)), *clean)
+            return (tell("prepare"), *run, *run, *more, NUMBERS_TOLD, NOTED)
 
         ended = (NUMBERS_TOLD, NOTED)
         disarm = Call(function="tests.faults.inside:disarm")
         idle = Call(function="tests.engine.fleet:end_loads")
         lookup = (tell(inject), tell(mend, "at_load"), Generate(prompts=(FOUND,)))
         load = (tell(inject, "at_load"), Generate(prompts=(LOADED,)))
-        save = (tell(inject), Generate(prompts=(NEW,)), SAVED)
+        settled = (tell("settle"),) if self._row.world == "agent" else ()
+        save = (tell(inject), Generate(prompts=(NEW,)), SAVED, *settled)
+        # All parts have found the new agent when a prompt was looked up.
+        found = (tell("empty"), *clean, Generate(prompts=(SHORT,)), *clean)
+        emptied = found if self._row.is_fetched else ()
         # A save that works, after which it is told anew that saves fail.
-        works = (Generate(prompts=(OTHER,)), *CLEAN)
-        again = (Generate(prompts=(NEW,)), *CLEAN, *ended)
+        works = (Generate(prompts=(OTHER,)), *clean)
+        again = (Generate(prompts=(NEW,)), *clean, *ended)
         return (
             Call(function="tests.faults.inside:begin"),
-            *(*healthy(FOUND), *lookup, disarm, *ended, tell(mend), *CLEAN),
-            *(*healthy(LOADED), *load, idle, *ended, tell(mend), *CLEAN),
-            *(*works, tell("prepare"), NUMBERS_TOLD, NOTED, *save, *ended, tell(mend), *CLEAN),
+            *(*healthy(FOUND), *lookup, disarm, *ended, tell(mend), *clean),
+            *(*healthy(LOADED, *emptied), *load, idle, *ended, tell(mend), *clean),
+            *(*works, tell("prepare"), NUMBERS_TOLD, NOTED, *save, *ended, tell(mend), *clean),
             *(again * (ROUNDS + 1)),
         )
 
 
 def _run(fleet: Servers, row: Row, mode: str, folder: Path) -> tuple[_Row, Result]:
-    place = Place(fleet, row.world, direct=OWN_ENGINE.get(row.name, False))
+    if row.world == "agent":
+        place: Place = AgentPlace(fleet, arena_bytes=64 << 20)
+    else:
+        place = Place(fleet, row.world, direct=OWN_ENGINE.get(row.name, False))
     if row.name == "disk-full":
         place.small_disk(DISK_BYTES)
     with closing(fleet.redis.client()) as client:
@@ -215,6 +246,8 @@ def _judged(
         )
     if told.asked:
         seen["lookup"].asked = told.asked[0]
+    for verb, counted in zip(("lookup", "load", "save"), told.elsewhere, strict=False):
+        seen[verb].counted |= counted
     assert at_load["fired"]
     return seen, stored[-1]
 

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from tests.faults.agents import AgentPlace
 from tests.faults.places import Place, Servers
 from tests.faults.rows import BY_NAME, CELLS, MODES, ROWS, Row, cell_id
 from tests.faults.seen import Lines, Seen
 from tests.faults.toy import (
     CHUNKS,
+    PAYLOAD_BYTES,
     STORED_TOKENS,
     RevisedEngine,
     ShakenEngine,
@@ -35,6 +37,8 @@ OWN_ENGINE = {
     "sqlite-removed": False,
     "sqlite-corrupt": False,
     "model-revision": False,
+    # An arena of a size of its own.
+    "agent-full": False,
 }
 """Rows that share no engine with others; of each, whether its clients go past the proxies."""
 PATIENT: dict[str, Any] = {
@@ -48,6 +52,8 @@ PATIENT: dict[str, Any] = {
     "drain_deadline_ms": 1_000,
 }
 HOURS_S = 4 * 3600.0
+FULL = {"arena_bytes": CHUNKS * PAYLOAD_BYTES}
+"""An arena with room for one prompt."""
 
 _known: dict[tuple[str, str], dict[str, Seen] | Exception] = {}
 _engines: dict[tuple[str, str], tuple[Place, ShakenEngine]] = {}
@@ -84,7 +90,7 @@ def _shake(servers: Servers, row: Row, mode: str) -> dict[str, Seen]:
     if key in _engines:
         place, engine = _engines.pop(key)
     else:
-        place = Place(servers, row.world, direct=OWN_ENGINE.get(row.name, False))
+        place = _open_place(servers, row)
         if row.name == "disk-full":
             place.small_disk()
         engine = _open(place, row, mode)
@@ -98,6 +104,12 @@ def _shake(servers: Servers, row: Row, mode: str) -> dict[str, Seen]:
         else:
             _close(place, engine)
     return found
+
+
+def _open_place(servers: Servers, row: Row) -> Place:
+    if row.world != "agent":
+        return Place(servers, row.world, direct=OWN_ENGINE.get(row.name, False))
+    return AgentPlace(servers, **FULL if row.name == "agent-full" else {})
 
 
 def _open(place: Place, row: Row, mode: str, revision: int = 1) -> ShakenEngine:
@@ -150,12 +162,17 @@ class _Shake:
         self._engine.answer(healthy)
         self._settle()
         # A server that is back is tried by one call first, and others are not made meanwhile.
-        assert self._place.world != "redis" or any(
-            self._is_stored_now(healthy) for _ in range(CHUNKS + 1)
-        )
+        assert self._row.world not in ("redis", "agent") or self._comes_back(healthy)
+        if self._row.is_fetched and verb == self._load:
+            assert isinstance(self._place, AgentPlace)
+            self._place.empty()
+            self._settle()
+            self._engine.answer(next(self._prompts))  # all parts have found the new agent
+            self._settle()
         self._lines.lines.clear()
         self._count()
         self._counted.clear()
+        self._elsewhere = self._place.numbers()
         seen = Seen()
         verb(seen, tokens)
         self._last = tokens
@@ -163,9 +180,15 @@ class _Shake:
 
     def _note(self, seen: Seen, counted: str) -> None:
         """What was told of it: threads that nobody waits for may tell a little later."""
-        wait_for(lambda: not counted or self._count()[counted] > 0)
-        seen.counted = dict(self._count())
+        wait_for(lambda: not counted or self._all_counted().get(counted, 0) > 0)
+        seen.counted = self._all_counted()
         seen.lines = list(self._lines.lines)
+
+    def _all_counted(self) -> dict[str, float]:
+        """Also by a node agent, unless it is away, or has begun anew."""
+        now = self._place.numbers().items()
+        elsewhere = {name: value - self._elsewhere.get(name, 0) for name, value in now}
+        return dict(self._count()) | elsewhere
 
     def _lookup(self, seen: Seen, tokens: list[int]) -> None:
         """The fault is there until the lookup is answered."""
@@ -219,6 +242,7 @@ class _Shake:
         self._answer(seen, tokens)
         seen.ended = True
         self._engine.save_all()
+        self._place.settle()
         seen.asked = self._place.spoiled() - before
         mend()
         self._note(seen, self._row.save.counted)
@@ -230,10 +254,8 @@ class _Shake:
         self._lines.lines.clear()
         seen, tokens = Seen(right=True, ended=True, outcome="miss"), self._last
         self._settle()
-        for _ in range(CHUNKS + 1):  # each request finds out of one chunk at least that it is gone
-            if self._is_stored_now(tokens):
-                seen.outcome = "hit"
-                break
+        if self._comes_back(tokens):
+            seen.outcome = "hit"
         self._note(seen, "")
         return seen
 
@@ -295,12 +317,21 @@ class _Shake:
         self._settle()
         return stored
 
+    def _comes_back(self, tokens: list[int]) -> bool:
+        """Each request finds out of one chunk at least that it is gone. An agent leaves its store
+        alone for some milliseconds, by a clock that cannot be moved."""
+        if self._row.world == "agent":
+            return wait_for(lambda: self._is_stored_now(tokens))
+        return any(self._is_stored_now(tokens) for _ in range(CHUNKS + 1))
+
     def _settle(self) -> None:
         """Nothing under way, nothing in the engine's own cache, no server left alone."""
         self._engine.save_all()
+        self._place.settle()
         self._engine.forget()
         assert wait_for(self._engine.is_idle)
         self._pass_time()
+        assert self._row.world != "agent" or wait_for(self._engine.is_attached)
 
     def _pass_time(self) -> None:
         self._servers.clock.pauses_ahead_s += HOURS_S

@@ -1,5 +1,6 @@
 """The page shows exactly the tested matrix."""
 
+from objkv.agent.http.metrics import TOTALS
 from objkv.connector.counters import COUNTERS
 from tests.faults import table
 from tests.faults.rows import CELLS, ROWS, VERBS, cell_id
@@ -15,7 +16,7 @@ def test_the_page_is_as_it_would_be_written() -> None:
 
 def test_every_fault_is_counted_by_a_metric_that_operators_can_see() -> None:
     counted = {row.cell(verb).counted for row in ROWS for verb in VERBS} - {""}
-    assert counted <= set(COUNTERS)
+    assert counted <= set(COUNTERS) | {f"agent_{name}" for name in TOTALS}
 
 
 def test_a_loss_that_is_not_counted_is_one_that_nobody_can_notice() -> None:
@@ -36,4 +37,5 @@ def test_a_loss_that_is_not_counted_is_one_that_nobody_can_notice() -> None:
         ("sqlite-clock-ahead", "lookup"),
         ("sqlite-clock-behind", "save"),
         ("model-revision", "lookup"),
+        ("agent-killed-busy", "save"),
     }

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from objkv.keys.identity import GroupIdentity
+from objkv.transfer.loading.shared import SharedLoader
 from tests.connector.kv.hybrid_engine import Answer, Engine, digest, next_token
 from tests.connector.kv.hybrid_layout import Layout
 
@@ -22,6 +23,8 @@ CHUNKS = 3
 TAIL = 3
 """Tokens of a prompt after its last chunk."""
 STORED_TOKENS = CHUNKS * LAYOUT.chunk_tokens
+PAYLOAD_BYTES = 2 * 4096
+"""Memory that a payload takes in an arena."""
 ANSWER_TOKENS = 1
 LOOKUP_S = 120.0
 """How long a lookup may take where nobody is in a hurry, whatever clients of Redis were told."""
@@ -99,8 +102,17 @@ class ShakenEngine(Engine):
     def is_idle(self) -> bool:
         """Whether nothing is being looked up, marked as used, or read in the background."""
         lookups = self.scheduler.connector._scheduler._lookups
-        reads = repr(self.worker._worker._loader._slabs)
-        return lookups._slots._value == lookups._limits.queue_max and " 0/" in reads
+        loader = self.worker._worker._loader
+        if isinstance(loader, SharedLoader):
+            is_reading = loader.leased > 0
+        else:
+            is_reading = " 0/" not in repr(loader._slabs)
+        return lookups._slots._value == lookups._limits.queue_max and not is_reading
+
+    def is_attached(self) -> bool:
+        """Whether loads have a node agent to go to."""
+        agent = self.worker._worker._loader._agent
+        return agent is not None and not agent.has_ended()
 
     def _execute(self, output: Any) -> Any:
         loads = output.kv_connector_metadata.loads

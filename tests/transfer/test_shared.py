@@ -14,9 +14,11 @@ from objkv.agent.client import AgentConnection
 from objkv.agent.residents import Resident, Residents
 from objkv.errors import StoreUnavailable, TransferError
 from objkv.transfer.lanes import HostLane, Lane
+from objkv.transfer.loading import arena_lane
 from objkv.transfer.loading import shared as module
+from objkv.transfer.loading.arena_lane import ArenaLane
 from objkv.transfer.loading.loads import LoadLimits
-from objkv.transfer.loading.shared import ArenaLane, SharedLoader
+from objkv.transfer.loading.shared import SharedLoader
 from objkv.transfer.plan import LoadMove, LoadPlan
 from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.slabs import SlabPool
@@ -387,8 +389,8 @@ def test_where_copies_wait_for_the_interpreter_the_rest_is_read_at_once(
         reads.append(len(buffers))
         return preadv(fd, buffers, offset)
 
-    monkeypatch.setattr(module, "_WAITED_S", -1.0)
-    monkeypatch.setattr(module, "_PIECES_MAX", pieces)
+    monkeypatch.setattr(arena_lane, "_WAITED_S", -1.0)
+    monkeypatch.setattr(arena_lane, "_PIECES_MAX", pieces)
     monkeypatch.setattr(module.os, "preadv", counted)
     assert not world.reader.load(range(4), 1).failed_blocks
     assert world.right()
@@ -517,7 +519,27 @@ def test_without_an_agent_nothing_waits(world: World) -> None:
         {0: replica.paged}, HostLane(), nothing, limits=limits, recorder=replica.recorder
     )
     assert replica.load(range(4), 1).failed_blocks == frozenset(range(1, 9))
+    assert replica.recorder.value("load_errors") == 4
+    assert replica.recorder.value("load_refused") == 0, "no queue was full"
     replica.close()
+
+
+def test_payloads_that_are_lost_with_the_connection_are_counted(world: World) -> None:
+    gate, begun = threading.Event(), threading.Event()
+
+    def on_get(key: str) -> None:
+        begun.set()
+        assert gate.wait(PATIENCE_S)
+
+    world.store.on_get = on_get
+    world.reader.loader.submit(world.reader.load_plan(range(4), 1))
+    assert begun.wait(PATIENCE_S)
+    assert world.node.server is not None
+    world.node.server.close()
+    outcome = world.reader.outcome()
+    gate.set()
+    assert outcome.failed_blocks == frozenset(range(1, 9))
+    assert world.reader.recorder.value("load_errors") == 4
 
 
 def test_a_closed_loader_takes_and_cancels_nothing_and_leaves_no_descriptor(world: World) -> None:

@@ -13,9 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from threading import Lock, Thread
 from time import monotonic, sleep
 
-import numpy as np
-
-from objkv.agent.arena import Arena, CellState, Progress
+from objkv.agent.arena import CellState, Progress
 from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.core import Urgency
 from objkv.agent.fill import Wanted
@@ -25,16 +23,8 @@ from objkv.codec.payload import Header, frame_pages, header_bytes_needed, read_c
 from objkv.errors import ObjkvError, PayloadError, TransferError
 from objkv.telemetry import Recorder, Trouble
 from objkv.tracing import NO_TRACING, Tracing
-from objkv.transfer.lanes import (
-    BlockRuns,
-    HostLane,
-    Lane,
-    Mark,
-    PagedLayers,
-    Pages,
-    Recast,
-    scatter_layer,
-)
+from objkv.transfer.lanes import Lane, Mark
+from objkv.transfer.loading.arena_lane import ArenaLane
 from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.loading.loads import LoadLimits, Loads
 from objkv.transfer.loading.writing import BlockWriter, CopyUnknownError, UnwantedError, claim_of
@@ -52,87 +42,11 @@ _RETRY_S, _RETRY_MAX_S = 0.1, 5.0
 """Pauses between attempts to reach an agent."""
 _WINDOW, _WINDOW_BYTES = 64, 512 << 20
 """Payloads open at once, so that one long prompt does not lease the whole arena."""
-_COPY_BYTES_PER_S = 2e9
-_WAITED_S = 1e-3
-"""A copy that takes this much longer than at the speed above has waited for the interpreter."""
-_PIECES_MAX = 1024
-"""The most pieces that one call of ``preadv`` may read into."""
 _BATCH_BYTES = 64 << 20
 """Pages copied before the thread looks for more urgent loads."""
 _KEPT: list[AgentConnection] = []
 """Connections whose memory a hung device may still read. They end with the process."""
 _REFUSED = frozenset((MissReason.MISSING, MissReason.CORRUPT))
-
-
-class ArenaLane(HostLane):
-    """Copies from an arena to a paged cache in host memory.
-
-    numpy gives up the interpreter's lock for each layer and waits for it afterwards, up to 5 ms if
-    another thread computes in Python. So where a copy waited, the remaining layers are read from
-    the arena's file in one call: 2.1 GB/s while such a thread runs, against 0.2. Alone that takes
-    2.4 times as long as numpy (2 cores, 2026-11).
-    """
-
-    def __init__(self) -> None:
-        self._fd, self._base, self._end = -1, 0, 0
-
-    def attach(self, arena: Arena) -> None:
-        """Copy from ``arena`` from now on."""
-        self._fd = arena.fd
-        self._base = np.frombuffer(arena.view, np.uint8).ctypes.data
-        self._end = self._base + arena.nbytes
-
-    def scatter(
-        self,
-        pages: Sequence[Pages],
-        layers: PagedLayers,
-        placed: BlockRuns,
-        recast: Recast | None = None,
-    ) -> None:
-        """See ``Lane.scatter``."""
-        count, done = len(pages), 0
-        begun = monotonic()
-        for given, array in zip(pages, layers.arrays, strict=True):
-            scatter_layer(given if recast is None else recast(given), array, placed)
-            done += 1
-            ended = monotonic()
-            if ended - begun > _WAITED_S + given.nbytes / _COPY_BYTES_PER_S:
-                break
-            begun = ended
-        rest = pages[done:]
-        if rest and not self._read(rest, layers, done, placed, recast):
-            super().scatter(rest, layers.cut(range(done, count)), placed, recast)
-
-    def _read(
-        self,
-        pages: Sequence[Pages],
-        layers: PagedLayers,
-        first: int,
-        placed: BlockRuns,
-        recast: Recast | None,
-    ) -> bool:
-        """Read pages of the layers from ``first`` on. Returns False if that is impossible."""
-        at = pages[0].ctypes.data
-        nbytes = sum(given.nbytes for given in pages)
-        follows = pages[-1].ctypes.data + pages[-1].nbytes == at + nbytes
-        inside = self._base <= at and at + nbytes <= self._end
-        count = len(pages) * len(placed.runs)
-        if recast is not None or not (follows and inside and layers.has_whole_blocks):
-            return False
-        if count > _PIECES_MAX:
-            return False
-        room = []
-        for given, array in zip(pages, layers.arrays[first:], strict=True):
-            assert len(given) == len(placed.ids)  # otherwise pages would go to other blocks
-            for block, _, blocks in placed.runs:
-                if block > len(array) - blocks:
-                    raise IndexError(f"block {block + blocks - 1} of {len(array)}")
-                room.append(array[block : block + blocks].data.cast("B"))
-        if sum(map(len, room)) != nbytes:
-            return False
-        if os.preadv(self._fd, room, at - self._base) != nbytes:
-            raise TransferError("the arena is shorter than its payloads")
-        return True
 
 
 class _Reading:
@@ -300,13 +214,18 @@ class SharedLoader(Loads):
     def _begin(self, job: LoadJob) -> int:
         count = len(job.plan.moves)
         with self._lock:
-            if self._closed or self._agent is None or not self._agent.is_open:
+            if self._closed:
                 return 0
-            taken = min(count, max(0, self._limits.queue_max - self._moves))
-            self._moves += taken
-            self._came.append((job, taken))
-            os.eventfd_write(self._event, 1)
-        return taken
+            if self._agent is not None and self._agent.is_open:
+                taken = min(count, max(0, self._limits.queue_max - self._moves))
+                self._moves += taken
+                self._came.append((job, taken))
+                os.eventfd_write(self._event, 1)
+                return taken
+        self._recorder.count("load_errors", count)
+        job.fail(0, rejected=False)
+        self._settle(job)
+        return count
 
     def cancel(self, request_id: str) -> None:
         """See ``Loads.cancel``."""
@@ -552,12 +471,13 @@ class SharedLoader(Loads):
             came = list(self._came)
             self._came.clear()
             self._moves = 0
-        for job, _ in came:
-            job.fail(0, rejected=False)
+        left = (*self._waiting, *self._reading)
+        lost = sum(not one.is_copied and one.job.wanted(one.index) for one in left)
+        lost += sum(taken for job, taken in came if job.wanted(0))
+        self._recorder.count("load_errors", lost)
+        for job, index in (*((job, 0) for job, _ in came), *((one.job, one.index) for one in left)):
+            job.fail(index, rejected=False)
             self._settle(job)
-        for one in (*self._waiting, *self._reading):
-            one.job.fail(one.index, rejected=False)
-            self._settle(one.job)
         self._waiting.clear()
         marks = [one.writer.mark for one in self._reading if one.writer.mark is not None]
         self._reading = []

@@ -1,0 +1,88 @@
+"""The lane of loads from an agent's memory into a paged cache in host memory."""
+
+import os
+from collections.abc import Sequence
+from time import monotonic
+
+import numpy as np
+
+from objkv.agent.arena import Arena
+from objkv.errors import TransferError
+from objkv.transfer.lanes import BlockRuns, HostLane, PagedLayers, Pages, Recast, scatter_layer
+
+_COPY_BYTES_PER_S = 2e9
+_WAITED_S = 1e-3
+"""A copy that takes this much longer than at the speed above has waited for the interpreter."""
+_PIECES_MAX = 1024
+"""The most pieces that one call of ``preadv`` may read into."""
+
+
+class ArenaLane(HostLane):
+    """Copies from an arena to a paged cache in host memory.
+
+    numpy gives up the interpreter's lock for each layer and waits for it afterwards, up to 5 ms if
+    another thread computes in Python. So where a copy waited, the remaining layers are read from
+    the arena's file in one call: 2.1 GB/s while such a thread runs, against 0.2. Alone that takes
+    2.4 times as long as numpy (2 cores, 2026-11).
+    """
+
+    def __init__(self) -> None:
+        self._fd, self._base, self._end = -1, 0, 0
+
+    def attach(self, arena: Arena) -> None:
+        """Copy from ``arena`` from now on."""
+        self._fd = arena.fd
+        self._base = np.frombuffer(arena.view, np.uint8).ctypes.data
+        self._end = self._base + arena.nbytes
+
+    def scatter(
+        self,
+        pages: Sequence[Pages],
+        layers: PagedLayers,
+        placed: BlockRuns,
+        recast: Recast | None = None,
+    ) -> None:
+        """See ``Lane.scatter``."""
+        count, done = len(pages), 0
+        begun = monotonic()
+        for given, array in zip(pages, layers.arrays, strict=True):
+            scatter_layer(given if recast is None else recast(given), array, placed)
+            done += 1
+            ended = monotonic()
+            if ended - begun > _WAITED_S + given.nbytes / _COPY_BYTES_PER_S:
+                break
+            begun = ended
+        rest = pages[done:]
+        if rest and not self._read(rest, layers, done, placed, recast):
+            super().scatter(rest, layers.cut(range(done, count)), placed, recast)
+
+    def _read(
+        self,
+        pages: Sequence[Pages],
+        layers: PagedLayers,
+        first: int,
+        placed: BlockRuns,
+        recast: Recast | None,
+    ) -> bool:
+        """Read pages of the layers from ``first`` on. Returns False if that is impossible."""
+        at = pages[0].ctypes.data
+        nbytes = sum(given.nbytes for given in pages)
+        follows = pages[-1].ctypes.data + pages[-1].nbytes == at + nbytes
+        inside = self._base <= at and at + nbytes <= self._end
+        count = len(pages) * len(placed.runs)
+        if recast is not None or not (follows and inside and layers.has_whole_blocks):
+            return False
+        if count > _PIECES_MAX:
+            return False
+        room = []
+        for given, array in zip(pages, layers.arrays[first:], strict=True):
+            assert len(given) == len(placed.ids)  # otherwise pages would go to other blocks
+            for block, _, blocks in placed.runs:
+                if block > len(array) - blocks:
+                    raise IndexError(f"block {block + blocks - 1} of {len(array)}")
+                room.append(array[block : block + blocks].data.cast("B"))
+        if sum(map(len, room)) != nbytes:
+            return False
+        if os.preadv(self._fd, room, at - self._base) != nbytes:
+            raise TransferError("the arena is shorter than its payloads")
+        return True

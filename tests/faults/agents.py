@@ -1,0 +1,231 @@
+"""A node agent over S3 and SQLite, whose replica has nothing else, and what can be done to it."""
+
+import re
+import shutil
+import signal
+import socket
+import tempfile
+from contextlib import closing
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+
+from objkv.agent.arena import CellState
+from objkv.agent.client import AgentConnection
+from objkv.agent.core import Urgency
+from objkv.agent.fill import Wanted
+from objkv.agent.http.metrics import PREFIX
+from objkv.assembly.backends import open_bulk
+from objkv.codec.payload import Claim
+from objkv.config import load_config
+from objkv.index.sqlite.index import SqliteIndex
+from objkv.keys.chunk import ChunkKey
+from objkv.telemetry import NullRecorder
+from tests.faults.places import BODIES, Place, Servers, Undo
+from tests.support.agents import AgentProcess
+from tests.support.samples import CHUNK, NAMESPACE, save
+from tests.support.servers.spoil import Spoil, wait_for
+
+PATIENCE_S = 60.0
+ARENA_BYTES = 1 << 20
+"""Room for all payloads of the toy engine that a test makes."""
+STORE_S = 4
+"""How long an agent's calls to its store may take."""
+LEASE_MS = 1_000
+"""How long nobody saves again what an agent was saving when it was killed."""
+_FILLERS = 4
+"""Payloads opened at once until the arena is full."""
+
+
+class AgentPlace(Place):
+    """The agent, its stores, and the faults that they can have."""
+
+    def __init__(self, servers: Servers, *, arena_bytes: int = ARENA_BYTES) -> None:
+        super().__init__(servers, "s3")
+        self._sockets = Path(tempfile.mkdtemp(prefix="objkv-", dir="/tmp"))
+        self._stores = self.settings | {"index_url": f"sqlite://{self.index_file}"}
+        own = {
+            "agent_memory_bytes": arena_bytes,
+            "codec": "none",
+            "save_to_bucket": "all",
+            "near_records_max": 0,
+            "breaker_failures": 1,
+            "breaker_reset_ms": 10,
+            "breaker_reset_max_ms": 20,
+            "load_deadline_ms": 1000 * STORE_S,
+            "save_deadline_ms": 600_000,
+            "lease_ms": LEASE_MS,
+            "drain_deadline_ms": 10_000,
+        }
+        self._agent_settings = {name: str(value) for name, value in (self._stores | own).items()}
+        self._fillers: list[Wanted] = []
+        self._held = 0
+        self._is_frozen = False
+        self.agent = self._start()
+        nowhere = {"bulk_url": "file:///nowhere/chunks", "index_url": "sqlite:///nowhere/index"}
+        self.settings = {"agent": self.agent.url} | nowhere
+
+    def _start(self) -> AgentProcess:
+        return AgentProcess(self._agent_settings, path=self._sockets / "agent.sock")
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether the agent answers."""
+        return not self._is_frozen and self.agent.process.poll() is None
+
+    def close(self) -> None:
+        """End the agent."""
+        self.agent.__exit__(None, None, None)
+        shutil.rmtree(self._sockets)
+        super().close()
+
+    def empty(self) -> None:
+        """Leave nothing in the arena: another agent has taken over."""
+        self.agent.end()
+        self._renew()
+
+    def settle(self) -> None:
+        """Wait until an agent that answers has saved what it took, or failed to."""
+
+        def is_done() -> bool:
+            levels = self._metrics()
+            return not levels or levels["leased_payloads"] == self._held
+
+        assert wait_for(is_done, bound_s=PATIENCE_S), self.agent.log()
+
+    def numbers(self) -> dict[str, float]:
+        """What the agent counted since its start, as ``agent_<name>``; nothing if it is away."""
+        found = self._metrics().items()
+        return {
+            f"agent_{name.removesuffix('_total')}": value
+            for name, value in found
+            if name.endswith("_total")
+        }
+
+    def _metrics(self) -> dict[str, float]:
+        """The agent's metrics; nothing if it is away."""
+        if not self.is_serving:
+            return {}
+        try:
+            page = self._page()
+        except (OSError, HTTPException):
+            wait_for(lambda: not self.is_serving)
+            assert not self.is_serving, self.agent.log()
+            return {}
+        lines = re.findall(rf"^{PREFIX}(\w+) (\S+)$", page, re.MULTILINE)
+        return {name: float(value) for name, value in lines}
+
+    def _page(self) -> str:
+        with closing(HTTPConnection("agent", timeout=PATIENCE_S)) as connection:
+            connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.sock.settimeout(PATIENCE_S)
+            connection.sock.connect(f"{self.agent.path}.http")
+            connection.request("GET", "/metrics")
+            return connection.getresponse().read().decode()
+
+    def prepare(self, name: str) -> None:
+        """Have payloads of others stored that can fill the arena."""
+        if name == "agent-full" and not self._fillers:
+            self._fillers = self._store_fillers(int(self._agent_settings["agent_memory_bytes"]))
+
+    def _store_fillers(self, nbytes: int) -> list[Wanted]:
+        """Store payloads of more than ``nbytes`` in all; what to open."""
+        tokens = range(CHUNK * (nbytes // 4096 + 1))
+        stores = load_config(self._stores)
+        with (
+            closing(open_bulk(stores, NullRecorder())) as bulk,
+            closing(SqliteIndex(self.index_file)) as index,
+        ):
+            keys = save(bulk, index, tokens)
+            records = index.lookup(NAMESPACE, [key.prefix_hash for key in keys])
+        assert None not in records
+        return [
+            Wanted(_claim(key, record.parent_hash, number), record.shards[key.field])
+            for number, (key, record) in enumerate(zip(keys, records, strict=True))
+            if record is not None
+        ]
+
+    def _renew(self) -> None:
+        """Another agent has this one's place."""
+        shutil.rmtree(self.agent.folder)
+        self.agent = self._start()
+
+    def _revive(self) -> None:
+        """The same, if it is dead."""
+        if self.agent.process.poll() is not None:
+            self._renew()
+
+    def _agent_killed(self) -> Undo:
+        self.agent.kill()
+        return self._revive
+
+    def _agent_killed_busy(self) -> Undo:
+        """It dies when it asks S3 for a payload, or puts one."""
+        self.servers.s3_proxy.spoil(Spoil("hook", BODIES, hook=self.agent.kill))
+
+        def undo() -> None:
+            self.servers.s3_proxy.mend()
+            self._revive()
+
+        return undo
+
+    def _agent_frozen(self) -> Undo:
+        self.agent.process.send_signal(signal.SIGSTOP)
+        self._is_frozen = True
+
+        def undo() -> None:
+            self.agent.process.send_signal(signal.SIGCONT)
+            self._is_frozen = False
+
+        return undo
+
+    def _agent_unlinked(self) -> Undo:
+        """What is connected stays so."""
+        away = self._sockets / "away"
+        self.agent.path.rename(away)
+        return lambda: away.rename(self.agent.path) and None
+
+    def _agent_full(self) -> Undo:
+        """Another client has leases of all that there is room for."""
+        holder = AgentConnection(self.agent.path, wants_arena=True, call_s=PATIENCE_S)
+        left = list(self._fillers)
+        while left:
+            part, left = left[:_FILLERS], left[_FILLERS:]
+            leases = holder.open(part, deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
+            states = [_state(holder, one.cell) for one in leases]
+            self._held += len(leases)
+            if CellState.FAILED in states:
+                break
+        assert CellState.FAILED in states, "there is still room"
+
+        def undo() -> None:
+            holder.close()
+            self._held = 0
+
+        return undo
+
+    def _agent_store_reset(self) -> Undo:
+        return self._spoil(Spoil("reset"))
+
+    def _agent_store_stalled(self) -> Undo:
+        return self._spoil(Spoil("stall"))
+
+    def _agent_store_flipped(self) -> Undo:
+        return self._spoil(Spoil("flip", frozenset({"GET"})))
+
+    def _spoil(self, rule: Spoil) -> Undo:
+        self.servers.s3_proxy.spoil(rule)
+        return self.servers.s3_proxy.mend
+
+
+def _claim(key: ChunkKey, parent_hash: bytes, number: int) -> Claim:
+    return Claim(key, parent_hash, number * CHUNK, (number + 1) * CHUNK)
+
+
+def _state(holder: AgentConnection, cell: int) -> CellState:
+    """The state of a payload when its fetch has ended."""
+
+    def state() -> CellState:
+        return holder.arena.board.read(cell).state
+
+    assert wait_for(lambda: state() is not CellState.FILLING, bound_s=PATIENCE_S)
+    return state()
