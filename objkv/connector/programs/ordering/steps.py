@@ -273,7 +273,8 @@ def _start_both(rig: OrderRig, seconds: float) -> None:
     rig.step(StepPlan(loads=_loads(rig).loads, saves=(saves,)))
 
 
-_MANY = Setup(load_threads=4, load_slabs=64, save_slabs=64)
+# A slab for each save: one that is dropped for want of a slab would look like wrong bytes.
+_MANY = Setup(load_threads=4, load_slabs=64, save_slabs=256)
 SCENARIOS = (
     Scenario("asleep during transfers", asleep, Setup(drain_deadline_ms=0)),
     Scenario("busy everywhere", does_not_wait),
