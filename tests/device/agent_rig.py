@@ -289,7 +289,7 @@ AGENT_MUTANTS = {
     mutant(
         "an arena is unmapped while it is registered",
         "connection lost",
-        _SHARED + "SharedLoader._lose",
+        _SHARED + "SharedLoader._leave",
         "self._on_device.detach(agent.close)",
         "agent.close()",
     ): "registered",

@@ -105,6 +105,7 @@ class Wrong:
     def __init__(self, sim: ModuleType, fault: str) -> None:
         self._right, self._fault = sim.DRIVER.kernels, fault
         self.kernels, self.event, self.pin = self, sim.DRIVER.event, sim.DRIVER.pin
+        self.pin_read_only = sim.DRIVER.pin_read_only
         self.batch_copy = None
         if fault == "batch":
             sim.DRIVER.use_batch_copy(True)

@@ -271,23 +271,6 @@ ROWS: tuple[Row, ...] = (
         _NO_SAVE,
     ),
     Row(
-        "agent-killed-busy",
-        "the node agent is killed while it fetches or puts",
-        "agent",
-        UNTOUCHED_HIT,
-        _NO_LOAD,
-        Cell("drop", beside=AWAY),
-        is_fetched=True,
-    ),
-    Row(
-        "agent-frozen",
-        "the node agent hangs (it is frozen)",
-        "agent",
-        _NO_LOOKUP,
-        _NO_LOAD,
-        _NO_SAVE,
-    ),
-    Row(
         "agent-unlinked",
         "the node agent's socket is removed",
         "agent",
