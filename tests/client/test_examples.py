@@ -45,10 +45,15 @@ def test_a_sample_is_like_stores_of_replicas(urls: dict[str, str]) -> None:
 
 
 def test_the_page_for_routers_runs(
-    urls: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    urls: dict[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("OBJKV_AGENT_TOKEN", "s" * 16)
     page = (ROOT / "docs" / "routers.md").read_text()
-    blocks = [fence[len("```python\n") : -3] for fence in FENCED.findall(page)]
+    fences = [fence for fence in FENCED.findall(page) if fence.startswith("```python\n")]
+    blocks = [fence[len("```python\n") : -3] for fence in fences if "from vllm" not in fence]
     sample = blocks.pop().replace("/tmp/sample", str(tmp_path))  # noqa: S108  # the page's own
     exec(sample)  # noqa: S102  # the page's code is what is tested
     given = {"s3://bucket/prefix": urls["bulk_url"]}
@@ -60,7 +65,9 @@ def test_the_page_for_routers_runs(
     names: dict[str, object] = {"token_ids": TOKENS}
     exec(program, names)  # noqa: S102  # the page's code is what is tested
     assert capsys.readouterr().out.startswith("768 tokens are stored, 0 of them in the hot store")
-    choose = names["choose"]
+    prefetch, choose = names["prefetch"], names["choose"]
+    assert callable(prefetch)
+    assert prefetch("127.0.0.1", "a", TOKENS, 100) == 0, "there is no agent"
     assert callable(choose)
     assert choose(TOKENS, {"a": 0, "b": 256}, {"a": 0.0, "b": 0.0}) == "b"
     assert choose(TOKENS, {"a": 0, "b": 256}, {"a": 0.0, "b": 900.0}) == "a"

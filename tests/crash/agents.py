@@ -66,6 +66,7 @@ class AgentRounds:
         self._random = random.Random(seed)
         self._batch = 0
         self._checked: set[str] = set()
+        self._deck: list[str] = []
         store, index = self._store, self._index = (
             LocalStore(folder / "chunks"),
             SqliteIndex(folder / "index"),
@@ -118,7 +119,9 @@ class AgentRounds:
             "worker that saves": self._kill_saving_worker,
             "agent that saves": self._kill_saving_agent,
         }
-        kind = self._random.choice(list(kinds))
+        if not self._deck:  # each kind once in four rounds
+            self._deck = self._random.sample(list(kinds), len(kinds))
+        kind = self._deck.pop()
         self.seen[kind] += 1
         kinds[kind]()
         self._load_all()

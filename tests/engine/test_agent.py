@@ -9,7 +9,7 @@ import pytest
 
 from objkv.index.sqlite.index import SqliteIndex
 from tests.engine.cache import Values, scenario
-from tests.engine.fleet import CHUNK, SharedStore
+from tests.engine.fleet import CHUNK, SAVED, SharedStore
 from tests.engine.harness import ReplicaFailed, run_replica, run_replicas
 from tests.engine.job import Call, Generate, Job, ResetPrefixCache, Settle, Step
 from tests.engine.prompts import prompt_of
@@ -100,11 +100,12 @@ def with_nothing_configured(folder: Path) -> Values:
 
 @scenario
 def engine_killed(folder: Path) -> Values:
+    """Killed as soon as the agent has its payloads, most of which are not stored yet."""
     store = SharedStore(folder / "store")
     with AgentProcess(settings(store)) as agent:
         killed = Call(function="tests.engine.test_agent:kill_this")
         try:
-            run_replica(job(store, agent, *GENERATE, killed), folder)
+            run_replica(job(store, agent, *GENERATE, SAVED, killed), folder)
         except ReplicaFailed as exc:
             reason = str(exc)
         await_saved(None, str(store.index_file), CHUNKS)
@@ -118,7 +119,7 @@ def held_back(folder: Path) -> Values:
     with AgentProcess(settings(store) | {"save_to_bucket": "reused"}) as agent:
         killed = Call(function="tests.engine.test_agent:kill_this")
         with suppress(ReplicaFailed):
-            run_replica(job(store, agent, *GENERATE, killed), folder)
+            run_replica(job(store, agent, *GENERATE, SAVED, killed), folder)
         once = len(store.payloads())
         after = run_replica(job(store, agent, *GENERATE, saved(store)), folder)
         return {

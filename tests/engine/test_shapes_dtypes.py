@@ -17,7 +17,7 @@ from tests.engine.cache import Values, scenario
 from tests.engine.fleet import NUMBERS_TOLD, SAVED, SharedStore
 from tests.engine.fp8_kernels import FP8_ENGINE
 from tests.engine.harness import run_replica
-from tests.engine.job import Call, Generate, Job, ResetPrefixCache, Step
+from tests.engine.job import Call, Generate, Job, Prompt, ResetPrefixCache, Step
 from tests.engine.pages import LOADED_PAGES
 from tests.engine.prompts import prompt_of, tokens_of
 
@@ -26,8 +26,15 @@ LENGTHS = (300, 600, 1100)
 """The prompt that the replica with each codec writes."""
 LOADED = [256, 512, 1024]
 PROMPTS = tuple(prompt_of(n, seed=n, max_tokens=12) for n in LENGTHS)
-# One at a time: the sums of bfloat16 products depend on what else is in the batch.
+# One at a time: the sums of bfloat16 products depend on how many tokens a step has.
 ALL = tuple(Generate(prompts=(prompt,)) for prompt in PROMPTS)
+OTHER_ENDS = tuple(
+    Generate(
+        prompts=(Prompt(tokens=prompt.tokens[:loaded] + tokens_of(len(prompt.tokens))[loaded:]),)
+    )
+    for prompt, loaded in zip(PROMPTS, LOADED, strict=True)
+)
+"""With these in vLLM's own prefix cache, it computes exactly what a replica does that loads the rest."""
 LOOK_FIRST = Call(
     function=LOADED_PAGES,
     arguments={"prompts": [tokens_of(LENGTHS[0], seed=LENGTHS[0])[: LOADED[0] + 1]]},
@@ -51,7 +58,8 @@ def three_codecs_one_store(folder: Path) -> Values:
         engine = {"dtype": "bfloat16"}
         return store.job(*steps, engine=engine, chunk_tokens=256, **settings)
 
-    alone = replica(*ALL, LOOK).model_copy(update={"connector": None})
+    alone = replica(*ALL, LOOK, ResetPrefixCache(), *OTHER_ENDS, *ALL)
+    alone = alone.model_copy(update={"connector": None})
     runs: Values = {"alone": run_replica(alone, folder)}
     steps: tuple[Step, ...]
     for number, codec in enumerate(CODECS):
@@ -74,10 +82,12 @@ def test_each_replica_loads_what_the_others_wrote_with_another_codec() -> None:
 
 def test_the_tokens_are_those_of_vllm_alone() -> None:
     runs = three_codecs_one_store()
-    alone = runs["alone"].tokens
-    assert runs["reader"].tokens == alone * 2
+    count = len(PROMPTS)
+    computed, cached = runs["alone"].tokens[:count], runs["alone"].tokens[-count:]
+    assert runs["alone"].cached == [0] * 2 * count + LOADED
+    assert runs["reader"].tokens == cached * 2
     for number, codec in enumerate(CODECS):
-        assert runs[codec].tokens[: number + 1] == alone[: number + 1], codec
+        assert runs[codec].tokens[: number + 1] == [*cached[:number], computed[number]], codec
 
 
 def test_every_loaded_page_is_what_vllm_alone_computes() -> None:

@@ -57,6 +57,13 @@ def looks(prompts: list[tuple[int, ...]], chunk: int) -> Call:
     return Call(function=LOADED_PAGES, arguments={"prompts": cut})
 
 
+def without(pages: dict[str, list[str]], blocks: slice) -> dict[str, list[str]]:
+    """The digests of all other blocks."""
+    return {
+        layer: digests[: blocks.start] + digests[blocks.stop :] for layer, digests in pages.items()
+    }
+
+
 @scenario
 def alone(folder: Path) -> Values:
     """vLLM without a connector: the tokens of every prompt of this file, by ``name_of``."""
@@ -132,7 +139,11 @@ def test_the_tokens_are_those_of_vllm_alone(chunk: int) -> None:
 def test_the_loaded_blocks_hold_the_bytes_that_were_computed(chunk: int) -> None:
     runs = saved_and_loaded(chunk)
     computed, loaded = runs["first"].answers[-1], runs["second"].answers[1]
-    assert computed == loaded
+    # The second replica computed these blocks itself, as the end of a shorter prompt. Some processors
+    # add in another order if a step has another number of tokens.
+    own = slice(usable(TURNS[0], chunk) // BLOCK, TURNS[0] // BLOCK)
+    assert computed[:-1] == loaded[:-1]
+    assert without(computed[-1], own) == without(loaded[-1], own)
     for pages, length in zip(loaded, (*LENGTHS[chunk], TURNS[1]), strict=True):
         tokens = usable(length, chunk)
         for layer, digests in pages.items():

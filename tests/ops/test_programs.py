@@ -72,13 +72,13 @@ def test_a_program_that_takes_too_long_is_ended(tmp_path: Path) -> None:
         list(program.lines(bound_s=0.01))
 
 
-def test_a_program_sees_none_of_the_users_settings(
+def test_a_program_sees_its_own_settings_and_none_of_the_users(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OBJKV_TENANT", "mine")
     shown = "import os; print(sorted(n for n in os.environ if n.startswith('OBJKV')))"
     with Program("it", ("-c", shown), tmp_path / "log", {"OBJKV_CODEC": "none"}) as program:
-        assert list(program.lines(bound_s=280)) == ["['OBJKV_CODEC']\n"]
+        assert list(program.lines(bound_s=280)) == ["['OBJKV_AGENT', 'OBJKV_CODEC']\n"]
 
 
 def test_a_program_that_fails_leaves_its_last_words(tmp_path: Path) -> None:
