@@ -106,17 +106,20 @@ def mixed(folder: Path) -> Values:
     return values
 
 
+@pytest.mark.wide
 def test_a_replica_with_a_draft_loads_what_one_without_stored() -> None:
     plain, drafted = mixed()["plain"], mixed()["drafted"]
     assert drafted.cached[:2] == LESS_ONE_BLOCK
     assert drafted.tokens[:2] == plain.tokens[:2]
 
 
+@pytest.mark.wide
 def test_a_replica_without_a_draft_loads_what_one_with_stored() -> None:
     assert mixed()["reader"].cached == [2 * CHUNK] * len(CROWD)
     assert mixed()["reader"].tokens == mixed()["plain"].tokens[2:]
 
 
+@pytest.mark.wide
 def test_nothing_is_stored_of_a_draft_that_continues_without_earlier_kv() -> None:
     """Not even later chunks, whose beginning is in the replica's own cache."""
     assert mixed()["drafted"].cached[2] >= LENGTHS[0] // BLOCK * BLOCK - BLOCK
@@ -125,6 +128,7 @@ def test_nothing_is_stored_of_a_draft_that_continues_without_earlier_kv() -> Non
     assert len(mixed()["stored"]) == chunks
 
 
+@pytest.mark.wide
 def test_preempted_and_asynchronous_steps_store_only_verified_bytes() -> None:
     crowded, drafted = mixed()["crowded"], mixed()["drafted reader"]
     assert crowded.metrics["vllm:num_preemptions"] > 0
@@ -133,11 +137,13 @@ def test_preempted_and_asynchronous_steps_store_only_verified_bytes() -> None:
     assert drafted.cached == [2 * CHUNK - BLOCK] * len(CROWD)
 
 
+@pytest.mark.wide
 def test_as_many_proposals_are_accepted_as_without_objkv() -> None:
     loaded, alone = mixed()["drafted reader"].answers[-1], mixed()["alone"].answers[-1]
     assert loaded == alone
     assert alone[1] > 0.9 * alone[0] > 0
 
 
+@pytest.mark.wide
 def test_a_prompt_continues_past_what_the_draft_has() -> None:
     assert LONGER.tokens[: LENGTHS[0]] == tokens_of(LENGTHS[0], seed=LENGTHS[0])

@@ -130,6 +130,7 @@ def spoiled(folder: Path) -> Values:
     return values | {"mended": run_replica(mended, folder)}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_cannot_be_loaded_is_encoded(fault: str) -> None:
     second = spoiled()[fault]
@@ -141,6 +142,7 @@ def test_what_cannot_be_loaded_is_encoded(fault: str) -> None:
     assert count(second, counted) == seen["encoded"]
 
 
+@pytest.mark.wide
 def test_the_replica_after_the_next_finds_it_all_again() -> None:
     third = spoiled()["mended"]
     assert answer(third)["encoded"] == 0

@@ -3,11 +3,15 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.engine.cache import Values, scenario
 from tests.engine.fleet import CHUNK, SAVED, SharedStore, one_by_one
 from tests.engine.harness import run_replica, run_replicas
 from tests.engine.job import Call, Generate, Job, ResetPrefixCache, Settle
 from tests.engine.prompts import prompt_of
+
+pytestmark = pytest.mark.wide
 
 WHOLE = 3 * CHUNK
 PROMPT = prompt_of(WHOLE + 9)

@@ -292,7 +292,7 @@ def test_every_panel_of_the_dashboard_shows_something_of_real_servers(tmp_path: 
     each = zip(pages["idle"], pages["busy"], strict=True)
     with ExitStack() as stack:
         replicas = [stack.enter_context(serving(both)) for both in each]
-        targets = {"vllm": replicas, "objkv": replicas[:1]}
+        targets = {"vllm": replicas, "objkv": replicas[:1], "objkv-agent": []}
         server = stack.enter_context(prometheus(tmp_path, targets))
         wait_until(lambda: server.scraped("vllm", 3), "scrapes", bound_s=NOTICED_S)
         empty = [

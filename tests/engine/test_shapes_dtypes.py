@@ -34,7 +34,7 @@ OTHER_ENDS = tuple(
     )
     for prompt, loaded in zip(PROMPTS, LOADED, strict=True)
 )
-"""With these in vLLM's own prefix cache, it computes exactly what a replica does that loads the rest."""
+"""With these in vLLM's own prefix cache, it computes exactly what a replica that loads does."""
 LOOK_FIRST = Call(
     function=LOADED_PAGES,
     arguments={"prompts": [tokens_of(LENGTHS[0], seed=LENGTHS[0])[: LOADED[0] + 1]]},

@@ -18,6 +18,8 @@ from tests.engine.images import Shown, engine, images, make_model, words
 from tests.engine.job import Generate, Job, Prompt, ResetPrefixCache, Result, Settle, Step
 from tests.engine.prompts import prompt_of, tokens_of
 
+pytestmark = pytest.mark.wide
+
 
 def objkv(folder: Path, *steps: Step, **more: Any) -> Job:
     """A replica whose only address is a folder; chunks are single blocks, as the example's are."""
@@ -150,13 +152,11 @@ def shown(run: str, what: str) -> list[Any]:
     return [answer[what] for answer in answers]
 
 
-@pytest.mark.wide
 def test_prompts_with_images_get_the_tokens_of_vllm_alone() -> None:
     assert shown("second", "tokens") == shown("alone", "tokens")
     assert len({tuple(tokens) for tokens in shown("alone", "tokens")}) == len(SHOWN)
 
 
-@pytest.mark.wide
 def test_a_prompt_is_shared_up_to_the_first_image_that_is_another() -> None:
     """The example's names hold all images of a prompt, so that it would find the first only."""
     assert shown("first", "cached") == [0, 64]
@@ -188,7 +188,6 @@ def crowded(folder: Path) -> Values:
     return {"alone": alone, "first": first} | dict(zip(MODES, runs, strict=True))
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("run", ["first", *MODES])
 def test_requests_that_were_preempted_and_resumed_get_their_tokens(run: str) -> None:
     result: Result = crowded()[run]
@@ -197,7 +196,6 @@ def test_requests_that_were_preempted_and_resumed_get_their_tokens(run: str) -> 
     assert {output.finish_reason for output in result.outputs[0]} == {"length"}
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("mode", MODES)
 def test_requests_that_were_preempted_load_what_lies_in_the_folder(mode: str) -> None:
     result: Result = crowded()[mode]

@@ -3,12 +3,16 @@ with the tokens of a replica without a connector."""
 
 from pathlib import Path
 
+import pytest
+
 from tests.engine.cache import Values, scenario
 from tests.engine.fleet import SharedStore, asked
 from tests.engine.harness import run_replica, run_replicas
 from tests.engine.job import Call, Generate, Job, ResetPrefixCache, Settle, Step, Touch
 from tests.engine.prompts import prompt_of
 from tests.engine.tiered import spoil, tiered
+
+pytestmark = pytest.mark.wide
 
 CHUNK = 128
 WHOLE = 2 * CHUNK

@@ -107,6 +107,8 @@ class World:
 
 @pytest.fixture
 def world() -> Iterator[World]:
+    while module._KEPT:  # of devices that failed in other tests
+        module._KEPT.pop().close()
     world = World()
     yield world
     world.reader.close()
