@@ -7,8 +7,8 @@ node agent and once by the replica itself. An engine step gives each of the eigh
 duration of a step is their inter-token latency. Steps without a load are measured just before each
 load. Where loads are resident in the agent's memory, nothing is fetched: shown too.
 
-One model thread computes. The S3 server and the agent are kept on the machine's last processor:
-others would take the engine's own time on a small machine, which is not what a node with a GPU does.
+One model thread computes. The S3 server and the agent are kept on the machine's last processor,
+since on a small machine they would else take the engine's, which is not what they do beside a GPU.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from typing import Any
 
 from tests.engine.fleet import SAVED, SharedStore
 from tests.engine.harness import ROOT, run_replica
-from tests.engine.job import Call, Generate, Job, Prompt, ResetPrefixCache
+from tests.engine.job import Call, Generate, Prompt, ResetPrefixCache
 from tests.support.agents import AgentProcess
 from tests.support.servers.certificates import make_certificates
 from tests.support.servers.quick_s3 import quick_s3_process
@@ -180,7 +180,7 @@ def main() -> None:
         saves: list[Any] = []
         for prompt in prompts:
             saves += [Generate(prompts=(prompt,)), SAVED, ResetPrefixCache()]
-        replica(saves, urls | {"codec": "none", "save_slab_count": "8"}, folder)
+        replica(saves, urls | {"codec": "none"}, folder)
         arguments = {"seeds": seeds, "rounds": options.rounds}
         look = Call(function="benchmarks.latency:measure", arguments=arguments)
         sides = {name: {"agent": agent.url} for name, agent in agents.items()} | {"own": {}}
