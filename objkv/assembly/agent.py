@@ -160,7 +160,7 @@ class NodeAgent:
         self.lookups = NodeLookups(self._backends.index, self._near_limits())
         self.saves.on_saved = self.core.on_rejected = self.lookups.invalidate
         prefetches = Prefetches(self.core, self._backends.index, self._backends.bulk)
-        calls = NodeCalls(self._backends.index, self._backends.bulk, prefetches)
+        calls = NodeCalls(self._backends.index, self._backends.bulk, prefetches, ttl_s=config.ttl_s)
         parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls)
         self.server = AgentServer(self._socket.listener, parts)
         self.numbers = AgentNumbers(recorder)
