@@ -170,6 +170,13 @@ class AgentServer:
         """Number of connections."""
         return len(self._clients)
 
+    def listen_at(self, listener: socket.socket) -> None:
+        """Accept connections at another socket, which this object closes as it does the old one."""
+        with self._lock:
+            before, self._listener = self._listener, listener
+        _hang_up(before)  # wakes the thread that accepts
+        before.close()
+
     def stop_accepting(self) -> None:
         """The caller closes the listening socket from now on, since another agent takes over."""
         self._draining = True
@@ -204,11 +211,14 @@ class AgentServer:
 
     def _accept(self) -> None:
         while True:
+            listener = self._listener
             try:
-                sock, _ = self._listener.accept()
+                sock, _ = listener.accept()
             except OSError as exc:
                 if self._closed or self._draining or self._listener.fileno() < 0:
                     return
+                if listener is not self._listener:
+                    continue
                 logger.warning("connection not accepted reason=%s", exc)
                 time.sleep(_REFUSAL_S)  # such as no descriptor: it may be some time
                 continue
