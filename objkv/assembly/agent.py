@@ -1,7 +1,7 @@
 """Runs a node agent: its arena, its core, and its socket, over stores and index."""
 
+import hashlib
 import logging
-import os
 import socket
 import sys
 from pathlib import Path
@@ -146,6 +146,18 @@ def _holds_back(config: Config) -> bool:
     return is_far(config) if policy == "auto" else policy == "reused"
 
 
+def _lease_owner(path: Path) -> str:
+    """Return the owner of an agent's leases: the same for one that starts again after a kill, so
+    that it need not wait until they expire. During a replacement two agents have it: a payload that
+    both save is sent twice, and stored once."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        boot = ""
+    place = hashlib.sha256(f"{boot}\n{path.absolute()}".encode()).hexdigest()[:16]
+    return f"{socket.gethostname()}:{place}:agent"
+
+
 class NodeAgent:
     """An agent that serves a socket until it is closed. A context manager."""
 
@@ -155,7 +167,7 @@ class NodeAgent:
         """``replace``: take over from the agent that serves ``path``, once this one can start.
         Raises ``AgentRuns`` if another one serves it, ``ConfigError``, and with ``at_start`` strict
         ``StoreError``."""
-        self._config = config
+        self._config, self._path = config, path
         self._trouble = Trouble(logger, "connections of new clients")
         self._open(path, recorder, replace)
         self.saves = NodeSaves(self._cache, self.core.residents, self._save_limits(), recorder)
@@ -219,7 +231,7 @@ class NodeAgent:
             backends.bulk,
             backends.hot,
             backends.index,
-            cache_settings(config, f"{socket.gethostname()}:{os.getpid()}:agent"),
+            cache_settings(config, _lease_owner(self._path)),
             recorder,
             room=open_room(config, backends, recorder),
             seal=open_seal(config),

@@ -18,10 +18,13 @@ from objkv.assembly.agent import AgentLink, NodeAgent
 from objkv.config import Config
 from objkv.config.node import agent_environment, agent_socket, http_path
 from objkv.errors import ConfigError
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.topology import Shard
 from objkv.telemetry import MemoryRecorder
 from tests.agent.test_http import Router
 from tests.support.agents import AgentProcess, agent_folder
 from tests.support.paged_cache import PATIENCE_S, wait_until
+from tests.support.samples import NAMESPACE
 
 
 @pytest.fixture
@@ -139,6 +142,20 @@ def test_an_agent_whose_path_is_another_agents_ends_and_leaves_it(
             assert is_listening(path)
             assert second.server.clients == 0
             assert Router(http_path(path)).ask("GET", "/healthz") == (200, "ok\n")
+
+
+def test_an_agent_that_starts_again_has_the_leases_of_the_one_that_was_killed(
+    config: Config,
+) -> None:
+    path = agent_socket(config)
+    assert path is not None
+    key = ChunkKey(NAMESPACE, bytes(20), 0, Shard(0, 1, 0, 1))
+    with NodeAgent(config, path, MemoryRecorder()) as killed:
+        assert killed._cache.take_lease(key)
+    with NodeAgent(config, path, MemoryRecorder()) as again:
+        assert again._cache.take_lease(key)
+    with NodeAgent(config, path.with_name("other"), MemoryRecorder()) as other:
+        assert not other._cache.take_lease(key)
 
 
 def test_an_agent_answers_at_its_address(config: Config) -> None:
