@@ -20,9 +20,9 @@ from benchmarks.fleet.trace import Request
 
 ARENA_SHARE = 1 / 8
 """objkv's default: of the node's memory."""
-LIVES_H = {"4.5 h": 4.5, "1.5 d": 36.0, "2.5 d": 60.0}
-"""How long a payload is stored: with ``ttl_s`` 14,400 and a sweep each hour; with lifecycle rules
-of one and of two days, which S3 rounds up to midnight."""
+LIVES_H = {"4.5 h": 4.5, "8.5 h": 8.5, "24.5 h": 24.5, "1.5 d": 36.0, "2.5 d": 60.0}
+"""How long a payload is stored: with ``ttl_s`` 14,400, 28,800 and 86,400 and a sweep each hour;
+with lifecycle rules of one and of two days, which S3 rounds up to midnight."""
 _TB = 1e12
 _GB_MONTH_HOURS = 730.0
 _COLUMNS = (
@@ -100,6 +100,7 @@ def cases(fleet: Fleet, costs: Costs) -> Iterator[Case]:
         "all": agents("all"),
         "all, one process": agents("all", processes=1),
         "reused (default)": agents("reused"),
+        "reused, one process": agents("reused", processes=1),
         "reused, arena of half the memory": agents("reused", memory_bytes=half),
         "reused, disk 4 TB of read payloads": agents("reused", 4, disk_keeps="read"),
         "reused, disk 4 TB": agents("reused", 4),

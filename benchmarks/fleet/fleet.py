@@ -18,7 +18,7 @@ class Settings:
     """objkv's settings with objkv's defaults, then two limits that are set elsewhere."""
 
     chunk_tokens: int = 256
-    ttl_s: float = 86_400
+    ttl_s: float = 14_400
     near_records_max: int = 65_536
     near_ttl_ms: int = 30_000
     near_miss_ttl_ms: int = 500

@@ -159,7 +159,7 @@ def money(plt: Any, runs: Runs, fleet: Fleet) -> Any:
     parts: dict[str, Callable[[Summary], float]] = {
         "PUT": lambda s: 3600 * s.puts_s * bulk.put_usd,
         "GET": lambda s: 3600 * s.gets_s * bulk.get_usd,
-        "storage, ttl_s 1 day": lambda s: s.storage_usd,
+        "storage, ttl_s 4 hours": lambda s: s.storage_usd,
     }
     for name, price in parts.items():
         heights = [price(summary) / summary.replicas for summary in found]
@@ -207,7 +207,7 @@ def limits(plt: Any, runs: Runs, fleet: Fleet) -> Any:
     hourly = [s.redis_bytes * _HOUR_S / fleet.settings.ttl_s for s in found]
     lines = {
         "S3 rate, one partition of the bucket": [s.prefixes for s in found],
-        "Redis index, ttl_s 1 day, 64 GB": [s.redis_bytes / _REDIS_NODE_BYTES for s in found],
+        "Redis index, ttl_s 4 hours, 64 GB": [s.redis_bytes / _REDIS_NODE_BYTES for s in found],
         "Redis index, ttl_s 1 hour, 64 GB": [nbytes / _REDIS_NODE_BYTES for nbytes in hourly],
         "Redis time, one primary": [s.redis_busy for s in found],
         "network card of a host": [max(s.nic_receive, s.nic_send) for s in found],

@@ -39,7 +39,7 @@ def cases(fleet: Fleet, costs: Costs) -> Iterator[Case]:
         yield Case("admission", admission, changed(fleet, admission=admission))
     for chunk in (128, 512, 1024, 2048):
         yield Case("chunk_tokens", str(chunk), changed(fleet, chunk_tokens=chunk))
-    for ttl_s in (60, 300, 900, 3600, 7 * 86_400):
+    for ttl_s in (60, 300, 900, 3600, 86_400, 7 * 86_400):
         yield Case("ttl_s", str(ttl_s), changed(fleet, ttl_s=ttl_s))
     for quota in (0.1, 0.3, 1.0):
         bytes_max = quota * 1e12 * fleet.replicas

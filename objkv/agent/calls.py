@@ -205,9 +205,17 @@ class NodeCalls:
     """The agent's side: runs calls on its index and bulk store. Thread-safe."""
 
     def __init__(
-        self, index: WriteIndex, bulk: WriteStore, prefetches: Prefetches | None = None
+        self,
+        index: WriteIndex,
+        bulk: WriteStore,
+        prefetches: Prefetches | None = None,
+        *,
+        ttl_s: int,
     ) -> None:
+        """``ttl_s``: life of records that clients write or touch. Theirs does not count: those that
+        were given only the socket do not know that of the store."""
         self._index, self._bulk, self._prefetches = index, bulk, prefetches
+        self._ttl_s = ttl_s
         self._verbs: dict[str, Callable[[Arguments], Any]] = {
             "lookup": self._lookup,
             "publish": self._publish,
@@ -233,10 +241,10 @@ class NodeCalls:
         return [None if one is None else _record_text(one) for one in found]
 
     def _publish(self, call: Arguments) -> None:
-        self._index.publish(_entry(call), _shards(call["shards"]), ttl_s=int(call["ttl_s"]))
+        self._index.publish(_entry(call), _shards(call["shards"]), ttl_s=self._ttl_s)
 
     def _touch(self, call: Arguments) -> None:
-        self._index.touch(_namespace(call), _hashes(call), ttl_s=int(call["ttl_s"]))
+        self._index.touch(_namespace(call), _hashes(call), ttl_s=self._ttl_s)
 
     def _credit(self, call: Arguments) -> None:
         savings = Savings(**call["savings"])

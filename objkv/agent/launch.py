@@ -23,6 +23,8 @@ _BACKLOG = 128
 _LOG_BYTES_MAX = 4 << 20
 _REPLACE_S = 15.0
 """How long a replaced agent may take to give up its socket."""
+_LOOK_S = 1.0
+"""How long a plain start, which only looks for an agent that replaces another, is waited for."""
 _POLL_S = 0.02
 _PEER = struct.Struct("3i")
 
@@ -48,18 +50,29 @@ class AgentSocket:
         ``AgentRuns`` or ``ConfigError``."""
         self._path, self._replaces = path, replace
         self._locks: list[int] = []
-        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self.listener = _new_socket()
         self._inode = -1
+        changing = f"{path}.next.lock"
         try:
-            self._locks.append(self._take(f"{path}.next.lock" if replace else f"{path}.lock"))
+            if replace:
+                self._locks.append(self._take(changing, _LOOK_S))
+            else:
+                self._locks.append(self._take(f"{path}.lock"))
+                if os.path.lexists(changing):  # an agent that replaces another goes first
+                    os.close(self._take(changing))
         except BaseException:
             self.close()
             raise
 
+    @property
+    def replaced(self) -> int:
+        """The process that will be replaced; 0 if there is none, or this one cannot end it."""
+        return _agent_at(self._path) if self._replaces else 0
+
     def listen(self) -> None:
         """Have the path, and listen. Raises ``AgentRuns`` if the replaced agent does not end, or
         ``ConfigError`` if nothing can listen there."""
-        before = _agent_at(self._path) if self._replaces else 0
+        before = self.replaced
         if self._replaces and before <= 0:  # one that this process cannot end has to end first
             self._locks.append(self._take(f"{self._path}.lock", _REPLACE_S))
         try:
@@ -74,6 +87,32 @@ class AgentSocket:
             if before > 0:
                 self._locks.append(self._take(f"{self._path}.lock", _REPLACE_S))
             os.close(self._locks.pop(0))
+
+    def restore(self) -> socket.socket | None:
+        """Listen at the path again if something has removed it, such as a job that cleans folders.
+        Returns the new listener, or None if the path is as it was. The old one still has to be
+        closed. Raises ``AgentRuns`` if the path is another agent's now, and ``ConfigError`` if
+        nothing can listen there."""
+        try:
+            if self._path.lstat().st_ino != self._inode:
+                raise AgentRuns(self._why_taken())
+            return None
+        except FileNotFoundError:
+            logger.warning("the agent's socket was removed, listening again path=%s", self._path)
+        except OSError as exc:
+            raise ConfigError(f"the agent cannot see {self._path}: {exc.strerror or exc}") from exc
+        lock = Path(f"{self._path}.lock")
+        if not lock.exists() or lock.stat().st_ino != os.fstat(self._locks[-1]).st_ino:
+            self._locks.append(self._take(str(lock)))
+        before, self.listener = self.listener, _new_socket()
+        try:
+            self._listen()
+        except OSError as exc:
+            self.listener.close()
+            self.listener = before
+            why = exc.strerror or exc
+            raise ConfigError(f"the agent cannot listen on {self._path}: {why}") from exc
+        return self.listener
 
     def report(self, error: BaseException | None) -> None:
         """Leave a note for replicas if the agent cannot start; without an error, remove it."""
@@ -96,7 +135,7 @@ class AgentSocket:
 
     def _listen(self) -> None:
         """Listen, and have the path, also if it is the name of a socket already."""
-        made = Path(f"{self._path}.next")
+        made = Path(f"{self._path}.{'next' if self._replaces else 'new'}")
         made.unlink(missing_ok=True)
         before = os.umask(0o177)
         try:
@@ -132,6 +171,10 @@ class AgentSocket:
                     os.close(lock)
                     raise AgentRuns(self._why_taken()) from exc
             sleep(_POLL_S)
+
+
+def _new_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
 
 
 def _agent_at(path: Path) -> int:

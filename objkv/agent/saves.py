@@ -110,8 +110,8 @@ class NodeSaves:
         was_held_back = key.path() in self._unsaved
         if self._limits.holds_back:
             if was_held_back and self.residents.holds([key.path()])[0]:
-                self._unsaved.seen_again(key.path())
-                return CommitStatus.ACCEPTED
+                is_due = self._unsaved.seen_again(key.path())
+                return CommitStatus.ACCEPTED if is_due else CommitStatus.KEPT
         elif (refusal := self._refusal()) is not CommitStatus.ACCEPTED:
             return refusal
         if not self._cache.begin_save(key):
@@ -173,12 +173,13 @@ class NodeSaves:
         that were not seen again do not count."""
         end = monotonic() + seconds
         while True:
-            is_last = not self._unsaved.has_due or self._pool.is_closed
+            was_idle = not self._unsaved.has_due
             for part in (self._sightings, self._pool):
                 if not part.drain(max(0.0, end - monotonic())):
                     return False
-            if is_last or monotonic() >= end:
-                return not self._unsaved.has_due
+            is_idle = not self._unsaved.has_due  # one may have become due meanwhile
+            if (was_idle and is_idle) or self._pool.is_closed or monotonic() >= end:
+                return is_idle
 
     def close(self, drain_s: float) -> None:
         """Drain within the bound, then stop. Idempotent."""

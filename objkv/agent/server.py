@@ -50,6 +50,8 @@ from objkv.keys.prefix import PREFIX_HASH_BYTES
 logger = logging.getLogger(__name__)
 _SEND_S = 5.0
 """How long a client may leave an answer unread. Answers fit into its socket's buffer."""
+_HELLO_S = 10.0
+"""How long a client may take to greet."""
 _REFUSAL_S = 1.0
 _LOOK_S = 0.02
 _PEER = struct.Struct("3i")
@@ -168,6 +170,13 @@ class AgentServer:
         """Number of connections."""
         return len(self._clients)
 
+    def listen_at(self, listener: socket.socket) -> None:
+        """Accept connections at another socket, which this object closes as it does the old one."""
+        with self._lock:
+            before, self._listener = self._listener, listener
+        _hang_up(before)  # wakes the thread that accepts
+        before.close()
+
     def stop_accepting(self) -> None:
         """The caller closes the listening socket from now on, since another agent takes over."""
         self._draining = True
@@ -202,11 +211,14 @@ class AgentServer:
 
     def _accept(self) -> None:
         while True:
+            listener = self._listener
             try:
-                sock, _ = self._listener.accept()
+                sock, _ = listener.accept()
             except OSError as exc:
                 if self._closed or self._draining or self._listener.fileno() < 0:
                     return
+                if listener is not self._listener:
+                    continue
                 logger.warning("connection not accepted reason=%s", exc)
                 time.sleep(_REFUSAL_S)  # such as no descriptor: it may be some time
                 continue
@@ -250,9 +262,12 @@ class AgentServer:
                 logger.debug("refusal not sent", exc_info=True)
 
     def _serve(self, client: AgentSession) -> None:
+        is_greeted = False
         try:
-            client.sock.settimeout(None)
-            if self._greet(client):
+            client.sock.settimeout(_HELLO_S)
+            is_greeted = self._greet(client)
+            if is_greeted:
+                client.sock.settimeout(None)
                 client.sock.setsockopt(
                     socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(_SEND_S), 0)
                 )
@@ -268,7 +283,8 @@ class AgentServer:
         except Exception:
             logger.exception("client dropped number=%d", client.number)
         finally:
-            _await_end(client.sock)
+            # Only who was greeted may have mapped the arena.
+            _await_end(client.sock, None if is_greeted else _REFUSAL_S)
             self._end(client)
 
     def _greet(self, client: AgentSession) -> bool:
@@ -381,9 +397,9 @@ def _started(thread: Thread) -> bool:
     return True
 
 
-def _await_end(sock: socket.socket) -> None:
+def _await_end(sock: socket.socket, seconds: float | None) -> None:
     """End the conversation, and wait until the client has closed its side: a device of the client
-    may read leased memory until then."""
+    may read leased memory until then. ``seconds``: at most; None: for ever."""
     try:
         sock.shutdown(socket.SHUT_WR)
     except OSError:
@@ -391,7 +407,7 @@ def _await_end(sock: socket.socket) -> None:
     # Not by recv: an empty message looks like an end.
     poll = select.poll()
     poll.register(sock, select.POLLRDHUP)
-    poll.poll()
+    poll.poll(None if seconds is None else 1000 * seconds)
 
 
 def _hang_up(sock: socket.socket) -> None:

@@ -1,7 +1,7 @@
 """Runs a node agent: its arena, its core, and its socket, over stores and index."""
 
+import hashlib
 import logging
-import os
 import socket
 import sys
 from pathlib import Path
@@ -22,7 +22,8 @@ from objkv.agent.calls import (
 from objkv.agent.client import AgentConnection, AgentRefused
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
-from objkv.agent.launch import AgentSocket, failure_of, start_agent
+from objkv.agent.http.listener import check_address
+from objkv.agent.launch import AgentRuns, AgentSocket, failure_of, start_agent
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentParts, AgentServer
@@ -37,7 +38,7 @@ from objkv.config.urls import local_path, parse_address
 from objkv.errors import ConfigError, TransferError
 from objkv.index.base import WriteIndex
 from objkv.stores.base import PruneStore
-from objkv.telemetry import MemoryRecorder, Recorder
+from objkv.telemetry import MemoryRecorder, Recorder, Trouble
 
 logger = logging.getLogger(__name__)
 _MEMORY_SHARE = 8
@@ -145,6 +146,18 @@ def _holds_back(config: Config) -> bool:
     return is_far(config) if policy == "auto" else policy == "reused"
 
 
+def _lease_owner(path: Path) -> str:
+    """Return the owner of an agent's leases: the same for one that starts again after a kill, so
+    that it need not wait until they expire. During a replacement two agents have it: a payload that
+    both save is sent twice, and stored once."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        boot = ""
+    place = hashlib.sha256(f"{boot}\n{path.absolute()}".encode()).hexdigest()[:16]
+    return f"{socket.gethostname()}:{place}:agent"
+
+
 class NodeAgent:
     """An agent that serves a socket until it is closed. A context manager."""
 
@@ -154,13 +167,14 @@ class NodeAgent:
         """``replace``: take over from the agent that serves ``path``, once this one can start.
         Raises ``AgentRuns`` if another one serves it, ``ConfigError``, and with ``at_start`` strict
         ``StoreError``."""
-        self._config = config
+        self._config, self._path = config, path
+        self._trouble = Trouble(logger, "connections of new clients")
         self._open(path, recorder, replace)
         self.saves = NodeSaves(self._cache, self.core.residents, self._save_limits(), recorder)
         self.lookups = NodeLookups(self._backends.index, self._near_limits())
         self.saves.on_saved = self.core.on_rejected = self.lookups.invalidate
         prefetches = Prefetches(self.core, self._backends.index, self._backends.bulk)
-        calls = NodeCalls(self._backends.index, self._backends.bulk, prefetches)
+        calls = NodeCalls(self._backends.index, self._backends.bulk, prefetches, ttl_s=config.ttl_s)
         parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls)
         self.server = AgentServer(self._socket.listener, parts)
         self.numbers = AgentNumbers(recorder)
@@ -202,6 +216,8 @@ class NodeAgent:
             self.arena = Arena.create(max(PAGE, nbytes))
             self._cache = self._open_cache(recorder)
             self.core = self._open_core(recorder)
+            if self._config.agent_listen:
+                check_address(parse_address(self._config.agent_listen), self._socket.replaced)
             self._socket.listen()
         except BaseException as exc:
             self._socket.report(exc)
@@ -215,7 +231,7 @@ class NodeAgent:
             backends.bulk,
             backends.hot,
             backends.index,
-            cache_settings(config, f"{socket.gethostname()}:{os.getpid()}:agent"),
+            cache_settings(config, _lease_owner(self._path)),
             recorder,
             room=open_room(config, backends, recorder),
             seal=open_seal(config),
@@ -259,6 +275,24 @@ class NodeAgent:
             elif idle_s is not None and monotonic() - used >= idle_s:
                 logger.info("agent idle, ending idle_s=%g", idle_s)
                 return
+            if not self._is_served():
+                return
+
+    def _is_served(self) -> bool:
+        """Whether replicas can connect, or could be once the socket's folder is back."""
+        try:
+            listener = self._socket.restore()
+            if listener is not None:
+                self.server.listen_at(listener)
+            if self._http is not None:
+                self._http.restore()
+            self._trouble.worked()
+        except AgentRuns as exc:
+            logger.warning("the agent's socket is another agent's, ending reason=%s", exc)
+            return False
+        except ConfigError as exc:
+            self._trouble.failed(exc)
+        return True
 
     def close(self) -> None:
         """End within the drain deadline: first the socket, so that the next agent can have it, then

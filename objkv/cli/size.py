@@ -63,7 +63,7 @@ Used = Annotated[
     time_option("Average time from a save to its last hit", "--used", most=1e10, shown="0s"),
 ]
 SweepEvery = Annotated[
-    float, time_option("Time between sweeps", "--sweep-every", most=1e10, shown="1d")
+    float, time_option("Time between sweeps", "--sweep-every", most=1e10, shown="1h")
 ]
 GbMonth = Annotated[
     float, typer.Option(help="Price of 10^9 bytes for a month in US dollars.", metavar="USD")
@@ -89,7 +89,7 @@ def size(
     stored: StoredShare = 0.5,
     ttl: Ttl = None,
     used: Used = 0.0,
-    sweep_every: SweepEvery = 86_400.0,
+    sweep_every: SweepEvery = 3_600.0,
     price_gb_month: GbMonth = 0.023,
     price_puts: Puts = 0.005,
     price_gets: Gets = 0.0004,

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from objkv.cli.command import FINE, FOUND, UNREACHABLE, Session, command, ending_in_order
 from objkv.cli.options import time_option
-from objkv.cli.output import Printer, age, plain, size
+from objkv.cli.output import Printer, age, counted, plain, size
 from objkv.cli.tables import HASH_DIGITS, shortened
 from objkv.config.node import agent_socket
 from objkv.config.schema import Config
@@ -110,13 +110,14 @@ def screen(
     replicas = rows[showing.top :][: max(1, min(len(rows), room * 2 // 3))]
     left = room - len(replicas)
     parts: list[RenderableType] = [head, _summary(view, width), Text()]
-    cells = [replica_cells(row) for row in replicas]
-    parts.append(_fitted_table(REPLICA_COLUMNS, cells, width))
-    if len(rows) > len(replicas):
-        first = showing.top + 1
-        last = showing.top + len(replicas)
-        parts.append(Text(f"{first} to {last} of {len(rows)}", style="dim"))
-    parts.append(Text())
+    if rows:
+        cells = [replica_cells(row) for row in replicas]
+        parts.append(_fitted_table(REPLICA_COLUMNS, cells, width))
+        if len(rows) > len(replicas):
+            first = showing.top + 1
+            last = showing.top + len(replicas)
+            parts.append(Text(f"{first} to {last} of {len(rows)}", style="dim"))
+        parts.append(Text())
     if nodes:
         cells = [node_cells(row) for row in nodes]
         parts += [_fitted_table(NODE_COLUMNS, cells, width), Text()]
@@ -143,6 +144,9 @@ def sort_rows(rows: Sequence[ReplicaRow], by: str) -> list[ReplicaRow]:
 
 def summary_lines(view: View) -> list[str]:
     """Return the fleet's totals as text without colours."""
+    if not view.rows:  # only agents are watched
+        down = sum(row.state == "down" for row in view.nodes)
+        return [f"{counted(len(view.nodes), 'node agent')}, {down} down", *_stored_lines(view)]
     shares = ", ".join(f"{name} {share:.0%}" for name, share, _ in _shares(view.total))
     down = sum(row.state == "down" for row in view.rows)
     count = len(view.rows)
@@ -390,7 +394,8 @@ def top(
     agent: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Socket of a node agent; repeatable (default: that of OBJKV_AGENT).",
+            help="Socket of a node agent; repeatable (default: that of OBJKV_AGENT). Without "
+            "--endpoint, no replica is watched.",
             metavar="PATH",
         ),
     ] = None,
@@ -408,7 +413,7 @@ def top(
 
     Read-only. Keys: q quits, p pauses, s changes the sort order, arrows scroll.
     """
-    urls = _urls(endpoint, endpoints)
+    urls = _urls(endpoint, endpoints) or ([] if agent else [_DEFAULT])
     config = session.config
     # A folder that is its own index would have to be walked in full.
     wants_index = not no_index and not config.index_url.startswith("bulk:") and session.has_bulk()
@@ -436,7 +441,7 @@ def _urls(given: list[str] | None, file: Path | None) -> list[str]:
         urls += [line.strip() for line in lines if line.strip() and not line.startswith("#")]
         if not urls:
             raise ConfigError(f"{file}: contains no endpoint URL")
-    return list(dict.fromkeys(urls)) or [_DEFAULT]
+    return list(dict.fromkeys(urls))
 
 
 def _agents(given: list[Path] | None, config: Config) -> list[Path]:
@@ -473,7 +478,8 @@ def _once(out: Printer, watch: FleetWatch, every_s: float, *, look: bool) -> int
         out.document({**plain(view), "hit_rate": hit_rate, "every_s": every_s})
     else:
         _print(out, view)
-    if down == len(view.rows):
+    watched = view.rows or view.nodes
+    if all(row.state == "down" for row in watched):
         return UNREACHABLE
     return FOUND if down or is_node_down or view.problems else FINE
 
@@ -482,9 +488,11 @@ def _print(out: Printer, view: View) -> None:
     for line in summary_lines(view):
         out.line(line)
     out.line()
-    out.table(*_notes_third(REPLICA_COLUMNS, [replica_cells(row) for row in view.rows]))
+    if view.rows:
+        out.table(*_notes_third(REPLICA_COLUMNS, [replica_cells(row) for row in view.rows]))
     if view.nodes:
-        out.line()
+        if view.rows:
+            out.line()
         out.table(*_notes_third(NODE_COLUMNS, [node_cells(row) for row in view.nodes]))
     if view.prefixes is not None and view.prefixes.prefixes:
         out.line()

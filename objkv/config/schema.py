@@ -194,8 +194,9 @@ class Config(BaseModel):
     """How weights are identified. ``sampled``: headers and some pages of each safetensors tensor,
     all bytes of other files. ``full``: all bytes, a minute per 100 GB at the first start. Use the
     same value on all replicas: the two never share KV."""
-    ttl_s: int = Field(default=86_400, ge=1)
-    """How long an index record lives after its last save or hit."""
+    ttl_s: int = Field(default=14_400, ge=1)
+    """How long an index record lives after its last save or hit. At the default, S3 Standard
+    costs less than the GPU time that it saves. Without a price for storage, use a day or a week."""
     quota_bytes: int = Field(default=0, ge=0)
     """Payload bytes per tenant, over all its namespaces. 0: no quota. If ``bulk_url`` is also
     unset, the default is 50 GiB or a fifth of the disk, whichever is smaller."""
@@ -204,9 +205,9 @@ class Config(BaseModel):
     chunks."""
     quota_low_percent: int = Field(default=85, ge=0, le=100)
     """Sweep evicts until usage falls to this percentage of the quota."""
-    sweep_grace_s: int = Field(default=21_600, ge=0)
+    sweep_grace_s: int = Field(default=14_400, ge=0)
     """Objects younger than this are never swept. Must exceed the longest save, because writers
-    publish last."""
+    publish last. A value above ``ttl_s`` keeps expired payloads longer."""
     pinned_bytes_max: int = Field(default=0, ge=0)
     """Pinned (page-locked) memory per worker for loads and saves. 0: enough for all load threads
     and for the saves of two full steps, and at most an eighth of the host's memory for all workers.

@@ -54,7 +54,7 @@ variable "expire_days" {
 variable "ttl_s" {
   description = "The replicas' setting ttl_s: life of an index record after its last save or hit."
   type        = number
-  default     = 86400
+  default     = 14400
 
   validation {
     condition     = var.ttl_s >= 1

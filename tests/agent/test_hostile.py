@@ -230,7 +230,7 @@ def test_a_save_of_a_payload_that_is_resident_with_another_claim_is_refused(node
     "text",
     [
         "[" * 20_000,
-        f'{{"verb": "touch", "namespace": "{NAMESPACE}", "hashes": [], "ttl_s": Infinity}}',
+        f'{{"verb": "touch", "namespace": "{NAMESPACE}", "hashes": Infinity, "ttl_s": 1}}',
         '{"verb": "touch", "namespace": ["a"], "hashes": [], "ttl_s": 1}',
         '{"verb": "lookup", "namespace": "../..", "hashes": ["%s"]}' % ("00" * 20),
         f'{{"verb": "lookup", "namespace": "{NAMESPACE}", "hashes": ["00"]}}',

@@ -18,10 +18,13 @@ from objkv.assembly.agent import AgentLink, NodeAgent
 from objkv.config import Config
 from objkv.config.node import agent_environment, agent_socket, http_path
 from objkv.errors import ConfigError
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.topology import Shard
 from objkv.telemetry import MemoryRecorder
 from tests.agent.test_http import Router
 from tests.support.agents import AgentProcess, agent_folder
 from tests.support.paged_cache import PATIENCE_S, wait_until
+from tests.support.samples import NAMESPACE
 
 
 @pytest.fixture
@@ -76,6 +79,83 @@ def test_an_agent_that_cannot_be_ended_keeps_its_socket(
     third.listen()
     assert is_listening(path)
     third.close()
+
+
+def test_a_plain_start_does_not_come_between_two_agents_that_change_places(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = agent_socket(config)
+    assert path is not None
+    old = AgentSocket(path)
+    old.listen()
+    new = AgentSocket(path, replace=True)
+    old.close()  # it ends on its own account, and its lock is free
+    with pytest.raises(AgentRuns):
+        AgentSocket(path)
+    new.listen()
+    assert is_listening(path)
+    new.close()
+    third = AgentSocket(path)
+    third.listen()
+    assert is_listening(path)
+    third.close()
+
+
+def test_a_socket_that_was_removed_is_made_again_and_keeps_its_clients(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("objkv.assembly.agent._LOOK_S", 0.02)
+    path = agent_socket(config)
+    assert path is not None
+    ended = threading.Event()
+    with NodeAgent(config, path, MemoryRecorder()) as agent:
+        running = threading.Thread(target=agent.run, args=(ended,))
+        running.start()
+        before = AgentConnection(path, wants_arena=True)
+        for _ in range(2):
+            for file in path.parent.iterdir():  # the lock too, as whoever cleans a folder does
+                file.unlink()
+            wait_until(lambda: is_listening(path) and http_path(path).exists())
+            AgentConnection(path, wants_arena=True).close()
+            assert Router(http_path(path)).ask("GET", "/healthz") == (200, "ok\n")
+            with pytest.raises(AgentRuns):
+                AgentSocket(path)
+        assert not before.has_ended()
+        assert agent.server.clients >= 1
+        before.close()
+        ended.set()
+        running.join(PATIENCE_S)
+    assert not path.exists()
+
+
+def test_an_agent_whose_path_is_another_agents_ends_and_leaves_it(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = agent_socket(config)
+    assert path is not None
+    with NodeAgent(config, path, MemoryRecorder()) as first:
+        for file in path.parent.iterdir():
+            file.unlink()
+        with NodeAgent(config, path, MemoryRecorder()) as second:
+            first.run(threading.Event())
+            first.close()
+            assert is_listening(path)
+            assert second.server.clients == 0
+            assert Router(http_path(path)).ask("GET", "/healthz") == (200, "ok\n")
+
+
+def test_an_agent_that_starts_again_has_the_leases_of_the_one_that_was_killed(
+    config: Config,
+) -> None:
+    path = agent_socket(config)
+    assert path is not None
+    key = ChunkKey(NAMESPACE, bytes(20), 0, Shard(0, 1, 0, 1))
+    with NodeAgent(config, path, MemoryRecorder()) as killed:
+        assert killed._cache.take_lease(key)
+    with NodeAgent(config, path, MemoryRecorder()) as again:
+        assert again._cache.take_lease(key)
+    with NodeAgent(config, path.with_name("other"), MemoryRecorder()) as other:
+        assert not other._cache.take_lease(key)
 
 
 def test_an_agent_answers_at_its_address(config: Config) -> None:

@@ -1,5 +1,6 @@
 """Clients of one agent, over its socket."""
 
+import json
 import os
 import socket
 import threading
@@ -14,7 +15,7 @@ from objkv.agent import calls as calls_module
 from objkv.agent import messages as m
 from objkv.agent import server as server_module
 from objkv.agent.arena import CellState
-from objkv.agent.calls import AgentCalls, AgentDocuments, AgentIndex
+from objkv.agent.calls import AgentCalls, AgentDocuments, AgentIndex, NodeCalls
 from objkv.agent.client import AgentConnection
 from objkv.agent.launch import is_listening
 from objkv.agent.outbox import AgentSaves, Outbox
@@ -132,6 +133,34 @@ def test_another_version_and_a_stranger_are_refused(
     monkeypatch.setattr(server_module, "_ROOT", 4243)
     with pytest.raises(TransferError, match="serves user 4242"):
         node.connect()
+
+
+def test_the_agents_time_to_live_is_that_of_its_clients(node: Node) -> None:
+    """A replica that has only the socket has none of its own."""
+    (wanted, *_), given = node.save(), list[int]()
+    node.index.touch = lambda *_, ttl_s: given.append(ttl_s)  # type: ignore[method-assign]
+    calls = NodeCalls(node.index, node.store, ttl_s=7)
+    hashes = [wanted.claim.key.prefix_hash.hex()]
+    calls.run(json.dumps({"verb": "touch", "namespace": NAMESPACE, "hashes": hashes, "ttl_s": 99}))
+    assert given == [7]
+
+
+def test_a_client_that_does_not_greet_is_dropped_in_time(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it does not close its side."""
+    monkeypatch.setattr(server_module, "_HELLO_S", 0.05)
+    monkeypatch.setattr(server_module, "_REFUSAL_S", 0.05)
+    assert node.server is not None
+    silent, strange, friend = raw(node), raw(node), greeted(node)
+    strange.send(m.pack_hello(m.Hello(m.VERSION + 1, wants_arena=True)))
+    assert "speaks version" in m.unpack_text(strange.recv(1000))
+    assert silent.recv(100) == b""
+    wait_until(lambda: node.server is not None and node.server.clients == 1)
+    friend.send(m.pack_find(NAMESPACE, [bytes(20)], ("0.L0-1_H0-1",)))
+    assert m.kind_of(friend.recv(1000)) is m.MessageKind.FOUND, "once greeted, it may be silent"
+    for sock in (silent, strange, friend):
+        sock.close()
 
 
 def test_there_is_a_limit_of_clients_and_of_leases() -> None:

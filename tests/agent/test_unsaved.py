@@ -342,6 +342,12 @@ def test_a_save_that_failed_is_tried_at_the_next_read(make: Callable[..., Holder
     node.read(node.find(made))
     assert node.saves.drain(PATIENCE_S)
     assert not node.stored, "not at once"
+    taken = list[ChunkKey]()
+    node.desk.close()
+    node.desk = Desk(node)
+    node.desk.saves.accepted = taken.append
+    assert node.commit(made) == [SaveOutcome.SAVED] * 3
+    assert (taken, node.stored) == ([], set()), "made again, and not saved: no router is told"
     now[0] = 100.0
     node.read(node.find(made))
     assert node.saves.drain(PATIENCE_S)

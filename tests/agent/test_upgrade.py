@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -281,6 +282,36 @@ def test_an_agent_that_cannot_start_replaces_none(tmp_path: Path) -> None:
         assert run.returncode == 2
         AgentConnection(old.path, call_s=PATIENCE_S).close()
         assert old.process.poll() is None
+
+
+def test_an_agent_whose_address_is_taken_replaces_none(tmp_path: Path) -> None:
+    settings = {"bulk_url": f"file://{tmp_path}/c", "index_url": f"sqlite://{tmp_path}/i"}
+    with (
+        socket.create_server(("127.0.0.1", 0)) as free,
+        socket.create_server(("127.0.0.1", 0)) as taken,
+    ):
+        ports = [one.getsockname()[1] for one in (free, taken)]
+        free.close()
+        own, foreign = (
+            settings
+            | {"agent_listen": f"127.0.0.1:{port}", "agent_token": "sixteen-or-more-characters"}
+            for port in ports
+        )
+        with AgentProcess(own) as old:
+            command = [sys.executable, "-m", "objkv", "agent", "--socket", str(old.path)]
+            run = subprocess.run(
+                [*command, "--replace"],
+                capture_output=True,
+                text=True,
+                check=False,
+                env=_environ(foreign),
+            )
+            assert run.returncode == 2
+            assert f"cannot listen on 127.0.0.1:{ports[1]}" in run.stderr
+            AgentConnection(old.path, call_s=PATIENCE_S).close()
+            assert old.process.poll() is None
+            with AgentProcess(own, path=old.path, options=["--replace"]):
+                assert old.process.wait(PATIENCE_S) == 0, "its own address is no obstacle"
 
 
 def test_an_agent_that_is_stopped_is_not_replaced_and_keeps_nobody_waiting(

@@ -98,7 +98,7 @@ class Node:
         listener.bind(str(self.path))
         listener.listen(64)
         prefetches = Prefetches(self.core, self.index, self.store)
-        calls = NodeCalls(self.index, self.store, prefetches)
+        calls = NodeCalls(self.index, self.store, prefetches, ttl_s=3600)
         parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls)
         self.server = AgentServer(listener, parts, limits)
         return self

@@ -141,6 +141,19 @@ def test_a_nodes_agent_is_a_row_of_its_own(run: Run, home: Path, agent: Path) ->
     assert (row["name"], row["state"], row["clients"]) == (str(agent), "up", 7)
 
 
+def test_an_agent_alone_needs_no_replica(run: Run, home: Path, agent: Path) -> None:
+    words = ("top", *QUICK, "--no-index", "--agent", str(agent))
+    ran, document = run(*words, "--once"), run(*words, "--json").document
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out.splitlines()[0] == "1 node agent, 0 down"
+    assert "127.0.0.1:8000" not in ran.out
+    assert document["rows"] == []
+    assert [row["state"] for row in document["nodes"]] == ["up"]
+    nowhere = run("top", "--once", *QUICK, "--no-index", "--agent", "/nowhere/agent.sock")
+    assert nowhere.code == 3
+    assert nowhere.out.splitlines()[0] == "1 node agent, 1 down"
+
+
 def test_the_agent_of_the_settings_is_shown(
     run: Run, home: Path, agent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,17 @@ def test_without_being_asked_for_there_is_none() -> None:
     assert "0 chart(s) failed" in helm("lint", "--strict", str(CHART), *words)
 
 
+def test_without_agents_no_replica_starts_one_in_its_pod() -> None:
+    """It would end with the pod, and lose what it holds back."""
+    off = {"agent": {"enabled": False}}
+    assert environment(replica(**off), **off)["OBJKV_AGENT"] == "off"
+    chosen = off | {"settings": SETTINGS | {"OBJKV_AGENT": "auto"}}
+    assert environment(replica(**chosen), **chosen)["OBJKV_AGENT"] == "auto"
+    (container,) = agent()["containers"]
+    assert "OBJKV_AGENT" not in named("ConfigMap", "objkv-writer")["data"]
+    assert [one["name"] for one in container["env"]].count("OBJKV_AGENT") == 1
+
+
 def test_only_agents_have_credentials() -> None:
     assert secrets(agent()) == {"objkv-writer"}
     assert agent()["serviceAccountName"] == "objkv-writer"

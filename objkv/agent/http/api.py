@@ -79,7 +79,8 @@ class AgentHttp:
         self._numbers, self._clients = numbers, clients
         self._prompts = PromptReader(prefetches, Tokenizers(places.tokenizers))
         self._token = _digest(places.token.encode())
-        self._listeners = [HttpListener(places.path, partial(self._answer, is_local=True))]
+        self._path = places.path
+        self._listeners = [self._open_local()]
         if places.address is not None:
             try:
                 self._listeners.append(HttpListener(places.address, self._answer_remote))
@@ -91,6 +92,15 @@ class AgentHttp:
     def port(self) -> int:
         """The TCP port; 0 without one."""
         return self._listeners[-1].port
+
+    def restore(self) -> None:
+        """Serve the Unix socket again if something has removed it. Raises ``ConfigError``."""
+        if self._listeners[0].is_lost:
+            self._listeners[0].close()
+            self._listeners[0] = self._open_local()
+
+    def _open_local(self) -> HttpListener:
+        return HttpListener(self._path, partial(self._answer, is_local=True))
 
     def close(self) -> None:
         """Stop. Idempotent."""

@@ -4,6 +4,7 @@ Each has threads of its own, with limits on their number, on silent clients, and
 whole request, so that clients of one cannot keep those of the other waiting.
 """
 
+import errno
 import os
 import socket
 from collections.abc import Callable, Iterable
@@ -26,6 +27,8 @@ _SILENT_S, _REQUEST_S, _STOP_S = 10.0, 60.0, 5.0
 """How long a client may be silent, and how long a request may take."""
 _PIECE_BYTES = 1 << 16
 _NAME = "objkv"
+_LISTENS = "0A"
+"""The state in the kernel's tables of TCP sockets."""
 
 
 class _Handler(WSGIRequestHandler):
@@ -97,6 +100,20 @@ class _Server(ThreadingMixIn, WSGIServer):
         """Do not log clients that disconnected."""
 
 
+def check_address(where: tuple[str, int], holder: int = 0) -> None:
+    """Raise ``ConfigError`` if nothing can listen at a host and a port. ``holder``: a process that
+    may have the address, because it ends first."""
+    try:
+        address, family = _found(where)
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except (OSError, OverflowError) as exc:
+        in_use = isinstance(exc, OSError) and exc.errno == errno.EADDRINUSE
+        if not (in_use and holder and _has_port(holder, where[1])):
+            raise _refused(where, exc) from exc
+
+
 class HttpListener:
     """Serves an application until it is closed."""
 
@@ -111,9 +128,8 @@ class HttpListener:
             else:
                 self._server = _Server(*_found(where))
         except (OSError, OverflowError) as exc:
-            why = exc.strerror if isinstance(exc, OSError) else exc
-            name = where if isinstance(where, Path) else ":".join(map(str, where))
-            raise ConfigError(f"the agent cannot listen on {name}: {why}") from exc
+            raise _refused(where, exc) from exc
+        self._inode = self._path.stat().st_ino if self._path else 0
         self._server.set_app(application)
         self._thread = Thread(
             target=self._server.serve_forever, args=(0.2,), name="objkv-agent-http", daemon=True
@@ -125,11 +141,17 @@ class HttpListener:
         """The port; 0 on a Unix socket."""
         return 0 if self._path else int(self._server.socket.getsockname()[1])
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether its Unix socket was removed, so that no client can connect."""
+        return self._path is not None and not os.path.lexists(self._path)
+
     def close(self) -> None:
         """Stop. Idempotent."""
         if self._path is not None:
             with suppress(OSError):
-                self._path.unlink(missing_ok=True)
+                if self._path.stat().st_ino == self._inode:  # otherwise it is another agent's
+                    self._path.unlink()
         self._server.shutdown()
         self._thread.join(_STOP_S)
         self._server.server_close()
@@ -151,6 +173,26 @@ def read_body(environ: dict[str, Any], *, keep: bool = True) -> bytes:
     while left > 0 and (piece := source.read(min(left, _PIECE_BYTES))):
         left -= len(piece)
     return b""
+
+
+def _refused(where: Path | tuple[str, int], exc: Exception) -> ConfigError:
+    why = exc.strerror if isinstance(exc, OSError) else exc
+    name = where if isinstance(where, Path) else ":".join(map(str, where))
+    return ConfigError(f"the agent cannot listen on {name}: {why}")
+
+
+def _has_port(pid: int, port: int) -> bool:
+    """Whether a process of this user listens at a TCP port."""
+    found: set[str] = set()
+    try:
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                _, local, _, state, *_, inode = line.split()[:10]
+                if state == _LISTENS and int(local.rpartition(":")[2], 16) == port:
+                    found.add(f"socket:[{inode}]")
+        return any(os.readlink(one) in found for one in Path(f"/proc/{pid}/fd").iterdir())
+    except (OSError, ValueError):  # it has ended, or closed a file meanwhile
+        return False
 
 
 def _found(where: tuple[str, int]) -> tuple[Any, int]:

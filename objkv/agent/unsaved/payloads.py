@@ -93,24 +93,27 @@ class UnsavedPayloads:
             chunks.setdefault(key.prefix_hash, {})[key.field] = one
             self._nbytes += record.nbytes
 
-    def seen_again(self, path: str) -> None:
+    def seen_again(self, path: str) -> bool:
         """A held-back payload was read or made again: it and those before it in its prompt become
-        due, since no other node finds the end of a prompt without its beginning."""
+        due, since no other node finds the end of a prompt without its beginning. Returns whether
+        it is due now, and not still held back after a save that failed."""
         if path not in self._by_path:
-            return
+            return False
         due: list[Claim] = []
         now = self._clock()
         with self._lock:
-            one = self._by_path.get(path)
+            one = seen = self._by_path.get(path)
             chunks = self._by_chunk.get(one.claim.key.namespace, {}) if one else {}
             while one is not None and not one.is_due and one.retry_at <= now:
                 one.is_due = True
                 due.append(one.claim)
                 one = chunks.get(one.claim.parent_hash, {}).get(one.claim.key.field)
             self._due.extend(reversed(due))
+            is_due = seen is not None and seen.is_due
         if due:
             self._recorder.count("agent_unsaved_due", len(due))
             self.on_due()
+        return is_due
 
     @property
     def has_due(self) -> bool:

@@ -208,7 +208,7 @@ class FetchLimits:
     held_bytes_max: int
     """Memory for payloads in progress and held outputs."""
     threads: int = 4
-    ttl_s: int = 86_400
+    ttl_s: int = 14_400
     """Life of an index record after a hit."""
 
 

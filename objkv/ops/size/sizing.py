@@ -55,7 +55,7 @@ class Load:
     ttl_s: int
     used_s: float = 0.0
     """Average time from a chunk's save to its last hit."""
-    sweep_every_s: float = 86_400.0
+    sweep_every_s: float = 3_600.0
     """Time between sweeps. An expired chunk stays for half of it on average."""
 
 

@@ -24,6 +24,8 @@ from objkv.ops.warm.lookup import Found, PromptLookup
 from objkv.ops.warm.prefill import PrefillError, PrefillReply, PrefillRequest
 from objkv.ops.warm.report import EndpointReport, WarmReport
 
+_HELD_BACK = "; a node agent may hold them back: set its save_to_bucket to all"
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -417,6 +419,7 @@ class Warming:
             else:
                 count = f"{found.usable} of {found.chunks} chunks were stored"
                 why = f"{count} {self._patience.save_s:.0f} s after it was computed"
+                why += _HELD_BACK if found.usable == under.stored else ""
                 self._retry(under, PrefillError("failed", why))
         if len(left) == len(self._saving):
             self._paused_s = min(1.5 * self._paused_s, 10 * self._patience.pause_s)

@@ -87,7 +87,8 @@ class Probe:
             if self.clock() >= ends_s:
                 raise ConfigError(
                     f"{asker.name} saved nothing here within {self.wait_s:.0f} s: check that it "
-                    "uses the objkv connector, that it may save (kv_role, role, quota), and that "
+                    "uses the objkv connector, that it may save (kv_role, role, quota), that its "
+                    "node agent does not hold payloads back (set save_to_bucket to all), and that "
                     "its bulk_url and index_url are those of this command; objkv doctor shows "
                     "them here, the line 'objkv ready' in the server's log shows them there"
                 )

@@ -36,7 +36,7 @@ run "settings_of_each_role" {
       OBJKV_REDIS_USERNAME = "objkv-writer"
       OBJKV_ROLE           = "writer"
       OBJKV_S3_REGION      = "eu-central-1"
-      OBJKV_TTL_S          = "86400"
+      OBJKV_TTL_S          = "14400"
     }
     error_message = "environment of a writer"
   }
@@ -143,7 +143,7 @@ run "tenants_are_apart" {
       OBJKV_ROLE           = "writer"
       OBJKV_S3_REGION      = "eu-central-1"
       OBJKV_TENANT         = "a"
-      OBJKV_TTL_S          = "86400"
+      OBJKV_TTL_S          = "14400"
     }
     error_message = "environment of a tenant's writer"
   }

@@ -200,6 +200,7 @@ def test_a_prompt_that_is_computed_and_never_saved_has_failed(place: Place) -> N
         report = Run(place, server, at_once=1)(prompts_of(SHARED))
     assert report.failed == 1
     assert "0 of 2 chunks were stored" in report.failures[0].why
+    assert "set its save_to_bucket to all" in report.failures[0].why
     assert len(server.real) == QUICK.attempts_max
 
 
@@ -265,7 +266,7 @@ def test_an_endpoint_that_saves_elsewhere_is_found_out_before_anything_is_comput
 ) -> None:
     with (
         FakeVllm(place, saves=False) as server,
-        pytest.raises(ConfigError, match="saved nothing here within"),
+        pytest.raises(ConfigError, match=r"saved nothing here within .* save_to_bucket to all"),
     ):
         Run(place, server)(prompts_of(SHARED))
     assert server.real == []
