@@ -15,6 +15,7 @@ from typing import Self
 
 from objkv.agent.launch import is_listening
 from tests.support.paged_cache import PATIENCE_S, wait_until
+from tests.support.servers.process import freeze
 
 
 class AgentProcess:
@@ -71,12 +72,8 @@ class AgentProcess:
         self.process.wait()
 
     def freeze(self) -> None:
-        """Stop it until it gets SIGCONT. When this returns, none of its threads runs any more."""
-        self.process.send_signal(signal.SIGSTOP)
-        wait_until(lambda: {_state(file) for file in self._threads()} == {"T"})
-
-    def _threads(self) -> Iterator[Path]:
-        return Path(f"/proc/{self.process.pid}/task").glob("*/stat")
+        """Stop it until it gets SIGCONT."""
+        freeze(self.process)
 
     def __enter__(self) -> Self:
         return self
@@ -102,8 +99,3 @@ def agent_folder() -> Iterator[Path]:
                 with suppress(OSError):
                     if name.encode() in file.read_bytes():
                         os.kill(int(file.parent.name), signal.SIGKILL)
-
-
-def _state(stat: Path) -> str:
-    """The state of a thread, as the kernel shows it: ``T`` if it is stopped."""
-    return stat.read_text().rpartition(")")[2].split()[0]
