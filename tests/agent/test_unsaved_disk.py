@@ -74,9 +74,9 @@ def test_what_the_arena_evicted_is_found_read_from_disk_and_then_saved(
     assert len(wanted) == len(made)
     assert not node.stored
     assert node.read(wanted) == [NONE] * len(made)
+    wait_until(lambda: node.stored == set(paths(made)))  # it was seen a second time
     assert node.count("agent_disk_hits") == len(made)
     assert node.saves.drain(PATIENCE_S)
-    assert node.stored == set(paths(made)), "it was seen a second time"
     assert not node.unsaved
     assert node.count("agent_unsaved_dropped") == 0
 
@@ -162,10 +162,10 @@ def test_the_beginning_of_a_prompt_that_is_read_after_its_end_is_saved(
     node, made = make(), payloads()
     node.keep(made)
     first, *rest = node.find(made)
-    for part in (rest, [first]):
-        assert node.read(part) == [NONE] * len(part)
-        assert node.saves.drain(PATIENCE_S)
-    assert node.stored == set(paths(made))
+    assert node.read(rest) == [NONE] * len(rest)
+    wait_until(lambda: node.stored == set(paths(made)[1:]))
+    assert node.read([first]) == [NONE]
+    wait_until(lambda: node.stored == set(paths(made)))
 
 
 def test_a_payload_that_came_while_its_save_looked_for_it_is_saved(
@@ -183,8 +183,8 @@ def test_a_payload_that_came_while_its_save_looked_for_it_is_saved(
 
     node.residents.hold = late  # type: ignore[method-assign]
     assert node.read(node.find(made)) == [NONE] * len(made)
-    assert node.saves.drain(PATIENCE_S)
-    assert node.stored == missed == set(paths(made))
+    wait_until(lambda: node.stored == set(paths(made)))
+    assert missed == set(paths(made))
 
 
 def test_a_payload_for_which_there_was_no_room_is_still_found_until_the_disk_loses_it(
