@@ -245,8 +245,10 @@ class NodeSaves:
         path = claim.key.path()
         if self._refusal() is CommitStatus.ACCEPTED:
             resident = self.residents.hold(path)
-            if resident is None:  # evicted meanwhile
-                self._unsaved.not_saved(path)
+            if resident is None:  # evicted meanwhile, or being read from disk
+                self._unsaved.absent(path)
+                if self.residents.holds([path])[0]:  # since then, when it was due already
+                    self._unsaved.seen_again(path)
                 return
             if self._cache.begin_save(claim.key):
                 self._begin(resident, claim)

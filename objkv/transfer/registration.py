@@ -220,10 +220,13 @@ class DeviceFrames:
             return frames[:count], None
         limit = start + self._slabs.slab_bytes
         sizes = [len(frame) for frame in frames]
-        count = _leading(
-            ends, lambda n: ends[n] <= limit and not windows.has(ends[n] - sizes[n], sizes[n])
-        )
-        assert count, "a frame is larger than a slab"
+        assert ends[0] <= limit, "a frame is larger than a slab"
+
+        def needs_slab(n: int) -> bool:
+            # The first frame does, even if its window has been registered since it was looked up.
+            return ends[n] <= limit and not (n and windows.has(ends[n] - sizes[n], sizes[n]))
+
+        count = _leading(ends, needs_slab)
         return self._copied(frames[:count], start, ends)
 
     def _copied(

@@ -10,6 +10,7 @@ import pytest
 
 from objkv.agent import core as core_module
 from objkv.agent import messages as m
+from objkv.agent import saves as saves_module
 from objkv.agent import server as server_module
 from objkv.agent.arena import CellState
 from objkv.agent.core import Urgency
@@ -17,7 +18,7 @@ from objkv.agent.fill import Wanted
 from objkv.agent.messages import CommitStatus
 from objkv.agent.prefetch import Prefetches, PrefetchOrder
 from objkv.agent.residents import MissReason, Resident
-from objkv.codec.payload import read_header
+from objkv.codec.payload import encode, read_header
 from objkv.index.base import ShardRecord
 from tests.agent.test_core import settled
 from tests.agent.test_residents import Sleeper
@@ -309,3 +310,43 @@ def test_a_request_that_waits_for_a_prefetch_makes_it_urgent(node: Node) -> None
     assert ended(client, lease).state is CellState.READY, "the later deadline counts"
     assert order[1] == wanted[-1].claim.key.path()
     client.release([one.number for one in (*prefetched, lease)])
+
+
+@pytest.mark.parametrize("cut", ["nothing", "half a header", "header", "a frame", "all"])
+def test_a_slab_that_is_reused_while_the_agent_copies_it_is_saved_right_or_not_at_all(
+    node: Node, monkeypatch: pytest.MonkeyPatch, cut: str
+) -> None:
+    """A worker whose commit took too long gives its slab to another payload."""
+    ours, theirs = (_with_other_pages(payload, 7 + n) for n, payload in enumerate(payloads()[:2]))
+    assert len(ours) == len(theirs)
+    first, second, *_ = read_header(ours).frames.starts
+    cuts = {"nothing": 0, "half a header": first // 2, "header": first, "a frame": second}
+    count = cuts.get(cut, len(ours))
+    slab, copy = bytearray(ours), saves_module.copy_bytes
+
+    def interrupted(place: memoryview, payload: memoryview, nbytes: int) -> None:
+        copy(place, payload, count)
+        slab[:] = theirs
+        copy(place[count:], payload[count:], nbytes - count)
+
+    monkeypatch.setattr(saves_module, "copy_bytes", interrupted)
+    status = node.saves.commit(memoryview(slab))
+    assert node.saves.drain(PATIENCE_S)
+    stored = {entry.key: node.store.get(entry.key) for entry in node.store.scan("")}
+    if cut == "all":
+        assert status is CommitStatus.ACCEPTED
+        assert stored == {read_header(ours).claim.key.path(): ours}
+    else:
+        assert status is CommitStatus.REFUSED
+        assert not stored
+    assert node.residents.leased() == 0
+
+
+def _with_other_pages(payload: bytes, value: int) -> bytes:
+    """The same claim with pages of its own."""
+    header = read_header(payload)
+    pages = [bytes([value + n]) * layer.nbytes for n, layer in enumerate(header.frames.layers)]
+    provenance = header.provenance
+    return bytes(
+        encode(header.claim, header.frames.layers, pages, codec="none", provenance=provenance)
+    )

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -280,17 +280,15 @@ def test_the_command_says_where_it_serves_and_ends_in_order(tmp_path: Path) -> N
         assert agent.process.returncode == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("end", [AgentProcess.kill, AgentProcess.freeze])
 def test_a_client_of_an_agent_that_is_gone_or_stuck_learns_it_in_time(
-    tmp_path: Path, number: int
+    tmp_path: Path, end: Callable[[AgentProcess], None]
 ) -> None:
     settings = {"bulk_url": f"file://{tmp_path}/c", "index_url": f"sqlite://{tmp_path}/i"}
     with AgentProcess(settings) as agent:
         client = AgentConnection(agent.path, wants_arena=True, call_s=PATIENCE_S)
         client._sock.settimeout(0.2)
-        agent.process.send_signal(number)
-        state = Path(f"/proc/{agent.process.pid}/stat")
-        wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] in "TZ")
+        end(agent)
         begun = time.monotonic()
         with pytest.raises(Exception, match="agent"):
             client.find("0" * 32, [bytes(20)], ("0.L0-1_H0-1",))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from objkv.agent.residents import MissReason
+from objkv.agent.residents import MissReason, Resident
 from objkv.agent.spill.disk import FOLDER, Disk, DiskFolder
 from objkv.errors import StoreUnavailable
 from tests.agent.test_server import payloads
@@ -35,6 +35,14 @@ class DiskHolder(Holder):
         """Wait until the disk has all that it will."""
         assert self.core.spill is not None
         assert self.core.spill.drain(PATIENCE_S)
+
+    def refuse_puts(self) -> None:
+        """Let no save succeed from now on."""
+
+        def refuse(*_: object) -> bool:
+            raise StoreUnavailable("down")
+
+        self.store.put_if_absent = refuse  # type: ignore[method-assign]
 
     def leave_arena(self, made: list[bytes]) -> None:
         """Have the arena without these."""
@@ -66,6 +74,7 @@ def test_what_the_arena_evicted_is_found_read_from_disk_and_then_saved(
     assert len(wanted) == len(made)
     assert not node.stored
     assert node.read(wanted) == [NONE] * len(made)
+    wait_until(lambda: node.stored == set(paths(made)))  # it was seen a second time
     assert node.count("agent_disk_hits") == len(made)
     wait_until(lambda: node.stored == set(paths(made)))  # each was seen a second time
     assert node.saves.drain(PATIENCE_S)
@@ -118,11 +127,7 @@ def test_what_came_back_into_memory_survives_the_loss_of_its_file(
     node, made = make(), payloads()
     node.keep(made)
     wanted = node.find(made)
-
-    def refuse(*_: object) -> bool:
-        raise StoreUnavailable("down")
-
-    node.store.put_if_absent = refuse  # type: ignore[method-assign]
+    node.refuse_puts()
     assert node.read(wanted) == [NONE] * len(made)
     assert node.saves.drain(PATIENCE_S)
     wait_until(lambda: all(one and one.is_spilled for one in node.residents.seen(paths(made))))
@@ -133,6 +138,70 @@ def test_what_came_back_into_memory_survives_the_loss_of_its_file(
     assert len(node.find(made)) == len(made)
     node.leave_arena(made)
     assert not node.unsaved
+
+
+def test_what_is_made_again_survives_the_loss_of_the_file_that_it_had(
+    make: Callable[..., DiskHolder],
+) -> None:
+    node, made = make(), payloads()
+    node.keep(made)
+    node.refuse_puts()
+    node.again(made)
+    node.settle()
+    for path in paths(made):
+        node.disk.discard(path)
+    assert node.unsaved == set(paths(made)), "they are in memory, and no save succeeds"
+    assert node.count("agent_unsaved_dropped") == 0
+    node.leave_arena(made)
+    assert not node.unsaved
+
+
+def test_the_beginning_of_a_prompt_that_is_read_after_its_end_is_saved(
+    make: Callable[..., DiskHolder],
+) -> None:
+    """It is due as soon as the end was read, but it is not in memory then."""
+    node, made = make(), payloads()
+    node.keep(made)
+    first, *rest = node.find(made)
+    assert node.read(rest) == [NONE] * len(rest)
+    wait_until(lambda: node.stored == set(paths(made)[1:]))
+    assert node.read([first]) == [NONE]
+    wait_until(lambda: node.stored == set(paths(made)))
+
+
+def test_a_payload_that_came_while_its_save_looked_for_it_is_saved(
+    make: Callable[..., DiskHolder],
+) -> None:
+    node, made = make(), payloads()
+    node.commit(made)
+    hold, missed = node.residents.hold, set[str]()
+
+    def late(path: str) -> Resident | None:
+        if path in missed:
+            return hold(path)
+        missed.add(path)
+        return None
+
+    node.residents.hold = late  # type: ignore[method-assign]
+    assert node.read(node.find(made)) == [NONE] * len(made)
+    wait_until(lambda: node.stored == set(paths(made)))
+    assert missed == set(paths(made))
+
+
+def test_a_payload_for_which_there_was_no_room_is_still_found_until_the_disk_loses_it(
+    make: Callable[..., DiskHolder],
+) -> None:
+    node, made = make(), payloads()
+    node.keep(made)
+    allot = node.residents.allot
+    node.residents.allot = lambda one, nbytes: None  # type: ignore[method-assign]
+    assert node.read(node.find(made)) == [MissReason.NO_ROOM] * len(made)
+    node.residents.allot = allot  # type: ignore[method-assign]
+    assert node.unsaved == set(paths(made))
+    lost, *rest = paths(made)
+    node.disk.discard(lost)
+    assert node.unsaved == set(rest)
+    assert node.count("agent_unsaved_dropped") == 1
 
 
 def test_a_rejected_payload_leaves_memory_and_disk(make: Callable[..., DiskHolder]) -> None:

@@ -320,7 +320,7 @@ def test_an_agent_that_is_stopped_is_not_replaced_and_keeps_nobody_waiting(
     monkeypatch.setattr("objkv.agent.launch._REPLACE_S", 0.1)
     settings = {"bulk_url": f"file://{tmp_path}/c", "index_url": f"sqlite://{tmp_path}/i"}
     with AgentProcess(settings) as old:
-        old.process.send_signal(signal.SIGSTOP)
+        old.freeze()
         new = AgentSocket(old.path, replace=True)
         with pytest.raises(AgentRuns):
             new.listen()

@@ -5,6 +5,7 @@ mutant lacks one edge, and the scenario that is named with it finds that.
 """
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from itertools import count
@@ -20,7 +21,8 @@ from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.programs import gpu_order
 from objkv.connector.programs.gpu_order import SCENARIOS, busy_kernel, run_scenarios
 from objkv.connector.programs.ordering.rig import OrderRig, Scenario
-from objkv.connector.programs.ordering.setup import STRIDED, WHOLE, CacheLayout, Setup
+from objkv.connector.programs.ordering.setup import STRIDED, WHOLE, CacheLayout, Pages, Setup
+from objkv.transfer.saver import Saver
 from tests.device.mutants import MUTANTS, Edit, Mutant, delay, finds, play
 
 HOST = torch.device("cpu")
@@ -49,6 +51,56 @@ def test_scenarios_and_mutants_are_enough_and_named_once() -> None:
 def test_all_bytes_are_right_on_the_host(name: str) -> None:
     (verdict,) = run_scenarios(HOST, scenarios=(BY_NAME[name],))
     assert verdict.is_right, verdict
+
+
+def _random_steps(scenario: Scenario = BY_NAME["steps in random order"]) -> str:
+    """Run the scenario on the host. Why it failed, or nothing."""
+    (verdict,) = run_scenarios(HOST, scenarios=(scenario,))
+    return verdict.fault
+
+
+def test_random_steps_name_a_save_whose_bytes_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored, numbers = OrderRig.stored, count()
+
+    def flipped(*args: Any) -> Pages | None:
+        pages = stored(*args)
+        if pages is not None and next(numbers) == 1:
+            pages[2].view(torch.uint8)[3].flatten()[5] ^= 1
+        return pages
+
+    monkeypatch.setattr(OrderRig, "stored", flipped)
+    fault = _random_steps()
+    assert re.search(r"1 have wrong bytes: save \d+ \d+, chunk 5: layer 2, blocks \[3\]", fault)
+
+
+def test_random_steps_name_a_load_whose_bytes_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, numbers = OrderRig.read, count()
+
+    def flipped(*args: Any) -> Pages:
+        pages = read(*args)
+        if next(numbers) == 1:
+            pages[0].view(torch.uint8)[1] ^= 1
+        return pages
+
+    monkeypatch.setattr(OrderRig, "read", flipped)
+    assert re.search(r"1 have wrong bytes: load \d+ \d+: layer 0, blocks \[1\]", _random_steps())
+
+
+def test_random_steps_tell_dropped_saves_from_wrong_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    take, every = Saver._take, 3
+
+    def dropping(saver: Saver, plan: Any, save: Any, key: Any) -> Any:
+        return take(saver, plan, save, key) if next(numbers) % every else None
+
+    monkeypatch.setattr(Saver, "_take", dropping)
+    numbers = count()
+    assert not _random_steps(), "counted, and most are saved"
+    every, numbers = 1, count()
+    fault = _random_steps()
+    assert re.search(r"are missing: save \d+ \d+, chunk 4, .*; counted {'save_drops': \d+}", fault)
+    monkeypatch.setattr(Saver, "_count_drop", lambda saver, key: None)
+    every, numbers = 3, count()
+    assert re.search(r"are missing: save \d+ \d+, chunk 4, .*; counted {}", _random_steps())
 
 
 @pytest.mark.parametrize("name", BY_NAME)

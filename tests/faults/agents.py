@@ -8,6 +8,7 @@ import tempfile
 from contextlib import closing
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
+from threading import Event
 
 from objkv.agent.arena import CellState
 from objkv.agent.client import AgentConnection
@@ -160,16 +161,24 @@ class AgentPlace(Place):
 
     def _agent_killed_busy(self) -> Undo:
         """It dies when it asks S3 for a payload, or puts one."""
-        self.servers.s3_proxy.spoil(Spoil("hook", BODIES, hook=self.agent.kill))
+        agent, is_killed = self.agent, Event()
+
+        def kill() -> None:
+            is_killed.set()
+            agent.kill()
+
+        self.servers.s3_proxy.spoil(Spoil("hook", BODIES, hook=kill))
 
         def undo() -> None:
             self.servers.s3_proxy.mend()
+            if is_killed.is_set():  # ``poll`` knows nothing while the proxy's thread waits for it
+                agent.process.wait(PATIENCE_S)
             self._revive()
 
         return undo
 
     def _agent_frozen(self) -> Undo:
-        self.agent.process.send_signal(signal.SIGSTOP)
+        self.agent.freeze()
         self._is_frozen = True
 
         def undo() -> None:

@@ -18,6 +18,8 @@ BULK_WRITES = "bulk writes"
 INDEX_READS, INDEX_WRITES, HOT_READS = "index reads", "index writes", "hot reads"
 LOADS_TOLD, SAVES_TOLD, REFUSED = "loads failing", "saves failing", "payload refused"
 AGENT_LOADS, AGENT_CALLS = "loads from the agent failing", "lookups and records by the agent"
+AWAY = (AGENT_LOADS.removesuffix(" failing"), AGENT_CALLS, SAVES_TOLD)
+"""Loads may work again before the lines are read: they look for the next agent all the time."""
 
 
 @dataclass(frozen=True)
@@ -264,6 +266,23 @@ ROWS: tuple[Row, ...] = (
     Row(
         "agent-killed",
         "the node agent is killed",
+        "agent",
+        _NO_LOOKUP,
+        _NO_LOAD,
+        _NO_SAVE,
+    ),
+    Row(
+        "agent-killed-busy",
+        "the node agent is killed while it fetches or puts",
+        "agent",
+        UNTOUCHED_HIT,
+        _NO_LOAD,
+        Cell("drop", beside=AWAY),
+        is_fetched=True,
+    ),
+    Row(
+        "agent-frozen",
+        "the node agent hangs (it is frozen)",
         "agent",
         _NO_LOOKUP,
         _NO_LOAD,

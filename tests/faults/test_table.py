@@ -37,4 +37,5 @@ def test_a_loss_that_is_not_counted_is_one_that_nobody_can_notice() -> None:
         ("sqlite-clock-ahead", "lookup"),
         ("sqlite-clock-behind", "save"),
         ("model-revision", "lookup"),
+        ("agent-killed-busy", "save"),
     }

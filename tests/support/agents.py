@@ -15,6 +15,7 @@ from typing import Self
 
 from objkv.agent.launch import is_listening
 from tests.support.paged_cache import PATIENCE_S, wait_until
+from tests.support.servers.process import freeze
 
 
 class AgentProcess:
@@ -69,6 +70,10 @@ class AgentProcess:
         """Kill it at once."""
         self.process.kill()
         self.process.wait()
+
+    def freeze(self) -> None:
+        """Stop it until it gets SIGCONT."""
+        freeze(self.process)
 
     def __enter__(self) -> Self:
         return self

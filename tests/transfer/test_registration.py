@@ -1,6 +1,7 @@
 """Windows of an arena are registered in the background, and unlocked before it is unmapped."""
 
 from collections.abc import Callable, Iterator
+from itertools import count
 from threading import Event
 from typing import Any
 
@@ -152,6 +153,24 @@ def arena() -> Iterator[Arena]:
 def frames_of(arena: Arena, *places: tuple[int, int]) -> list[memoryview]:
     """Frames at these places, counted from the first payload on."""
     return [arena.view[BOARD_BYTES + a : BOARD_BYTES + b] for a, b in places]
+
+
+@pytest.mark.parametrize("late", range(6))
+def test_a_window_that_is_registered_meanwhile_loses_no_frame(
+    pins: Pins, arena: Arena, late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frames = DeviceFrames(SlabPool("load", count=1, slab_bytes=PAGE), pins, window_bytes=WINDOW)
+    frames.attach(arena)
+    numbers = count()
+    monkeypatch.setattr(Windows, "has", lambda *_: next(numbers) >= late)
+    rest = frames_of(arena, (64, 900), (1000, 2000), (2000, 3000))
+    while rest:
+        got, slab = frames.take(rest)
+        assert [bytes(a) for a in got] == [bytes(b) for b in rest[: len(got)]]
+        assert got
+        if slab is not None:
+            slab.release()
+        rest = rest[len(got) :]
 
 
 def test_frames_are_taken_in_place_or_by_way_of_a_slab(pins: Pins, arena: Arena) -> None:

@@ -71,7 +71,8 @@ class Spill:
         self._ended = Event()
         if limits.keeps_all:
             residents.on_ready = self.offer
-        residents.unsaved.keep, disk.on_lost = disk.tie, residents.unsaved.dropped
+        unsaved = residents.unsaved
+        unsaved.keep, unsaved.has_again, disk.on_lost = disk.tie, disk.untie, unsaved.dropped
         self._pool: Pool[str] = Pool("objkv-spill", 1, self._write, begin=self._load)
 
     def offer(self, one: Resident) -> None:

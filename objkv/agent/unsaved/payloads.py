@@ -58,7 +58,9 @@ class UnsavedPayloads:
         """Called after payloads became due. Must not wait."""
         self.keep: Callable[[str], bool] = lambda path: False
         """Called for a payload that leaves the arena. Returns whether the disk has it, and then
-        calls ``dropped`` when the disk loses it."""
+        calls ``dropped`` when the disk loses it, until ``has_again`` is called."""
+        self.has_again: Callable[[str], None] = lambda path: None
+        """Called for each payload that is complete in the arena."""
         self._recorder, self._clock = recorder, clock
         self._lock = Lock()
         self._by_path: dict[str, _Unsaved] = {}
@@ -130,6 +132,12 @@ class UnsavedPayloads:
         with self._lock:
             if (one := self._by_path.get(path)) is not None:
                 one.is_due, one.retry_at = False, self._clock() + _RETRY_S
+
+    def absent(self, path: str) -> None:
+        """A due payload is not in the arena: it is due again as soon as it is seen there."""
+        with self._lock:
+            if (one := self._by_path.get(path)) is not None:
+                one.is_due = False
 
     def saved(self, path: str) -> None:
         """A payload is stored and published."""

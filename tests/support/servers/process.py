@@ -1,12 +1,17 @@
-"""A server of this package in a process of its own."""
+"""Servers in processes of their own: started, ended, frozen."""
 
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from objkv.ops.programs import die_with_parent
 from tests.support.servers import ROOT
+
+_STOPS_S = 60.0
 
 
 def start_server(name: str, *arguments: str) -> tuple["subprocess.Popen[str]", str]:
@@ -35,3 +40,21 @@ def running_server(name: str, *arguments: str) -> Iterator[tuple["subprocess.Pop
             yield process, line
         finally:
             process.kill()
+
+
+def freeze(process: "subprocess.Popen[bytes]") -> None:
+    """Stop a process until it gets SIGCONT. When this returns, none of its threads runs any more:
+    on a busy machine they do for some milliseconds after the signal, and answer."""
+    process.send_signal(signal.SIGSTOP)
+    threads, end = Path(f"/proc/{process.pid}/task"), time.monotonic() + _STOPS_S
+    while {_state(file) for file in threads.glob("*/stat")} != {"T"}:
+        assert time.monotonic() < end, "it was not stopped in time"
+        time.sleep(0.001)
+
+
+def _state(stat: Path) -> str:
+    """The state of a thread, as the kernel shows it; none if it has ended."""
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""

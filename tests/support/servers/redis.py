@@ -18,6 +18,7 @@ import redis
 
 from objkv.ops.programs import die_with_parent
 from tests.support.servers.ports import free_port
+from tests.support.servers.process import freeze
 
 START_S = 120.0
 """Bound of every wait for servers to come up or to agree; a Sentinel that was not run for a while
@@ -83,7 +84,7 @@ class RedisServer:
     def pause(self) -> None:
         """Freeze it: it accepts connections and answers nothing, as a dead host seems to."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        freeze(self._process)
 
     def resume(self) -> None:
         """Let a frozen server go on."""

@@ -101,3 +101,20 @@ def equal(found: Pages, expected: Pages) -> bool:
         torch.equal(a.cpu().contiguous().view(torch.uint8), b.cpu().contiguous().view(torch.uint8))
         for a, b in zip(found, expected, strict=True)
     )
+
+
+def difference(found: Pages, expected: Pages) -> str:
+    """Return where two sets of pages first differ: layer, block and bytes. Empty if nowhere."""
+    for layer, (a, b) in enumerate(zip(found, expected, strict=True)):
+        ours, theirs = (pages.cpu().contiguous().view(torch.uint8) for pages in (a, b))
+        differs = (ours != theirs).flatten(1).any(1)
+        if bool(differs.any()):
+            blocks = differs.nonzero().flatten().tolist()
+            block = blocks[0]
+            at = int((ours[block] != theirs[block]).flatten().nonzero()[0])
+            heads = [pages[block].flatten()[at : at + 8].tolist() for pages in (ours, theirs)]
+            return (
+                f"layer {layer}, blocks {blocks} of {len(ours)}, from byte {at} on: "
+                f"{bytes(heads[0]).hex()} instead of {bytes(heads[1]).hex()}"
+            )
+    return ""
