@@ -1,6 +1,7 @@
 """A fetching process of a node agent. The agent starts it by ``-m``, with its settings in the
 environment; see ``objkv.stores.processes``."""
 
+import os
 import sys
 
 from objkv.assembly.fetchers import open_s3
@@ -17,3 +18,4 @@ def open_store(recorder: Recorder) -> ReadStore:
 
 if __name__ == "__main__":
     run(sys.argv[1:], open_store)
+    os._exit(0)  # threads may hang in a get

@@ -1,5 +1,6 @@
 """Opens the S3 store, alone or with processes that fetch for it."""
 
+import logging
 import os
 import sys
 from functools import partial
@@ -9,7 +10,7 @@ from urllib.parse import urlsplit
 from objkv.config import Config
 from objkv.config.node import agent_environment, host_cores
 from objkv.stores.base import PruneStore
-from objkv.stores.processes.pool import FetchLimits, FetchPool
+from objkv.stores.processes.pool import FetchPool, PoolLimits
 from objkv.stores.processes.process import FetchProcess, FetchProgram
 from objkv.stores.processes.store import ProcessGets
 from objkv.stores.s3.client import open_s3_client
@@ -17,6 +18,7 @@ from objkv.stores.s3.demands import PutDemands
 from objkv.stores.s3.store import S3Store
 from objkv.telemetry import Recorder
 
+logger = logging.getLogger(__name__)
 _CORES_EACH = 8
 _AUTO_MAX = 4
 
@@ -58,8 +60,16 @@ def open_s3_of_agent(config: Config, recorder: Recorder) -> PruneStore:
         [sys.executable, "-P", "-m", "objkv.assembly.fetch_process"],
         _environment(config.model_copy(update={"s3_ranges_max": ranges})),
     )
-    pool = FetchPool(partial(FetchProcess, program), FetchLimits(processes, lanes), recorder)
+    limits = PoolLimits(processes, lanes)
+    pool = FetchPool(partial(FetchProcess, program), limits, recorder, report=_log_loss)
     return ProcessGets(store, pool, deadline_s=config.load_deadline_ms / 1000, recorder=recorder)
+
+
+def _log_loss(pid: int, reason: object) -> None:
+    if pid:
+        logger.warning("fetching process lost pid=%d reason=%s", pid, reason)
+    else:
+        logger.warning("no fetching process, the agent fetches without it reason=%s", reason)
 
 
 def _environment(config: Config) -> dict[str, str]:

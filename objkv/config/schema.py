@@ -223,9 +223,9 @@ class Config(BaseModel):
     """Memory of an agent for payloads, its arena. 0: an eighth of the memory of the machine or
     container. It is taken as payloads fill it."""
     agent_fetch_processes: Literal["auto"] | Annotated[int, Field(ge=0, le=64)] = "auto"
-    """Processes with which an agent fetches from a bucket. Each decrypts TLS on a core of its own.
-    0: the agent fetches by itself. ``auto``: one for each 8 cores of the machine or container, at
-    most 4, and 0 without TLS."""
+    """Processes with which an agent fetches from a bucket. Each decrypts TLS on another core.
+    0: only the agent fetches. ``auto``: one for each 8 cores of the machine or container, at most
+    4, and 0 without TLS."""
     agent_verify: Literal["agent", "reader"] = "agent"
     """Who verifies checksums. ``agent``: the agent, once for all replicas. ``reader``: this replica
     too, in the arena, before each copy."""

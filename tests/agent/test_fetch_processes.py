@@ -30,7 +30,7 @@ from tests.support.samples import CHUNK, NAMESPACE, WHOLE, record_of
 from tests.support.servers.certificates import make_certificates
 from tests.support.servers.quick_s3 import QuickS3
 
-CHUNKS, TOGETHER = 4, 2
+CHUNKS, TOGETHER = 6, 2
 TOKENS = tuple(range(CHUNKS * CHUNK))
 LAYERS = [LayerSpec(f"l.{number}", "BF16", (2, 2, 64, 1024)) for number in range(2)]
 CODECS = ["none", "zstd"]
@@ -53,7 +53,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str
             "s3_ca_bundle": str(certificates / "ca.pem"),
             "s3_range_bytes": "1MiB",
             "load_deadline_ms": "60000",
-            "agent_memory_bytes": "4MiB",
+            "agent_memory_bytes": "5MiB",
             "agent_fetch_processes": "2",
         }
 

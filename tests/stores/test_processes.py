@@ -23,7 +23,7 @@ from objkv.stores.local import LocalStore
 from objkv.stores.processes import pool as pools
 from objkv.stores.processes import store as stores
 from objkv.stores.processes.messages import Answer, AnswerKind, GetRequest, failed
-from objkv.stores.processes.pool import FetchLimits, FetchPool
+from objkv.stores.processes.pool import FetchPool, PoolLimits
 from objkv.stores.processes.process import FetchProcess, FetchProgram
 from objkv.stores.processes.store import ProcessGets
 from objkv.telemetry import MemoryRecorder
@@ -64,7 +64,7 @@ class Fleet:
             os.environ | {"PYTHONPATH": str(ROOT)},
         )
         self.own = Counted(self.values)
-        bounds = FetchLimits(processes, LANES, **{"restart_s": 0.001, **limits})
+        bounds = PoolLimits(processes, LANES, **{"restart_s": 0.001, **limits})
         self.pool = FetchPool(partial(FetchProcess, program), bounds, self.recorder)
         self.store = ProcessGets(self.own, self.pool, deadline_s=PATIENCE_S, recorder=self.recorder)
 
@@ -336,20 +336,26 @@ def test_processes_end_when_idle_and_start_again(tmp_path: Path) -> None:
     assert fleet.recorder.value("fetch_process_losses") == 0
 
 
-def test_a_program_that_cannot_run_costs_nothing_but_a_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_program_that_cannot_run_costs_no_get(
+    tmp_path: Path,
 ) -> None:
     store, recorder = Counted(tmp_path), MemoryRecorder()
     program = FetchProgram(["/no/such/program"], {})
-    pool = FetchPool(partial(FetchProcess, program), FetchLimits(2, 1), recorder)
+    reported = list[tuple[int, object]]()
+    pool = FetchPool(
+        partial(FetchProcess, program),
+        PoolLimits(2, 1),
+        recorder,
+        report=lambda *loss: reported.append(loss),
+    )
     apart = ProcessGets(store, pool, deadline_s=1.0, recorder=recorder)
     apart.put("a", value(1))
     into = memoryview(bytearray(SIZE))
     assert apart.get_into("a", into) == SIZE
-    wait_until(lambda: "no fetching process" in caplog.text)
+    wait_until(lambda: bool(reported))
     assert apart.get_into("a", into) == SIZE
     apart.close()
-    assert caplog.text.count("no fetching process") == 1
+    assert [pid for pid, _ in reported] == [0]
 
 
 def test_close_ends_all_processes_and_gets_go_on(

@@ -50,3 +50,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    os._exit(0)

@@ -4,7 +4,6 @@ It has a thread per lane. It verifies nothing and keeps nothing. It ends when it
 because the agent's end of the control socket closes.
 """
 
-import logging
 import mmap
 import os
 import signal
@@ -14,7 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from threading import Lock, Thread
-from typing import NoReturn
 
 from objkv.net.deadline import EndsBy, Trial
 from objkv.stores.base import ReadStore
@@ -27,9 +25,8 @@ from objkv.stores.processes.messages import (
 )
 from objkv.telemetry import Recorder
 
-logger = logging.getLogger(__name__)
 READY = b"ready"
-"""What the control socket carries once the store is open."""
+"""Sent through the control socket once the store is open."""
 
 
 class CountedSince:
@@ -40,7 +37,7 @@ class CountedSince:
         self._counts: Counter[str] = Counter()
 
     def count(self, name: str, amount: float = 1) -> None:
-        """Add ``amount``, of which whole numbers are sent."""
+        """Add ``amount``. Fractions are dropped."""
         with self._lock:
             self._counts[name] += int(amount)
 
@@ -59,8 +56,9 @@ class CountedSince:
             return counts
 
 
-def run(arguments: Sequence[str], open_store: Callable[[Recorder], ReadStore]) -> NoReturn:
-    """Serve an agent until it ends, then exit.
+def run(arguments: Sequence[str], open_store: Callable[[Recorder], ReadStore]) -> None:
+    """Serve an agent until it ends. The caller then ends the process at once, because threads may
+    hang in a get.
 
     Args:
         arguments: of the command line, see ``FetchProcess``: descriptors of the memory, of the
@@ -84,7 +82,6 @@ def run(arguments: Sequence[str], open_store: Callable[[Recorder], ReadStore]) -
     with suppress(OSError):
         control.send(READY)
         control.recv(1)  # returns when the agent has closed its end, or ended
-    os._exit(0)  # threads may hang in a get
 
 
 def _serve(

@@ -53,7 +53,7 @@ class GetRequest:
 
 
 class AnswerKind(IntEnum):
-    """What an answer says."""
+    """Meaning of an answer."""
 
     ARRIVED = 1
     """The first ``nbytes`` of the lane's memory are valid."""

@@ -4,7 +4,6 @@ One thread watches them all. Gets never wait for it: without a free lane of a pr
 a get is made in the agent itself.
 """
 
-import logging
 import os
 import select
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from time import monotonic
 from objkv.stores.processes.process import FetchLane, FetchProcess, LaneLost
 from objkv.telemetry import Recorder
 
-logger = logging.getLogger(__name__)
+Report = Callable[[int, object], None]
 GRACE_S = 2.0
 """How long a process may still answer after the deadline of a get, before it is killed."""
 _READY_S = 60.0
@@ -25,7 +24,7 @@ _JOIN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class FetchLimits:
+class PoolLimits:
     """Bounds of a pool."""
 
     processes: int
@@ -42,11 +41,22 @@ class FetchPool:
     """Thread-safe. Only ``close`` waits."""
 
     def __init__(
-        self, start: Callable[[int], FetchProcess], limits: FetchLimits, recorder: Recorder
+        self,
+        start: Callable[[int], FetchProcess],
+        limits: PoolLimits,
+        recorder: Recorder,
+        *,
+        report: Report = lambda pid, reason: None,
     ) -> None:
-        """``start``: starts a process with a number of lanes, without waiting for it. Raises
-        ``OSError``."""
+        """
+        Args:
+            start: starts a process with a number of lanes, without waiting for it. Raises
+                ``OSError``.
+            report: called with the process that was lost, or 0 if none could be started, and with
+                the reason.
+        """
         self._start, self._limits, self._recorder = start, limits, recorder
+        self._report = report
         self._changed = Condition(Lock())
         self._processes: list[FetchProcess] = []
         self._abandoned: list[FetchLane] = []
@@ -113,7 +123,7 @@ class FetchPool:
         return f"<FetchPool {len(self._processes)}/{self._limits.processes} processes>"
 
     def _call_watcher(self) -> None:
-        """Have the watcher look at what has changed. The lock must be held."""
+        """Have the watcher look at the change. The lock must be held."""
         if self._thread is None:
             thread = Thread(target=self._watch, name="objkv-fetchers", daemon=True)
             with suppress(RuntimeError):  # the machine has no more threads: gets stay here
@@ -129,7 +139,7 @@ class FetchPool:
         """Use a process no longer. The lock must be held."""
         if process not in self._processes:
             return
-        logger.warning("fetching process lost pid=%d reason=%s", process.pid, reason)
+        self._report(process.pid, reason)
         self._recorder.count("fetch_process_losses")
         self._processes.remove(process)
         self._lost.append(process)
@@ -197,7 +207,7 @@ class FetchPool:
             try:
                 process = self._start(self._limits.lanes)
             except OSError as exc:
-                logger.warning("no fetching process, fetching without it reason=%s", exc)
+                self._report(0, exc)
                 with self._changed:
                     self._pause_s = self._limits.restart_max_s
                     self._next_start_s = monotonic() + self._pause_s

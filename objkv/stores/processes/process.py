@@ -2,7 +2,7 @@
 
 The memory belongs to this process alone, and it is never the agent's arena. An agent copies what
 has arrived, and verifies the copy. So a process that writes late, or after its agent has given it
-up, changes nothing that anybody reads: its memory goes when it ends, and its successor has its own.
+up, changes nothing that is read: its memory goes when it ends, and its successor has another.
 """
 
 import mmap
@@ -29,7 +29,7 @@ class LaneLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FetchProgram:
-    """What a fetching process runs."""
+    """Command and environment of a fetching process."""
 
     command: Sequence[str]
     """Without the descriptors, which are appended."""
@@ -42,7 +42,7 @@ class FetchLane:
     def __init__(self, process: "FetchProcess", sock: socket.socket, memory: memoryview) -> None:
         self.process = process
         self.memory = memory
-        """Where values arrive. Valid up to the last number of bytes that was reported."""
+        """Memory in which values arrive. Valid up to the last number of bytes that was reported."""
         self.is_owed = False
         """Whether a request has not had its last answer."""
         self.kill_s = 0.0
@@ -119,7 +119,7 @@ class FetchProcess:
             for n, sock in enumerate(ours)
         )
         self.free = list(self.lanes)
-        """Lanes that nobody uses. Guarded by the pool's lock."""
+        """Lanes that are not in use. Guarded by the pool's lock."""
         self.owed = 0
         """Lanes that were abandoned and have not answered: the process may hang."""
         self.born_s = monotonic()
@@ -175,7 +175,7 @@ def _shared_memory(nbytes: int) -> tuple[int, memoryview]:
 
 
 def _started(program: FetchProgram, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Start the program with these descriptors, and none but those."""
+    """Start the program with these descriptors, and no others."""
     return subprocess.Popen(
         [*program.command, *map(str, descriptors)],
         pass_fds=descriptors,

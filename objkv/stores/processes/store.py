@@ -104,7 +104,7 @@ class _Target:
         self._reported = -1
 
     def take(self, memory: memoryview, nbytes: int) -> None:
-        """Copy what has arrived since the last call, and report it. Raises ``LaneLost`` if a
+        """Copy and report the bytes that have arrived since the last call. Raises ``LaneLost`` if a
         process cannot have fetched that much."""
         at = self.at
         if not at <= nbytes <= len(self.buffer):
