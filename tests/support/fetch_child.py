@@ -2,6 +2,7 @@
 
 A get of ``held/...`` reads half of the value, reports that, makes the file ``half-<pid>`` in the
 folder of gates, and waits for ``go-<pid>`` there, whatever its deadline. Then it writes the rest.
+A get of ``lying/...`` reports more bytes than there are.
 """
 
 import os
@@ -26,6 +27,9 @@ class HeldStore(LocalStore):
         self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
         self._recorder.count("child_gets")
+        if key.startswith("lying/"):
+            assert arrived is not None
+            arrived(len(buffer) + 1)
         if not key.startswith("held/"):
             return super().get_into(key, buffer, arrived, start)
         value = self.get(key)
