@@ -1,12 +1,17 @@
 """Measure what fetching processes take off a node agent that loads by TLS.
 
-    python -m benchmarks.agent_fetch [--processes 0,1,2] [--rounds N] [--codec none] [--json]
+    python -m benchmarks.agent_fetch [--processes 0,1,2] [--rounds N] [--codec none]
+                                     [--share PERCENT] [--json]
 
 An S3 server in memory sends payloads of 32 MiB on loopback. An agent for each number of processes
 loads the same payloads into an arena that is too small for all of them, in turn. Elapsed time says
 little on a machine with few cores, since the server needs one as well. So besides there is the
 processor time of the agent itself, which bounds what one agent can serve, and that of its
 processes, per GB that was fetched.
+
+With ``--share`` each process of each agent gets so many percent of a core, and not more, while the
+server has as much as it needs. So a small machine shows how elapsed time scales where each process
+has a core. It needs root, and groups of processor time (cgroup version 1 or 2).
 """
 
 import argparse
@@ -42,6 +47,7 @@ LAYERS = [LayerSpec(f"l{n}", "BF16", (16, 8, 16, 256)) for n in range(32)]
 """1 MiB each."""
 CHUNKS, TOGETHER = 16, 8
 ARENA = "320MiB"
+PERIOD_US = 10_000
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -78,6 +84,34 @@ def stored(settings: dict[str, str], codec: str) -> list[Wanted]:
             backends.index.publish(entry, {key.field: record}, ttl_s=3_600)
             found.append(Wanted(claim, record))
     return found
+
+
+def limit(stack: ExitStack, pid: int, percent: int) -> None:
+    """Give a process this share of a core until the stack ends."""
+    root, quota_us = Path("/sys/fs/cgroup"), PERIOD_US * percent // 100
+    is_old = (root / "cpu").is_dir()
+    group = (root / "cpu" if is_old else root) / f"objkv-{os.getpid()}-{pid}"
+    group.mkdir()
+    stack.callback(remove, group)
+    if is_old:
+        (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+        (group / "cpu.cfs_quota_us").write_text(str(quota_us))
+    else:
+        (group / "cpu.max").write_text(f"{quota_us} {PERIOD_US}")
+    (group / "cgroup.procs").write_text(str(pid))
+
+
+def remove(group: Path) -> None:
+    """Remove a group once its process has ended."""
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            group.rmdir()
+            return
+        except OSError:
+            if time.monotonic() >= end:
+                raise
+        time.sleep(0.01)
 
 
 def processor_s(pid: int) -> float:
@@ -150,15 +184,20 @@ def main() -> None:
     parser.add_argument("--processes", default="0,1,2")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--codec", default="none")
+    parser.add_argument("--share", type=int)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         settings = stores(stack, folder, tls=True) | {"load_deadline_ms": "60000"}
         wanted = stored(settings, options.codec)
+        groups = stack.enter_context(ExitStack())
         sides = [Side(stack, settings, int(count)) for count in options.processes.split(",")]
         for side in sides:
             side.settle(wanted)
+            pid = side.agent.process.pid
+            for one in () if options.share is None else (pid, *children(pid)):
+                limit(groups, one, options.share)
         found: dict[int, list[Cost]] = {side.processes: [] for side in sides}
         for _ in range(options.rounds):
             for side in sides:
