@@ -218,7 +218,7 @@ def test_a_stopped_process_is_late_then_killed_and_changes_no_byte(
     wait = threading.Event()
 
     def get() -> None:
-        with EndsBy(time.monotonic() + 2.0):
+        with EndsBy(time.monotonic() + 5.0):
             fleet.store.get_into("held/a", into, lambda _: wait.set())
 
     got = one_thread.submit(get)
@@ -238,8 +238,9 @@ def test_a_stopped_process_is_late_then_killed_and_changes_no_byte(
 
 
 def test_a_process_that_writes_late_writes_to_its_own_memory(
-    fleet: Fleet, one_thread: ThreadPoolExecutor
+    fleet: Fleet, one_thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(pools, "GRACE_S", PATIENCE_S)
     (pid,) = fleet.ready()
     fleet.store.put("held/a", value(6))
     into = memoryview(bytearray(SIZE))
@@ -278,7 +279,8 @@ def test_a_process_that_owes_an_answer_gets_nothing_new(
     fleet.store.get_into("warm", memoryview(bytearray(SIZE)))
     assert fleet.own.starts == [None]
     fleet.go(pid)
-    fleet.ready()
+    (process,) = fleet.pool._processes
+    wait_until(lambda: not process.owed)
     fleet.own.starts.clear()
     fleet.store.get_into("warm", memoryview(bytearray(SIZE)))
     assert fleet.own.starts == []
@@ -327,7 +329,7 @@ def test_processes_killed_at_random_moments_cost_no_byte(tmp_path: Path) -> None
 
 
 def test_processes_end_when_idle_and_start_again(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path, idle_s=0.3)
+    fleet = Fleet(tmp_path, idle_s=2.0)
     (pid,) = fleet.ready()
     wait_until(partial(is_gone, pid))
     assert fleet.pool.pids() == []
@@ -399,7 +401,7 @@ def test_close_ends_all_processes_and_gets_go_on(
     )
     fleet.at_half(pid)
     fleet.pool.close()
-    assert is_gone(pid)
+    wait_until(partial(is_gone, pid))
     assert got.result(PATIENCE_S) == SIZE
     assert into == value(11)
     assert fleet.store.get_into("warm", into) == SIZE
