@@ -6,7 +6,7 @@ python scripts/write_configuration.py; ``tests/test_docs.py`` fails when the pag
 import types
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -37,6 +37,8 @@ COLUMNS = """
 
 def shown_type(annotation: Any) -> str:
     """Return the type in an operator's words. Alternatives are listed by name; None is omitted."""
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
     if get_origin(annotation) is Literal:
         return " \\| ".join(f"`{value}`" for value in get_args(annotation))
     if get_origin(annotation) in (Union, types.UnionType):

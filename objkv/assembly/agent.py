@@ -203,7 +203,7 @@ class NodeAgent:
         """Open what may be missing or refused, and only then listen."""
         self._socket = AgentSocket(path, replace=replace)
         try:
-            self._backends = open_backends(self._config, recorder)
+            self._backends = open_backends(self._config, recorder, of_agent=True)
             check_backends(self._backends, self._config)
             nbytes = self._config.agent_memory_bytes or host_bytes() // _MEMORY_SHARE
             if nbytes > host_bytes():

@@ -84,14 +84,19 @@ class Backends:
 
 
 def open_backends(
-    config: Config, recorder: Recorder, *, on_change: OnChange | None = None
+    config: Config,
+    recorder: Recorder,
+    *,
+    on_change: OnChange | None = None,
+    of_agent: bool = False,
 ) -> Backends:
     """Open bulk store, index and hot store.
 
-    ``on_change`` is called when a circuit opens or closes; by default that is logged. Raises
+    ``on_change`` is called when a circuit opens or closes; by default that is logged.
+    ``of_agent``: for a node agent, which may fetch with processes of its own. Raises
     ``ConfigError``.
     """
-    bulk = open_bulk(config, recorder, on_change=on_change)
+    bulk = open_bulk(config, recorder, on_change=on_change, of_agent=of_agent)
     place = _index_place(config)
     index = _guarded_index(place, config, recorder, on_change, bulk=bulk)
     hot = open_hot(config, recorder, on_change=on_change)
@@ -99,9 +104,14 @@ def open_backends(
 
 
 def open_bulk(
-    config: Config, recorder: Recorder, *, on_change: OnChange | None = None
+    config: Config,
+    recorder: Recorder,
+    *,
+    on_change: OnChange | None = None,
+    of_agent: bool = False,
 ) -> PruneStore:
-    """Open the bulk store. Concurrent gets of one key share one call of the guarded store."""
+    """Open the bulk store. Concurrent gets of one key share one call of the guarded store.
+    ``of_agent``: see ``open_backends``."""
     wait_s = config.load_deadline_ms / 1000
     guard = Guard(
         "bulk",
@@ -111,7 +121,8 @@ def open_bulk(
         slots=Slots(config.bulk_calls_max, wait_s),
         may_write=config.role != "reader",
     )
-    return SharedGets(GuardedStore(_bulk_place(config, recorder), guard), wait_s=wait_s)
+    place = _bulk_place(config, recorder, of_agent=of_agent)
+    return SharedGets(GuardedStore(place, guard), wait_s=wait_s)
 
 
 def open_hot(
@@ -267,7 +278,7 @@ def _breakers(end: str, config: Config, recorder: Recorder, on_change: OnChange 
     return Breakers(end, patience, recorder, on_change=on_change or log_change)
 
 
-def _bulk_place(config: Config, recorder: Recorder) -> PruneStore:
+def _bulk_place(config: Config, recorder: Recorder, *, of_agent: bool) -> PruneStore:
     url = config.bulk_url
     scheme = url.partition(":")[0]
     if scheme == "memory":
@@ -275,23 +286,9 @@ def _bulk_place(config: Config, recorder: Recorder) -> PruneStore:
     if scheme == "file":
         return _folder(url)
     assert scheme == "s3"
-    from objkv.stores.s3.client import open_s3_client
-    from objkv.stores.s3.demands import PutDemands
-    from objkv.stores.s3.store import S3Store
+    from objkv.assembly.fetchers import open_s3, open_s3_of_agent
 
-    parts = urlsplit(url)
-    return S3Store(
-        open_s3_client(config),
-        bucket=parts.netloc,
-        prefix=parts.path.strip("/"),
-        multipart_bytes=config.s3_multipart_bytes,
-        range_bytes=config.s3_range_bytes,
-        ranges_max=config.s3_ranges_max,
-        hedge_percent_max=config.s3_hedge_percent_max,
-        deadline_s=config.load_deadline_ms / 1000,
-        demands=PutDemands.of(config),
-        recorder=recorder,
-    )
+    return open_s3_of_agent(config, recorder) if of_agent else open_s3(config, recorder)
 
 
 def _folder(url: str) -> LocalStore:

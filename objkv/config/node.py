@@ -22,6 +22,7 @@ _REPLICAS_OWN: Final = frozenset(
 )
 """Settings that replicas of one agent may have different."""
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_CONTAINER_CORES = Path("/sys/fs/cgroup/cpu.max")
 _PATH_BYTES_MAX = 70
 """A socket's path may have 107, 22 of them for its name."""
 
@@ -88,3 +89,13 @@ def host_bytes() -> int:
         return min(nbytes, int(_CONTAINER_LIMIT.read_text()))
     except (OSError, ValueError):  # no such file, or "max"
         return nbytes
+
+
+def host_cores() -> int:
+    """Return how many cores this process may use at once: those of the machine or container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        quota, period = map(int, _CONTAINER_CORES.read_text().split())
+    except (OSError, ValueError):  # no such file, or "max"
+        return cores or 1
+    return max(1, min(cores or 1, quota // period))

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -223,6 +223,10 @@ class Config(BaseModel):
     agent_memory_bytes: int = Field(default=0, ge=0)
     """Memory of an agent for payloads, its arena. 0: an eighth of the memory of the machine or
     container. It is taken as payloads fill it."""
+    agent_fetch_processes: Literal["auto"] | Annotated[int, Field(ge=0, le=64)] = "auto"
+    """Processes with which an agent fetches from a bucket. Each decrypts TLS on another core.
+    0: only the agent fetches. ``auto``: one for each 8 cores of the machine or container, at most
+    4, and 0 without TLS."""
     agent_verify: Literal["agent", "reader"] = "agent"
     """Who verifies checksums. ``agent``: the agent, once for all replicas. ``reader``: this replica
     too, in the arena, before each copy."""

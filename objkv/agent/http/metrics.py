@@ -43,6 +43,8 @@ TOTALS: Final = {
     "load_errors": "Fetches that failed in a store, or at their deadline.",
     "load_corrupt": "Payloads refused because of their length, claim or checksum.",
     "load_ghosts": "Indexed payloads that were missing from the store.",
+    "fetch_process_gets": "Payloads that were fetched by a process of the agent's.",
+    "fetch_process_losses": "Processes of the agent's that were killed or ended early.",
     "held_back": "Payloads kept without a save until they are seen again.",
     "sighted_before": "Of those, payloads that a node of the fleet had made before.",
     "sighting_drops": "Payloads that were not counted in the index, because it failed or was slow.",

@@ -97,6 +97,11 @@ class S3Store:
         return without_password(self._client.meta.endpoint_url)
 
     @property
+    def uses_tls(self) -> bool:
+        """Whether the endpoint's connections are encrypted."""
+        return self._endpoint.startswith("https:")
+
+    @property
     def conditional_puts(self) -> bool | None:
         """Whether the server honours ``If-None-Match``; None before the first put."""
         return self._writer.conditional

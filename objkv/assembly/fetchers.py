@@ -1,0 +1,80 @@
+"""Opens the S3 store, alone or with processes that fetch for it."""
+
+import logging
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from objkv.config import Config
+from objkv.config.node import agent_environment, host_cores
+from objkv.stores.base import PruneStore
+from objkv.stores.processes.pool import FetchPool, PoolLimits
+from objkv.stores.processes.process import FetchProcess, FetchProgram
+from objkv.stores.processes.store import ProcessGets
+from objkv.stores.s3.client import open_s3_client
+from objkv.stores.s3.demands import PutDemands
+from objkv.stores.s3.store import S3Store
+from objkv.telemetry import Recorder
+
+logger = logging.getLogger(__name__)
+_CORES_EACH = 8
+_AUTO_MAX = 4
+
+
+def open_s3(config: Config, recorder: Recorder) -> S3Store:
+    """Open the store of ``bulk_url``, a bucket. Sends nothing yet. Raises ``ConfigError``."""
+    parts = urlsplit(config.bulk_url)
+    return S3Store(
+        open_s3_client(config),
+        bucket=parts.netloc,
+        prefix=parts.path.strip("/"),
+        multipart_bytes=config.s3_multipart_bytes,
+        range_bytes=config.s3_range_bytes,
+        ranges_max=config.s3_ranges_max,
+        hedge_percent_max=config.s3_hedge_percent_max,
+        deadline_s=config.load_deadline_ms / 1000,
+        demands=PutDemands.of(config),
+        recorder=recorder,
+    )
+
+
+def process_count(config: Config, store: S3Store) -> int:
+    """Return how many processes an agent of these settings fetches with. Without TLS none are
+    needed: one process moves plain bytes about as fast as memory."""
+    if config.agent_fetch_processes != "auto":
+        return config.agent_fetch_processes
+    return min(_AUTO_MAX, host_cores() // _CORES_EACH) if store.uses_tls else 0
+
+
+def open_s3_of_agent(config: Config, recorder: Recorder) -> PruneStore:
+    """Open the store for an agent, whose large gets processes make. None is started yet."""
+    store = open_s3(config, recorder)
+    processes = process_count(config, store)
+    if not processes:
+        return store
+    lanes = -(-config.load_threads // processes)
+    ranges = -(-config.s3_ranges_max // processes)
+    program = FetchProgram(
+        [sys.executable, "-P", "-m", "objkv.assembly.fetch_process"],
+        _environment(config.model_copy(update={"s3_ranges_max": ranges})),
+    )
+    limits = PoolLimits(processes, lanes)
+    pool = FetchPool(partial(FetchProcess, program), limits, recorder, report=_log_loss)
+    return ProcessGets(store, pool, deadline_s=config.load_deadline_ms / 1000, recorder=recorder)
+
+
+def _log_loss(pid: int, reason: object) -> None:
+    if pid:
+        logger.warning("fetching process lost pid=%d reason=%s", pid, reason)
+    else:
+        logger.warning("no fetching process, the agent fetches without it reason=%s", reason)
+
+
+def _environment(config: Config) -> dict[str, str]:
+    """Return the settings as an environment in which this objkv is found, also if it was started
+    from its source folder."""
+    environ = agent_environment(config)
+    places = [str(Path(__file__).parents[2]), environ.get("PYTHONPATH", "")]
+    return environ | {"PYTHONPATH": os.pathsep.join(filter(None, places))}

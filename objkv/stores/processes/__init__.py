@@ -1,0 +1,1 @@
+"""Processes that fetch values for another process."""

@@ -1,0 +1,199 @@
+"""An agent that fetches by TLS with processes: what it serves, and what a kill of either leaves."""
+
+import os
+import random
+import signal
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from objkv.agent.arena import CellState
+from objkv.agent.client import AgentConnection
+from objkv.agent.core import Urgency
+from objkv.agent.fill import Wanted
+from objkv.assembly import fetchers
+from objkv.assembly.backends import Backends, open_backends
+from objkv.assembly.fetchers import open_s3, process_count
+from objkv.codec.payload import Claim, LayerSpec, Provenance, encode, read_header
+from objkv.config import load_config
+from objkv.index.base import ChunkEntry
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
+from objkv.telemetry import NullRecorder
+from tests.agent.test_http import Router
+from tests.agent.world import ended, pages_at
+from tests.support.agents import AgentProcess
+from tests.support.paged_cache import PATIENCE_S, wait_until
+from tests.support.samples import CHUNK, NAMESPACE, WHOLE, record_of
+from tests.support.servers.certificates import make_certificates
+from tests.support.servers.quick_s3 import QuickS3
+
+CHUNKS, TOGETHER = 6, 2
+TOKENS = tuple(range(CHUNKS * CHUNK))
+LAYERS = [LayerSpec(f"l.{number}", "BF16", (2, 2, 64, 1024)) for number in range(2)]
+CODECS = ["none", "zstd"]
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Settings of an agent over a bucket behind TLS. Its arena holds some of the payloads."""
+    folder = tmp_path_factory.mktemp("fetch")
+    certificates = make_certificates(folder / "tls")
+    with QuickS3(tls=certificates) as server:
+        yield {
+            "bulk_url": "s3://bucket/kv",
+            "index_url": f"sqlite://{folder}/index",
+            "s3_endpoint_url": server.url,
+            "s3_region": "us-east-1",
+            "s3_addressing": "path",
+            "s3_access_key_id": "test",
+            "s3_secret_access_key": "testsecret",
+            "s3_ca_bundle": str(certificates / "ca.pem"),
+            "s3_range_bytes": "1MiB",
+            "load_deadline_ms": "60000",
+            "agent_memory_bytes": "5MiB",
+            "agent_fetch_processes": "2",
+        }
+
+
+@pytest.fixture(scope="module")
+def backends(settings: dict[str, str]) -> Iterator[Backends]:
+    with open_backends(load_config(settings, environ={}), NullRecorder()) as backends:
+        yield backends
+
+
+def pages(number: int) -> list[bytes]:
+    """The pages of a payload, half of which compresses."""
+    rng = random.Random(number)
+    return [rng.randbytes(one.nbytes // 2).ljust(one.nbytes, b"\0") for one in LAYERS]
+
+
+@pytest.fixture(scope="module")
+def wanted(backends: Backends) -> dict[str, list[Wanted]]:
+    """Stored payloads by codec. Without compression they are larger than a range."""
+    return {codec: list(stored(backends, codec)) for codec in CODECS}
+
+
+def stored(backends: Backends, codec: str) -> Iterator[Wanted]:
+    namespace = f"{CODECS.index(codec):x}" + NAMESPACE[1:]
+    hashes = prefix_hashes(namespace, TOKENS, CHUNK)
+    for number, prefix_hash in enumerate(hashes):
+        parent = hashes[number - 1] if number else root_hash(namespace)
+        start, end = number * CHUNK, (number + 1) * CHUNK
+        key = ChunkKey(namespace, prefix_hash, 0, WHOLE)
+        claim = Claim(key, parent, start, end)
+        provenance = Provenance(token_digest(TOKENS[start:end]), "host-1:42", 1_700_000_000)
+        payload = encode(claim, LAYERS, pages(number), codec=codec, provenance=provenance)
+        backends.bulk.put(key.path(), payload)
+        record = record_of(read_header(payload))
+        entry = ChunkEntry(namespace, prefix_hash, parent, start, end)
+        backends.index.publish(entry, {key.field: record}, ttl_s=3_600)
+        yield Wanted(claim, record)
+
+
+def children(agent: AgentProcess) -> list[int]:
+    """The agent's processes. Each child is listed by the thread that started it."""
+    tasks = Path(f"/proc/{agent.process.pid}/task").glob("*/children")
+    return sorted(int(pid) for task in tasks for pid in task.read_text().split())
+
+
+def counted(agent: AgentProcess, name: str) -> float:
+    """One of its counters."""
+    _, text = Router(Path(f"{agent.path}.http")).ask("GET", "/metrics")
+    name = f"objkv_agent_{name}_total "
+    return sum(float(line.split()[1]) for line in text.splitlines() if line.startswith(name))
+
+
+def load(agent: AgentProcess, wanted: Sequence[Wanted]) -> int:
+    """Read all payloads, as many at a time as the arena holds. The bytes of each must be right.
+    Returns how many were misses."""
+    client = AgentConnection(agent.path, wants_arena=True, call_s=PATIENCE_S)
+    misses = 0
+    for first in range(0, len(wanted), TOGETHER):
+        some = wanted[first : first + TOGETHER]
+        leases = client.open(some, deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
+        for number, lease in enumerate(leases, first):
+            progress = ended(client, lease)
+            if progress.state is CellState.READY:
+                assert pages_at(client.arena.view, progress) == pages(number)
+            else:
+                misses += 1
+        client.release([lease.number for lease in leases])
+    client.close()
+    return misses
+
+
+def served_by_processes(agent: AgentProcess, wanted: Sequence[Wanted]) -> None:
+    """Load until the agent's processes make the gets."""
+    before = counted(agent, "fetch_process_gets")
+
+    def are_used() -> bool:
+        assert load(agent, wanted) == 0
+        return counted(agent, "fetch_process_gets") >= before + TOGETHER
+
+    wait_until(are_used)
+
+
+def test_processes_fetch_what_an_agent_serves(
+    settings: dict[str, str], wanted: dict[str, list[Wanted]]
+) -> None:
+    with AgentProcess(settings) as agent:
+        assert children(agent) == []
+        for codec in CODECS:
+            served_by_processes(agent, wanted[codec])
+        pids = children(agent)
+        assert pids
+        agent.end()
+    assert all(has_ended(pid) for pid in pids)
+
+
+def test_killed_processes_cost_no_payload_and_all_end_with_a_killed_agent(
+    settings: dict[str, str], wanted: dict[str, list[Wanted]]
+) -> None:
+    rng = random.Random(1)
+    with AgentProcess(settings) as agent:
+        served_by_processes(agent, wanted["none"])
+        killed = set[int]()
+        while len(killed) < 3:
+            if alive := [pid for pid in children(agent) if not has_ended(pid)]:
+                pid = rng.choice(alive)
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+            assert load(agent, wanted["none"]) == 0
+        wait_until(lambda: counted(agent, "fetch_process_losses") >= 3)
+        assert counted(agent, "load_corrupt") == 0
+        pids = children(agent)
+        agent.kill()
+        for pid in pids:
+            wait_until(partial(has_ended, pid))
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended, also if nothing has collected it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("given", "cores", "expected"),
+    [
+        ({}, 64, 4),
+        ({}, 16, 2),
+        ({}, 7, 0),
+        ({"s3_endpoint_url": "http://127.0.0.1:1"}, 64, 0),
+        ({"agent_fetch_processes": "0"}, 64, 0),
+        ({"agent_fetch_processes": "9"}, 2, 9),
+    ],
+)
+def test_processes_are_as_many_as_set_or_as_tls_and_cores_ask_for(
+    given: dict[str, str], cores: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetchers, "host_cores", lambda: cores)
+    keys = {"s3_access_key_id": "test", "s3_secret_access_key": "testsecret"}
+    usual = {"bulk_url": "s3://bucket/kv", "s3_endpoint_url": "https://127.0.0.1:1"}
+    config = load_config(usual | keys | given, environ={})
+    assert process_count(config, open_s3(config, NullRecorder())) == expected

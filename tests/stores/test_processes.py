@@ -1,0 +1,445 @@
+"""Gets by processes keep what every store promises, whatever happens to a process."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from objkv.errors import StoreDenied, StoreError, StoreUnavailable, ValueTooLong
+from objkv.net.deadline import EndsBy
+from objkv.stores.base import Arrived
+from objkv.stores.local import LocalStore
+from objkv.stores.processes import pool as pools
+from objkv.stores.processes import store as stores
+from objkv.stores.processes.messages import Answer, AnswerKind, GetRequest, failed
+from objkv.stores.processes.pool import FetchPool, PoolLimits
+from objkv.stores.processes.process import FetchProcess, FetchProgram
+from objkv.stores.processes.store import ProcessGets
+from objkv.telemetry import MemoryRecorder
+from objkv.testing.store_contract import StoreContract
+from tests.support.paged_cache import PATIENCE_S, wait_until
+
+LANES = 4
+ROOT = Path(__file__).parents[2]
+SIZE = 1 << 20
+
+
+class Counted(LocalStore):
+    """The agent's own store. Remembers where each get began."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.starts: list[int | None] = []
+
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
+    ) -> int | None:
+        self.starts.append(start)
+        return super().get_into(key, buffer, arrived, start)
+
+
+class Fleet:
+    """A store with processes over a folder."""
+
+    def __init__(self, folder: Path, processes: int = 1, **limits: float) -> None:
+        self.values, self.gates = folder / "values", folder / "gates"
+        self.gates.mkdir(parents=True)
+        self.recorder = MemoryRecorder()
+        program = FetchProgram(
+            [
+                *(sys.executable, "-m", "tests.support.fetch_child"),
+                *(str(self.values), str(self.gates)),
+            ],
+            os.environ | {"PYTHONPATH": str(ROOT)},
+        )
+        self.own = Counted(self.values)
+        bounds = PoolLimits(processes, LANES, **{"restart_s": 0.001, **limits})
+        self.pool = FetchPool(partial(FetchProcess, program), bounds, self.recorder)
+        self.store = ProcessGets(self.own, self.pool, deadline_s=PATIENCE_S, recorder=self.recorder)
+
+    def ready(self, count: int = 1) -> list[int]:
+        """Wait for processes. Their numbers."""
+        self.store.put("warm", bytes(SIZE))
+
+        def is_ready() -> bool:
+            self.store.get_into("warm", memoryview(bytearray(SIZE)))
+            return len(self.pool.pids()) == count
+
+        wait_until(is_ready)
+        return self.pool.pids()
+
+    def at_half(self, pid: int) -> None:
+        """Wait until a process holds a get."""
+        wait_until((self.gates / f"half-{pid}").exists)
+
+    def go(self, pid: int) -> None:
+        """Let it go on."""
+        (self.gates / f"go-{pid}").touch()
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    fleet = Fleet(tmp_path)
+    yield fleet
+    fleet.store.close()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
+def value(seed: int, nbytes: int = SIZE) -> bytes:
+    return random.Random(seed).randbytes(nbytes)
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, also if nobody has asked how."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Processes for all tests of the contract, since one takes half a second to start."""
+    fleet = Fleet(tmp_path_factory.mktemp("contract"))
+    fleet.ready()
+    yield fleet
+    assert fleet.recorder.value("fetch_process_losses") == 0
+    fleet.store.close()
+
+
+class TestContract(StoreContract):
+    @pytest.fixture
+    def store(self, shared: Fleet, monkeypatch: pytest.MonkeyPatch) -> ProcessGets:
+        monkeypatch.setattr(stores, "_BYTES_MIN", 0)
+        monkeypatch.setattr(shared.store, "close", lambda: None)
+        wait_until(lambda: all(len(one.free) == LANES for one in shared.pool._processes))
+        assert shared.pool.pids(), "gets are made by a process"
+        shutil.rmtree(shared.values, ignore_errors=True)
+        return shared.store
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        StoreUnavailable("x y"),
+        StoreDenied("no"),
+        ValueTooLong("long"),
+        StoreError("odd"),
+        KeyError("k"),
+    ],
+)
+def test_errors_cross_the_socket(error: Exception) -> None:
+    made = Answer.unpack(failed(7, error).pack()).error
+    assert type(made) is (type(error) if isinstance(error, StoreError) else StoreError)
+    assert str(error) in str(made)
+
+
+def test_messages_are_read_as_they_were_written() -> None:
+    for start in (None, 0, 1 << 40):
+        request = GetRequest(1 << 50, 1 << 33, start, 12.5, is_trial=True, key="ns/a")
+        assert GetRequest.unpack(request.pack()) == request
+    answer = Answer(AnswerKind.COUNTED, 3, 4, "s3_hedges")
+    assert Answer.unpack(answer.pack()) == answer
+
+
+@pytest.mark.parametrize("message", [b"", b"\x01", b"\xff" * 17, b"\x05" + b"\x7f" * 16])
+def test_what_is_no_answer_is_refused(message: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        Answer.unpack(message)
+
+
+def test_the_first_gets_do_not_wait_for_a_process(fleet: Fleet) -> None:
+    fleet.store.put("a", value(1))
+    into = memoryview(bytearray(SIZE))
+    assert fleet.store.get_into("a", into) == SIZE
+    assert into == value(1)
+    assert fleet.own.starts == [None]
+
+
+def test_what_a_process_counts_is_counted_here(fleet: Fleet) -> None:
+    fleet.ready()
+    before = fleet.recorder.value("child_gets")
+    fleet.store.get_into("warm", memoryview(bytearray(SIZE)))
+    assert fleet.recorder.value("child_gets") == before + 1
+
+
+def test_small_gets_stay_here(fleet: Fleet) -> None:
+    fleet.ready()
+    fleet.own.starts.clear()
+    fleet.store.put("small", b"x")
+    assert fleet.store.get_into("small", memoryview(bytearray(10))) == 1
+    assert fleet.own.starts == [None]
+
+
+def test_a_get_of_a_killed_process_continues_where_it_stopped(
+    fleet: Fleet, one_thread: ThreadPoolExecutor
+) -> None:
+    (pid,) = fleet.ready()
+    fleet.own.starts.clear()
+    fleet.store.put("held/a", value(2))
+    into, seen = memoryview(bytearray(SIZE)), list[int]()
+    got = one_thread.submit(fleet.store.get_into, "held/a", into, seen.append)
+    fleet.at_half(pid)
+    os.kill(pid, signal.SIGKILL)
+    assert got.result(PATIENCE_S) == SIZE
+    assert into == value(2)
+    assert fleet.own.starts == [SIZE // 2]
+    assert seen[0] == SIZE // 2
+    assert seen[-1] == SIZE
+    assert seen == sorted(seen)
+    assert fleet.recorder.value("fetch_process_losses") == 1
+    assert fleet.ready() != [pid]
+
+
+def test_a_stopped_process_is_late_then_killed_and_changes_no_byte(
+    fleet: Fleet, one_thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its buffer gets another value right after the deadline, as memory of the arena does."""
+    monkeypatch.setattr(pools, "GRACE_S", 0.0)
+    (pid,) = fleet.ready()
+    fleet.store.put("held/a", value(3))
+    into = memoryview(bytearray(SIZE))
+    wait = threading.Event()
+
+    def get() -> None:
+        with EndsBy(time.monotonic() + 5.0):
+            fleet.store.get_into("held/a", into, lambda _: wait.set())
+
+    got = one_thread.submit(get)
+    assert wait.wait(PATIENCE_S)
+    fleet.at_half(pid)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(StoreUnavailable, match="did not answer"):
+        got.result(PATIENCE_S)
+    other = value(4)
+    into[:] = other
+    wait_until(partial(is_gone, pid))
+    assert into == other
+    fleet.ready()
+    fleet.store.put("b", value(5))
+    assert fleet.store.get_into("b", into) == SIZE
+    assert into == value(5)
+
+
+def test_a_process_that_writes_late_writes_to_its_own_memory(
+    fleet: Fleet, one_thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pools, "GRACE_S", PATIENCE_S)
+    (pid,) = fleet.ready()
+    fleet.store.put("held/a", value(6))
+    into = memoryview(bytearray(SIZE))
+
+    def get() -> None:
+        with EndsBy(time.monotonic() + 1.0):
+            fleet.store.get_into("held/a", into, lambda _: None)
+
+    with pytest.raises(StoreUnavailable):
+        one_thread.submit(get).result(PATIENCE_S)
+    other = value(7)
+    into[:] = other
+    fleet.go(pid)
+    (process,) = fleet.pool._processes
+    wait_until(lambda: len(process.free) == LANES)
+    assert into == other
+    assert fleet.pool.pids() == [pid], "it has answered in time, so it is used again"
+    assert fleet.store.get_into("held/a", into, lambda _: None) == SIZE
+    assert into == value(6)
+
+
+def test_a_process_that_owes_an_answer_gets_nothing_new(
+    fleet: Fleet, one_thread: ThreadPoolExecutor
+) -> None:
+    (pid,) = fleet.ready()
+    fleet.store.put("held/a", value(8))
+
+    class Stop(Exception): ...
+
+    def stop(_: int) -> None:
+        raise Stop
+
+    with pytest.raises(Stop):
+        fleet.store.get_into("held/a", memoryview(bytearray(SIZE)), stop)
+    fleet.own.starts.clear()
+    fleet.store.get_into("warm", memoryview(bytearray(SIZE)))
+    assert fleet.own.starts == [None]
+    fleet.go(pid)
+    (process,) = fleet.pool._processes
+    wait_until(lambda: not process.owed)
+    fleet.own.starts.clear()
+    fleet.store.get_into("warm", memoryview(bytearray(SIZE)))
+    assert fleet.own.starts == []
+
+
+def test_processes_killed_at_random_moments_cost_no_byte(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, processes=2, restart_max_s=0.01)
+    rng = random.Random(9)
+    values = {f"v/{n}": value(n, rng.randrange(300_000, 3_000_000)) for n in range(8)}
+    for key, content in values.items():
+        fleet.store.put(key, content)
+    fleet.ready(2)
+    over = threading.Event()
+
+    def read(number: int) -> int:
+        mine, gets = random.Random(number), 0
+        while not over.is_set():
+            key = mine.choice(list(values))
+            into, at = memoryview(bytearray(len(values[key]))), 0
+
+            def check(nbytes: int, key: str = key, into: memoryview = into) -> None:
+                nonlocal at
+                assert into[at:nbytes] == values[key][at:nbytes]
+                at = nbytes
+
+            assert fleet.store.get_into(key, into, check) == len(into)
+            assert into == values[key]
+            gets += 1
+        return gets
+
+    with ThreadPoolExecutor(4) as pool:
+        readers = [pool.submit(read, n) for n in range(4)]
+        killed = set[int]()
+        while len(killed) < 12 and not any(one.done() for one in readers):
+            for pid in fleet.pool.pids():
+                time.sleep(rng.random() * 0.02)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+            time.sleep(0.01)
+        over.set()
+        assert all(one.result(PATIENCE_S) for one in readers)
+    fleet.ready(2)
+    fleet.store.close()
+    assert fleet.recorder.value("fetch_process_losses") >= len(killed) - 2
+
+
+def test_processes_end_when_idle_and_start_again(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, idle_s=2.0)
+    (pid,) = fleet.ready()
+    wait_until(partial(is_gone, pid))
+    assert fleet.pool.pids() == []
+    assert fleet.ready() != [pid]
+    fleet.store.close()
+    assert fleet.recorder.value("fetch_process_losses") == 0
+
+
+def test_a_program_that_cannot_run_costs_no_get(
+    tmp_path: Path,
+) -> None:
+    store, recorder = Counted(tmp_path), MemoryRecorder()
+    program = FetchProgram(["/no/such/program"], {})
+    reported = list[tuple[int, object]]()
+    pool = FetchPool(
+        partial(FetchProcess, program),
+        PoolLimits(2, 1),
+        recorder,
+        report=lambda *loss: reported.append(loss),
+    )
+    apart = ProcessGets(store, pool, deadline_s=1.0, recorder=recorder)
+    apart.put("a", value(1))
+    into = memoryview(bytearray(SIZE))
+    assert apart.get_into("a", into) == SIZE
+    wait_until(lambda: bool(reported))
+    assert apart.get_into("a", into) == SIZE
+    apart.close()
+    assert [pid for pid, _ in reported] == [0]
+
+
+def test_a_process_that_reports_too_much_is_ended(fleet: Fleet) -> None:
+    (pid,) = fleet.ready()
+    fleet.store.put("lying/a", value(12))
+    into = memoryview(bytearray(SIZE))
+    assert fleet.store.get_into("lying/a", into) == SIZE
+    assert into == value(12)
+    wait_until(partial(is_gone, pid))
+
+
+def test_processes_that_end_at_once_are_not_started_again_at_once(tmp_path: Path) -> None:
+    store, recorder, started = Counted(tmp_path), MemoryRecorder(), list[int]()
+
+    def start(lanes: int) -> FetchProcess:
+        process = FetchProcess(FetchProgram(["true"], os.environ), lanes)
+        started.append(process.pid)
+        return process
+
+    pool = FetchPool(start, PoolLimits(1, 1, restart_s=3600.0, restart_max_s=7200.0), recorder)
+    apart = ProcessGets(store, pool, deadline_s=1.0, recorder=recorder)
+    apart.put("a", value(1))
+    into = memoryview(bytearray(SIZE))
+    apart.get_into("a", into)
+    wait_until(lambda: recorder.value("fetch_process_losses") == 1)
+    for _ in range(20):
+        assert apart.get_into("a", into) == SIZE
+        time.sleep(0.001)
+    apart.close()
+    assert len(started) == 1
+
+
+def test_close_ends_all_processes_and_gets_go_on(
+    fleet: Fleet, one_thread: ThreadPoolExecutor
+) -> None:
+    (pid,) = fleet.ready()
+    fleet.store.put("held/a", value(11))
+    into = memoryview(bytearray(SIZE))
+    got: Future[int | None] = one_thread.submit(
+        fleet.store.get_into, "held/a", into, lambda _: None
+    )
+    fleet.at_half(pid)
+    fleet.pool.close()
+    wait_until(partial(is_gone, pid))
+    assert got.result(PATIENCE_S) == SIZE
+    assert into == value(11)
+    assert fleet.store.get_into("warm", into) == SIZE
+
+
+AGENT = """
+import os, sys, time
+from objkv.stores.processes.process import FetchProcess, FetchProgram
+command = [sys.executable, "-m", "tests.support.fetch_child", sys.argv[1], sys.argv[1]]
+process = FetchProcess(FetchProgram(command, os.environ), 2)
+while not process.is_ready:
+    assert process.look()
+    time.sleep(0.001)
+print(process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_processes_end_with_a_killed_agent(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", AGENT, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as agent:
+        assert agent.stdout is not None
+        pid = int(agent.stdout.readline())
+        agent.send_signal(signal.SIGKILL)
+    wait_until(partial(is_gone, pid))
+
+
+def test_a_signal_to_the_group_does_not_end_a_process(fleet: Fleet) -> None:
+    """An agent that drains still fetches."""
+    (pid,) = fleet.ready()
+    os.kill(pid, signal.SIGTERM)
+    os.kill(pid, signal.SIGINT)
+    into = memoryview(bytearray(SIZE))
+    fleet.own.starts.clear()
+    assert fleet.store.get_into("warm", into) == SIZE
+    assert fleet.own.starts == []
+    assert fleet.pool.pids() == [pid]

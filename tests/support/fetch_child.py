@@ -1,0 +1,57 @@
+"""A fetching process over a folder, which tests can hold up.
+
+A get of ``held/...`` reads half of the value, reports that, makes the file ``half-<pid>`` in the
+folder of gates, and waits for ``go-<pid>`` there, whatever its deadline. Then it writes the rest.
+A get of ``lying/...`` reports more bytes than there are.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from objkv.stores.base import Arrived
+from objkv.stores.local import LocalStore
+from objkv.stores.processes.child import run
+from objkv.telemetry import Recorder
+
+
+class HeldStore(LocalStore):
+    """See the module."""
+
+    def __init__(self, folder: Path, gates: Path, recorder: Recorder) -> None:
+        super().__init__(folder)
+        self._gates, self._recorder = gates, recorder
+
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
+    ) -> int | None:
+        self._recorder.count("child_gets")
+        if key.startswith("lying/"):
+            assert arrived is not None
+            arrived(len(buffer) + 1)
+        if not key.startswith("held/"):
+            return super().get_into(key, buffer, arrived, start)
+        value = self.get(key)
+        assert value is not None
+        half = len(value) // 2
+        buffer[:half] = value[:half]
+        assert arrived is not None
+        arrived(half)
+        (self._gates / f"half-{os.getpid()}").touch()
+        while not (self._gates / f"go-{os.getpid()}").exists():
+            time.sleep(0.001)
+        buffer[half : len(value)] = value[half:]
+        arrived(len(value))
+        return len(value)
+
+
+def main() -> None:
+    """Serve; arguments: folder of values, folder of gates, descriptors."""
+    folder, gates, *descriptors = sys.argv[1:]
+    run(descriptors, lambda recorder: HeldStore(Path(folder), Path(gates), recorder))
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)
