@@ -29,6 +29,8 @@ from objkv.net.deadline import EndsBy
 from objkv.telemetry import Recorder, Trouble
 
 logger = logging.getLogger(__name__)
+_IDLE_S = 10.0
+"""After so long without a payload, a fetching thread gives its staging buffer back."""
 _KNOWN_MAX = 1024
 """Shards whose layers are remembered, so that headers are parsed quickly."""
 
@@ -246,7 +248,8 @@ class Core:
         while True:
             with self._changed:
                 while (job := self._take()) is None and not self._closed:
-                    self._changed.wait()
+                    if not self._changed.wait(_IDLE_S if staging else None):
+                        staging.clear()
             if job is None:
                 return
             self._run(job, staging)

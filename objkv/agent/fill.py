@@ -64,6 +64,13 @@ class Staging:
             self._memory = np.empty(nbytes, np.uint8)
         return self._memory[:nbytes].data
 
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._memory = np.empty(0, np.uint8)
+
+    def __len__(self) -> int:
+        return len(self._memory)
+
 
 class Fill:
     """One fetch. Belongs to one thread."""

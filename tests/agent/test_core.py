@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from objkv.agent import core
 from objkv.agent.arena import CellState
 from objkv.agent.core import Urgency
-from objkv.agent.fill import Wanted
+from objkv.agent.fill import Staging, Wanted
 from objkv.agent.residents import MissReason, Resident
 from objkv.codec.payload import encode, frame_pages, read_header
 from objkv.errors import StoreUnavailable
@@ -65,6 +66,28 @@ def test_every_codec_is_an_uncompressed_payload_in_the_arena(
         node.residents.release(one)
     assert node.residents.leased() == 0
     assert node.recorder.value("agent_fills") == 3
+
+
+def test_idle_threads_keep_no_memory_of_payloads(
+    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stagings = list[Staging]()
+
+    class Watched(Staging):
+        def __init__(self) -> None:
+            super().__init__()
+            stagings.append(self)
+
+    monkeypatch.setattr(core, "Staging", Watched)
+    monkeypatch.setattr(core, "_IDLE_S", 0.01)
+    node = make()
+    for _ in range(2):
+        for one in fetch(node, *node.save(codec="zstd")):
+            assert right(node, one)
+            node.residents.release(one)
+            node.residents.forget(one.key)
+        assert stagings
+        wait_until(lambda: not any(stagings))
 
 
 @settings(max_examples=60, deadline=None)
