@@ -98,20 +98,23 @@ class AgentSocket:
                 raise AgentRuns(self._why_taken())
             return None
         except FileNotFoundError:
-            logger.warning("the agent's socket was removed, listening again path=%s", self._path)
+            pass
         except OSError as exc:
             raise ConfigError(f"the agent cannot see {self._path}: {exc.strerror or exc}") from exc
-        lock = Path(f"{self._path}.lock")
-        if not lock.exists() or lock.stat().st_ino != os.fstat(self._locks[-1]).st_ino:
-            self._locks.append(self._take(str(lock)))
-        before, self.listener = self.listener, _new_socket()
+        before = self.listener
         try:
+            lock = Path(f"{self._path}.lock")
+            if not lock.exists() or lock.stat().st_ino != os.fstat(self._locks[-1]).st_ino:
+                self._locks.append(self._take(str(lock)))
+            self.listener = _new_socket()
             self._listen()
-        except OSError as exc:
-            self.listener.close()
-            self.listener = before
+        except OSError as exc:  # such as no descriptor: it is tried again
+            if self.listener is not before:
+                self.listener.close()
+                self.listener = before
             why = exc.strerror or exc
             raise ConfigError(f"the agent cannot listen on {self._path}: {why}") from exc
+        logger.warning("the agent's socket was removed, listening again path=%s", self._path)
         return self.listener
 
     def report(self, error: BaseException | None) -> None:

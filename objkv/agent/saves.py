@@ -110,8 +110,9 @@ class NodeSaves:
         was_held_back = key.path() in self._unsaved
         if self._limits.holds_back:
             if was_held_back and self.residents.holds([key.path()])[0]:
-                is_due = self._unsaved.seen_again(key.path())
-                return CommitStatus.ACCEPTED if is_due else CommitStatus.KEPT
+                if self._unsaved.seen_again(key.path()) or key.path() not in self._unsaved:
+                    return CommitStatus.ACCEPTED
+                return CommitStatus.KEPT
         elif (refusal := self._refusal()) is not CommitStatus.ACCEPTED:
             return refusal
         if not self._cache.begin_save(key):

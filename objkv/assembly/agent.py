@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 import socket
 import sys
 from pathlib import Path
@@ -152,6 +153,8 @@ def _lease_owner(path: Path) -> str:
     both save is sent twice, and stored once."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        # Containers may have the same host name, and the same path in other folders.
+        boot += os.readlink("/proc/self/ns/mnt")
     except OSError:
         boot = ""
     place = hashlib.sha256(f"{boot}\n{path.absolute()}".encode()).hexdigest()[:16]
@@ -216,8 +219,9 @@ class NodeAgent:
             self.arena = Arena.create(max(PAGE, nbytes))
             self._cache = self._open_cache(recorder)
             self.core = self._open_core(recorder)
-            if self._config.agent_listen:
-                check_address(parse_address(self._config.agent_listen), self._socket.replaced)
+            holder = self._socket.replaced
+            if self._config.agent_listen and (holder or not replace):
+                check_address(parse_address(self._config.agent_listen), holder)
             self._socket.listen()
         except BaseException as exc:
             self._socket.report(exc)

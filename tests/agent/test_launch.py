@@ -1,5 +1,6 @@
 """Agents as processes: one for each socket, started by the first replica, gone when idle."""
 
+import errno
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from objkv.agent import launch
 from objkv.agent.client import AgentConnection
 from objkv.agent.launch import AgentRuns, AgentSocket, failure_of, is_listening, start_agent
 from objkv.assembly.agent import AgentLink, NodeAgent
@@ -126,6 +128,32 @@ def test_a_socket_that_was_removed_is_made_again_and_keeps_its_clients(
         ended.set()
         running.join(PATIENCE_S)
     assert not path.exists()
+
+
+def test_an_agent_without_a_descriptor_for_its_socket_goes_on_and_tries_again(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("objkv.assembly.agent._LOOK_S", 0.02)
+    path = agent_socket(config)
+    assert path is not None
+    ended, refused = threading.Event(), threading.Event()
+    new_socket = launch._new_socket
+
+    def too_many() -> socket.socket:
+        if not refused.is_set():
+            refused.set()
+            raise OSError(errno.EMFILE, "too many open files")
+        return new_socket()
+
+    with NodeAgent(config, path, MemoryRecorder()) as agent:
+        running = threading.Thread(target=agent.run, args=(ended,))
+        running.start()
+        monkeypatch.setattr(launch, "_new_socket", too_many)
+        path.unlink()
+        assert refused.wait(PATIENCE_S)
+        wait_until(lambda: is_listening(path))
+        ended.set()
+        running.join(PATIENCE_S)
 
 
 def test_an_agent_whose_path_is_another_agents_ends_and_leaves_it(

@@ -1,5 +1,6 @@
 """Gets by processes keep what every store promises, whatever happens to a process."""
 
+import gc
 import os
 import random
 import shutil
@@ -21,6 +22,7 @@ from objkv.net.deadline import EndsBy
 from objkv.stores.base import Arrived
 from objkv.stores.local import LocalStore
 from objkv.stores.processes import pool as pools
+from objkv.stores.processes import process
 from objkv.stores.processes import store as stores
 from objkv.stores.processes.messages import Answer, AnswerKind, GetRequest, failed
 from objkv.stores.processes.pool import FetchPool, PoolLimits
@@ -405,6 +407,29 @@ def test_close_ends_all_processes_and_gets_go_on(
     assert got.result(PATIENCE_S) == SIZE
     assert into == value(11)
     assert fleet.store.get_into("warm", into) == SIZE
+
+
+def test_the_memory_of_a_process_goes_with_it(tmp_path: Path) -> None:
+    gc.disable()  # an idle agent may not collect for hours
+    try:
+        fleet = Fleet(tmp_path, idle_s=0.01)
+        fleet.ready()
+        wait_until(lambda: not fleet.pool.pids() and "objkv-fetch" not in memory_maps())
+        fleet.pool.close()
+    finally:
+        gc.enable()
+
+
+def memory_maps() -> str:
+    return Path("/proc/self/maps").read_text()
+
+
+def test_a_process_cannot_cut_its_memory_off() -> None:
+    fd, view = process._shared_memory(4096)
+    with pytest.raises(PermissionError):
+        os.ftruncate(fd, 0)
+    os.close(fd)
+    assert view[4095] == 0
 
 
 AGENT = """

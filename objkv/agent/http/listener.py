@@ -121,15 +121,16 @@ class HttpListener:
         """``where``: the path of a Unix socket, which is replaced, or a host and a port, 0 for any.
         Raises ``ConfigError``."""
         self._path = where if isinstance(where, Path) else None
+        self._inode = 0
         try:
             if isinstance(where, Path):
                 where.unlink(missing_ok=True)
                 self._server = _Server(str(where), socket.AF_UNIX)
+                self._inode = where.stat().st_ino
             else:
                 self._server = _Server(*_found(where))
         except (OSError, OverflowError) as exc:
             raise _refused(where, exc) from exc
-        self._inode = self._path.stat().st_ino if self._path else 0
         self._server.set_app(application)
         self._thread = Thread(
             target=self._server.serve_forever, args=(0.2,), name="objkv-agent-http", daemon=True

@@ -116,6 +116,9 @@ class FetchPool:
             self._closed = True
             thread = self._thread
             self._wake_watcher()
+            if thread is None:
+                os.close(self._wake)
+                self._wake = -1
         if thread is not None:
             thread.join(_JOIN_S)
 
@@ -206,7 +209,7 @@ class FetchPool:
                     return
             try:
                 process = self._start(self._limits.lanes)
-            except OSError as exc:
+            except Exception as exc:  # without this thread, nothing is killed or started any more
                 self._report(0, exc)
                 with self._changed:
                     self._pause_s = self._limits.restart_max_s
@@ -244,7 +247,8 @@ class FetchPool:
                 self.lose(lane, exc)
                 continue
             if not lane.is_owed:
-                lane.process.owed -= 1
+                with self._changed:
+                    lane.process.owed -= 1
                 self.leave(lane, 0.0)
             elif monotonic() >= lane.kill_s:
                 self.lose(lane, "it hangs")
@@ -261,3 +265,5 @@ class FetchPool:
             one.end()
             for lane in one.free:
                 lane.close()
+            one.free.clear()
+            one.lanes = ()  # lanes refer to their process, and would keep its memory

@@ -5,6 +5,7 @@ has arrived, and verifies the copy. So a process that writes late, or after its 
 up, changes nothing that is read: its memory goes when it ends, and its successor has another.
 """
 
+import fcntl
 import mmap
 import os
 import socket
@@ -21,6 +22,7 @@ from objkv.stores.processes.messages import MESSAGE_BYTES_MAX, Answer, GetReques
 LANE_BYTES: Final = 256 << 20
 """Memory of a lane. The system provides it as it is written."""
 _END_S = 1.0
+_FINAL_LENGTH = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class LaneLost(Exception):
@@ -114,7 +116,7 @@ class FetchProcess:
                 there.close()
         self._control, *ours = [here for here, _ in pairs]
         self._control.setblocking(False)
-        self.lanes = tuple(
+        self.lanes: tuple[FetchLane, ...] = tuple(
             FetchLane(self, sock, view[n * LANE_BYTES : (n + 1) * LANE_BYTES])
             for n, sock in enumerate(ours)
         )
@@ -164,10 +166,12 @@ class FetchProcess:
 
 def _shared_memory(nbytes: int) -> tuple[int, memoryview]:
     """Return the descriptor of new memory, and a view of it, which does not need the descriptor.
-    Raises ``OSError``."""
-    fd = os.memfd_create("objkv-fetch", os.MFD_CLOEXEC)
+    Its length is final: reading what a process has cut off would kill the agent. Raises
+    ``OSError``."""
+    fd = os.memfd_create("objkv-fetch", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FINAL_LENGTH)
         return fd, memoryview(mmap.mmap(fd, nbytes))
     except BaseException:
         os.close(fd)
@@ -182,4 +186,5 @@ def _started(program: FetchProgram, descriptors: Sequence[int]) -> subprocess.Po
         env=dict(program.environ),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
+        process_group=0,  # Ctrl-C at a terminal is for the agent
     )
