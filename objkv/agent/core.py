@@ -30,7 +30,7 @@ from objkv.telemetry import Recorder, Trouble
 
 logger = logging.getLogger(__name__)
 _IDLE_S = 10.0
-"""After so long without a payload, a fetching thread gives its staging buffer back."""
+"""After this time without a payload, a fetching thread gives its staging buffer back."""
 _KNOWN_MAX = 1024
 """Shards whose layers are remembered, so that headers are parsed quickly."""
 
