@@ -165,11 +165,12 @@ class Arena:
         return len(self.view)
 
     def close(self) -> None:
-        """Unmap it, or let the last reference to a part do so. Idempotent."""
-        if self.fd < 0:
+        """Unmap it, or let the last reference to a part do so. Idempotent. Thread-safe, since a
+        descriptor that is closed twice may be another file's by then."""
+        fd, self.fd = self.fd, -1
+        if fd < 0:
             return
-        os.close(self.fd)
-        self.fd = -1
+        os.close(fd)
         self.board = Board(memoryview(bytes(BOARD_BYTES)))
         with suppress(BufferError):  # with its last part
             self.view.release()

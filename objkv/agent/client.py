@@ -215,9 +215,9 @@ class AgentConnection:
         """End the connection and all its leases, and unmap the arena. Idempotent."""
         self._is_lost = True
         self._sock.close()
-        if self.event >= 0:
-            os.close(self.event)
-            self.event = -1
+        event, self.event = self.event, -1
+        if event >= 0:
+            os.close(event)
         if self._arena is not None:
             self._arena.close()
 

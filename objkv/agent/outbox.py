@@ -48,9 +48,9 @@ class Outbox:
 
     def close(self) -> None:
         """Close the descriptor. Mappings stay. Idempotent."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def join_outbox(fd: int) -> mmap.mmap:

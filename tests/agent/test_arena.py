@@ -72,6 +72,25 @@ def test_an_arena_of_no_page_is_a_wrong_setting() -> None:
         Arena.create(PAGE - 1)
 
 
+def test_two_threads_that_close_an_arena_close_its_descriptor_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arena, closed = Arena.create(8 * PAGE), list[int]()
+
+    def close(fd: int) -> None:
+        """Python lets other threads run here."""
+        closed.append(fd)
+        if len(closed) < 3:
+            arena.close()
+
+    fd = arena.fd
+    monkeypatch.setattr("objkv.agent.arena.os.close", close)
+    arena.close()
+    monkeypatch.undo()
+    os.close(fd)
+    assert closed == [fd]
+
+
 def test_a_reader_sees_what_the_agent_writes_into_a_cell() -> None:
     arena = Arena.create(PAGE)
     mine = Arena.join(os.dup(arena.fd))

@@ -63,8 +63,9 @@ class Fleet:
         return {f"OBJKV_{name.upper()}": value for name, value in given.items()}
 
 
-def run(fleet: Fleet, role: Role, *words: str, code: int = 0) -> str:
-    ran = CliRunner().invoke(app, words, env=fleet.environment(role))
+def run(fleet: Fleet, role: Role, *words: str, code: int = 0, **settings: str) -> str:
+    more = {f"OBJKV_{name.upper()}": value for name, value in settings.items()}
+    ran = CliRunner().invoke(app, words, env=fleet.environment(role) | more)
     assert ran.exit_code == code, (words, ran.output, ran.stderr)
     for secret in (PASSWORD, fleet.settings[role]["s3_secret_access_key"]):
         assert secret not in ran.output

@@ -298,7 +298,7 @@ def test_lifecycle_rules_are_read_and_judged_with_a_sweepers_rights(
         save(ends.bulk, ends.index)
 
     def audited(role: Role) -> dict[str, Any]:
-        report = json.loads(run(fleet, role, "audit", "--json"))
+        report = json.loads(run(fleet, role, "audit", "--json", ttl_s="1d"))
         found: dict[str, Any] = report["lifecycle"]
         return found
 
@@ -306,7 +306,7 @@ def test_lifecycle_rules_are_read_and_judged_with_a_sweepers_rights(
     rules(1)
     found = audited("sweeper")
     assert (found["status"], found["expire_days"], found["abort_days"]) == ("conflicts", 1, None)
-    assert "deletes payloads 1 day after" in run(fleet, "sweeper", "doctor")
+    assert "deletes payloads 1 day after" in run(fleet, "sweeper", "doctor", ttl_s="1d")
     found = audited("reader")
     assert (found["status"], found["expire_days"]) == ("unknown", None)
     assert "s3:GetLifecycleConfiguration" in found["detail"]
