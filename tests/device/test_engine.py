@@ -51,7 +51,15 @@ FOUND = {
 
 
 @pytest.mark.timeout(BOUND_S)
-@pytest.mark.parametrize("load_mode", FOUND)
+@pytest.mark.parametrize(
+    "load_mode",
+    [
+        pytest.param("async", marks=pytest.mark.wide),
+        pytest.param("layerwise", marks=pytest.mark.wide),
+        "async-agent",
+        "layerwise-agent",
+    ],
+)
 def test_answers_from_late_copies_are_those_of_a_cold_run(
     loaded_sim: ModuleType, load_mode: str
 ) -> None:
