@@ -16,12 +16,13 @@ its copies, which do not hold the lock. A busy machine disturbs it little.
 import argparse
 import json
 import math
+import os
 import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -256,11 +257,17 @@ def report(
         for name, rows in found.items()
     }
     document["agent"]["python_ms_per_gb"] = 1e3 * statistics.median(python) / gigabytes
-    if options.json:
+    show(document, as_json=options.json)
+
+
+def show(document: Mapping[str, Mapping[str, float]], *, as_json: bool) -> None:
+    """Print the numbers of each side."""
+    if as_json:
         json.dump(document, sys.stdout)
         return
+    print("load", *os.getloadavg())
     for name, numbers in document.items():
-        print(name, " ".join(f"{key}={value:.2f}" for key, value in numbers.items()))
+        print(name, " ".join(f"{key}={value:.3f}" for key, value in numbers.items()))
 
 
 if __name__ == "__main__":

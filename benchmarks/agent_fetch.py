@@ -15,10 +15,8 @@ has a core. It needs root, and groups of processor time (cgroup version 1 or 2).
 """
 
 import argparse
-import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -26,7 +24,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.agent import CHUNK, HASHES, NAMESPACE, TOKENS, stores
+from benchmarks.agent import CHUNK, HASHES, NAMESPACE, TOKENS, show, stores
 from objkv.agent.arena import CellState
 from objkv.agent.client import AgentConnection
 from objkv.agent.core import Urgency
@@ -203,19 +201,14 @@ def main() -> None:
             for side in sides:
                 found[side.processes].append(side.load(wanted))
     document = {
-        processes: {
+        str(processes): {
             "gb_per_s": statistics.median(one.gb / one.seconds for one in costs),
             "agent_s_per_gb": statistics.median(one.agent_s / one.gb for one in costs),
             "processes_s_per_gb": statistics.median(one.processes_s / one.gb for one in costs),
         }
         for processes, costs in found.items()
     }
-    if options.json:
-        json.dump(document, sys.stdout)
-        return
-    print("load", *os.getloadavg())
-    for processes, numbers in document.items():
-        print(processes, " ".join(f"{name}={value:.3f}" for name, value in numbers.items()))
+    show(document, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -12,23 +12,20 @@ since on a small machine they would else take the engine's, which is not what th
 """
 
 import argparse
-import json
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmarks.agent import show, stores
 from tests.engine.fleet import SAVED, SharedStore
 from tests.engine.harness import ROOT, run_replica
 from tests.engine.job import Call, Generate, Prompt, ResetPrefixCache
 from tests.support.agents import AgentProcess
-from tests.support.servers.certificates import make_certificates
-from tests.support.servers.quick_s3 import quick_s3_process
 
 LENGTH = 8192
 """Tokens of the prompt that is loaded."""
@@ -150,23 +147,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of two loads each")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    found: dict[str, dict[str, float]] = {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        certificates = make_certificates(folder / "tls")
         everywhere = os.sched_getaffinity(0)
         os.sched_setaffinity(0, {max(everywhere)})
-        server = stack.enter_context(quick_s3_process(tls=certificates))
-        urls = {
-            "index_url": f"sqlite://{folder}/i",
-            "bulk_url": "s3://bench/kv",
-            "s3_endpoint_url": server.url,
-            "s3_region": "us-east-1",
-            "s3_addressing": "path",
-            "s3_access_key_id": "bench",
-            "s3_secret_access_key": "bench",
-            "s3_ca_bundle": str(certificates / "ca.pem"),
-        }
+        urls = stores(stack, folder, tls=True)
         small, large = str(NBYTES * 5 // 4), str(NBYTES * 5 // 2)
         agents = {
             name: stack.enter_context(AgentProcess(urls | {"agent_memory_bytes": nbytes}))
@@ -192,11 +177,7 @@ def main() -> None:
                 for key, values in answer.items():
                     kept[key] += values
         found = {name: summary(answer) for name, answer in answers.items()}
-    if options.json:
-        json.dump(found, sys.stdout)
-        return
-    for name, numbers in found.items():
-        print(name, " ".join(f"{key}={value:.2f}" for key, value in numbers.items()))
+    show(found, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -87,6 +87,7 @@ class AgentSocket:
             if before > 0:
                 self._locks.append(self._take(f"{self._path}.lock", _REPLACE_S))
             os.close(self._locks.pop(0))
+            self._replaces = False  # from now on it may be replaced itself
 
     def restore(self) -> socket.socket | None:
         """Listen at the path again if something has removed it, such as a job that cleans folders.

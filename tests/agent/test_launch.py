@@ -83,6 +83,24 @@ def test_an_agent_that_cannot_be_ended_keeps_its_socket(
     third.close()
 
 
+def test_an_agent_that_has_replaced_another_leaves_the_next_ones_name_alone(
+    config: Config,
+) -> None:
+    path = agent_socket(config)
+    assert path is not None
+    agent = AgentSocket(path, replace=True)
+    agent.listen()
+    others = Path(f"{path}.next")
+    others.touch()
+    path.unlink()
+    before = agent.listener
+    assert agent.restore() is not None
+    before.close()
+    assert others.exists()
+    assert is_listening(path)
+    agent.close()
+
+
 def test_a_plain_start_does_not_come_between_two_agents_that_change_places(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +191,7 @@ def test_an_agent_whose_path_is_another_agents_ends_and_leaves_it(
 
 
 def test_an_agent_that_starts_again_has_the_leases_of_the_one_that_was_killed(
-    config: Config,
+    config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = agent_socket(config)
     assert path is not None
@@ -184,6 +202,9 @@ def test_an_agent_that_starts_again_has_the_leases_of_the_one_that_was_killed(
         assert again._cache.take_lease(key)
     with NodeAgent(config, path.with_name("other"), MemoryRecorder()) as other:
         assert not other._cache.take_lease(key)
+    monkeypatch.setattr(os, "readlink", lambda _: "mnt:[1]")
+    with NodeAgent(config, path, MemoryRecorder()) as contained:
+        assert not contained._cache.take_lease(key), "a container's path is another folder's"
 
 
 def test_an_agent_answers_at_its_address(config: Config) -> None:

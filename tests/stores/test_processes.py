@@ -435,6 +435,26 @@ def test_a_process_cannot_cut_its_memory_off() -> None:
     assert view[4095] == 0
 
 
+def test_the_watching_thread_outlives_a_fault(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (pid,) = fleet.ready()
+    look, faults = FetchProcess.look, iter((MemoryError(), ValueError()))
+
+    def faulty(self: FetchProcess) -> bool:
+        for fault in faults:
+            raise fault
+        return look(self)
+
+    monkeypatch.setattr(pools, "_FAULT_S", 0.01)
+    monkeypatch.setattr(FetchProcess, "look", faulty)
+    os.kill(pid, signal.SIGKILL)
+    wait_until(partial(is_gone, pid))
+    wait_until(lambda: pid not in fleet.pool.pids())
+    assert fleet.ready() != [pid]
+    assert next(faults, None) is None
+
+
 AGENT = """
 import os, sys, time
 from objkv.stores.processes.process import FetchProcess, FetchProgram
@@ -464,6 +484,7 @@ def test_processes_end_with_a_killed_agent(tmp_path: Path) -> None:
 def test_a_signal_to_the_group_does_not_end_a_process(fleet: Fleet) -> None:
     """An agent that drains still fetches."""
     (pid,) = fleet.ready()
+    assert os.getpgid(pid) == pid, "Ctrl-C at a terminal is for the agent"
     os.kill(pid, signal.SIGTERM)
     os.kill(pid, signal.SIGINT)
     into = memoryview(bytearray(SIZE))

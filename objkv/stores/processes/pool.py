@@ -21,6 +21,8 @@ GRACE_S = 2.0
 _READY_S = 60.0
 """How long a process may take to start."""
 _JOIN_S = 5.0
+_FAULT_S = 1.0
+"""Pause of the watching thread after an unexpected fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,7 @@ class FetchPool:
             if self._closed:
                 return
             self._closed = True
+            self._changed.notify_all()
             thread = self._thread
             self._wake_watcher()
             if thread is None:
@@ -157,11 +160,16 @@ class FetchPool:
     def _watch(self) -> None:
         """Start, end and kill processes until the pool is closed."""
         while not self._closed:
-            self._bury()
-            self._start_missing()
-            self._wait(self._next_event_s())
-            self._look_at_processes()
-            self._look_at_lanes()
+            try:
+                self._bury()
+                self._start_missing()
+                self._wait(self._next_event_s())
+                self._look_at_processes()
+                self._look_at_lanes()
+            except Exception as exc:  # without this thread, nothing is killed or started any more
+                self._report(0, exc)
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed, _FAULT_S)
         with self._changed:
             self._lost += self._processes
             self._processes.clear()
@@ -209,7 +217,7 @@ class FetchPool:
                     return
             try:
                 process = self._start(self._limits.lanes)
-            except Exception as exc:  # without this thread, nothing is killed or started any more
+            except Exception as exc:  # no memory, descriptor or process, or no such program
                 self._report(0, exc)
                 with self._changed:
                     self._pause_s = self._limits.restart_max_s
