@@ -65,10 +65,7 @@ def run(arguments: Sequence[str], open_store: Callable[[Recorder], ReadStore]) -
             control socket and of each lane's socket.
         open_store: opens the store; its counters are sent to the agent.
     """
-    for one in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # whoever ends all of a service sends it; the agent may still drain
+    for one in (signal.SIGINT, signal.SIGTERM):  # an agent that drains still fetches
         signal.signal(one, signal.SIG_IGN)
     memory, control_fd, *lane_fds = map(int, arguments)
     size = os.fstat(memory).st_size
