@@ -43,7 +43,7 @@ from objkv.transfer.lanes import HostLane
 from objkv.transfer.loading.arena_lane import ArenaLane
 from objkv.transfer.loading.loader import Loader
 from objkv.transfer.loading.loads import LoadLimits, Loads
-from objkv.transfer.loading.shared import SharedLoader
+from objkv.transfer.loading.loader import Loader
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool
@@ -185,7 +185,7 @@ def main() -> None:
             limits=limits,
             recorder=recorder,
         )
-        shared = SharedLoader(
+        shared = Loader(
             {0: paged},
             ArenaLane(),
             partial(AgentConnection, agent.path, wants_arena=True, call_s=PATIENCE_S),

@@ -11,7 +11,7 @@ import fcntl
 import mmap
 import os
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -218,6 +218,11 @@ class Extents:
     def free_bytes(self) -> int:
         """Bytes in no extent."""
         return self._free_bytes
+
+    @property
+    def taken(self) -> Set[int]:
+        """The starts of extents in use."""
+        return self._taken.keys()
 
     def take(self, nbytes: int) -> int | None:
         """Return the start of a new extent of at least ``nbytes``; None if no gap is as large."""

@@ -13,11 +13,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
-from objkv.agent.arena import ALL_FRAMES, CELLS, Arena, CellState, Progress
+from objkv.agent.alarm import Alarm, wait_for
+from objkv.agent.arena import CELLS, Arena
 from objkv.agent.core import Urgency
 from objkv.agent.fill import Wanted
+from objkv.agent.leases import ArenaLease, lease_of
 from objkv.agent.messages import (
     MESSAGE_BYTES_MAX,
     OPEN_MAX,
@@ -54,18 +56,10 @@ class AgentRefused(TransferError):
     """The agent does not serve this client, such as one of another version."""
 
 
-class ArenaLease(NamedTuple):
-    """A payload that the client may read, now or soon."""
-
-    number: int
-    """0 if there is no lease: the payload is a miss."""
-    cell: int
-    progress: Progress
-    """The state when it was opened."""
-
-
 class AgentConnection:
-    """One connection. Thread-safe: calls take turns."""
+    """An ``ArenaConnection`` by the agent's socket. Thread-safe: calls take turns."""
+
+    is_inside = False
 
     def __init__(
         self,
@@ -82,8 +76,8 @@ class AgentConnection:
         self._is_lost = False
         self._arena: Arena | None = None
         self._blocks = FoundBlocks()
-        self.event = -1
-        """An eventfd that becomes readable when a payload that is being filled makes progress."""
+        self.alarm: Alarm | None = None
+        """Rings when a payload that is being filled makes progress."""
         sock = self._sock = _socket(call_s)
         try:
             sock.connect(str(path))
@@ -108,7 +102,7 @@ class AgentConnection:
                 raise ProtocolError(f"{len(descriptors)} descriptors from the agent")
             if wants_arena:
                 self._arena = Arena.join(descriptors.pop(0))
-                self.event = descriptors.pop()
+                self.alarm = Alarm(descriptors.pop())
         finally:
             for fd in descriptors:
                 os.close(fd)
@@ -146,12 +140,7 @@ class AgentConnection:
                 if one.cell >= CELLS:
                     self._is_lost = True
                     raise ProtocolError(f"cell {one.cell} is not on the board")
-                state = CellState(one.state)
-                frames = ALL_FRAMES if state is CellState.READY else 0
-                progress = Progress(state, frames, one.offset, one.nbytes, one.reason)
-                if state is CellState.FILLING:
-                    progress = self.arena.board.read(one.cell)
-                leases.append(ArenaLease(one.lease, one.cell, progress))
+                leases.append(lease_of(one, self.arena.board))
         return leases
 
     def release(self, leases: Sequence[int]) -> None:
@@ -196,18 +185,10 @@ class AgentConnection:
             raise ProtocolError(f"{kind_of(answer).name} instead of a result")
         return answer
 
-    def wait(self, seconds: float, also: int) -> bool:
-        """Wait for progress, or until the eventfd ``also`` is readable, for at most ``seconds``.
-        Returns False if the agent has gone."""
-        poll = select.poll()
-        poll.register(self.event, select.POLLIN)
-        poll.register(also, select.POLLIN)
-        poll.register(self._sock, select.POLLRDHUP)
-        ready = [fd for fd, _ in poll.poll(max(0.0, 1000 * seconds))]
-        for fd in ready:
-            if fd in (self.event, also):
-                os.eventfd_read(fd)
-        if self._sock.fileno() in ready:
+    def wait(self, seconds: float, also: Alarm | None = None) -> bool:
+        """See ``ArenaConnection``."""
+        alarms = [one for one in (self.alarm, also) if one is not None]
+        if not wait_for(alarms, seconds, until_hangup=self._sock.fileno()):
             self._is_lost = True
         return not self._is_lost
 
@@ -215,9 +196,8 @@ class AgentConnection:
         """End the connection and all its leases, and unmap the arena. Idempotent."""
         self._is_lost = True
         self._sock.close()
-        event, self.event = self.event, -1
-        if event >= 0:
-            os.close(event)
+        if self.alarm is not None:
+            self.alarm.close()
         if self._arena is not None:
             self._arena.close()
 

@@ -6,17 +6,18 @@ order of urgency and, among clients, in turn by bytes. Any fault is a miss with 
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 from threading import Condition, Lock, Thread
-from time import monotonic
+from time import monotonic, thread_time
 from typing import NamedTuple
 
 from objkv.agent.arena import Arena, CellState
-from objkv.agent.fill import Fill, NoRoomError, Source, Staging, Wanted
+from objkv.agent.fill import WHOLE, Cuts, Fill, NoRoomError, Source, Staging, Wanted
+from objkv.agent.pace import Pace
 from objkv.agent.residents import MissReason, Resident, Residents, Waiter
 from objkv.agent.spill.disk import Disk
 from objkv.agent.spill.spill import Spill, SpillLimits
@@ -53,6 +54,11 @@ class CoreLimits:
     """Payloads that may wait for a thread. Further ones are misses."""
     disk_keeps_all: bool = False
     """Whether payloads are written to the disk that were not read."""
+    is_paced: bool = False
+    """Whether few threads work at once with a quick store, see ``Pace``."""
+    waits_for_room: bool = False
+    """Whether a fetch waits, up to its deadline, for memory that readers will give back."""
+    cuts: Cuts = field(default_factory=Cuts)
 
 
 class Due(NamedTuple):
@@ -74,6 +80,8 @@ class _Job(NamedTuple):
     one: Resident
     wanted: Wanted
     deadline: float
+    fill: Fill | None = None
+    """The fill that goes on, of which a first part is there."""
 
 
 class _Turns:
@@ -96,6 +104,11 @@ class _Turns:
         self._due[client] = turn + wanted.record.nbytes
         self._push(_Job(*due[:2], turn, next(self._numbers), one, wanted, due.deadline))
 
+    def add_rest(self, job: _Job, fill: Fill) -> None:
+        """Queue the rest of a payload, behind the beginnings of others of its urgency."""
+        number = next(self._numbers)
+        self._push(job._replace(priority=job.priority + 1, number=number, fill=fill))
+
     def hasten(self, one: Resident, due: Due) -> None:
         """Another client waits for a payload too: if it is queued, the more urgent of both
         urgencies and the later of both deadlines apply."""
@@ -105,7 +118,10 @@ class _Turns:
         sooner = due[:2] if due[:2] < job[:2] else job[:2]
         if sooner != job[:2] or due.deadline > job.deadline:
             number, deadline = next(self._numbers), max(job.deadline, due.deadline)
-            self._push(_Job(*sooner, job.turn, number, one, job.wanted, deadline))
+            urgency, priority = sooner
+            self._push(
+                job._replace(urgency=urgency, priority=priority, number=number, deadline=deadline)
+            )
 
     def next_urgency(self) -> Urgency | None:
         """Return the urgency of the next one; None if there is none."""
@@ -128,6 +144,14 @@ class _Turns:
     def forget(self, client: object) -> None:
         """The client has gone."""
         self._due.pop(client, None)
+
+
+class _MissError(ObjkvError):
+    """A payload is a miss before it is fetched."""
+
+    def __init__(self, reason: MissReason) -> None:
+        super().__init__(reason.name)
+        self.reason = reason
 
 
 class Core:
@@ -156,8 +180,8 @@ class Core:
         self._cache, self._limits, self._recorder = cache, limits, recorder
         self._trouble = Trouble(logger, "loads")
         self._changed = Condition(Lock())
-        self._turns = _Turns()
-        self._prefetching = 0
+        self._turns, self._pace = _Turns(), Pace(None if limits.is_paced else limits.threads)
+        self._prefetching, self._is_watched = 0, False
         self._closed = self._draining = False
         self._known: dict[tuple[str, str], tuple[LayerSpec, ...]] = {}
         self._threads = [
@@ -193,6 +217,9 @@ class Core:
             resident, is_new = lease
             is_lost = is_new and not self._queue(client, resident, one, due)
             if not is_new and self.residents.is_filling(resident):
+                if self._is_stuck():
+                    self.residents.release(resident, client)
+                    return MissReason.NO_ROOM
                 self._turns.hasten(resident, due)
             self._changed.notify()
         if is_lost:
@@ -238,54 +265,89 @@ class Core:
         return f"<Core {self.residents!r}, {len(self._turns)} waiting>"
 
     def _queue(self, client: Waiter, one: Resident, wanted: Wanted, due: Due) -> bool:
-        if self._closed or len(self._turns) >= self._limits.queue_max:
+        if self._closed or len(self._turns) >= self._limits.queue_max or self._is_stuck():
             return False
         self._turns.add(client, one, wanted, due)
         return True
+
+    def _is_stuck(self) -> bool:
+        return self._pace.all_late(self._limits.threads)
 
     def _work(self) -> None:
         staging = Staging()
         while True:
             with self._changed:
                 while (job := self._take()) is None and not self._closed:
-                    if not self._changed.wait(_IDLE_S if staging else None):
-                        staging.clear()
+                    self._pause(staging)
             if job is None:
                 return
-            self._run(job, staging)
+            began, rest = thread_time(), None
+            try:
+                rest = self._run(job, staging)
+            finally:
+                self._end(job, rest, thread_time() - began)
+            del job, rest
+
+    def _pause(self, staging: Staging) -> None:
+        """Wait for a change. While payloads wait for others, one thread also watches the time."""
+        if self._turns.next_urgency() is None or self._pace.may_begin():
+            if not self._changed.wait(_IDLE_S if staging else None):
+                staging.clear()
+        elif self._is_watched:
+            self._changed.wait()
+        else:
+            self._is_watched = True
+            self._changed.wait(self._pace.wait_s())
+            self._is_watched = False
+
+    def _end(self, job: _Job, rest: Fill | None, busy_s: float) -> None:
+        """End a job, or queue the rest of it."""
+        with self._changed:
+            self._pace.end(busy_s)
             if job.urgency is Urgency.PREFETCH:
-                with self._changed:
-                    self._prefetching -= 1
-                    self._changed.notify()
-            del job
+                self._prefetching -= 1
+            if rest is not None and not self._closed:
+                self._turns.add_rest(job, rest)
+                rest = None
+            self._changed.notify()
+        if rest is not None:
+            self.residents.failed(job.one, MissReason.CLOSED, rest.layers)
 
     def _take(self) -> _Job | None:
         """Return the next job; None if there is none, or only prefetches, and the other threads are
         kept for loads."""
         urgency = self._turns.next_urgency()
-        if urgency is None or self._closed:
+        if urgency is None or self._closed or not self._pace.may_begin():
             return None
         if urgency is Urgency.PREFETCH:
             if self._prefetching >= max(1, self._limits.threads * 3 // 4):
                 return None
             self._prefetching += 1
-        return self._turns.take()
+        job = self._turns.take()
+        self._pace.begin(job.deadline)
+        if self._turns.next_urgency() is not None:
+            self._changed.notify()
+        return job
 
-    def _run(self, job: _Job, staging: Staging) -> None:
-        """Fill one payload. Every fault is a miss."""
+    def _run(self, job: _Job, staging: Staging) -> Fill | None:
+        """Fill one payload, or a part of it: returns the fill if it goes on. Every fault is a
+        miss."""
         if self.residents.give_up(job.one):
-            return
+            return None
         key = job.wanted.claim.key
-        fill, reason = None, MissReason.STORE
+        fill, reason = job.fill, MissReason.STORE
         try:
             with EndsBy(job.deadline):
-                spilled = self._from_disk(job, staging)
-                if spilled is not None:
-                    fill, reason = spilled, MissReason.NONE
+                if fill is None:
+                    fill = self._from_disk(job, staging) or self._new_fill(self._stored(job))
+                if not fill.is_complete:
+                    reason = self._fill(fill, job.deadline, staging)
                 else:
-                    fill, reason = self._from_stores(job, staging)
-            if fill is not None and fill.header is not None:
+                    reason = MissReason.NONE
+            if fill.header is not None:
                 self._remember((key.namespace, key.field), fill.header.frames.layers)
+        except _MissError as exc:
+            reason = exc.reason
         except NoRoomError:
             reason = MissReason.NO_ROOM
         except Exception:  # a dead thread would hang every later load
@@ -294,16 +356,27 @@ class Core:
         layers = 0 if fill is None else fill.layers
         if reason is not MissReason.NONE:
             self.residents.failed(job.one, reason, layers)
-            return
+            return None
+        if fill is not None and not fill.is_complete:
+            return fill
         self.residents.ready(job.one, layers)
         if not job.one.is_unused:
             self._keep(job.one)
             self.residents.unsaved.seen_again(job.one.key)
+        return None
 
     def _new_fill(self, job: _Job, source: Source | None = None) -> Fill:
-        key = job.wanted.claim.key
-        known = self._known.get((key.namespace, key.field), ())
-        return Fill(job.one, job.wanted, self.residents, self._cache, known, source=source)
+        key, limits = job.wanted.claim.key, self._limits
+        return Fill(
+            job.one,
+            job.wanted,
+            self.residents,
+            self._cache,
+            self._known.get((key.namespace, key.field), ()),
+            source=source,
+            cuts=limits.cuts if job.urgency is Urgency.IN_STEP else WHOLE,
+            room_until=job.deadline if limits.waits_for_room else 0.0,
+        )
 
     def _from_disk(self, job: _Job, staging: Staging) -> Fill | None:
         """Return the complete fill; None if the payload has to come from the stores."""
@@ -312,45 +385,36 @@ class Core:
         self.spill.disk.untie(job.one.key)
         return self.spill.fill(job.wanted, partial(self._new_fill, job), job.one, staging)
 
-    def _from_stores(self, job: _Job, staging: Staging) -> tuple[Fill | None, MissReason]:
-        """Return the fill, and why it failed. A record that is only this node's is replaced by that
-        of the index: its payload has left the node."""
-        if is_unsaved(job.wanted.record):
-            found = self._stored(job)
-            if isinstance(found, MissReason):
-                return None, found
-            job = job._replace(wanted=found)
-        fill = self._new_fill(job)
-        return fill, self._fill(fill, job, staging)
-
     def _keep(self, one: Resident) -> None:
         """Have a payload that was read written to the disk."""
         if self.spill is not None and one.state is CellState.READY:
             self.spill.offer(one)
 
-    def _stored(self, job: _Job) -> Wanted | MissReason:
-        """Return the payload by its record in the index: the client's is that of a payload in
-        memory, which has been evicted."""
+    def _stored(self, job: _Job) -> _Job:
+        """Return the job with the payload's record in the index, if it has one that is only this
+        node's: that payload was in memory, and has been evicted. Raises ``_MissError``."""
+        if not is_unsaved(job.wanted.record):
+            return job
         claim = job.wanted.claim
         try:
-            with EndsBy(job.deadline):
-                record = self._cache.record_of(claim.key)
+            record = self._cache.record_of(claim.key)
         except Exception as exc:  # a dead thread would hang every later load
             self._recorder.count("load_errors")
             if isinstance(exc, ObjkvError):
                 self._trouble.failed(exc)
             else:
                 logger.exception("payload not found, unexpectedly key=%s", claim.key.path())
-            return MissReason.LATE if monotonic() >= job.deadline else MissReason.STORE
+            late = monotonic() >= job.deadline
+            raise _MissError(MissReason.LATE if late else MissReason.STORE) from exc
         if record is None:
             self._recorder.count("agent_unsaved_misses")
-            return MissReason.MISSING
-        return Wanted(claim, record)
+            raise _MissError(MissReason.MISSING)
+        return job._replace(wanted=Wanted(claim, record))
 
-    def _fill(self, fill: Fill, job: _Job, staging: Staging) -> MissReason:
-        claim, record = job.wanted.claim, job.wanted.record
+    def _fill(self, fill: Fill, deadline: float, staging: Staging) -> MissReason:
+        wanted, claim = fill.wanted, fill.wanted.claim
         began = monotonic()
-        if began >= job.deadline:
+        if began >= deadline:
             return MissReason.LATE
         try:
             is_stored = fill.run(staging)
@@ -358,21 +422,25 @@ class Core:
         except (PayloadError, ValueTooLong) as exc:
             logger.warning("payload refused key=%s reason=%s", claim.key.path(), exc)
             self._recorder.count("load_corrupt")
-            self._reject(job.wanted, corrupt=True)
+            self._reject(wanted, corrupt=True)
             return MissReason.CORRUPT
         except NoRoomError:
             return MissReason.NO_ROOM
         except ObjkvError as exc:
             self._recorder.count("load_errors")
             self._trouble.failed(exc)
-            return MissReason.LATE if monotonic() >= job.deadline else MissReason.STORE
+            return MissReason.LATE if monotonic() >= deadline else MissReason.STORE
         if not is_stored:
             self._recorder.count("load_ghosts")
-            self._reject(job.wanted, corrupt=False)
+            self._reject(wanted, corrupt=False)
             return MissReason.MISSING
-        assert fill.header is not None
-        self._recorder.count("load_bytes", fill.header.nbytes)
-        self._cache.note_load(claim, fill.header, hot=record.hot, seconds=monotonic() - began)
+        if fill.is_complete:
+            assert fill.header is not None
+            self._recorder.count("load_bytes", fill.header.nbytes)
+            where = "hot_load_bytes" if fill.is_hot else "bulk_load_bytes"
+            self._recorder.count(where, fill.header.nbytes)
+            seconds = monotonic() - began if fill.is_whole else None
+            self._cache.note_load(claim, fill.header, hot=wanted.record.hot, seconds=seconds)
         return MissReason.NONE
 
     def _reject(self, wanted: Wanted, *, corrupt: bool) -> None:

@@ -3,10 +3,14 @@
 An uncompressed payload goes from the socket to its place in the arena. Others arrive in a buffer of
 the fetching thread, and each frame is decoded to its place. A frame is announced to readers when
 it is verified. In both cases the arena holds an uncompressed, unsealed payload.
+
+What a forward pass waits for comes in parts, so that the first layers of all payloads arrive before
+the last layers of any.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -28,6 +32,8 @@ from objkv.index.base import ShardRecord
 from objkv.stores.base import Arrived, copy_bytes
 
 _LENGTH_BYTES = 8
+_HEADER_BYTES = 32 << 10
+"""The first part of a payload has this much room for the header, which is nearly always enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,22 @@ class Source:
     nbytes: int
     get_into: Callable[[memoryview, Arrived], int | None]
     """See ``ReadStore``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """How payloads that a forward pass waits for are divided into requests."""
+
+    parts_max: int = 4
+    part_bytes_min: int = 1 << 20
+    """Smallest part that is worth a separate request."""
+
+    def count(self, nbytes: int) -> int:
+        """Return the number of parts of a payload."""
+        return max(1, min(self.parts_max, nbytes // self.part_bytes_min))
+
+
+WHOLE = Cuts(parts_max=1)
 
 
 class NoRoomError(TransferError):
@@ -73,13 +95,19 @@ class Staging:
 
 
 class Fill:
-    """One fetch. Belongs to one thread."""
+    """One fetch. Belongs to one thread at a time."""
 
     header: Header | None = None
     """The stored payload's header, once it is verified."""
+    is_complete = False
+    """Whether the whole payload is in the arena."""
+    is_hot = False
+    """Whether bytes came from the hot store."""
     _is_encrypted = False
-    _pages_at = 0
-    """Position of the next frame's pages."""
+    _place: memoryview | None = None
+    """The payload's memory in the arena."""
+    _stored = memoryview(b"")
+    """The buffer of the store's bytes: the same memory, or a staging buffer."""
 
     def __init__(
         self,
@@ -90,67 +118,133 @@ class Fill:
         known: tuple[LayerSpec, ...] = (),
         *,
         source: Source | None = None,
+        cuts: Cuts = WHOLE,
+        room_until: float = 0.0,
     ) -> None:
         """
         Args:
             known: the layers that the payload most probably has.
             source: where to read it instead of from the stores. Frames are announced only when all
                 are verified: after a fault the stores' bytes may come to other places.
+            room_until: how long to wait for memory, by ``monotonic``.
         """
-        self._one, self._wanted, self._source = one, wanted, source
+        self._one, self.wanted, self._source = one, wanted, source
         self._residents, self._cache, self._known = residents, cache, known
+        self._room_until = room_until
         is_plain = source is not None or wanted.record.codec == "none"
         self._is_direct = is_plain and cache.seal is None
-        self._place: memoryview | None = None
-        """The payload's memory in the arena."""
-        self._stored = memoryview(b"")
-        """The buffer of the store's bytes: the same memory, or a staging buffer."""
+        self._nbytes = wanted.record.nbytes if source is None else source.nbytes
+        # A sealed payload is announced as a whole, since its header hides the frames' checksums.
+        count = cuts.count(self._nbytes) if source is None and cache.seal is None else 1
+        self._parts: list[tuple[int, int]] = []
+        """The byte ranges that are left, once the header is known."""
+        self._count, self.is_whole = count, count == 1
         self._sums: list[str] = []
+        self._pages_at = 0
+        """Position of the next frame's pages."""
         self.layers = 0
         """Leading frames that readers know of."""
 
     def run(self, staging: Staging) -> bool:
-        """Fetch the payload. Returns False if it is not stored.
+        """Fetch the payload, or its next part: see ``is_complete``. Returns False if it is not
+        stored.
 
         Raises ``PayloadError`` or ``ValueTooLong`` if it is not what its key and its record
         promise, ``NoRoomError``, and ``StoreError``.
         """
-        nbytes = self._wanted.record.nbytes if self._source is None else self._source.nbytes
-        if nbytes > self._residents.total_bytes:
-            raise NoRoomError(f"a payload of {nbytes} bytes is larger than the arena")
-        if not nbytes:
+        if self._nbytes > self._residents.total_bytes:
+            raise NoRoomError(f"a payload of {self._nbytes} bytes is larger than the arena")
+        if not self._nbytes:
             raise PayloadError("an empty payload by the record")
-        if self._is_direct:
-            self._stored = self._allot(nbytes)
+        spare = not self.is_whole  # shows a payload that is too long
+        if not self._is_direct:
+            self._stored = staging.view(self._nbytes + spare)
         else:
-            self._stored = staging.view(nbytes)
+            self._stored = self._place or self._allot(self._nbytes, spare)
         try:
-            got = self._get()
-            if got is None:
-                return False
-            self._arrived(got)
-            header = self.header
-            if header is None or header.nbytes != got:
-                due = "more" if header is None else header.nbytes
-                raise PayloadError(f"{got} bytes, expected {due} by the header")
-            if self._is_encrypted:  # its header hides the checksums of its pages
-                self._finish(header)
-            return True
+            is_stored = self._next_part()
+            if is_stored and self.is_whole and not self.is_complete:
+                is_stored = self._whole()
+            return is_stored
         finally:
             self._stored = memoryview(b"")
-            self._place = None
+            if self.is_complete:
+                self._place = None
 
-    def _get(self) -> int | None:
+    def _whole(self) -> bool:
+        got = self._get(self._stored[: self._nbytes], 0, None)
+        if got is None:
+            return False
+        self._arrived(got)
+        header = self.header
+        if header is None or header.nbytes != got:
+            due = "more" if header is None else header.nbytes
+            raise PayloadError(f"{got} bytes, expected {due} by the header")
+        if self._is_encrypted:  # its header hides the checksums of its pages
+            self._finish(header)
+        self.is_complete = True
+        return True
+
+    def _next_part(self) -> bool:
+        """Fetch one part. Returns False if the payload is not stored. What does not look as its
+        record promises is fetched as a whole."""
+        if self.is_whole:
+            return True
+        is_first = self.header is None
+        start, end = (0, self._opening_bytes) if is_first else self._parts.pop(0)
+        is_last = end == self._nbytes
+        got = self._get(self._stored[start : end + is_last], start, start)
+        if got is None:
+            return False
+        self._arrived(start + min(got, end - start))
+        header = self.header
+        if header is None or (is_first and header.nbytes != self._nbytes):
+            self.is_whole = True
+            return True
+        if got != end - start:
+            raise PayloadError(f"{got} bytes from {start} on, expected {end - start}")
+        if is_first:
+            self._parts = list(self._cut(header, end))
+        self.is_complete = not self._parts
+        return True
+
+    @property
+    def _opening_bytes(self) -> int:
+        return min(self._nbytes, self._nbytes // self._count + _HEADER_BYTES)
+
+    def _cut(self, header: Header, done: int) -> Iterator[tuple[int, int]]:
+        """Yield the ranges of the other parts, each with about as many frames, after the first
+        ``done`` bytes."""
+        starts, first = header.frames.starts, len(self._sums)
+        left = len(starts) - first
+        count = min(self._count - 1, left)
+        cuts = [starts[first + left * n // count] for n in range(count)] if left else []
+        if cuts and self._is_direct:  # a frame that has begun to arrive stays in its place
+            cuts[0] = done
+        yield from pairwise([*cuts, self._nbytes])
+
+    def _get(self, buffer: memoryview, first: int, start: int | None) -> int | None:
+        """Read the payload from byte ``first`` on; ``start``: see ``ReadStore.get_into``."""
+
+        def arrived(nbytes: int) -> None:
+            self._arrived(min(first + nbytes, self._nbytes))
+
         if self._source is not None:
-            return self._source.get_into(self._stored, self._arrived)
-        key, hot = self._wanted.claim.key, self._wanted.record.hot
-        return self._cache.get_into(key, self._stored, hot=hot, arrived=self._arrived)
+            return self._source.get_into(buffer, arrived)
+        key, hot = self.wanted.claim.key, self.wanted.record.hot
+        return self._cache.get_into(
+            key, buffer, hot=hot, arrived=arrived, on_hot=self._came_hot, start=start
+        )
 
-    def _allot(self, nbytes: int) -> memoryview:
-        place = self._place = self._residents.allot(self._one, nbytes)
-        if place is None:
+    def _came_hot(self) -> None:
+        self.is_hot = True
+
+    def _allot(self, nbytes: int, spare: int = 0) -> memoryview:
+        room = self._residents.allot(self._one, nbytes, spare, until=self._room_until)
+        if room is None:
             raise NoRoomError(f"no room for {nbytes} bytes in the arena")
-        return place
+        self._place = room
+        return room
 
     def _arrived(self, nbytes: int) -> None:
         """Verify the frames that are complete after the first ``nbytes``."""
@@ -173,15 +267,15 @@ class Fill:
         if nbytes < needed:
             return
         header = read_claimed(
-            self._stored[:needed], self._wanted.claim, self._known, seal=self._cache.seal
+            self._stored[:needed], self.wanted.claim, self._known, seal=self._cache.seal
         )
-        if header.nbytes > len(self._stored):
-            raise PayloadError(f"{header.nbytes} bytes, expected at most {len(self._stored)}")
+        if header.nbytes > self._nbytes:
+            raise PayloadError(f"{header.nbytes} bytes, expected at most {self._nbytes}")
         if self._is_direct:
             if header.codec != "none":
                 raise PayloadError(f"codec {header.codec}, expected none by the record")
-            if header.nbytes != len(self._stored):  # the rest of its memory would be served too
-                raise PayloadError(f"{header.nbytes} bytes, expected {len(self._stored)}")
+            if header.nbytes != self._nbytes:  # the rest of its memory would be served too
+                raise PayloadError(f"{header.nbytes} bytes, expected {self._nbytes}")
         else:
             opened = header.opened
             self._is_encrypted = opened is not None and opened.cipher is not None

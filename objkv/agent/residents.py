@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from threading import Condition, Lock
+from time import monotonic
 from typing import Protocol
 
 from objkv.agent.arena import BOARD_BYTES, CELLS, Arena, CellState, Extents, Progress
@@ -234,20 +235,33 @@ class Residents:
         """Return the memory of a leased payload. Only a fill may write it."""
         return self._arena.view[one.offset : one.offset + one.nbytes]
 
-    def allot(self, one: Resident, nbytes: int) -> memoryview | None:
+    def allot(
+        self, one: Resident, nbytes: int, spare: int = 0, *, until: float = 0.0
+    ) -> memoryview | None:
         """Give a payload that is being filled its memory, evicting others if need be. None if the
-        arena is full or closed."""
+        arena is full, also after waiting for leases to end, or closed.
+
+        ``spare``: further bytes of memory that are not the payload's. ``until``: how long to wait,
+        by ``monotonic``.
+        """
         assert one.offset < 0
         with self._lock:
-            offset = None if self._closed else self._extents.take(nbytes)
-            if offset is None and not self._closed:
-                offset = self._make_room(nbytes)
+            offset = self._take(nbytes + spare)
+            while offset is None and not self._closed and (left := until - monotonic()) > 0:
+                self._unleased.wait(left)
+                offset = self._take(nbytes + spare)
             if offset is None:
                 self._recorder.count("agent_no_room")
                 return None
             one.offset, one.nbytes = offset, nbytes
             self._at[offset] = one
-        return self._arena.view[offset : offset + nbytes]
+        return self._arena.view[offset : offset + nbytes + spare]
+
+    def _take(self, nbytes: int) -> int | None:
+        if self._closed:
+            return None
+        offset = self._extents.take(nbytes)
+        return self._make_room(nbytes) if offset is None else offset
 
     def retract(self, one: Resident) -> None:
         """Take back the memory of a payload that is being filled. No frame of it was reported, so
@@ -299,6 +313,7 @@ class Residents:
         still read memory whose leases have ended."""
         with self._lock:
             self._closed = True
+            self._unleased.notify_all()
 
     def leased(self) -> int:
         """Return the number of payloads under a lease."""
@@ -321,11 +336,10 @@ class Residents:
         """Whether memory, cells, states and ranking agree with each other."""
         with self._lock:
             everything = self._all
-            sizes = sum(-(-one.nbytes // 4096) * 4096 for one in self._at.values())
             ranked = [one for one in self._by_key.values() if one.state is CellState.READY]
             return (
                 self._extents.check()
-                and sizes == self._extents.total_bytes - self._extents.free_bytes
+                and self._extents.taken == self._at.keys()
                 and len(self._cells) + len(everything) == CELLS
                 and len(ranked) == len(self._ranking)
                 and all(

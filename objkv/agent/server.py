@@ -19,6 +19,7 @@ from threading import Lock, Thread
 from objkv.agent.arena import Arena, CellState
 from objkv.agent.calls import NodeCalls, NodeLookups
 from objkv.agent.core import Core, Urgency
+from objkv.agent.leases import LeaseHolder
 from objkv.agent.messages import (
     MESSAGE_BYTES_MAX,
     VERSION,
@@ -41,7 +42,7 @@ from objkv.agent.messages import (
     unpack_text,
 )
 from objkv.agent.outbox import join_outbox
-from objkv.agent.residents import MissReason, Resident
+from objkv.agent.residents import MissReason
 from objkv.agent.saves import NodeSaves
 from objkv.background import JOIN_S, join_all
 from objkv.errors import StoreError, TransferError
@@ -68,63 +69,34 @@ class ServerLimits:
     deadline_ms_max: int = 600_000
 
 
-class AgentSession:
+class AgentSession(LeaseHolder):
     """One connection and its leases. Its methods run on its own thread, except for ``wake``."""
 
-    def __init__(self, sock: socket.socket, number: int) -> None:
+    def __init__(self, core: Core, sock: socket.socket, number: int) -> None:
+        super().__init__(core)
         self.sock, self.number = sock, number
-        self.leases: dict[int, Resident] = {}
         self.outbox = memoryview(b"")
         self.busy = Lock()
         """Held while a message is processed."""
         self.sent = SentBlocks()
-        self._next_lease = 1
-        self._event = -1
-        self._lock = Lock()
-
-    def open_event(self) -> int:
-        """Return an eventfd that ``wake`` writes. This object closes it."""
-        if self._event < 0:
-            self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        return self._event
-
-    def wake(self) -> None:
-        """See ``Waiter``."""
-        with self._lock:  # a closed number may name another file
-            if self._event >= 0:
-                try:
-                    os.eventfd_write(self._event, 1)
-                except OSError:  # it has not been read 2^64 times
-                    logger.debug("client not woken", exc_info=True)
-
-    def lease(self, resident: Resident) -> int:
-        """Remember a lease that was taken for this client."""
-        number = self._next_lease
-        self._next_lease = number % 0xFFFF_FFFF + 1
-        assert number not in self.leases
-        self.leases[number] = resident
-        return number
 
     def end_unused(self) -> None:
         """Receive nothing more from a client that has no lease. Messages that it has sent are
         answered."""
         if self.busy.acquire(blocking=False):
             try:
-                if not self.leases:
+                if not len(self):
                     self.sock.shutdown(socket.SHUT_RD)
             except OSError:
                 logger.debug("client gone", exc_info=True)
             finally:
                 self.busy.release()
 
-    def close(self) -> None:
-        """Close socket and eventfd. Idempotent."""
+    def end_all(self) -> None:
+        """See ``LeaseHolder``. Closes the socket, too."""
+        super().end_all()
         self.sock.close()
         self.outbox = memoryview(b"")
-        with self._lock:
-            if self._event >= 0:
-                os.close(self._event)
-                self._event = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +200,7 @@ class AgentServer:
                     sock.close()
                 continue
             self._numbers += 1
-            client = AgentSession(sock, self._numbers)
+            client = AgentSession(self._core, sock, self._numbers)
             thread = Thread(
                 target=self._serve,
                 args=(client,),
@@ -302,7 +274,7 @@ class AgentServer:
             text = f"this agent speaks version {VERSION} of the protocol, not {hello.version}"
             client.sock.send(pack_text(MessageKind.REFUSED, text))
             return False
-        descriptors = [self._parts.arena.fd, client.open_event()] if hello.wants_arena else []
+        descriptors = [self._parts.arena.fd, client.alarm.fileno()] if hello.wants_arena else []
         socket.send_fds(client.sock, [bytes((MessageKind.WELCOME,))], descriptors)
         return True
 
@@ -322,29 +294,15 @@ class AgentServer:
         if opening.urgency not in set(Urgency):
             raise ProtocolError(f"urgency {opening.urgency}")
         wanted = opening.wanted
-        if len(client.leases) + len(wanted) > self._limits.leases_max:
+        if len(client) + len(wanted) > self._limits.leases_max:
             none = OpenAnswer(CellState.FAILED, MissReason.NO_ROOM, 0, 0, 0, 0)
             return pack_opened([none] * len(wanted))
         deadline_s = min(opening.deadline_ms, self._limits.deadline_ms_max) / 1000
         urgency = Urgency(opening.urgency)
-        opened = self._core.open(client, wanted, deadline_s=deadline_s, urgency=urgency)
-        return pack_opened([self._opened(client, one) for one in opened])
-
-    def _opened(self, client: AgentSession, one: Resident | MissReason) -> OpenAnswer:
-        if isinstance(one, MissReason):
-            return OpenAnswer(CellState.FAILED, one, 0, 0, 0, 0)
-        lease = client.lease(one)
-        # The state is read first: if it is READY, the rest is final.
-        state = CellState.READY if one.state is CellState.READY else CellState.FILLING
-        place = (one.offset, one.nbytes) if state is CellState.READY else (0, 0)
-        return OpenAnswer(state, MissReason.NONE, lease, one.cell, *place)
+        return pack_opened(client.lease(wanted, deadline_s=deadline_s, urgency=urgency))
 
     def _release(self, client: AgentSession, message: bytes) -> None:
-        for number in unpack_release(message):
-            resident = client.leases.pop(number, None)
-            if resident is None:
-                raise ProtocolError(f"lease {number} is not this client's")
-            self._core.residents.release(resident)
+        client.end(unpack_release(message))
 
     def _reject(self, client: AgentSession, message: bytes) -> None:
         for wanted in unpack_opening(message).wanted:
@@ -379,11 +337,7 @@ class AgentServer:
         return answer
 
     def _end(self, client: AgentSession) -> None:
-        for resident in client.leases.values():
-            self._core.residents.release(resident, client)
-        client.leases.clear()
-        self._core.forget_client(client)
-        client.close()
+        client.end_all()
         with self._lock:
             self._clients.pop(client, None)
 

@@ -10,13 +10,12 @@ import math
 import mmap
 import os
 import weakref
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Condition, Lock
 from time import monotonic
 from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Self, TypeVar
 
 import numpy as np
 import torch
@@ -328,80 +327,3 @@ def _unpin(undo: Callable[[], None], pid: int) -> None:
         undo()
     except Exception:  # no caller can act: this runs whenever the last view is collected
         logger.warning("slabs not unlocked", exc_info=True)
-
-
-class WideSlabs(Generic[T]):
-    """Slabs for payloads larger than this rank's own.
-
-    They are allocated for the first such payload, because most fleets never have one. Thread-safe.
-    Threads never wait here; tasks do.
-    """
-
-    def __init__(self, *, pairs: int, slab_bytes: int, pin: Pin | None = None) -> None:
-        """``pairs``: how many loads may run at once. Each needs one slab for the payload and one to
-        decode into. ``pin``: see ``SlabPool``."""
-        assert pairs > 0
-        self._pairs = self._free = pairs
-        self._entered = 0
-        self._adds_up = True
-        self._slab_bytes = slab_bytes
-        self._pin = pin
-        self._waiting: deque[T] = deque()
-        self._lock = Lock()
-        self._pool: SlabPool | None = None
-
-    def enter(self, task: T) -> bool:
-        """Reserve a pair of slabs. After True the caller must call ``leave``. After False the task
-        is queued until a ``leave`` returns it."""
-        with self._lock:
-            if not self._free:
-                self._waiting.append(task)
-                return False
-            self._free -= 1
-            self._entered += 1
-            self._check()
-            return True
-
-    def leave(self) -> T | None:
-        """Return the pair. The result is a waiting task, which the caller must queue again."""
-        with self._lock:
-            self._free += 1
-            self._entered -= 1
-            self._check()
-            return self._waiting.popleft() if self._waiting else None
-
-    @property
-    def adds_up(self) -> bool:
-        """Whether the pairs and their slabs have always added up to their totals."""
-        return self._adds_up and (self._pool is None or self._pool.adds_up)
-
-    def pool(self) -> SlabPool:
-        """Return the pool, which has two slabs per pair. Raises ``SlabsExhaustedError`` if it
-        cannot be allocated."""
-        with self._lock:
-            if self._pool is None:
-                self._pool = self._make()
-            return self._pool
-
-    def __repr__(self) -> str:
-        made = "none made yet" if self._pool is None else "made"
-        return f"<WideSlabs {self._pairs} pairs of {self._slab_bytes} B, {made}>"
-
-    def _check(self) -> None:
-        if self._entered >= 0 and self._free + self._entered == self._pairs:
-            return
-        news, self._adds_up = self._adds_up, False
-        if news:
-            logger.error("pairs of slabs do not add up entered=%d pool=%r", self._entered, self)
-
-    def _make(self) -> SlabPool:
-        count, size = 2 * self._pairs, self._slab_bytes
-        logger.warning(
-            "payloads of replicas of another shape take extra slabs beyond pinned_bytes_max "
-            "nbytes=%d",
-            count * size,
-        )
-        try:
-            return SlabPool("wide", count=count, slab_bytes=size, pin=self._pin)
-        except (OSError, RuntimeError, MemoryError) as exc:  # memory is short
-            raise SlabsExhaustedError(f"{self!r}: {exc}") from exc

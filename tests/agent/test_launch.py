@@ -307,7 +307,7 @@ def test_closing_takes_no_time_to_wait_for(config: Config, tmp_path: Path) -> No
     running.join(PATIENCE_S)
     agent.close()
     assert not agent.server._thread.is_alive()
-    assert not client.wait(PATIENCE_S, client.event)
+    assert not client.wait(PATIENCE_S)
     client.close()
 
 

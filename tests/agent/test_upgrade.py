@@ -26,8 +26,8 @@ from objkv.errors import TransferError
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.stores.local import LocalStore
 from objkv.transfer.loading.arena_lane import ArenaLane
+from objkv.transfer.loading.loader import Loader
 from objkv.transfer.loading.loads import LoadLimits
-from objkv.transfer.loading.shared import SharedLoader
 from tests.agent.test_hostile import gated
 from tests.agent.test_server import Desk, payloads
 from tests.agent.world import PATIENCE_S, RIGHT, Node, ended, opened, pages_at
@@ -168,11 +168,11 @@ class Reader:
         self.writer = writer
         self.replica = Replica(store, index, seed=2)
         self.replica.loader.close()
-        self.loader = self.replica.loader = SharedLoader(  # type: ignore[assignment]
+        self.loader = self.replica.loader = Loader(  # type: ignore[assignment]
             {0: self.replica.paged},
             ArenaLane(),
             lambda: AgentConnection(path, wants_arena=True, call_s=PATIENCE_S),
-            limits=LoadLimits(1, 64, PATIENCE_S, PATIENCE_S, join_s=PATIENCE_S),
+            limits=LoadLimits(64, PATIENCE_S, PATIENCE_S, join_s=PATIENCE_S),
             recorder=self.replica.recorder,
         )
 
@@ -332,7 +332,7 @@ def test_an_agent_that_is_stopped_is_not_replaced_and_keeps_nobody_waiting(
 def test_a_replica_of_another_version_says_so_once_and_runs_without(
     node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("objkv.transfer.loading.shared._RETRY_S", 0.0)
+    monkeypatch.setattr("objkv.transfer.loading.loader._RETRY_S", 0.0)
     monkeypatch.setattr(client_module, "VERSION", VERSION + 1)
     writer = Replica(node.store, node.index, seed=1)  # type: ignore[arg-type]
     writer.save(range(CHUNKS))

@@ -158,7 +158,7 @@ def ended(client: AgentConnection, lease: ArenaLease) -> Progress:
     while progress.state is CellState.FILLING:
         progress = client.arena.board.read(lease.cell)
         if progress.state is CellState.FILLING:
-            assert client.wait(PATIENCE_S, client.event)
+            assert client.wait(PATIENCE_S)
     return progress
 
 

@@ -31,8 +31,8 @@ from objkv.index.sqlite.index import SqliteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.stores.local import LocalStore
 from objkv.transfer.loading.arena_lane import ArenaLane
+from objkv.transfer.loading.loader import Loader
 from objkv.transfer.loading.loads import LoadLimits
-from objkv.transfer.loading.shared import SharedLoader
 from tests.crash.clients import Violation, payloads_of, verified
 from tests.support import samples
 from tests.support.agents import AgentProcess
@@ -92,8 +92,8 @@ class AgentRounds:
         self._open = partial(AgentProcess, settings, path=sockets / "s")
         self._agent = self._open()
         self._connect = partial(AgentConnection, self._agent.path, wants_arena=True)
-        limits = LoadLimits(1, 64, PATIENCE_S, PATIENCE_S, join_s=PATIENCE_S)
-        self._reader.loader = SharedLoader(  # type: ignore[assignment]
+        limits = LoadLimits(64, PATIENCE_S, PATIENCE_S, join_s=PATIENCE_S)
+        self._reader.loader = Loader(  # type: ignore[assignment]
             {0: self._reader.paged},
             ArenaLane(),
             self._connect,

@@ -22,8 +22,8 @@ from objkv.connector.programs.ordering.rig import OrderRig, Scenario
 from objkv.connector.programs.ordering.setup import NAMESPACE, WHOLE, Pages, Setup, equal
 from objkv.transfer.devices import driver_of
 from objkv.transfer.lanes import Lane
+from objkv.transfer.loading.loader import Loader
 from objkv.transfer.loading.loads import LoadLimits
-from objkv.transfer.loading.shared import SharedLoader
 from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool
@@ -62,14 +62,14 @@ class AgentRig(OrderRig):
         self.saver.close(0.0)
         setup, lane = self.setup, self.load_lanes[0]
         self.load_lanes = self.load_lanes[:1]
-        bounds = LoadLimits(1, 1024, setup.deadline_s, setup.deadline_s)
+        bounds = LoadLimits(1024, setup.deadline_s, setup.deadline_s)
         self.on_device = DeviceFrames(
             self.load_slabs,
             driver_of(self.device).pin_read_only,
             window_bytes=self.window_bytes,
             begin=lane.adopt_thread,
         )
-        self.loader = SharedLoader(  # type: ignore[assignment]
+        self.loader = Loader(  # type: ignore[assignment]
             {0: self.pages},
             lane,
             partial(self.connect, wants_arena=True),
@@ -270,26 +270,26 @@ AGENT_SCENARIOS = (
     Scenario("memory reused, whole blocks", memory_is_reused, replace(_TWO_SLABS, layout=WHOLE)),
 )
 
-_SHARED = "transfer.loading.shared:"
+_SHARED = "transfer.loading.loader:"
 _REGISTRATION = "transfer.registration:"
 AGENT_MUTANTS = {
     mutant(
         "leases end before their copies",
         "memory reused",
-        _SHARED + "SharedLoader._advance",
+        _SHARED + "Loader._advance",
         "if one.is_copied and _is_past(one.writer.mark):",
         "if one.is_copied:",
     ): "registered",
     mutant(
         "leases of a lost connection end before their copies",
         "connection lost",
-        _SHARED + "SharedLoader._lose",
+        _SHARED + "Loader._lose",
         "keep = keep or not self._await(marks)",
     ): "registered",
     mutant(
         "an arena is unmapped while it is registered",
         "connection lost",
-        _SHARED + "SharedLoader._leave",
+        _SHARED + "Loader._leave",
         "self._on_device.detach(agent.close)",
         "agent.close()",
     ): "registered",
@@ -338,7 +338,7 @@ AGENT_MUTANTS = {
     mutant(
         "payloads that wait for a slab count as copied",
         "memory reused",
-        _SHARED + "SharedLoader._read",
+        _SHARED + "Loader._read",
         "one.is_stalled = True",
         "self._done(one)",
     ): "refused",

@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 import torch
 
+from objkv.agent.client import AgentConnection
 from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.programs.gpu_order import SCENARIOS
 from objkv.connector.programs.ordering.setup import STRIDED, WHOLE, CacheLayout, Setup
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.stores.local import LocalStore
 from objkv.transfer.devices import open_lane
-from objkv.transfer.loading import shared
+from objkv.transfer.loading import loader
+from objkv.transfer.loading.loader import Loader
 from objkv.transfer.loading.loads import LoadLimits
-from objkv.transfer.loading.shared import SharedLoader
 from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.slabs import SlabPool
 from tests.device.agent_rig import AGENT_MUTANTS, AGENT_SCENARIOS, WAYS, AgentRig, by_agent
@@ -141,7 +142,7 @@ def test_a_device_that_hangs_keeps_its_arena_registered_and_mapped(
     sim: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[Any] = []
-    monkeypatch.setattr(shared, "_KEPT", kept)
+    monkeypatch.setattr(loader, "_KEPT", kept)
     setup = Setup(deadline_s=0.3)
     with type("Rig", (AgentRig,), WAYS["registered"])(torch.device(DEVICE), delay, setup) as rig:
         stream: Any = rig.load_lanes[0]
@@ -195,17 +196,17 @@ class ByProcess:
         lane = open_lane(torch.device(DEVICE), urgent=True)
         slab_bytes = self.reader.load_slabs.slab_bytes
         slabs = SlabPool("load", count=2, slab_bytes=slab_bytes, pin=sim.DRIVER.pin)
-        self.reader.loader = SharedLoader(  # type: ignore[assignment]
+        self.reader.loader = Loader(  # type: ignore[assignment]
             {0: self.reader.paged},
             lane,
             self._connect,
-            limits=LoadLimits(1, 64, PATIENCE_S, PATIENCE_S, join_s=PATIENCE_S),
+            limits=LoadLimits(64, PATIENCE_S, PATIENCE_S, join_s=PATIENCE_S),
             recorder=self.reader.recorder,
             on_device=DeviceFrames(slabs, sim.DRIVER.pin_read_only, begin=lane.adopt_thread),
         )
 
     def _connect(self) -> Any:
-        return shared.AgentConnection(self.agent.path, wants_arena=True)
+        return AgentConnection(self.agent.path, wants_arena=True)
 
     def restart(self) -> None:
         self.agent.path.unlink(missing_ok=True)
@@ -226,7 +227,7 @@ class ByProcess:
 def test_an_agent_that_is_killed_costs_misses_and_no_wrong_byte(
     sim: ModuleType, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared, "_RETRY_MAX_S", 0.1)
+    monkeypatch.setattr(loader, "_RETRY_MAX_S", 0.1)
     everything, dice = range(1, 1 + CHUNKS * BLOCKS), random.Random(way)
     with caches_on(torch.device(DEVICE)):
         world = ByProcess(tmp_path, way, sim)

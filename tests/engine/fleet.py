@@ -201,11 +201,11 @@ def end_loads(_llm: Any) -> None:
     """Wait until no payload is being read any more, also of loads that nobody waits for."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    from objkv.transfer.loading.shared import SharedLoader
+    from objkv.transfer.loading.loader import Loader
 
     if has_kv_transfer_group():
         loader = get_kv_transfer_group()._worker._loader
-        is_shared = isinstance(loader, SharedLoader)
+        is_shared = isinstance(loader, Loader)
         wait_until(
             lambda: not loader.leased if is_shared else " 0/" in repr(loader._slabs),
             "all loads to end",

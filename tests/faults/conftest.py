@@ -20,7 +20,7 @@ from objkv.index.sqlite.index import SqliteIndex
 from objkv.net.breaker import Breakers
 from objkv.stores.redis import RedisStore
 from objkv.stores.s3 import signing as s3_signing
-from objkv.transfer.loading import shared
+from objkv.transfer.loading import loader
 from objkv.transfer.saver import Saver
 from tests.faults.places import Calls, Clock, Servers, running_servers
 
@@ -67,6 +67,6 @@ def _lead(patch: pytest.MonkeyPatch, clock: Clock) -> None:
         defaults[paused.__init__] = {"clock": clock.pauses}
     for function, own in defaults.items():
         patch.setattr(function, "__kwdefaults__", function.__kwdefaults__ | own)
-    patch.setattr(shared, "_RETRY_MAX_S", 0.2)
+    patch.setattr(loader, "_RETRY_MAX_S", 0.2)
     patch.setattr(s3_signing, "time", clock.wall)
     patch.setattr(botocore.auth, "get_current_datetime", clock.now)

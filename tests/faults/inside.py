@@ -27,12 +27,12 @@ def begin(_llm: Any) -> None:
     from objkv.agent import calls, outbox
     from objkv.cache import chunks as repeats
     from objkv.cache import saving as save_crew
-    from objkv.transfer.loading import shared
+    from objkv.transfer.loading import loader
 
     logging.getLogger("objkv").addHandler(_lines)
     repeats.KEEP_S = 0.0
     save_crew._SHED_S = PAUSE_S / 3
-    shared._RETRY_MAX_S = PAUSE_S / 3
+    loader._RETRY_MAX_S = PAUSE_S / 3
     calls._RETRY_S = outbox._RETRY_S = PAUSE_S / 3
 
 

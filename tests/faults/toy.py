@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from objkv.keys.identity import GroupIdentity
-from objkv.transfer.loading.shared import SharedLoader
+from objkv.transfer.loading.loader import Loader
 from tests.connector.kv.hybrid_engine import Answer, Engine, digest, next_token
 from tests.connector.kv.hybrid_layout import Layout
 
@@ -103,7 +103,7 @@ class ShakenEngine(Engine):
         """Whether nothing is being looked up, marked as used, or read in the background."""
         lookups = self.scheduler.connector._scheduler._lookups
         loader = self.worker._worker._loader
-        if isinstance(loader, SharedLoader):
+        if isinstance(loader, Loader):
             is_reading = loader.leased > 0
         else:
             is_reading = " 0/" not in repr(loader._slabs)

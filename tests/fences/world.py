@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from objkv.transfer.loading.fetch import Cuts
 
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import frame_pages, open_payload, read_header
@@ -34,7 +35,6 @@ from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer import slabs as slabs_module
 from objkv.transfer.loading import queue as queue_module
-from objkv.transfer.loading.fetch import Cuts
 from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from tests.fences.device import GONE, Hands, Stream, WatchedLane, WatchedPool

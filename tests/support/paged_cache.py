@@ -3,16 +3,21 @@ late, and stores that give bytes in pieces."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, repeat
 from threading import Event, Lock
 from typing import Any, ClassVar, Self
 
 import torch
 
+from objkv.agent.core import CoreLimits
+from objkv.agent.fill import Cuts
+from objkv.agent.inside import InsideAgent
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.cache.match import stored_blocks
 from objkv.codec.payload import payload_bytes_max
 from objkv.codec.seal import Seal
+from objkv.connector.kv.wiring import pin_arena
 from objkv.errors import StoreUnavailable
 from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity
@@ -24,15 +29,15 @@ from objkv.telemetry import MemoryRecorder
 from objkv.tracing import NO_TRACING, Tracing
 from objkv.transfer.devices import open_lane
 from objkv.transfer.lanes import BlockRuns, HostLane, Lane, PagedLayers, Pages, Recast
-from objkv.transfer.loading.fetch import Cuts
+from objkv.transfer.loading.arena_lane import ArenaLane
 from objkv.transfer.loading.loader import Loader
 from objkv.transfer.loading.loads import LoadLimits
-from objkv.transfer.loading.queue import Task
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan, SaveMove, SavePlan
+from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.saver import SaveLimits, Saver
-from objkv.transfer.slabs import SlabPool, WideSlabs
-from tests.support.device import current_device, pinning
+from objkv.transfer.slabs import SlabPool
+from tests.support.device import HOST, current_device, pinning
 
 
 def paged_group(
@@ -86,7 +91,7 @@ BLOCKS = CHUNK // 32
 GROUP = GroupIdentity("full", None, ("l0", "l1", "l2"), heads=2, content=16, block_size=32)
 WHOLE = Cuts()
 """The payloads of these tests are so small that each comes in one request."""
-IN_SPANS = Cuts(step_spans_max=4, span_bytes_min=1)
+IN_PARTS = Cuts(parts_max=4, part_bytes_min=1)
 """Unless a test wants several."""
 TOKENS = list(range(1000, 1000 + 4 * CHUNK))
 HASHES = prefix_hashes(NAMESPACE, TOKENS, CHUNK)
@@ -107,10 +112,12 @@ class Worker:
         load: LoadLimits,
         slab_bytes: int,
         slabs: int = 8,
+        threads: int = 2,
+        cuts: Cuts = WHOLE,
+        arena_bytes: int | None = None,
         codec: str = "none",
         save_queue_max: int = 64,
-        wide: WideSlabs[Task] | None = None,
-        lane: Callable[[], Lane] | None = None,
+        lane: Lane | None = None,
         tracing: Tracing = NO_TRACING,
     ) -> None:
         self.paged, self.cache, self.recorder = paged, cache, recorder
@@ -118,15 +125,26 @@ class Worker:
             SlabPool(kind, count=slabs, slab_bytes=slab_bytes, pin=pinning())
             for kind in ("load", "save")
         )
-        self.loader = Loader(
+        self.inside = InsideAgent(
             cache,
+            slabs * (slab_bytes // 4096 + 1) * 4096 if arena_bytes is None else arena_bytes,
+            CoreLimits(threads, load.queue_max, is_paced=True, waits_for_room=True, cuts=cuts),
+            recorder,
+        )
+        on_device = None
+        if lane is None and paged.device != HOST:
+            lane = open_lane(paged.device)
+            pin = partial(pin_arena, self.inside.arena, paged.device)
+            on_device = DeviceFrames(self.load_slabs, pin, begin=lane.adopt_thread)
+        self.loader = Loader(
             {0: paged},
-            self.load_slabs,
-            wide=wide,
-            lane_for_thread=lane or (lambda: open_lane(paged.device)),
+            lane or ArenaLane(),
+            self.inside.connect,
             limits=load,
             recorder=recorder,
             tracing=tracing,
+            on_device=on_device,
+            inside=self.inside,
         )
         self.saver = self.saver_of(SaveLimits(1, save_queue_max, PATIENCE_S, codec, name))
         Worker.opened.append(self)
@@ -156,6 +174,17 @@ class Worker:
         dropped = self.saver.gather((SavePlan(request, NAMESPACE, saves),))
         assert self.saver.drain(PATIENCE_S)
         return dropped
+
+    @property
+    def leased(self) -> int:
+        """How many payloads its loader, or a fetch, holds."""
+        return self.inside.core.residents.leased()
+
+    def forget(self) -> None:
+        """Empty its arena, so that the next load fetches."""
+        residents = self.inside.core.residents
+        for key in list(residents._by_key):
+            residents.forget(key)
 
     def outcome(self, plan: LoadPlan | None = None) -> LoadOutcome:
         """The outcome of ``plan``, or of the one load between steps that is under way."""
@@ -193,7 +222,6 @@ class Replica(Worker):
         step_deadline_s: float = PATIENCE_S,
         queue_max: int = 64,
         group: GroupIdentity = GROUP,
-        cuts: Cuts = WHOLE,
         hot: WriteStore | None = None,
         num_blocks: int = 32,
         join_s: float = PATIENCE_S,
@@ -212,7 +240,7 @@ class Replica(Worker):
             ChunkCache(store, hot, index, settings, recorder, seal=seal),
             recorder,
             name=name,
-            load=LoadLimits(2, queue_max, deadline_s, step_deadline_s, cuts, join_s),
+            load=LoadLimits(queue_max, deadline_s, step_deadline_s, join_s),
             slab_bytes=payload_bytes_max(paged.layers),
             save_queue_max=queue_max,
             **options,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from objkv.agent.fill import Cuts
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import payload_bytes_max
 from objkv.index.memory import MemoryIndex
@@ -15,11 +16,9 @@ from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.topology import Topology
 from objkv.stores.base import WriteStore
 from objkv.telemetry import MemoryRecorder
-from objkv.transfer.loading.fetch import Cuts
 from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan
-from objkv.transfer.slabs import WideSlabs
 from objkv.transfer.sources import whole_payload_bytes_max
 from tests.support.paged_cache import NAMESPACE, PATIENCE_S, Worker
 
@@ -123,16 +122,16 @@ class ShapedRank(Worker):
         paged = PagedGroup(self._group_shape(), list(self.memory.unbind(0)))
         settings = CacheSettings("writer", ttl_s=3600, lease_ms=600_000, hot_payload_bytes_max=0)
         wide = whole_payload_bytes_max(paged, tokens=tokens) + 4096
-        cuts = Cuts(step_spans_max=3, span_bytes_min=1)
         super().__init__(
             paged,
             ChunkCache(store, None, index, settings, recorder),
             recorder,
             name="writer",
-            load=LoadLimits(2, queue_max, PATIENCE_S, PATIENCE_S, cuts, PATIENCE_S),
+            load=LoadLimits(queue_max, PATIENCE_S, PATIENCE_S, PATIENCE_S),
             slab_bytes=payload_bytes_max(paged.layers, tokens=tokens) + 4096,
             codec=shape.codec,
-            wide=WideSlabs(pairs=1, slab_bytes=wide),
+            cuts=Cuts(parts_max=3, part_bytes_min=1),
+            arena_bytes=4 * (wide + 4096),
         )
 
     def compute(self) -> None:
@@ -189,7 +188,7 @@ class ShapedRank(Worker):
 
     def close(self) -> None:
         super().close()
-        assert self.load_slabs.leased == 0
+        assert self.leased == 0
 
     def _allocate(self, blocks: int) -> torch.Tensor:
         """``[layers, blocks, heads, block_size, CONTENT]``, in the physical order of the layout."""

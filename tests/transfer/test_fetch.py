@@ -19,7 +19,7 @@ from objkv.cache.chunks import ChunkCache
 from objkv.cache.match import stored_blocks
 from objkv.codec.header import digest
 from objkv.codec.payload import read_header
-from objkv.errors import PayloadError, StoreUnavailable
+from objkv.errors import StoreUnavailable
 from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity
@@ -28,14 +28,8 @@ from objkv.stores.base import Arrived, WriteStore
 from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
 from objkv.tracing import OtelTracing
-from objkv.transfer.lanes import HostLane
-from objkv.transfer.loading.fetch import Cuts, Decoder
-from objkv.transfer.loading.job import LoadJob
-from objkv.transfer.loading.queue import opening_bytes
 from objkv.transfer.paging import GroupShape, PagedGroup, Quantised
 from objkv.transfer.plan import LoadPlan
-from objkv.transfer.slabs import SlabPool
-from objkv.transfer.sources import PayloadLayouts
 from tests.codec.seals import SEALS, other_seal, rechecked
 from tests.support import paged_cache
 from tests.support.paged_cache import (
@@ -43,7 +37,7 @@ from tests.support.paged_cache import (
     CHUNK,
     GROUP,
     HASHES,
-    IN_SPANS,
+    IN_PARTS,
     NAMESPACE,
     PATIENCE_S,
     WHOLE,
@@ -75,7 +69,7 @@ class World:
         for layer in self.writer.caches:
             layer.round_()  # compressible
         self.writer.save(range(1))
-        self.reader = Replica(self.store, index, seed=2, group=LARGE, cuts=IN_SPANS).keep()
+        self.reader = Replica(self.store, index, seed=2, group=LARGE, cuts=IN_PARTS).keep()
         self.path = self.writer.path(0)
         self.payload = self.store.get(self.path) or b""
         self.plan = self.reader.load_plan(range(1), MINE[0])
@@ -83,6 +77,7 @@ class World:
     def load(self, payload: bytes, *, sync: bool) -> bool:
         """Put, load; True if it is told to be fine. Blocks hold the truth, or what they held."""
         self.store.put(self.path, payload)
+        self.reader.forget()
         for layer in self.reader.caches:
             layer.zero_()
         loader = self.reader.loader
@@ -156,35 +151,6 @@ def test_a_payload_of_another_length_is_refused_however_it_arrives(
     assert not place.load(place.payload + more, sync=sync)
 
 
-def test_a_header_that_promises_more_than_there_is_room_for_is_refused_at_once() -> None:
-    place = world("none")
-    header, layers = read_header(place.payload), place.reader.paged.layers
-    job = LoadJob(place.plan, [range(len(layers))], 1.0, lambda: 0.0)
-    load = place.plan.moves[0]
-    source = PayloadLayouts({0: place.reader.paged}).of(load)
-    slabs = SlabPool("t", count=1, slab_bytes=len(place.payload) - 1)
-    decoder = Decoder((job, 0, None), load, source, HostLane(), slabs, cuts=Cuts(), seal=None)
-    with decoder:
-        decoder.buffer[:] = place.payload[:-1]
-        decoder.arrived(header.data_start - 1)
-        assert decoder.header is None
-        with pytest.raises(PayloadError, match="expected at most"):
-            decoder.arrived(header.data_start)
-    assert decoder._layer == 0
-    assert slabs.leased == 0
-
-
-def test_a_header_longer_than_any_can_be_is_refused_by_its_first_bytes() -> None:
-    """Otherwise a span could bring no more than a part of it."""
-    place = world("none")
-    payload = bytearray(place.payload)
-    room = opening_bytes(place.reader.paged.layers, 4, tokens=CHUNK)
-    payload[:8] = (-(-room // 4096) * 4096 + 4096 - 8).to_bytes(8, "little")
-    before = len(place.store.requests)
-    assert not place.load(bytes(payload), sync=True)
-    assert len(place.store.requests) == before + 1
-
-
 def test_a_payload_that_is_replaced_between_two_of_its_spans_is_refused_or_right() -> None:
     """By one with another header, as a replica with another codec writes it."""
     place, other = world("none"), world("zstd")
@@ -229,7 +195,7 @@ def test_what_the_hot_store_begins_and_does_not_end_comes_from_bulk(
     store, index = stores()
     hot = SpoiledHot(forgets=forgets)
     writer = Replica(store, index, seed=1, group=LARGE)
-    reader = Replica(store, index, seed=2, group=LARGE, hot=hot, cuts=IN_SPANS)
+    reader = Replica(store, index, seed=2, group=LARGE, hot=hot, cuts=IN_PARTS)
     writer.save(range(1))
     hot.put(writer.path(0), store.get(writer.path(0)) or b"")
     plan = _hot(reader.load_plan(range(1), MINE[0], sync=sync))
@@ -257,32 +223,6 @@ def test_a_load_of_which_bytes_came_tells_how_many_and_when() -> None:
     assert outcome.nbytes == nbytes == replica.recorder.value("load_bytes")
     assert outcome.first_s is not None
     assert 0 < outcome.first_s <= outcome.seconds
-
-
-def test_a_chunk_in_the_middle_of_which_nobody_waits_any_more_is_not_fetched_to_its_end() -> None:
-    store, index = PiecewiseStore(), MemoryIndex()
-    replica = Replica(store, index, seed=1, group=LARGE)
-    replica.save(range(1))
-    before = replica.snapshot()
-    seen: list[int] = []
-
-    def sizes() -> Iterator[int]:
-        while True:
-            if len(seen) == 20:
-                replica.loader.cancel("r")
-            seen.append(1000)
-            yield 1000
-
-    store.pieces = sizes
-    outcome = replica.load(range(1), first_block=9)
-    assert outcome.failed_blocks == set(range(9, 9 + BLOCKS))
-    replica.close()
-    assert len(seen) * 1000 < len(store.get(replica.path(0)) or b"")
-    assert replica.recorder.value("load_given_up") == 1
-    assert replica.recorder.value("load_errors") == 0
-    assert replica.load_slabs.leased == 0
-    last = len(replica.caches) - 1
-    assert same_blocks([before[last]], MINE, [replica.caches[last]], MINE)
 
 
 # Bytes go from the store into a slab and from there into blocks: no buffer is made for them.
@@ -393,7 +333,7 @@ def promised(replica: Replica, chunk: int) -> bool:
     return replica.index.lookup(NAMESPACE, [HASHES[chunk]]) != [None]
 
 
-@pytest.mark.parametrize(("sync", "cuts"), [(False, WHOLE), (True, IN_SPANS)])
+@pytest.mark.parametrize(("sync", "cuts"), [(False, WHOLE), (True, IN_PARTS)])
 @pytest.mark.parametrize("codec", ["none", "blosclz4"])
 @pytest.mark.parametrize("kind", ["signed", "signed and encrypted"])
 def test_what_one_replica_sealed_another_one_loads(
@@ -461,7 +401,7 @@ def forged_frames(payload: bytes) -> bytes:
 def test_a_forger_who_makes_checksums_right_gets_nothing_loaded(kind: str, *, sync: bool) -> None:
     store, index = stores()
     writer = Replica(store, index, seed=1, seal=SEALS[kind])
-    reader = Replica(store, index, seed=2, cuts=IN_SPANS, seal=SEALS[kind])
+    reader = Replica(store, index, seed=2, cuts=IN_PARTS, seal=SEALS[kind])
     writer.save(range(2))
     first, second = (store.get(writer.path(chunk)) or b"" for chunk in (0, 1))
     assert isinstance(store, MemoryStore)
@@ -501,6 +441,7 @@ def test_a_hot_copy_is_made_of_what_was_sealed_only_and_as_it_is(kind: str) -> N
     paths = [writer.path(chunk) for chunk in (0, 1)]
     payloads = [store.get(path) or b"" for path in paths]
     for _ in range(SETTINGS.hot_promote_loads):
+        reader.forget()
         assert not reader.load(range(2), first_block=9).failed
         # In time for the copy, and too late for the load: the header is right, a frame is not.
         store.put(paths[1], payloads[1][:-1] + bytes([payloads[1][-1] ^ 1]))

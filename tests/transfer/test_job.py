@@ -33,7 +33,7 @@ def job_of(chunks: int, clock: ManualClock, *, sync: bool) -> LoadJob:
 
 def write_all_layers(job: LoadJob) -> None:
     job.leave(0, range(LAYERS), LANE, HostMark())
-    job.span_done(0)
+    job.done(0)
 
 
 class LateMark:
@@ -75,21 +75,12 @@ def test_a_write_under_way_at_the_deadline_counts_between_steps() -> None:
     assert not job.close().failed
 
 
-def test_a_move_of_which_a_span_is_missing_is_not_loaded() -> None:
-    job = job_of_one_chunk(ManualClock(), sync=True)
-    job.opened(0, None, 1)  # type: ignore[arg-type]
-    assert job.enter(0)
-    write_all_layers(job)
-    assert not job.is_over()
-    assert job.close().failed_blocks == {3, 4}
-
-
 def test_a_move_of_which_a_layer_is_missing_is_not_loaded() -> None:
     """Only a bug could bring it about; then it is a miss, and ends at once."""
     job = job_of_one_chunk(ManualClock(), sync=True)
     assert job.enter(0)
     job.leave(0, range(1, 2), LANE, HostMark())
-    assert not job.span_done(0)
+    job.done(0)
     assert job.is_over()
     assert job.close().failed_blocks == {3, 4}
 
@@ -129,7 +120,7 @@ def test_what_a_lane_could_not_mark_was_not_written() -> None:
     job = job_of_one_chunk(ManualClock(), sync=False)
     assert job.enter(0)
     job.leave(0, range(LAYERS), LANE, None)
-    job.span_done(0)
+    job.done(0)
     assert job.close().failed_blocks == {3, 4}
 
 
@@ -150,7 +141,7 @@ def test_an_outcome_comes_when_the_copies_have_passed_and_nobody_waits_for_it() 
     assert job.enter(0)
     job.leave(0, range(LAYERS), LANE, mark)
     assert job.poll() is None
-    job.span_done(0)
+    job.done(0)
     assert job.is_over()
     assert job.poll() is None
     mark.passed = True
@@ -179,8 +170,8 @@ def test_of_two_marks_of_a_lane_the_later_one_counts_whoever_reports_first() -> 
     assert job.enter(1)
     job.leave(1, range(LAYERS), LANE, later)
     job.leave(0, range(LAYERS), LANE, earlier)
-    job.span_done(0)
-    job.span_done(1)
+    job.done(0)
+    job.done(1)
     earlier.passed = True
     assert job.poll() is None
     later.passed = True
@@ -207,7 +198,7 @@ def test_within_a_step_the_compute_stream_waits_for_copies_and_the_forward_threa
     job, mark = job_of_one_chunk(ManualClock(), sync=True), LateMark()
     assert job.enter(0)
     job.leave(0, range(LAYERS), LANE, mark)
-    job.span_done(0)
+    job.done(0)
     assert not job.close().failed
     assert mark.held
     assert not mark.passed

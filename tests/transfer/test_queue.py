@@ -10,6 +10,7 @@ from threading import Event, Lock, Thread, get_ident
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from objkv.transfer.loading.queue import FetchSpan, TaskQueue, opening_bytes, remaining, span_count
 
 from objkv.codec.payload import CODECS, LayerSpec, encode, payload_bytes_max, read_header
 from objkv.index.memory import MemoryIndex
@@ -19,7 +20,6 @@ from objkv.stores.memory import MemoryStore
 from objkv.testing.clock import ManualClock
 from objkv.transfer.loading import queue as taskqueue
 from objkv.transfer.loading.job import LoadJob
-from objkv.transfer.loading.queue import FetchSpan, TaskQueue, opening_bytes, remaining, span_count
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
 from tests.codec.payloads import CLAIM, PROVENANCE, layer_lists, pages_of
 from tests.support.paged_cache import CHUNK, HASHES, NAMESPACE, PATIENCE_S, Replica, wait_until

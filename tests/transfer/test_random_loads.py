@@ -18,7 +18,7 @@ from objkv.transfer.plan import LoadMove, LoadOutcome, LoadPlan
 from tests.support.paged_cache import (
     BLOCKS,
     HASHES,
-    IN_SPANS,
+    IN_PARTS,
     NAMESPACE,
     LazyLane,
     Replica,
@@ -31,6 +31,7 @@ GROUP = GroupIdentity(
     "full", None, tuple(f"l{i}" for i in range(LAYERS)), heads=4, content=32, block_size=32
 )
 NUM_BLOCKS = 48
+PAYLOAD = 96 << 10
 PLANS = 24
 
 
@@ -87,11 +88,11 @@ class Life:
             seed=2,
             group=GROUP,
             hot=hot,
-            cuts=IN_SPANS,
-            slabs=self.dice.choice([2, 4]),
+            cuts=IN_PARTS,
+            arena_bytes=self.dice.choice([2, 4, 8]) * PAYLOAD,
             queue_max=self.dice.choice([3, 64]),
             num_blocks=NUM_BLOCKS,
-            lane=lane,
+            lane=lane(),
         )
         found = index.lookup(NAMESPACE, HASHES[:CHUNKS])
         self.records = [dict(record.shards) for record in found if record is not None]
@@ -186,7 +187,7 @@ def test_blocks_hold_the_truth_or_what_they_held_and_nothing_comes_late(
         return not life.plans
 
     wait_until(over)
-    wait_until(lambda: life.reader.load_slabs.leased == 0)
+    wait_until(lambda: life.reader.leased == 0)
     life.reader.close()
     life.writer.close()
     life.nothing_else_was_written()

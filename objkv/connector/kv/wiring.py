@@ -1,15 +1,18 @@
 """Makes the scheduler's and the worker's side from vLLM's configuration, settings and backends."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
-from itertools import cycle
 from typing import TYPE_CHECKING
 
 import torch
 
+from objkv.agent.arena import Arena
+from objkv.agent.core import CoreLimits
+from objkv.agent.inside import InsideAgent
+from objkv.agent.leases import ArenaConnection
 from objkv.agent.outbox import AgentSaves, Outbox
 from objkv.assembly.agent import AgentLink
 from objkv.assembly.backends import Backends, is_far
@@ -52,12 +55,10 @@ from objkv.transfer.lanes import Lane
 from objkv.transfer.loading.arena_lane import ArenaLane
 from objkv.transfer.loading.loader import Loader
 from objkv.transfer.loading.loads import LoadLimits
-from objkv.transfer.loading.queue import Task
-from objkv.transfer.loading.shared import SharedLoader
 from objkv.transfer.paging import NOT_QUANTISED, PagedGroup, Quantised, check_pages
-from objkv.transfer.registration import DeviceFrames
+from objkv.transfer.registration import DeviceFrames, PinReadOnly
 from objkv.transfer.saver import SaveLimits, Saver
-from objkv.transfer.slabs import Pin, SlabPool, WideSlabs
+from objkv.transfer.slabs import Pin, SlabPool
 from objkv.transfer.sources import frame_bytes_max, whole_payload_bytes_max
 
 if TYPE_CHECKING:
@@ -77,11 +78,6 @@ _COMMIT_THREADS = 1
 _BOUNCE_SLABS = 4
 """Slabs for what a device cannot read in an agent's memory: while some are read, others are
 filled."""
-_LOAD_LANES = 2
-"""Streams of loads: while one distributes pages, the other copies."""
-_WIDE_SHARE = 4
-"""Divisor: payloads of other shapes may take this fraction of the pinned memory in addition, or one
-pair of slabs if that is more."""
 
 
 def open_scheduler_side(
@@ -291,13 +287,36 @@ class _Host:
         """Page-locks memory for the device; None on the CPU."""
         return None if self.device.type == "cpu" else driver_of(self.device).pin
 
-    def load_limits(self, config: Config) -> LoadLimits:
-        """Return the bounds of loads."""
-        return LoadLimits(
-            self.pools.load_threads,
+    def loader(
+        self,
+        config: Config,
+        connect: Callable[[], ArenaConnection],
+        slabs: SlabPool | None,
+        pin: PinReadOnly | None,
+        inside: InsideAgent | None = None,
+    ) -> Loader:
+        """Return the loader. ``slabs`` and ``pin``: for a device, see ``DeviceFrames``. The other
+        arguments: see ``Loader``."""
+        lane: Lane = ArenaLane()
+        on_device = None
+        if slabs is not None and pin is not None:
+            lane = open_lane(self.device, urgent=True)
+            on_device = DeviceFrames(slabs, pin, begin=lane.adopt_thread)
+        limits = LoadLimits(
             config.load_queue_max,
             config.load_deadline_ms / 1000,
             min(config.step_load_deadline_ms, config.load_deadline_ms) / 1000,
+        )
+        return Loader(
+            self.groups,
+            lane,
+            connect,
+            verify=inside is None and config.agent_verify == "reader",
+            limits=limits,
+            recorder=self.recorder,
+            tracing=self.tracing,
+            on_device=on_device,
+            inside=inside,
         )
 
     def saver(
@@ -323,52 +342,40 @@ class _Host:
 
 
 def _own_transfers(config: Config, host: _Host, cache: ChunkCache) -> Transfers:
-    """Return loads and saves by threads of this process."""
+    """Return loads and saves by threads of this process. Raises ``ConfigError``."""
     slabs = open_slabs(host.pools, host.pin)
-    # Each lane of a device has staging memory, and more lanes do not copy faster.
-    lanes = cycle([open_lane(host.device, urgent=True) for _ in range(_LOAD_LANES)])
-    loader = Loader(
-        cache,
-        host.groups,
-        slabs["load"],
-        wide=plan_wide(config, host.groups, host.chunk_tokens, host.pools, pin=host.pin),
-        lane_for_thread=lambda: next(lanes),
-        limits=host.load_limits(config),
-        recorder=host.recorder,
-        tracing=host.tracing,
+    limits = CoreLimits(
+        config.load_threads,
+        config.load_queue_max,
+        is_paced=True,
+        waits_for_room=True,
     )
+    inside = InsideAgent(cache, host.pools.arena_bytes, limits, host.recorder)
+    pin = partial(pin_arena, inside.arena, host.device)
+    loader = host.loader(config, inside.connect, slabs.get("load"), pin, inside)
     saver = host.saver(config, cache, slabs["save"], config.save_threads, config.codec)
     return Transfers(loader, saver, cache)
+
+
+def pin_arena(arena: Arena, device: torch.device, address: int, nbytes: int) -> Callable[[], None]:
+    """Page-lock a part of an arena that this process may write. For the rest see ``DeviceDriver``:
+    ``pin`` and ``pin_read_only``."""
+    memory = torch.frombuffer(arena.view, dtype=torch.uint8)
+    start = address - memory.data_ptr()
+    return driver_of(device).pin(memory[start : start + nbytes])
 
 
 def _agent_transfers(config: Config, host: _Host, link: AgentLink) -> Transfers:
     """Return loads and saves by the node's agent. Raises ``ConfigError``."""
     outbox = Outbox(host.pools.save_slabs * host.pools.slab_bytes)
     slabs = open_slabs(host.pools, host.pin, outbox.fd)
-    lane: Lane = ArenaLane()
-    if host.pin is not None:
-        lane = open_lane(host.device, urgent=True)
-    loader = SharedLoader(
-        host.groups,
-        lane,
-        partial(link.connect, wants_arena=True),
-        verify=config.agent_verify == "reader",
-        limits=host.load_limits(config),
-        recorder=host.recorder,
-        tracing=host.tracing,
-        on_device=_frames_on(host, lane, slabs.get("load")),
-    )
+    connect = partial(link.connect, wants_arena=True)
+    pin = None if host.pin is None else driver_of(host.device).pin_read_only
+    loader = host.loader(config, connect, slabs.get("load"), pin)
     memory = slabs["save"].memory.numpy()
     target = AgentSaves(lambda fd: link.connect(outbox=fd), outbox, memory)
     saver = host.saver(config, target, slabs["save"], _COMMIT_THREADS, "none")
     return Transfers(loader, saver, target)
-
-
-def _frames_on(host: _Host, lane: Lane, slabs: SlabPool | None) -> DeviceFrames | None:
-    """Return the way in which the device reads an agent's memory; None on the CPU."""
-    if slabs is None:
-        return None
-    return DeviceFrames(slabs, driver_of(host.device).pin_read_only, begin=lane.adopt_thread)
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,12 +384,14 @@ class Pools:
 
     slab_bytes: int
     load_slabs: int
+    """Of a device, for what it cannot read in an arena."""
     save_slabs: int
-    load_threads: int
+    arena_bytes: int
+    """Memory for loads of this worker's own; 0 with a node agent."""
     save_queue_max: int
     """How many saves may wait, for the device or for a thread."""
     nbytes_max: int
-    """Limit for the memory of all slabs."""
+    """Limit for all of it."""
 
 
 def plan_pools(
@@ -394,25 +403,22 @@ def plan_pools(
     loads_here: bool = True,
 ) -> Pools:
     """Divide the pinned memory: at most half for loads, the rest for saves, so that neither starves
-    the other. Each load thread has two slabs, for the payload and for decoded pages. Saves should
-    have slabs for two full steps: one that is being copied, and one that is being sent. Raises
-    ``ConfigError`` if there is not enough for one thread of each.
+    the other. Loads have memory for two payloads a thread: one that arrives, and one that is being
+    copied. Saves should have slabs for two full steps: one that is being copied, and one that is
+    being sent. Raises ``ConfigError`` if there is not enough for one thread of each.
 
-    ``loads_here``: False with a node agent. A device then has a few slabs for what it cannot read
-    in place, and a CPU has none.
+    ``loads_here``: False with a node agent.
     """
     # Includes room for token ids, which payloads of other replicas may contain.
     slab_bytes = max(payload_bytes_max(g.layers, tokens=chunk_tokens) for g in groups.values())
-    load_max = load_min = 2
-    if loads_here:
-        load_max = 2 * config.load_threads
-    elif next(iter(groups.values())).device.type == "cpu":
-        load_max = load_min = 0
-    else:
-        load_max = _BOUNCE_SLABS
+    bounce = 0
+    if next(iter(groups.values())).device.type != "cpu":
+        bounce = _BOUNCE_SLABS
         slab_bytes = max(slab_bytes, *map(frame_bytes_max, groups.values()))
     # One page more, because the header is a few bytes longer for another block size.
     slab_bytes = -(-slab_bytes // _PAGE) * _PAGE + _PAGE
+    arena_max = 2 * config.load_threads if loads_here else 0
+    arena_min = 2 if loads_here else 0
     # In each group a step may also complete a chunk that an earlier step began.
     two_steps = 2 * len(groups) * (rank.step_tokens // chunk_tokens + 1)
     queue_max = max(config.save_queue_max, two_steps)
@@ -420,12 +426,13 @@ def plan_pools(
     nbytes = config.pinned_bytes_max
     if not nbytes:
         share = host_bytes() // _PINNED_SHARE // rank.workers
-        expected = max(slab_bytes * (load_max + save_max), _PINNED_BYTES)
+        expected = max(slab_bytes * (bounce + arena_max + save_max), _PINNED_BYTES)
         nbytes = min(expected, max(share, 4 * slab_bytes))
     budget = nbytes // slab_bytes
-    load = min(load_max, budget // 2 // 2 * 2)
-    save = min(save_max, budget - load)
-    if load < load_min or save < 1:
+    bounce = min(bounce, budget // 4)
+    arena = min(arena_max, (budget - bounce) // 2)
+    save = min(save_max, budget - bounce - arena)
+    if arena < arena_min or save < 1:
         raise ConfigError(
             f"pinned_bytes_max={config.pinned_bytes_max} is less than 4 slabs of {slab_bytes} "
             "bytes, one chunk each: raise it, or lower chunk_tokens"
@@ -438,7 +445,11 @@ def plan_pools(
             two_steps,
             slab_bytes,
         )
-    return Pools(slab_bytes, load, save, max(1, load // 2), queue_max, nbytes)
+    arena_bytes = arena * slab_bytes
+    if loads_here:  # a payload of another shape may be larger
+        largest = max(whole_payload_bytes_max(g, tokens=chunk_tokens) for g in groups.values())
+        arena_bytes = max(arena_bytes, 2 * (-(-largest // _PAGE) * _PAGE + _PAGE))
+    return Pools(slab_bytes, bounce, save, arena_bytes, queue_max, nbytes)
 
 
 def open_slabs(pools: Pools, pin: Pin | None, fd: int = -1) -> dict[str, SlabPool]:
@@ -463,21 +474,6 @@ def _workers_here(vllm_config: "VllmConfig") -> int:
     """Return how many workers this host may have, those of data-parallel replicas included."""
     parallel = vllm_config.parallel_config
     return int(parallel.world_size * max(1, parallel.data_parallel_size_local))
-
-
-def plan_wide(
-    config: Config,
-    groups: Mapping[int, PagedGroup],
-    chunk_tokens: int,
-    pools: Pools,
-    *,
-    pin: Pin | None = None,
-) -> WideSlabs[Task]:
-    """Return pairs of slabs that fit any payload of the model. They are allocated when needed."""
-    largest = max(whole_payload_bytes_max(g, tokens=chunk_tokens) for g in groups.values())
-    slab_bytes = -(-largest // _PAGE) * _PAGE + _PAGE
-    pairs = pools.nbytes_max // _WIDE_SHARE // (2 * slab_bytes)
-    return WideSlabs(pairs=min(max(1, pairs), config.load_threads), slab_bytes=slab_bytes, pin=pin)
 
 
 def _states(page: int, cache: torch.Tensor) -> int:

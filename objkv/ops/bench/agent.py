@@ -158,7 +158,7 @@ class _Reader:
                 # Read first: the wait for an earlier payload may have consumed the event.
                 progress = agent.arena.board.read(lease.cell)
                 if progress.state is CellState.FILLING:
-                    agent.wait(_DEADLINE_S, agent.event)
+                    agent.wait(_DEADLINE_S)
             if progress.state is not CellState.READY:
                 raise TransferError("the agent has no payload")
             payload = agent.arena.view[progress.offset : progress.offset + progress.nbytes]

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from threading import Condition
 from time import monotonic, sleep
 
-from objkv.codec.payload import Header
 from objkv.tracing import NO_SPAN, Span
 from objkv.transfer.lanes import Lane, Mark
 from objkv.transfer.plan import LoadOutcome, LoadPlan
@@ -48,8 +47,6 @@ class LoadJob:
         self._awaited: list[Callable[[], bool]] = []
         moves = len(plan.moves)
         self._unfinished = set(range(moves))
-        self._spans_left = [1] * moves
-        self._headers: dict[int, Header] = {}
         self._filled = filled
         self._written = [0] * moves  # one bit a layer
         self._marks: dict[tuple[int, int], dict[Lane, Mark]] = {}
@@ -109,30 +106,16 @@ class LoadJob:
                         _add(self._marks.setdefault((group, layer), {}), lane, mark)
             self._wake()
 
-    def opened(self, index: int, header: Header, spans_left: int) -> None:
-        """Record the verified header of move ``index``. ``spans_left``: further spans to fetch."""
+    def done(self, index: int) -> None:
+        """Record that move ``index`` is verified and was given to the lane. It has succeeded if all
+        its layers are in their blocks."""
         with self._changed:
-            self._headers[index] = header
-            self._spans_left[index] += spans_left
-
-    def header(self, index: int) -> Header:
-        """Return the header that ``opened`` recorded."""
-        with self._changed:
-            return self._headers[index]
-
-    def span_done(self, index: int) -> bool:
-        """Record that one span of move ``index`` is verified. Returns whether the move has now
-        succeeded, that is, all spans are verified and all layers are in their blocks."""
-        with self._changed:
-            self._spans_left[index] -= 1
-            if self._spans_left[index] or index not in self._unfinished:
-                return False
-            complete = not self._missing(index)
-            if not complete:
+            if index not in self._unfinished:
+                return
+            if self._missing(index):
                 self._fail_from(self._chunks[index])
             self._unfinished.discard(index)
             self._wake()
-            return complete
 
     def fail(self, index: int, *, rejected: bool) -> None:
         """Record that move ``index`` failed. All later chunks fail with it."""

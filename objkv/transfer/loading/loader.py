@@ -1,199 +1,565 @@
-"""Loads: threads fetch payloads into slabs and verify them there, and lanes scatter them to blocks.
+"""Loads from a core's arena: the core fetches and verifies, this copies to the paged cache.
 
-No thread sleeps until a device has finished: the slabs and the outcomes of loads
-between steps are released by polling.
+The core is that of the node's agent, or one inside this process. One thread opens payloads in the
+order of their chunks, sleeps until the core has verified more of them, and gives the frames to the
+lane where they are. A lease ends when the lane has read its memory. Any fault is a miss. Without an
+agent every load is a miss until there is one again.
 """
 
 import logging
-from collections.abc import Callable, Mapping
-from threading import Thread
-from time import monotonic, thread_time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from threading import Lock, Thread
+from time import monotonic, sleep
 
+from objkv.agent.alarm import Alarm, wait_for
+from objkv.agent.arena import BOARD_BYTES, CellState, Progress
+from objkv.agent.core import Urgency
+from objkv.agent.fill import Wanted
+from objkv.agent.inside import InsideAgent
+from objkv.agent.leases import ArenaConnection, ArenaLease
+from objkv.agent.residents import MissReason
 from objkv.background import join_all
-from objkv.cache.chunks import ChunkCache
-from objkv.errors import ObjkvError, PayloadError, ValueTooLong
-from objkv.net.deadline import EndsBy
+from objkv.codec.payload import Header, frame_pages, header_bytes_needed, read_claimed
+from objkv.errors import ObjkvError, PayloadError, TransferError
 from objkv.telemetry import Recorder, Trouble
-from objkv.tracing import NO_TRACING, Tracing
-from objkv.transfer.lanes import Lane
-from objkv.transfer.loading.fetch import Decoder
+from objkv.tracing import NO_SPAN, NO_TRACING, Span, Tracing, now_ns
+from objkv.transfer.lanes import Lane, Mark
+from objkv.transfer.loading.arena_lane import ArenaLane
 from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.loading.loads import LoadLimits, Loads
-from objkv.transfer.loading.queue import Task, TaskQueue
-from objkv.transfer.loading.writing import UnwantedError, claim_of
+from objkv.transfer.loading.writing import BlockWriter, CopyUnknownError, UnwantedError, claim_of
 from objkv.transfer.paging import PagedGroup
-from objkv.transfer.slabs import SlabPool, WideSlabs
+from objkv.transfer.registration import DeviceFrames
+from objkv.transfer.slabs import Slab, SlabsExhaustedError
+from objkv.transfer.sources import PayloadLayouts
 
 logger = logging.getLogger(__name__)
+_LENGTH_BYTES = 8
+_LOOK_S = 3e-4
+"""How often the device is polled while it reads leased memory."""
+_IDLE_S = 5.0
+_RETRY_S, _RETRY_MAX_S = 0.1, 5.0
+"""Pauses between attempts to reach an agent."""
+_WINDOW, _WINDOW_BYTES = 64, 512 << 20
+"""Payloads open at once, so that one long prompt does not lease the whole arena."""
+_WINDOW_SHARE = 2
+"""Divisor: of a small arena, they take at most this fraction."""
+_BATCH_BYTES = 64 << 20
+"""Pages copied before the thread looks for more urgent loads."""
+_TRACED_PAYLOADS_MAX = 64
+"""Payloads traced per load. A long prompt has hundreds, which all look alike."""
+_KEPT: list[ArenaConnection] = []
+"""Connections whose memory a hung device may still read. They end with the process."""
+_REFUSED = frozenset((MissReason.MISSING, MissReason.CORRUPT))
 
-_OVERDUE_SHARE = 1 / 4
-"""A load between steps is overdue after this share of its deadline: it then goes before others."""
+
+class _Reading:
+    """One payload that is open, or about to be, for one move."""
+
+    __slots__ = (
+        "_came_ns",
+        "_load",
+        "_span",
+        "_wanted",
+        "header",
+        "index",
+        "is_copied",
+        "is_stalled",
+        "job",
+        "layers",
+        "lease",
+        "nbytes",
+        "source",
+        "writer",
+    )
+
+    def __init__(self, job: LoadJob, index: int, layouts: PayloadLayouts, lane: Lane) -> None:
+        load = job.plan.moves[index]
+        self.job, self.index, self._load = job, index, load
+        self.source = layouts.of(load)
+        self.writer = BlockWriter(job, index, load, lane)
+        self._wanted: Wanted | None = None
+        self.lease: ArenaLease | None = None
+        self.header: Header | None = None
+        self.layers = 0
+        """Leading frames that were given to the lane."""
+        self.is_copied = False
+        """Whether nothing more will be."""
+        self.is_stalled = False
+        """Whether frames wait for a slab that the device is reading."""
+        self.nbytes = 0
+        """Its pages, once it is open."""
+        self._span: Span = NO_SPAN
+        self._came_ns = 0
+
+    @property
+    def is_further(self) -> bool:
+        """Whether it is one more payload of a chunk, which takes no place in the queue."""
+        return self.job.plan.moves.further[self.index]
+
+    def begin(self, wanted: Wanted) -> None:
+        """Begin to read it."""
+        self.nbytes = wanted.record.raw_bytes
+        if self.job.span.is_on and self.index < _TRACED_PAYLOADS_MAX:
+            self._span = self.job.span.child("objkv.get", chunk=self._load.move.chunk)
+
+    def end(self, error: str | None = None) -> None:
+        """End the trace of it: everything was given to the lane, or it is a miss."""
+        self.is_copied = True
+        span, self._span = self._span, NO_SPAN
+        if not span.is_on:
+            return
+        if self._came_ns:
+            span.part("objkv.copy", self._came_ns, now_ns())
+        span.end(error, bytes=self.wanted().record.nbytes)
+
+    def wanted(self) -> Wanted:
+        """Return what to ask the agent for. Raises ``KeyError`` if the plan has no record of it."""
+        if self._wanted is None:
+            claim = claim_of(self.job.plan.namespace, self._load, self.source)
+            self._wanted = Wanted(claim, dict(self._load.records)[claim.key.field])
+        return self._wanted
+
+    def read(
+        self,
+        progress: Progress,
+        arena: memoryview,
+        on_device: DeviceFrames | None = None,
+        *,
+        verify: bool,
+    ) -> None:
+        """Give the lane the frames that are new. Raises ``PayloadError`` if the payload is not what
+        this rank expects or, with ``verify``, a frame is not what its checksum promises, and
+        ``SlabsExhaustedError`` if the device cannot read more for now."""
+        start = progress.offset
+        payload = arena[start : start + progress.nbytes]
+        if self.header is None:
+            needed = header_bytes_needed(payload[:_LENGTH_BYTES])
+            layers = self.source.layers
+            header = read_claimed(payload[:needed], self.wanted().claim, layers)
+            if header.nbytes != progress.nbytes or header.codec != "none":
+                raise PayloadError(f"{progress.nbytes} bytes in the arena, not {header.nbytes}")
+            self.source = self.source.reading(header.frames.layers)
+            self.header = header
+            self._came_ns = now_ns() if self._span.is_on else 0
+            self.job.began()
+        frames, ours = self.header.frames, self.source.frames
+        span = range(self.layers, min(progress.frames, len(frames)))
+        own = range(max(span.start, ours.start), min(span.stop, ours.stop))
+        if verify:
+            for n in own:
+                frame_pages(self.header, n, payload, None)
+        pages: Sequence[memoryview] = [payload[frames.starts[n] : frames.ends[n]] for n in own]
+        while on_device is not None and pages:
+            given, slab = on_device.take(pages)
+            pages = pages[len(given) :]
+            end = own.stop - len(pages) if pages else span.stop
+            self._write(range(self.layers, end), given, slab)
+            self.layers = end
+            if not pages:
+                return
+        self.layers = span.stop
+        self.writer.write(self.source, span, pages)
+
+    def _write(self, span: range, pages: Sequence[memoryview], slab: Slab | None) -> None:
+        """Give the lane frames that may be in a slab, which goes back when they are copied."""
+        try:
+            self.writer.write(self.source, span, pages)
+        except CopyUnknownError:
+            if slab is not None:
+                slab.strand()
+                slab = None
+            raise
+        finally:
+            mark = self.writer.mark
+            if slab is not None and mark is not None:
+                slab.release_after(mark)
+            elif slab is not None:
+                slab.release()
 
 
 class Loader(Loads):
-    """Fetches payloads itself, in this process."""
+    """Loads by leases of an agent."""
+
+    _is_moving = False
+    """Whether the agent opens no more, because it is replaced."""
 
     def __init__(
         self,
-        cache: ChunkCache,
         groups: Mapping[int, PagedGroup],
-        slabs: SlabPool,
+        lane: Lane,
+        connect: Callable[[], ArenaConnection],
         *,
-        wide: WideSlabs[Task] | None = None,
-        lane_for_thread: Callable[[], Lane],
+        verify: bool = False,
         limits: LoadLimits,
         recorder: Recorder,
         clock: Callable[[], float] = monotonic,
         tracing: Tracing = NO_TRACING,
+        on_device: DeviceFrames | None = None,
+        inside: InsideAgent | None = None,
     ) -> None:
-        """``wide``: slabs for payloads of other shapes that do not fit into ``slabs``. Without it
-        such payloads are misses. ``lane_for_thread``: returns the lane of one more thread, which
-        may be that of others, too."""
-        lanes = [lane_for_thread() for _ in range(limits.threads)]
-        super().__init__(groups, lanes[0], limits, recorder, clock=clock, tracing=tracing)
-        self._cache, self._slabs, self._wide = cache, slabs, wide
-        self._trouble = Trouble(logger, "loads")
-        self._queue = TaskQueue(limits.queue_max, overdue_s=limits.deadline_s * _OVERDUE_SHARE)
-        self._threads = [self._start_thread(i, lane) for i, lane in enumerate(lanes)]
+        """``connect``: returns a new connection with an arena, or raises ``ObjkvError``. It is
+        called again when the connection is lost. ``verify``: whether this worker verifies frames
+        again, see the setting ``agent_verify``. ``on_device``: how the device reads the arena, if
+        the cache is on one. ``inside``: what the connections lead to, if it is this worker's own;
+        this object closes it."""
+        super().__init__(groups, lane, limits, recorder, clock=clock, tracing=tracing)
+        self._on_device, self._connect, self._verify = on_device, connect, verify
+        self._inside = inside
+        self._trouble = Trouble(logger, "loads" if inside else "loads from the agent")
+        self._agent: ArenaConnection | None = None
+        self._retry_at, self._retry_s = 0.0, _RETRY_S
+        self._lock = Lock()
+        self._came: deque[tuple[LoadJob, int]] = deque()
+        self._moves = 0
+        """Moves that wait for the thread. Guarded by the lock, with ``_came`` and ``_closed``."""
+        self._closed = False
+        self._waiting: deque[_Reading] = deque()
+        self._reading: list[_Reading] = []
+        self._alarm = Alarm()
+        self._reach()
+        self._thread = Thread(target=self._work, name="objkv-load", daemon=True)
+        self._thread.start()
+
+    @property
+    def leased(self) -> int:
+        """Number of payloads that this worker reads now."""
+        return len(self._reading)
 
     def close(self) -> None:
-        """Stop all threads. Unfinished plans never touch their blocks again.
-
-        A thread that is on the network ends with its call, possibly after this returns, and its
-        payload is discarded. Idempotent.
-        """
-        self._queue.close()
+        """Stop the thread. Unfinished plans never touch their blocks again. Idempotent."""
+        with self._lock:
+            was_closed, self._closed = self._closed, True
         self._close_jobs()
-        if left := join_all(self._threads, self._limits.join_s):
-            logger.warning("loads still on the network at shutdown threads=%s", ",".join(left))
+        if was_closed:
+            return
+        self._alarm.ring()
+        is_stuck = bool(join_all([self._thread], self._limits.join_s))
+        if self._inside is not None and not self._inside.close(self._limits.join_s):
+            logger.warning("loads still on the network at shutdown")
+        if is_stuck:
+            logger.warning("copies of loads did not finish on the device, going on")
+            return
+        self._alarm.close()
+        if self._on_device is not None and not self._on_device.join(self._limits.join_s):
+            logger.warning("memory of the agent is still being unlocked, going on")
 
     def __repr__(self) -> str:
-        return f"<Loader {len(self._jobs)} plans, {len(self._queue)} spans waiting>"
+        return f"<Loader {len(self._jobs)} plans, {self.leased} payloads open>"
 
     def _begin(self, job: LoadJob) -> int:
-        return 0 if self._is_stuck() else self._queue.add(job)
+        count, further = len(job.plan.moves), job.plan.moves.further
+        with self._lock:
+            if self._closed:
+                return 0
+            if self._agent is not None and self._agent.is_open:
+                taken = _first_of(further, self._limits.queue_max - self._moves)
+                self._moves += taken - sum(further[:taken])
+                self._came.append((job, taken))
+                self._alarm.ring()
+                return taken
+        self._recorder.count("load_errors", count)
+        job.fail(0, rejected=False)
+        self._settle(job)
+        return count
 
-    def _is_stuck(self) -> bool:
-        """Whether every thread has worked on one task for longer than any load's deadline. Then a
-        file system hangs, its calls cannot be cancelled, and queueing is pointless."""
-        longest_s = max(self._limits.deadline_s, self._limits.step_deadline_s)
-        return self._queue.hanging(longest_s) >= len(self._threads)
+    def cancel(self, request_id: str) -> None:
+        """See ``Loads.cancel``."""
+        super().cancel(request_id)
+        with self._lock:
+            if not self._closed:
+                self._alarm.ring()
 
-    def _start_thread(self, number: int, lane: Lane) -> Thread:
-        name = f"objkv-load-{number}"
-        thread = Thread(target=self._work, args=(lane,), name=name, daemon=True)
-        thread.start()
-        return thread
-
-    def _work(self, lane: Lane) -> None:
-        lane.adopt_thread()
-        while (task := self._queue.take()) is not None:
-            began = thread_time()
-            try:
-                self._run(lane, task)
-            finally:
-                self._queue.finish(thread_time() - began)
-            del task  # do not keep it alive while waiting for the next one
-
-    def _run(self, lane: Lane, task: Task) -> None:
-        """Load one span. Every fault is a miss."""
-        job, index, _ = task
-        wide = self._wide_slabs(task)
-        if wide is not None and not wide.enter(task):
-            return  # queued again when another task leaves
-        done = False
+    def _work(self) -> None:
+        self._lane.adopt_thread()
         try:
-            if job.wanted(index):
-                slabs = self._slabs if wide is None else wide.pool()
-                with EndsBy(monotonic() + job.deadline - self._clock()):
-                    done = self._fetch(slabs, lane, task)
-                self._trouble.worked()
+            while not self._closed:
+                try:
+                    self._step()
+                except Exception:  # a dead thread would hang every later load
+                    self._recorder.count("load_errors")
+                    logger.exception("loads failed unexpectedly")
+                    self._lose()
+        finally:
+            self._lose()
+
+    def _step(self) -> None:
+        """Do what can be done now, then sleep until there is more."""
+        agent = self._agent or self._reach()
+        if agent is None:
+            wait_for([self._alarm], self._retry_at - monotonic())
+            return
+        try:
+            self._take_jobs()
+            self._open(agent)
+            self._advance(agent)
+            if self._is_moving and not self._reading:
+                self._move()
+                return
+        except CopyUnknownError as exc:
+            self._trouble.failed(exc)
+            self._lose(keep=True)
+            return
+        except TransferError as exc:
+            self._trouble.failed(exc)
+            self._lose()
+            return
+        if agent.wait(self._idle_s(), self._alarm):
+            return
+        if self._reading:
+            self._trouble.failed(TransferError("the agent ended the connection"))
+            self._lose()
+        else:
+            self._move()
+
+    def _move(self) -> None:
+        """Go on with the agent that has replaced this one, if there is one already."""
+        if self._reach() is None:
+            self._lose()
+
+    def _reach(self) -> ArenaConnection | None:
+        if monotonic() < self._retry_at:
+            return None
+        try:
+            before, self._agent = self._agent, self._connect()
+        except ObjkvError as exc:
+            self._trouble.failed(exc)
+            self._retry_at = monotonic() + self._retry_s
+            self._retry_s = min(2 * self._retry_s, _RETRY_MAX_S)
+            return None
+        if before is not None:
+            self._leave(before)
+        if isinstance(self._lane, ArenaLane):
+            self._lane.attach(self._agent.arena)
+        if self._on_device is not None:
+            self._on_device.attach(self._agent.arena)
+        self._window_bytes = (self._agent.arena.nbytes - BOARD_BYTES) // _WINDOW_SHARE
+        self._trouble.worked()
+        self._retry_s, self._is_moving = _RETRY_S, False
+        return self._agent
+
+    def _idle_s(self) -> float:
+        """Return how long nothing is due, unless something wakes the thread."""
+        if self._waiting and not self._is_moving and (not self._reading or min(self._room()) > 0):
+            return 0.0
+        if any(one.is_copied or one.is_stalled for one in self._reading):
+            return _LOOK_S
+        left = [one.job.deadline - self._clock() for one in self._reading]
+        return max(0.0, min(left, default=_IDLE_S))
+
+    def _take_jobs(self) -> None:
+        """Queue the moves of new jobs: those within the step go first."""
+        with self._lock:
+            came, self._came = self._came, deque()
+        for job, taken in came:
+            moves = [_Reading(job, n, self._layouts, self._lane) for n in range(taken)]
+            if job.plan.sync:
+                self._waiting.extendleft(reversed(moves))
+            else:
+                self._waiting.extend(moves)
+
+    def _room(self) -> tuple[int, int]:
+        """Return how many payloads, and how many bytes, may be opened besides those that are."""
+        nbytes = sum(one.nbytes for one in self._reading)
+        limit = min(_WINDOW_BYTES, self._window_bytes)
+        return _WINDOW - len(self._reading), limit - nbytes
+
+    def _open(self, agent: ArenaConnection) -> None:
+        """Open the next payloads of one job, as many as there is room for."""
+        if self._is_moving:
+            return
+        count, nbytes = self._room()
+        nbytes = min(nbytes, _BATCH_BYTES)
+        batch: list[tuple[_Reading, Wanted]] = []
+        while self._waiting and len(batch) < count:
+            one = self._waiting[0]
+            if batch and one.job is not batch[0][0].job:
+                break
+            if nbytes <= 0 and (batch or self._reading):
+                break
+            self._waiting.popleft()
+            with self._lock:
+                self._moves -= not one.is_further
+            wanted = self._wanted(one) if one.job.wanted(one.index) else None
+            if wanted is not None:
+                batch.append((one, wanted))
+                one.begin(wanted)
+                nbytes -= one.nbytes
+        if not batch:
+            return
+        job = batch[0][0].job
+        self._reading += [one for one, _ in batch]
+        leases = agent.open(
+            [wanted for _, wanted in batch],
+            deadline_s=job.deadline - self._clock(),
+            urgency=Urgency.IN_STEP if job.plan.sync else Urgency.BETWEEN_STEPS,
+        )
+        if leases[0].progress.reason == MissReason.CLOSED:
+            self._is_moving = True
+            self._reading = self._reading[: -len(batch)]
+            self._waiting.extendleft(one for one, _ in reversed(batch))
+            with self._lock:
+                self._moves += sum(not one.is_further for one, _ in batch)
+            return
+        for (one, _), lease in zip(batch, leases, strict=True):
+            one.lease = lease
+
+    def _wanted(self, one: _Reading) -> Wanted | None:
+        """Return what to open. None if the plan has no record of it, as for a ghost."""
+        try:
+            return one.wanted()
+        except KeyError:
+            self._fail(one, "no record", rejected=True)
+            return None
+
+    def _advance(self, agent: ArenaConnection) -> None:
+        """Read new frames, and end the leases that are not needed any more."""
+        ended, kept = [], []
+        # Those that a step waits for get slabs first.
+        for one in sorted(self._reading, key=lambda one: not one.job.plan.sync):
+            if not one.is_copied:
+                self._read(agent, one)
+            if one.is_copied and _is_past(one.writer.mark):
+                ended.append(one)
+            else:
+                kept.append(one)
+        self._reading = kept
+        agent.release([one.lease.number for one in ended if one.lease and one.lease.number])
+
+    def _read(self, agent: ArenaConnection, one: _Reading) -> None:
+        """Read the verified frames of one payload. Every fault is a miss."""
+        assert one.lease is not None
+        job = one.job
+        if not job.wanted(one.index):
+            self._recorder.count("load_given_up")
+            one.end("given up")
+            return
+        one.is_stalled = False
+        progress = one.lease.progress
+        if progress.state is CellState.FILLING:
+            progress = agent.arena.board.read(one.lease.cell)
+        is_ready = progress.state is CellState.READY
+        try:
+            if progress.frames > one.layers and (is_ready or self._streams(one)):
+                one.read(progress, agent.arena.view, self._on_device, verify=self._verify)
+            if is_ready:
+                self._done(agent, one)
+            elif progress.state is CellState.FAILED:
+                self._missed(one, MissReason(progress.reason))
+        except SlabsExhaustedError:
+            one.is_stalled = True
         except UnwantedError:
             self._recorder.count("load_given_up")
-        except (PayloadError, ValueTooLong) as exc:
-            logger.warning(
-                "payload refused, recomputing request=%s chunk=%s reason=%s",
-                job.plan.request_id,
-                job.plan.moves[index].move.prefix_hash.hex(),
-                exc,
-            )
+            one.end("given up")
+        except PayloadError as exc:
+            logger.warning("payload refused request=%s reason=%s", job.plan.request_id, exc)
             self._recorder.count("load_corrupt")
-            self._reject(job, index, corrupt=True)
-        except ObjkvError as exc:
+            self._fail(one, "corrupt", rejected=True)
+            agent.reject(one.wanted())
+
+    def _streams(self, one: _Reading) -> bool:
+        """Whether frames are copied as they arrive: a device has one copy for a whole payload,
+        unless a forward pass waits for single layers."""
+        return one.job.plan.sync or not self._lane.per_span
+
+    def _done(self, agent: ArenaConnection, one: _Reading) -> None:
+        nbytes = one.wanted().record.nbytes
+        one.end()
+        one.job.came(nbytes)
+        self._recorder.count("load_bytes", nbytes)
+        if not agent.is_inside:
+            self._recorder.count("agent_load_bytes", nbytes)
+        one.job.done(one.index)
+        self._settle(one.job)
+
+    def _missed(self, one: _Reading, reason: MissReason) -> None:
+        if reason is MissReason.NO_ROOM:
+            self._recorder.count("load_refused")
+        elif reason is MissReason.MISSING:
+            self._recorder.count("load_ghosts")
+        elif reason is MissReason.CORRUPT:
+            self._recorder.count("load_corrupt")
+        elif reason is not MissReason.LATE:
             self._recorder.count("load_errors")
-            self._trouble.failed(exc)
-        except Exception:  # a dead thread would hang every later load
-            self._recorder.count("load_errors")
-            logger.exception("load failed unexpectedly request=%s", job.plan.request_id)
-        finally:
-            if wide is not None and (other := wide.leave()) is not None:
-                self._queue.put_back(other)
-        if not done:
-            job.fail(index, rejected=False)
+        self._fail(one, reason.name.lower(), rejected=reason in _REFUSED)
+
+    def _fail(self, one: _Reading, reason: str, *, rejected: bool) -> None:
+        one.end(reason)
+        one.job.fail(one.index, rejected=rejected)
+        self._settle(one.job)
+
+    def _settle(self, job: LoadJob) -> None:
         if job.is_over():
             self._over.set()
 
-    def _fetch(self, slabs: SlabPool, lane: Lane, task: Task) -> bool:
-        """Load one span into its blocks. Returns False if the payload is missing."""
-        job, index, _ = task
-        load = job.plan.moves[index]
-        source, cuts = self._layouts.of(load), self._limits.cuts
-        decoder = Decoder(task, load, source, lane, slabs, cuts=cuts, seal=self._cache.seal)
-        trace = decoder.trace
+    def _lose(self, *, keep: bool = False) -> None:
+        """Give up the connection, once no lane reads the arena any more. The rest fails.
+
+        ``keep``: leave it open for ever, because it is unknown when the device has read its memory.
+        """
+        agent = self._agent
+        with self._lock:
+            self._agent = None
+            came = list(self._came)
+            self._came.clear()
+            self._moves = 0
+        left = (*self._waiting, *self._reading)
+        lost = sum(not one.is_copied and one.job.wanted(one.index) for one in left)
+        lost += sum(taken for job, taken in came if job.wanted(0))
+        self._recorder.count("load_errors", lost)
+        for job, index in (*((job, 0) for job, _ in came), *((one.job, one.index) for one in left)):
+            job.fail(index, rejected=False)
+            self._settle(job)
+        self._waiting.clear()
+        marks = [one.writer.mark for one in self._reading if one.writer.mark is not None]
+        self._reading = []
+        keep = keep or not self._await(marks)
+        if agent is None:
+            return
+        if keep:
+            logger.error("copies of loads did not finish on the device, keeping their memory")
+            _KEPT.append(agent)
+            if self._on_device is not None:
+                self._on_device.abandon()
+        else:
+            self._leave(agent)
+
+    def _leave(self, agent: ArenaConnection) -> None:
+        """Close a connection whose arena nothing reads, once a device has unlocked it."""
+        if self._on_device is not None:
+            self._on_device.detach(agent.close)
+        else:
+            agent.close()
+
+    def _await(self, marks: list[Mark]) -> bool:
+        """Wait until all marks have passed. Returns False if they do not, or nothing shows it."""
+        end = monotonic() + self._limits.deadline_s
         try:
-            with decoder:
-                nbytes = self._cache.get_into(
-                    decoder.claim.key,
-                    decoder.buffer,
-                    hot=decoder.hot,
-                    arrived=decoder.arrived,
-                    on_hot=trace.came_hot,
-                    start=decoder.start,
-                )
-                if nbytes is not None:
-                    rest = decoder.end(nbytes)
-                    self._recorder.count("load_bytes", nbytes)
-                    where = "hot_load_bytes" if trace.hot else "bulk_load_bytes"
-                    self._recorder.count(where, nbytes)
-                    if rest:
-                        self._queue.add_spans(job, index, rest)
-                    if job.plan.sync:  # do not wait for the copies before reporting the span
-                        self._span_done(job, index, decoder)
-        except Exception as exc:
-            trace.failed(str(exc) or type(exc).__name__)
-            raise
-        if nbytes is None:
-            trace.failed("indexed, but gone")
-            self._recorder.count("load_ghosts")
-            self._reject(job, index, corrupt=False)
+            while not all(map(_is_past, marks)):
+                if monotonic() >= end:
+                    return False
+                sleep(_LOOK_S)
+        except CopyUnknownError:
             return False
-        assert decoder.header is not None
-        trace.copied(nbytes, decoder.header.codec)
-        if not job.plan.sync:
-            self._span_done(job, index, decoder)
         return True
 
-    def _wide_slabs(self, task: Task) -> WideSlabs[Task] | None:
-        """Return the wide slabs if the payload does not fit into this rank's own slabs."""
-        job, index, _ = task
-        wide = self._wide
-        if wide is None or not job.plan.moves.has_parts:
-            return None
-        load = job.plan.moves[index]
-        if load.part is None:
-            return None
-        tokens = load.move.token_end - load.move.token_start
-        nbytes = self._layouts.of(load).payload_bytes_max(tokens)
-        return wide if nbytes > self._slabs.slab_bytes else None
 
-    def _span_done(self, job: LoadJob, index: int, decoder: Decoder) -> None:
-        header = decoder.header
-        assert header is not None
-        if job.span_done(index):
-            self._cache.note_load(decoder.claim, header, hot=decoder.hot, seconds=decoder.seconds)
+def _first_of(further: Sequence[bool], room: int) -> int:
+    """Return how many leading moves take at most ``room`` places. Further payloads of a chunk take
+    none."""
+    if len(further) <= room:
+        return len(further)
+    for index, is_further in enumerate(further):
+        room -= not is_further
+        if room < 0:
+            return index
+    return len(further)
 
-    def _reject(self, job: LoadJob, index: int, *, corrupt: bool) -> None:
-        load = job.plan.moves[index]
-        key = claim_of(job.plan.namespace, load, self._layouts.of(load)).key
-        self._cache.reject(key, dict(load.records), corrupt=corrupt)
-        job.fail(index, rejected=True)
+
+def _is_past(mark: Mark | None) -> bool:
+    """Whether a device has read everything before ``mark``. Raises ``CopyUnknownError``."""
+    try:
+        return mark is None or mark.done()
+    except Exception as exc:
+        raise CopyUnknownError(f"the device failed: {exc}") from exc

@@ -7,14 +7,13 @@ caller's thread.
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Event
 from time import monotonic
 
 from objkv.telemetry import Recorder
 from objkv.tracing import NO_TRACING, Tracing
 from objkv.transfer.lanes import Lane, Mark
-from objkv.transfer.loading.fetch import Cuts
 from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import LoadOutcome, LoadPlan
@@ -31,14 +30,12 @@ _LOOK_S = 2e-4
 class LoadLimits:
     """Bounds of the loader."""
 
-    threads: int
     queue_max: int
-    """Moves that may wait for a thread. A plan fails from the first move beyond this limit."""
+    """Moves that may wait. A plan fails from the first move beyond this limit."""
     deadline_s: float
     """For loads between steps."""
     step_deadline_s: float
     """For loads within the step."""
-    cuts: Cuts = field(default_factory=Cuts)
     join_s: float = 5.0
     """How long ``close`` waits for threads that are still on the network."""
 

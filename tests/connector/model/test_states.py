@@ -17,6 +17,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculat
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from objkv.agent.fill import Cuts
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.connector.kv.wiring import read_pages
 from objkv.connector.model.groups import Geometry, read_group
@@ -27,10 +28,8 @@ from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.states import SplitState
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
-from objkv.transfer.loading.fetch import Cuts
 from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
-from objkv.transfer.slabs import WideSlabs
 from objkv.transfer.sources import whole_payload_bytes_max
 from tests.support.paged_cache import NAMESPACE, PATIENCE_S, Worker
 
@@ -172,10 +171,11 @@ class StateRank(Worker):
             ChunkCache(store, None, store.index, settings, recorder),
             recorder,
             name="w",
-            load=LoadLimits(2, 64, PATIENCE_S, PATIENCE_S, Cuts(3, 1), PATIENCE_S),
+            load=LoadLimits(64, PATIENCE_S, PATIENCE_S, PATIENCE_S),
             slab_bytes=room,
             codec=codec,
-            wide=WideSlabs(pairs=1, slab_bytes=room),
+            cuts=Cuts(3, 1),
+            arena_bytes=4 * (room + 4096),
         )
 
     def compute(self, block: int) -> None:

@@ -15,10 +15,10 @@ from objkv.agent.residents import Resident, Residents
 from objkv.errors import StoreUnavailable, TransferError
 from objkv.transfer.lanes import HostLane, Lane
 from objkv.transfer.loading import arena_lane
-from objkv.transfer.loading import shared as module
+from objkv.transfer.loading import loader as module
 from objkv.transfer.loading.arena_lane import ArenaLane
+from objkv.transfer.loading.loader import Loader
 from objkv.transfer.loading.loads import LoadLimits
-from objkv.transfer.loading.shared import SharedLoader
 from objkv.transfer.plan import LoadMove, LoadPlan
 from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.slabs import SlabPool
@@ -56,8 +56,8 @@ class World:
         """A replica that loads by the agent."""
         replica = Replica(self.node.store, self.node.index, seed=2)
         replica.loader.close()
-        bounds = LoadLimits(1, 64, PATIENCE_S, PATIENCE_S, join_s=PATIENCE_S)
-        replica.loader = SharedLoader(  # type: ignore[assignment]
+        bounds = LoadLimits(64, PATIENCE_S, PATIENCE_S, join_s=PATIENCE_S)
+        replica.loader = Loader(  # type: ignore[assignment]
             {0: replica.paged},
             lane or ArenaLane(),
             self.connect,
@@ -193,7 +193,7 @@ def test_a_thread_that_has_no_room_for_more_sleeps(
     gate, waits, wait = threading.Event(), list[float](), AgentConnection.wait
     most = [0]
 
-    def watched(self: AgentConnection, seconds: float, also: int) -> bool:
+    def watched(self: AgentConnection, seconds: float, also: Any) -> bool:
         leased = world.reader.loader.leased  # type: ignore[attr-defined]
         most[0] = max(most[0], leased)
         if leased:
@@ -516,8 +516,8 @@ def test_without_an_agent_nothing_waits(world: World) -> None:
 
     replica = Replica(world.node.store, world.node.index, seed=3)
     replica.loader.close()
-    limits = LoadLimits(1, 64, PATIENCE_S, PATIENCE_S, join_s=PATIENCE_S)
-    replica.loader = SharedLoader(  # type: ignore[assignment]
+    limits = LoadLimits(64, PATIENCE_S, PATIENCE_S, join_s=PATIENCE_S)
+    replica.loader = Loader(  # type: ignore[assignment]
         {0: replica.paged}, HostLane(), nothing, limits=limits, recorder=replica.recorder
     )
     assert replica.load(range(4), 1).failed_blocks == frozenset(range(1, 9))
