@@ -12,9 +12,11 @@ from threading import Condition, Thread
 from typing import Final
 
 import numpy as np
+import torch
 
 from objkv.agent.arena import Arena
 from objkv.background import join_all
+from objkv.transfer.devices import driver_of
 from objkv.transfer.slabs import Slab, SlabPool
 
 logger = logging.getLogger(__name__)
@@ -22,6 +24,14 @@ WINDOW_BYTES: Final = 1 << 30
 
 PinReadOnly = Callable[[int, int], Callable[[], None]]
 """Page-locks mapped memory and returns what unlocks it, see ``DeviceDriver.pin_read_only``."""
+
+
+def pin_arena(arena: Arena, device: torch.device, address: int, nbytes: int) -> Callable[[], None]:
+    """Page-lock a part of an arena that this process may write. For the rest see ``DeviceDriver``:
+    ``pin`` and ``pin_read_only``."""
+    memory = torch.frombuffer(arena.view, dtype=torch.uint8)
+    start = address - memory.data_ptr()
+    return driver_of(device).pin(memory[start : start + nbytes])
 
 
 def _nothing() -> None:
@@ -75,6 +85,11 @@ class Windows:
             if number not in self._known and not self._refused:
                 self._want(number)
         return False
+
+    def prepare(self) -> None:
+        """Have all windows registered in the background. Never waits."""
+        for number in range(-(-self._nbytes // self._window)):
+            self._want(number)
 
     def close(self, then: Callable[[], None]) -> None:
         """Unlock all windows in the background, then call ``then``, which may remove the mapping.
@@ -181,6 +196,17 @@ class DeviceFrames:
             window_bytes=self._window_bytes,
             begin=self._begin,
         )
+
+    def prepare(self) -> None:
+        """Have the whole arena registered in the background, before it is read."""
+        if self._windows is not None:
+            self._windows.prepare()
+
+    @property
+    def registered_bytes(self) -> int:
+        """Bytes of the arena that the device can read in place."""
+        windows = self._windows
+        return 0 if windows is None else windows.registered_bytes
 
     def detach(self, then: Callable[[], None]) -> None:
         """Unlock the arena in the background, then call ``then``, which may unmap it. No copy from

@@ -17,7 +17,6 @@ from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.cache.match import stored_blocks
 from objkv.codec.payload import payload_bytes_max
 from objkv.codec.seal import Seal
-from objkv.connector.kv.wiring import pin_arena
 from objkv.errors import StoreUnavailable
 from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity
@@ -34,7 +33,7 @@ from objkv.transfer.loading.loader import Loader
 from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan, SaveMove, SavePlan
-from objkv.transfer.registration import DeviceFrames
+from objkv.transfer.registration import DeviceFrames, pin_arena
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool
 from tests.support.device import HOST, current_device, pinning

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from objkv.agent.arena import Arena
 from objkv.agent.core import CoreLimits
 from objkv.agent.inside import InsideAgent
 from objkv.agent.leases import ArenaConnection
@@ -56,7 +55,7 @@ from objkv.transfer.loading.arena_lane import ArenaLane
 from objkv.transfer.loading.loader import Loader
 from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.paging import NOT_QUANTISED, PagedGroup, Quantised, check_pages
-from objkv.transfer.registration import DeviceFrames, PinReadOnly
+from objkv.transfer.registration import DeviceFrames, PinReadOnly, pin_arena
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import Pin, SlabPool
 from objkv.transfer.sources import frame_bytes_max, whole_payload_bytes_max
@@ -355,14 +354,6 @@ def _own_transfers(config: Config, host: _Host, cache: ChunkCache) -> Transfers:
     loader = host.loader(config, inside.connect, slabs.get("load"), pin, inside)
     saver = host.saver(config, cache, slabs["save"], config.save_threads, config.codec)
     return Transfers(loader, saver, cache)
-
-
-def pin_arena(arena: Arena, device: torch.device, address: int, nbytes: int) -> Callable[[], None]:
-    """Page-lock a part of an arena that this process may write. For the rest see ``DeviceDriver``:
-    ``pin`` and ``pin_read_only``."""
-    memory = torch.frombuffer(arena.view, dtype=torch.uint8)
-    start = address - memory.data_ptr()
-    return driver_of(device).pin(memory[start : start + nbytes])
 
 
 def _agent_transfers(config: Config, host: _Host, link: AgentLink) -> Transfers:

@@ -334,6 +334,8 @@ class Loader(Loads):
             self._lane.attach(self._agent.arena)
         if self._on_device is not None:
             self._on_device.attach(self._agent.arena)
+            if self._agent.is_inside:  # its memory is this worker's, and it will be used
+                self._on_device.prepare()
         self._window_bytes = (self._agent.arena.nbytes - BOARD_BYTES) // _WINDOW_SHARE
         self._trouble.worked()
         self._retry_s, self._is_moving = _RETRY_S, False

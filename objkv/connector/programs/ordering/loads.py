@@ -1,7 +1,6 @@
 """Scenarios of loads: what they must follow, and what must wait for them."""
 
 from collections.abc import Callable
-from itertools import count
 from threading import Event
 from time import sleep
 
@@ -137,33 +136,18 @@ def refused(rig: OrderRig) -> bool:
     return bool(rig.worker.take_failed_blocks()) and _stays_written(rig)
 
 
-def keeps_its_slabs(rig: OrderRig) -> bool:
-    """Slabs that are overwritten as soon as they are free, while copies and kernels are queued"""
+def keeps_its_memory(rig: OrderRig) -> bool:
+    """Memory that is overwritten as soon as no load has it, while copies and kernels are queued"""
     rig.delay_loads(_SLOW_S)
     rig.step(_plan(rig), lambda: rig.delay_compute(2 * _SLOW_S))
     _until_fetched(rig)
-    taken = rig.take_all_slabs(rig.load_slabs)
+    rig.overwrite_loads()
     rig.until_received()
-    return _is_loaded(rig) and rig.give_back(taken)
+    return _is_loaded(rig)
 
 
-def waits_for_the_later_mark(rig: OrderRig) -> bool:
-    """Two threads share a lane: the first to queue its copies is the last to report them"""
-    marks = count()
-
-    def linger(call: str) -> None:
-        if call == "mark" and not next(marks):
-            rig.delay_loads(_SLOW_S)
-            sleep(_SLOW_S / 2)
-
-    rig.on_call = linger
-    rig.step(_plan(rig))
-    rig.until_received()
-    return equal(_read(rig), rig.expected(_CHUNKS))
-
-
-def shares_lanes(rig: OrderRig) -> bool:
-    """Loads of several requests at once, by threads that share lanes and staging memory"""
+def share_a_lane(rig: OrderRig) -> bool:
+    """Loads of several requests at once, which share staging memory"""
     size = len(_CHUNKS) * rig.setup.layout.chunk_blocks
     names = [f"r{number}" for number in range(5)]
     ends = [range(number, number + 4) for number in range(5)]
@@ -225,7 +209,7 @@ def goes_on_fetching(rig: OrderRig) -> bool:
     for attempt, seconds in enumerate(rig.setup.attempts_s):
         request = f"r{attempt}"
         rig.delay_loads(seconds)
-        behind = rig.load_lanes[0].mark()
+        behind = rig.load_lane.mark()
         before = rig.recorder.value("load_bytes")
         rig.step(StepPlan(loads=(rig.load_plan(_CHUNKS, _FIRST, request=request),)))
         _until_fetched(rig, before)
@@ -319,15 +303,15 @@ SCENARIOS = (
     Scenario("layer by layer, speculating", holds_speculation),
     Scenario("load aborted", aborted),
     Scenario("load aborted while queued", aborted_meanwhile, Setup(watched=True)),
-    Scenario("load past its deadline", late, Setup(deadline_s=0.03, load_slabs=2)),
+    Scenario("load past its deadline", late, Setup(deadline_s=0.03)),
     Scenario("load refused", refused),
-    Scenario("slabs of loads", keeps_its_slabs),
-    Scenario("marks of two threads", waits_for_the_later_mark, Setup(load_lanes=1, watched=True)),
-    Scenario("threads on shared lanes", shares_lanes, Setup(load_threads=4)),
+    Scenario("memory of loads", keeps_its_memory),
+    Scenario("memory of loads, bounced", keeps_its_memory, Setup(registers=False)),
+    Scenario("several loads at once", share_a_lane, Setup(load_threads=4)),
     Scenario("loads of two steps", follows_its_own_step),
     Scenario("load that zeroes blocks", zeroes),
     Scenario("closed during a load", closed),
     Scenario("closed while queued", closed_meanwhile, Setup(watched=True)),
-    Scenario("fetching during device work", goes_on_fetching, Setup(load_threads=1, load_lanes=1)),
+    Scenario("fetching during device work", goes_on_fetching, Setup(load_threads=1)),
     Scenario("load on another device", on_another_device),
 )

@@ -8,12 +8,16 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import cycle
+from functools import partial
 from random import Random
 from typing import Any, Final, Self, cast
 
+import numpy as np
 import torch
 
+from objkv.agent.arena import BOARD_BYTES
+from objkv.agent.core import CoreLimits
+from objkv.agent.inside import InsideAgent
 from objkv.assembly.backends import open_bulk, open_index
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import (
@@ -47,11 +51,11 @@ from objkv.telemetry import MemoryRecorder
 from objkv.tracing import NO_TRACING
 from objkv.transfer.devices import DeviceLane, driver_of, open_lane
 from objkv.transfer.lanes import Lane
-from objkv.transfer.loading.fetch import Cuts
 from objkv.transfer.loading.loader import Loader
 from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import Blank, ChunkMove, LoadMove, LoadMoves, LoadPlan, SaveMove, SavePlan
+from objkv.transfer.registration import DeviceFrames, pin_arena
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import Slab, SlabPool, SlabsExhaustedError
 
@@ -78,6 +82,11 @@ class WatchedLane:
             return result
 
         return call
+
+
+def refuse_pin(address: int, nbytes: int) -> Callable[[], None]:
+    """Page-lock nothing, as a device that registers no such memory."""
+    raise RuntimeError(f"{nbytes} bytes are not registered")
 
 
 class NotInTimeError(TransferError):
@@ -129,7 +138,7 @@ class OrderRig:
         shape = self.geometry.shape(0, 0)
         assert shape is not None
         self.pages = PagedGroup(shape, self.caches)
-        self.load_lanes = [self._open_lane(urgent=True) for _ in range(setup.load_lanes)]
+        self.load_lane = self._open_lane(urgent=True)
         self.save_lane = self._open_lane(urgent=False)
         self.save_lane.prepare(self.pages.pages)
         pin = driver_of(self.device).pin if self.is_asynchronous else None
@@ -141,16 +150,7 @@ class OrderRig:
         self._slab_memory = [slab.tensor for slab in slabs]
         self.give_back(slabs)
         self.cache = self.open_cache("rig")
-        lanes = cycle(self.load_lanes)
-        bounds = LoadLimits(setup.load_threads, 1024, setup.deadline_s, setup.deadline_s, Cuts())
-        self.loader = Loader(
-            self.cache,
-            {0: self.pages},
-            self.load_slabs,
-            lane_for_thread=lambda: next(lanes),
-            limits=bounds,
-            recorder=self.recorder,
-        )
+        self.loader = self._open_loader()
         self.saver = self._open_saver(self.save_lane)
         config = load_config(
             {"bulk_url": "memory:", "drain_deadline_ms": setup.drain_deadline_ms}, environ={}
@@ -163,6 +163,29 @@ class OrderRig:
             transfers=Transfers(self.loader, self.saver, self.cache),
             tracing=NO_TRACING,
         )
+
+    def _open_loader(self) -> Loader:
+        """Return a loader over a core of this process, whose memory the device can read."""
+        setup = self.setup
+        bounds = CoreLimits(setup.load_threads, 1024, is_paced=True, waits_for_room=True)
+        self.inside = inside = InsideAgent(self.cache, setup.arena_bytes, bounds, self.recorder)
+        on_device = None
+        if self.is_asynchronous:
+            pin = partial(pin_arena, inside.arena, self.device) if setup.registers else refuse_pin
+            begin = self.load_lane.adopt_thread
+            on_device = DeviceFrames(self.load_slabs, pin, begin=begin)
+        loader = Loader(
+            {0: self.pages},
+            self.load_lane,
+            inside.connect,
+            limits=LoadLimits(1024, setup.deadline_s, setup.deadline_s),
+            recorder=self.recorder,
+            on_device=on_device,
+            inside=inside,
+        )
+        if on_device is not None and setup.registers:
+            self.wait_until(lambda: on_device.registered_bytes == inside.arena.nbytes)
+        return loader
 
     def _open_lane(self, *, urgent: bool) -> Lane:
         lane = open_lane(self.device, urgent=urgent)
@@ -198,9 +221,8 @@ class OrderRig:
             self._delay(torch.get_device_module(self.device).current_stream(self.device), seconds)
 
     def delay_loads(self, seconds: float) -> None:
-        """Keep the lanes of loads busy."""
-        for lane in self.load_lanes:
-            self._delay_lane(lane, seconds)
+        """Keep the lane of loads busy."""
+        self._delay_lane(self.load_lane, seconds)
 
     def delay_saves(self, seconds: float) -> None:
         """Keep the lane of saves busy."""
@@ -399,7 +421,15 @@ class OrderRig:
         payload[-1] ^= 1
         self.bulk.put(path, bytes(payload))
 
-    # Slabs.
+    # Memory of loads and saves.
+
+    def overwrite_loads(self) -> None:
+        """Overwrite the memory of loads as soon as no load has any of it."""
+        residents = self.inside.core.residents
+        self.wait_until(lambda: residents.leased() == 0)
+        for chunk in self._records:
+            residents.forget(self.key(chunk).path())
+        np.frombuffer(self.inside.arena.view[BOARD_BYTES:], np.uint8).fill(_GARBAGE)
 
     def take_all_slabs(self, pool: SlabPool) -> list[Slab]:
         """Lease each slab as soon as it can be reused, and overwrite it."""

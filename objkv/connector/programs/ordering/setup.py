@@ -58,8 +58,10 @@ class Setup:
     layout: CacheLayout = STRIDED
     blocks: int = 96
     load_threads: int = 2
-    load_lanes: int = 2
-    load_slabs: int = 16
+    arena_bytes: int = 8 << 20
+    registers: bool = True
+    """Whether the device reads the memory of loads in place, and not by way of slabs."""
+    load_slabs: int = 4
     save_slabs: int = 16
     save_threads: int = 2
     deadline_s: float = 60.0

@@ -327,7 +327,7 @@ def _start_both(rig: OrderRig, seconds: float) -> None:
 
 
 # A slab for each save: hardly any is dropped for want of one.
-_MANY = Setup(load_threads=4, load_slabs=64, save_slabs=256)
+_MANY = Setup(load_threads=4, save_slabs=256)
 SCENARIOS = (
     Scenario("asleep during transfers", asleep, Setup(drain_deadline_ms=0)),
     Scenario("busy everywhere", does_not_wait),
