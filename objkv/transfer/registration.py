@@ -198,6 +198,17 @@ class DeviceFrames:
         if windows is not None:
             windows.abandon()
 
+    @property
+    def registered_bytes(self) -> int:
+        """Bytes of the arena that the device can read in place."""
+        return 0 if self._windows is None else self._windows.registered_bytes
+
+    def request(self, offset: int) -> bool:
+        """Whether the device can read the byte at ``offset`` of the arena in place. If not, its
+        window is registered in the background. Never waits."""
+        windows = self._windows
+        return windows is not None and windows.has(self._base + offset, 1)
+
     def join(self, seconds: float) -> bool:
         """Wait until the last ``detach`` is done, for at most ``seconds``. Returns whether it is.
         Any thread may call this."""

@@ -189,6 +189,11 @@ class SharedLoader(Loads):
         self._thread.start()
 
     @property
+    def agent(self) -> AgentConnection | None:
+        """The present connection, None without one."""
+        return self._agent
+
+    @property
     def leased(self) -> int:
         """Number of payloads that this worker reads now."""
         return len(self._reading)
