@@ -122,12 +122,13 @@ class Prompts:
 
     def check(self, caches: Sequence[torch.Tensor], prompt: int) -> None:
         """Raise AssertionError unless the paged cache has this prompt."""
-        for layer, cache in enumerate(caches):
-            found = cache[self._blocks].cpu().contiguous().view(torch.uint8).numpy()
-            for chunk in range(CHUNKS):
-                right = self._pages(prompt, chunk)[layer]
-                ours = found[chunk * BLOCKS : (chunk + 1) * BLOCKS].tobytes()
-                assert right == ours, f"wrong bytes: layer {layer}, chunk {chunk}"
+        base = torch.from_numpy(self._base.view(np.int16).copy()).to(caches[0].device)
+        ids = torch.tensor(self._blocks, device=caches[0].device).view(CHUNKS, BLOCKS)
+        for chunk in range(CHUNKS):
+            right = (base + (1 + prompt * CHUNKS + chunk)).view(len(LAYERS), -1)
+            for layer, cache in enumerate(caches):
+                found = cache.view(torch.int16)[ids[chunk]].reshape(-1)
+                assert torch.equal(found, right[layer]), f"wrong bytes: {layer=}, {chunk=}"
 
 
 def caches_of(device: torch.device, form: str) -> list[torch.Tensor]:

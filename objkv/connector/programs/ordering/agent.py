@@ -50,7 +50,7 @@ _KILLS = 2
 class AgentRig(OrderRig):
     """Its slabs of loads are those through which the device reads what is not registered."""
 
-    window_bytes = WINDOW_BYTES
+    seam_bytes = WINDOW_BYTES
     arena_bytes = ARENA_BYTES
     is_registered = False
     """Whether the whole arena is registered before the first load. If not, as in use, windows are
@@ -91,7 +91,7 @@ class AgentRig(OrderRig):
         bounds = LoadLimits(1, 1024, setup.deadline_s, setup.deadline_s)
         pin = _refuse if self.is_refused else driver_of(self.device).pin_read_only
         self.on_device = DeviceFrames(
-            self.load_slabs, pin, window_bytes=self.window_bytes, begin=lane.adopt_thread
+            self.load_slabs, pin, window_bytes=self.seam_bytes, begin=lane.adopt_thread
         )
         self.loader = SharedLoader(  # type: ignore[assignment]
             {0: self.pages},
@@ -119,7 +119,7 @@ class AgentRig(OrderRig):
     def register(self) -> None:
         """Register the whole arena."""
         nbytes = self.agent.arena.nbytes
-        for at in range(0, nbytes, self.window_bytes):
+        for at in (*range(0, nbytes, self.seam_bytes), nbytes - 1):
             self.on_device.request(at)
         self.wait_until(lambda: self.on_device.registered_bytes == nbytes)
 

@@ -45,7 +45,7 @@ from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import root_hash, token_digest
 from objkv.telemetry import MemoryRecorder
 from objkv.tracing import NO_TRACING
-from objkv.transfer.devices import DeviceLane, driver_of, open_lane
+from objkv.transfer.devices import SEAM_BYTES, DeviceLane, driver_of, open_lane
 from objkv.transfer.lanes import Lane
 from objkv.transfer.loading.fetch import Cuts
 from objkv.transfer.loading.loader import Loader
@@ -86,6 +86,9 @@ class NotInTimeError(TransferError):
 
 class OrderRig:
     """A worker, its paged cache, and the stores. Closed once, by the end of ``with``."""
+
+    seam_bytes = SEAM_BYTES
+    """Of lanes."""
 
     def __init__(self, device: torch.device, delay: Delay, setup: Setup, seed: int = 0) -> None:
         """``seed``: of random choices."""
@@ -165,7 +168,7 @@ class OrderRig:
         )
 
     def _open_lane(self, *, urgent: bool) -> Lane:
-        lane = open_lane(self.device, urgent=urgent)
+        lane = open_lane(self.device, urgent=urgent, seam_bytes=self.seam_bytes)
         if not self.setup.watched:
             return lane
         return cast("Lane", WatchedLane(lane, lambda name: self.on_call(name)))
