@@ -8,7 +8,7 @@ import ctypes
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -37,6 +37,10 @@ _BATCH_BYTES_MIN = 28 << 10
 """Smaller blocks are distributed by a kernel, because copy engines take about as long for each
 piece. Source: vLLM 0.32, ``THRESHOLD_BYTES`` in ``v1/kv_offload/cpu/swap_blocks_triton.py``,
 measured there on an H100."""
+
+SEAM_BYTES: Final = 64 << 20
+"""Copies end where the host's address is a multiple of this, so that memory may be page-locked in
+pieces which end there: CUDA refuses a copy that spans two of them."""
 
 BatchCopy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], None]
 """Submits many copies at once to the current stream: source addresses, target addresses and sizes,
@@ -273,9 +277,16 @@ class DeviceLane:
 
     per_span = True
 
-    def __init__(self, device: torch.device, driver: DeviceDriver, *, urgent: bool) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        driver: DeviceDriver,
+        *,
+        urgent: bool,
+        seam_bytes: int = SEAM_BYTES,
+    ) -> None:
         self.device = device
-        self._driver = driver
+        self._driver, self._seam = driver, seam_bytes
         self._api = torch.get_device_module(device)
         self.stream = self._api.Stream(device, priority=_URGENT if urgent else _LEISURELY)
         self._lock = Lock()
@@ -404,7 +415,10 @@ class DeviceLane:
         ours = starts[:, None] + np.arange(len(ids), dtype=np.int64) * nbytes[:, None]
         theirs = layers.addresses[:, None] + ids * layers.strides[:, None]
         sizes = np.broadcast_to(nbytes[:, None], ours.shape)
-        host, device, size = (torch.from_numpy(a.flatten()) for a in (ours, theirs, sizes))
+        rows = [a.flatten() for a in (ours, theirs, sizes)]
+        if to_device:
+            rows = _cut_rows(rows, self._seam)
+        host, device, size = map(torch.from_numpy, rows)
         assert self._driver.batch_copy is not None
         if to_device:
             # The pages in the slab are complete, so they may be read before the stream gets there.
@@ -424,7 +438,7 @@ class DeviceLane:
         shape = (len(pages), *pages[0].shape)
         staged = self._staged(sum(given.nbytes for given in pages))
         at = 0
-        for piece in _consecutive(pages):
+        for piece in _consecutive(pages, self._seam):
             staged[at : at + len(piece)].copy_(piece, non_blocking=True)
             at += len(piece)
         ids = placed.upload()
@@ -470,17 +484,45 @@ def _fitting(layers: range, nbytes: Sequence[int]) -> Iterator[range]:
     yield range(start, layers.stop)
 
 
-def _consecutive(pages: Sequence[Pages]) -> Iterator[torch.Tensor]:
+def _consecutive(pages: Sequence[Pages], seam: int) -> Iterator[torch.Tensor]:
     """Yield the bytes of ``pages`` in as few pieces as possible, ``[n]`` uint8, without a copy:
-    pages that follow one another in memory are one piece."""
+    pages that follow one another in memory are one piece, which ends at multiples of ``seam``."""
     start = end = _address(pages[0])
     for given in pages:
         address = _address(given)
         if address != end:
-            yield _bytes_at(start, end - start)
+            yield from _pieces(start, end, seam)
             start = address
         end = address + given.nbytes
-    yield _bytes_at(start, end - start)
+    yield from _pieces(start, end, seam)
+
+
+def _pieces(start: int, end: int, seam: int) -> Iterator[torch.Tensor]:
+    while start < end:
+        until = min(end, (start // seam + 1) * seam)
+        yield _bytes_at(start, until - start)
+        start = until
+
+
+_Rows = list[np.ndarray[Any, np.dtype[np.int64]]]
+
+
+def _cut_rows(rows: _Rows, seam: int) -> _Rows:
+    """Cut the rows that cross a multiple of ``seam``, which is larger than any of them. ``rows``:
+    addresses on the host and on the device, and sizes."""
+    ours, theirs, sizes = rows
+    left = seam - ours % seam
+    crosses = sizes > left
+    if not crosses.any():
+        return rows
+    first = left[crosses]
+    rest = sizes[crosses] - first
+    sizes[crosses] = first
+    return [
+        np.concatenate([ours, ours[crosses] + first]),
+        np.concatenate([theirs, theirs[crosses] + first]),
+        np.concatenate([sizes, rest]),
+    ]
 
 
 def _address(pages: Pages) -> int:
@@ -495,11 +537,11 @@ def _bytes_at(address: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
 
-def open_lane(device: torch.device, *, urgent: bool = False) -> Lane:
+def open_lane(device: torch.device, *, urgent: bool = False, seam_bytes: int = SEAM_BYTES) -> Lane:
     """Return a lane for caches on ``device``. Raises ``ConfigError`` for an unsupported device.
 
-    ``urgent``: the forward pass may wait for its copies.
+    ``urgent``: the forward pass may wait for its copies. ``seam_bytes``: see ``SEAM_BYTES``.
     """
     if device.type == "cpu":
         return HostLane()
-    return DeviceLane(device, driver_of(device), urgent=urgent)
+    return DeviceLane(device, driver_of(device), urgent=urgent, seam_bytes=seam_bytes)

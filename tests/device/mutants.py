@@ -80,10 +80,10 @@ def mutant(name: str, found_by: str, place: str, old: str, new: str = "pass") ->
 _LANE = "transfer.devices:DeviceLane."
 _ON_STREAM = "with self._lock, self._api.stream(self.stream):"
 _MARK = "transfer.devices:DeviceMark."
-_FETCH = "transfer.loading.fetch:Decoder."
 _WRITER = "transfer.loading.writing:BlockWriter."
 _JOB = "transfer.loading.job:LoadJob."
-_LOADER = "transfer.loading.loads:Loads."
+_LOADS = "transfer.loading.loads:Loads."
+_LOADER = "transfer.loading.loader:Loader."
 _SLABS = "transfer.slabs:SlabPool."
 _SAVER = "transfer.saver:Saver."
 _WORKER = "connector.kv.worker:WorkerSide."
@@ -156,20 +156,6 @@ MUTANTS = (
         "with self._lock:",
     ),
     mutant(
-        "threads submit to one lane at the same time",
-        "threads on shared lanes",
-        _LANE + "scatter",
-        _ON_STREAM,
-        "with self._api.stream(self.stream):",
-    ),
-    mutant(
-        "lanes share staging memory",
-        "threads on shared lanes",
-        _LANE + "_staged",
-        "self._staging",
-        "globals().setdefault('_first', self)._staging",
-    ),
-    mutant(
         "block ids are uploaded from pageable memory",
         "busy everywhere",
         "transfer.devices:DeviceBlocks.upload",
@@ -220,21 +206,28 @@ MUTANTS = (
     mutant(
         "loads follow the forward pass",
         "load during its forward pass",
-        _LOADER + "submit",
+        _LOADS + "submit",
         "after = after or self.mark_compute()",
         "after = self.mark_compute()",
     ),
     mutant(
+        "leases of loads end before their copies",
+        "memory of loads",
+        _LOADER + "_advance",
+        "if one.is_copied and _is_past(one.writer.mark):",
+        "if one.is_copied:",
+    ),
+    mutant(
         "slabs of loads are free before their copies",
         "slabs of loads",
-        _FETCH + "__exit__",
+        "transfer.loading.loader:_Reading._write",
         "slab.release_after(mark)",
         "slab.release()",
     ),
     mutant(
         "no layer holds computing",
         "layer by layer",
-        _LOADER + "wait_layer",
+        _LOADS + "wait_layer",
         "mark.hold_compute()",
     ),
     mutant(
@@ -275,13 +268,6 @@ MUTANTS = (
         "closed while queued",
         _JOB + "close",
         "self._wait_for(lambda: not self._writing)",
-    ),
-    mutant(
-        "the mark that a thread reports last counts",
-        "marks of two threads",
-        "transfer.loading.job:_add",
-        "if known is None or mark.number >= known.number:",
-        "if True:",
     ),
     # Slabs
     mutant(

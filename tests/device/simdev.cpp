@@ -575,8 +575,13 @@ struct HostMemory final : at::HostAllocator {
   void reset_accumulated_stats() override {}
   void reset_peak_stats() override {}
 
-  // Whether the device can reach all these bytes. `use` keeps registered memory in use. A copy that
-  // spans two registrations reaches neither, as on CUDA.
+  // Whether these bytes begin in one piece of page-locked memory and end in another. CUDA refuses a
+  // copy of them (seen with CUDA 13.0, driver 580, an H200).
+  bool spans(const void* at, size_t size) {
+    auto* const from = (const uint8_t*)at;
+    return size && !reaches(at, size) && reaches(from, 1) && reaches(from + size - 1, 1);
+  }
+  // Whether the device can reach all these bytes. `use` keeps registered memory in use.
   bool reaches(const void* at, size_t size, std::shared_ptr<Use>* use = nullptr,
                bool writes = false) {
     auto* const from = (uint8_t*)at;
@@ -770,6 +775,8 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   const auto& host = is_up ? from : to;
   std::shared_ptr<HostMemory::Use> use;
   const bool is_pinned = host_memory().reaches(host.const_data_ptr(), host.nbytes(), &use, !is_up);
+  TORCH_CHECK(is_pinned || !host_memory().spans(host.const_data_ptr(), host.nbytes()),
+              "sim: invalid argument: a copy of two pieces of page-locked memory");
   const bool is_async = is_pinned && is_plain && non_blocking;
   Launch call(std::string(is_up ? "h2d" : "d2h") +
               (!is_pinned ? " pageable" : !is_plain ? " strided" : non_blocking ? "" : " blocking"));

@@ -16,8 +16,11 @@ import torch
 from objkv.agent.client import AgentConnection
 from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.programs.gpu_order import SCENARIOS
+from objkv.connector.programs.ordering import agent
+from objkv.connector.programs.ordering.agent import AgentRig, agent_rig
 from objkv.connector.programs.ordering.setup import STRIDED, WHOLE, CacheLayout, Setup
 from objkv.index.sqlite.index import SqliteIndex
+from objkv.ops.gpu_check.check import WAYS
 from objkv.stores.local import LocalStore
 from objkv.transfer.devices import open_lane
 from objkv.transfer.loading import loader
@@ -25,14 +28,14 @@ from objkv.transfer.loading.loader import Loader
 from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.slabs import SlabPool
-from tests.device.agent_rig import AGENT_MUTANTS, AGENT_SCENARIOS, WAYS, AgentRig, by_agent
+from tests.device.agent_rig import AGENT_MUTANTS, by_agent
 from tests.device.mutants import Mutant, delay, finds, play
 from tests.support.agents import AgentProcess
 from tests.support.device import caches_on
 from tests.support.paged_cache import BLOCKS, PATIENCE_S, Replica, same_blocks, wait_until
 
 DEVICE = "sim:0"
-BY_NAME = {scenario.name: scenario for scenario in (*SCENARIOS, *AGENT_SCENARIOS)}
+BY_NAME = {scenario.name: scenario for scenario in (*SCENARIOS, *agent.SCENARIOS)}
 SEEDS = {way: seed for seed, way in enumerate(WAYS)}
 WAITS = ("synchronize", "blocking", "pageable", "strided")
 CHUNKS, KILLS = 4, 3
@@ -50,13 +53,13 @@ def _one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", BY_NAME)
 def test_all_bytes_are_right_by_an_agent(sim: ModuleType, name: str, way: str) -> None:
-    with by_agent(**WAYS[way]):
+    with by_agent(way):
         assert not play(torch.device(DEVICE), BY_NAME[name], SEEDS[way])
 
 
 @pytest.mark.parametrize("mutant", AGENT_MUTANTS, ids=[mutant.name for mutant in AGENT_MUTANTS])
 def test_each_missing_edge_is_found(sim: ModuleType, mutant: Mutant) -> None:
-    with by_agent(**WAYS[AGENT_MUTANTS[mutant]]):
+    with by_agent(AGENT_MUTANTS[mutant]):
         assert finds(BY_NAME[mutant.found_by], mutant)
 
 
@@ -66,7 +69,7 @@ def test_nothing_waits_for_the_device(sim: ModuleType, layout: CacheLayout, way:
     """No copy is from pageable memory, and no thread synchronises. Unlocking is done by a thread of
     its own, registering too."""
     sim.DRIVER.use_batch_copy(True)
-    rig = type("Rig", (AgentRig,), WAYS[way])(torch.device(DEVICE), delay, Setup(layout=layout))
+    rig = agent_rig(way)(torch.device(DEVICE), delay, Setup(layout=layout))
     with rig:
         rig.write(8, 32, 5.0)
         loads = [
@@ -106,7 +109,7 @@ def test_registered_memory_is_read_in_place_and_other_memory_by_way_of_slabs(
         return copied(self, frames, *rest)
 
     monkeypatch.setattr(DeviceFrames, "_copied", counted)
-    with type("Rig", (AgentRig,), WAYS[way])(torch.device(DEVICE), delay, Setup()) as rig:
+    with agent_rig(way)(torch.device(DEVICE), delay, Setup()) as rig:
 
         def load(request: str) -> bool:
             slabs.clear()
@@ -121,11 +124,9 @@ def test_registered_memory_is_read_in_place_and_other_memory_by_way_of_slabs(
 
 
 def test_two_slabs_are_enough_for_any_load_and_a_hung_device_is_a_miss(sim: ModuleType) -> None:
-    rig = type("Rig", (AgentRig,), WAYS["refused"])(
-        torch.device(DEVICE), delay, Setup(load_slabs=2, deadline_s=0.3)
-    )
+    rig = agent_rig("refused")(torch.device(DEVICE), delay, Setup(load_slabs=2, deadline_s=0.3))
     with rig:
-        stream: Any = rig.load_lanes[0]
+        stream: Any = rig.load_lane
         sim.hold(stream.stream)
         rig.step(StepPlan(loads=(rig.load_plan(range(4), 8),)))
         job = rig.loader._jobs["r"]
@@ -144,8 +145,8 @@ def test_a_device_that_hangs_keeps_its_arena_registered_and_mapped(
     kept: list[Any] = []
     monkeypatch.setattr(loader, "_KEPT", kept)
     setup = Setup(deadline_s=0.3)
-    with type("Rig", (AgentRig,), WAYS["registered"])(torch.device(DEVICE), delay, setup) as rig:
-        stream: Any = rig.load_lanes[0]
+    with agent_rig("registered")(torch.device(DEVICE), delay, setup) as rig:
+        stream: Any = rig.load_lane
         arena, windows = rig.agent.arena, rig.on_device._windows
         sim.hold(stream.stream)
         rig.step(StepPlan(loads=(rig.load_plan(range(4), 8),)))
@@ -155,7 +156,7 @@ def test_a_device_that_hangs_keeps_its_arena_registered_and_mapped(
         rig.loader.cancel("unknown")
         rig.wait_until(lambda: bool(kept))
         assert arena.fd >= 0, "mapped"
-        assert rig.node.residents.leased() == 4
+        assert rig.node.core.residents.leased() == 4
         sim.hold(stream.stream, False)
         rig.until_received()
         rig.synchronize()

@@ -54,12 +54,13 @@ def test_everything_passes_and_is_reported(tmp_path: Path) -> None:
     assert process.returncode == 0, out + err
     document = json.loads(out)
     outcomes = [stage["outcome"] for stage in document["stages"]]
-    assert outcomes == ["passed", "passed", "passed", "skipped"]
+    assert outcomes == ["passed", "passed", "passed", "passed", "skipped"]
     assert (document["passed"], document["simulated"]) == (True, True)
     assert document["facts"]["Host to device"].endswith("GB/s")
-    layouts, order, speed, _ = document["stages"]
+    layouts, order, by_agent, speed, _ = document["stages"]
     assert len(layouts["cases"]) > 3 * len(self_test.FORMS)
     assert len(order["cases"]) > 5
+    assert len(by_agent["cases"]) > 3 * 5
     assert all(row["name"].startswith("simulated: ") for row in speed["figures"])
     assert json.loads((tmp_path / "report" / "report.json").read_text()) == document
     assert "**The device is simulated.**" in (tmp_path / "report" / "report.md").read_text()

@@ -212,7 +212,7 @@ def test_the_program_prints_a_line_per_scenario(
     sim: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu_order, "SCENARIOS", SCENARIOS[:2])
-    monkeypatch.setattr(sys, "argv", ["gpu_order", "sim"])
+    monkeypatch.setattr(sys, "argv", ["gpu_order", "sim", "1", "own"])
     gpu_order.main()
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(line["name"], line["is_right"]) for line in lines] == [
@@ -223,6 +223,6 @@ def test_the_program_prints_a_line_per_scenario(
 def test_the_program_prints_nothing_without_a_device(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu_order", "no such device"])
+    monkeypatch.setattr(sys, "argv", ["gpu_order", "no such device", "1", "own"])
     gpu_order.main()
     assert not capsys.readouterr().out

@@ -39,7 +39,8 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     printed = {
         "gpu_check facts": [FACTS],
         "gpu_check self-test": [json.dumps({"name": "HND", "ok": True})],
-        "gpu_order 6": [json.dumps(RIGHT)],
+        "gpu_order 6 own": [json.dumps(RIGHT)],
+        **{f"gpu_order 6 {way}": [json.dumps(RIGHT)] for way in module.WAYS},
     }
 
     def lines(_self: GpuChecks, program: str, *words: str) -> Iterator[str]:
@@ -64,11 +65,11 @@ def outcomes(report: GpuReport) -> list[str]:
 
 def test_every_stage_has_its_outcome(programs: Mapping[str, list[str]], tmp_path: Path) -> None:
     report = ran(checks(tmp_path))
-    assert outcomes(report) == ["passed", "passed", "passed", "skipped"]
+    assert outcomes(report) == ["passed", "passed", "passed", "passed", "skipped"]
     assert report.passed
-    assert report.verdict == "passed, 1 of 4 stages skipped"
+    assert report.verdict == "passed, 1 of 5 stages skipped"
     assert (report.device, report.facts["Driver"]) == ("a GPU", "nvidia 1")
-    assert report.stages[3].note == "not with --quick"
+    assert report.stages[4].note == "not with --quick"
 
 
 def test_a_stage_that_fails_does_not_stop_the_others(
@@ -76,7 +77,8 @@ def test_a_stage_that_fails_does_not_stop_the_others(
 ) -> None:
     programs["gpu_check self-test"] = []
     wrong = json.dumps(RIGHT | {"name": "c", "is_right": False})
-    programs["gpu_order 1"] = [*programs["gpu_order 6"], wrong]
+    programs["gpu_order 1 own"] = [*programs["gpu_order 6 own"], wrong]
+    programs |= {f"gpu_order 1 {way}": [json.dumps(RIGHT)] for way in module.WAYS}
     log = tmp_path / "log"
     log.write_text("out of memory")
 
@@ -89,13 +91,13 @@ def test_a_stage_that_fails_does_not_stop_the_others(
     monkeypatch.setattr(module, "measure_device", fail)
     monkeypatch.setattr(Sharing, "run", unreachable)
     report = ran(checks(tmp_path, quick=False))
-    assert outcomes(report) == ["failed"] * 4
+    assert outcomes(report) == ["failed", "failed", "passed", "failed", "failed"]
     assert not report.passed
     assert "printed nothing" in report.stages[0].note
     assert report.stages[1].cases[1] == GpuCase("c", False, "b: wrong bytes", 0.1)
     assert report.stages[1].summary == "1 of 2 cases passed"
-    assert report.stages[2].note.endswith("exit status 1\nThe end of its log:\nout of memory")
-    assert "no replica started" in report.stages[3].note
+    assert report.stages[3].note.endswith("exit status 1\nThe end of its log:\nout of memory")
+    assert "no replica started" in report.stages[4].note
 
 
 @pytest.mark.parametrize(
@@ -116,10 +118,10 @@ def test_without_a_device_nothing_is_checked(
 
 def test_there_is_a_report_after_each_stage(programs: dict[str, list[str]], tmp_path: Path) -> None:
     reports = list(checks(tmp_path).reports())
-    assert [len(one.stages) for one in reports] == [0, 1, 2, 3, 4, 4]
-    assert [one.verdict for one in reports[:5]] == ["not finished"] * 5
-    assert not any(one.passed for one in reports[:5])
-    assert reports[5].finished
+    assert [len(one.stages) for one in reports] == [0, 1, 2, 3, 4, 5, 5]
+    assert [one.verdict for one in reports[:6]] == ["not finished"] * 6
+    assert not any(one.passed for one in reports[:6])
+    assert reports[6].finished
 
 
 def test_a_device_that_cannot_be_read_is_a_failed_stage(
@@ -142,7 +144,7 @@ def test_small_sizes_miss_no_targets(
 ) -> None:
     row = BenchRow("load", "GB/s", 1.0, 50.0, "plain copy", 0.02, Target(0.85))
     monkeypatch.setattr(module, "rows_of", lambda *_: [row])
-    assert ran(checks(tmp_path)).stages[2].summary == "1 figures"
+    assert ran(checks(tmp_path)).stages[3].summary == "1 figures"
 
 
 def answers(*given: tuple[int, int, float], token: int = 7) -> Answers:

@@ -163,21 +163,6 @@ def test_a_cancelled_load_has_no_outcome_while_it_writes_and_copies() -> None:
     assert outcome.failed_blocks == {3, 4}
 
 
-def test_of_two_marks_of_a_lane_the_later_one_counts_whoever_reports_first() -> None:
-    """Threads share a lane: the thread with the earlier mark may come last."""
-    job, earlier, later = job_of(2, ManualClock(), sync=False), LateMark(1), LateMark(2)
-    assert job.enter(0)
-    assert job.enter(1)
-    job.leave(1, range(LAYERS), LANE, later)
-    job.leave(0, range(LAYERS), LANE, earlier)
-    job.done(0)
-    job.done(1)
-    earlier.passed = True
-    assert job.poll() is None
-    later.passed = True
-    assert job.poll() is not None
-
-
 def test_closing_waits_for_copies_but_not_for_a_device_that_hangs() -> None:
     job, mark = job_of_one_chunk(ManualClock(), sync=False), LateMark()
     assert job.enter(0)

@@ -1,10 +1,12 @@
 """Windows of an arena are registered in the background, and unlocked before it is unmapped."""
 
+import os
 from collections.abc import Callable, Iterator
 from itertools import count
 from threading import Event
 from typing import Any
 
+import numpy as np
 import pytest
 
 from objkv.agent.arena import BOARD_BYTES, PAGE, Arena
@@ -72,13 +74,48 @@ def test_a_window_is_registered_when_it_is_first_wanted(pins: Pins, windows: Win
     assert not pins.now
 
 
-def test_bytes_of_two_windows_are_in_none(pins: Pins, windows: Windows) -> None:
+def test_bytes_of_two_windows_need_both(pins: Pins, windows: Windows) -> None:
     across = START + WINDOW - 1
+    assert not windows.has(across, 1)
+    wait_until(lambda: windows.has(across, 1))
     assert not windows.has(across, 2)
-    wait_until(lambda: len(pins.now) == 2)
-    wait_until(lambda: windows.has(across, 1) and windows.has(across + 1, 1))
-    assert not windows.has(across, 2)
+    wait_until(lambda: windows.has(across, 2))
+    assert pins.now == {START: WINDOW, START + WINDOW: WINDOW}
     assert ended(windows)
+
+
+def test_windows_end_at_multiples_of_their_size(pins: Pins) -> None:
+    windows = Windows(START + PAGE, TOTAL - 2 * PAGE, pins, window_bytes=WINDOW)
+    assert not windows.has(START + PAGE, TOTAL - 2 * PAGE)
+    wait_until(lambda: windows.has(START + PAGE, TOTAL - 2 * PAGE))
+    assert pins.now == {
+        START + PAGE: WINDOW - PAGE,
+        START + WINDOW: WINDOW,
+        START + 2 * WINDOW: PAGE,
+    }
+    assert windows.registered_bytes == TOTAL - 2 * PAGE
+    assert ended(windows)
+
+
+def test_pages_exist_before_a_driver_locks_them(arena: Arena, pins: Pins) -> None:
+    """It would make them while no thread may launch a kernel."""
+    large = Arena.create(64 * PAGE)
+    before = os.fstat(large.fd).st_blocks
+    reader = Arena.join(os.dup(large.fd))
+    seen = list[int]()
+
+    def pin(address: int, nbytes: int) -> Callable[[], None]:
+        seen.append(os.fstat(large.fd).st_blocks)
+        return lambda: None
+
+    frames = DeviceFrames(SlabPool("load", count=1, slab_bytes=PAGE), pin)
+    frames.attach(reader)
+    frames.request(BOARD_BYTES)
+    wait_until(lambda: frames.registered_bytes > 0)
+    assert seen[0] - before >= 64 * PAGE // 512
+    frames.detach(reader.close)
+    assert frames.join(PATIENCE_S)
+    large.close()
 
 
 def test_asking_does_not_wait_for_the_driver(pins: Pins, windows: Windows) -> None:
@@ -143,16 +180,18 @@ def test_a_fault_of_the_driver_does_not_keep_the_mapping(place: str) -> None:
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    arena = Arena.create(TOTAL)
-    for at in range(TOTAL):
+    arena = Arena.create(TOTAL + WINDOW)
+    for at in range(TOTAL + WINDOW):
         arena.view[BOARD_BYTES + at] = at // 64 % 251
     yield arena
     arena.close()
 
 
 def frames_of(arena: Arena, *places: tuple[int, int]) -> list[memoryview]:
-    """Frames at these places, counted from the first payload on."""
-    return [arena.view[BOARD_BYTES + a : BOARD_BYTES + b] for a, b in places]
+    """Frames at these places, counted from the first window of payloads on."""
+    base = np.frombuffer(arena.view, np.uint8).__array_interface__["data"][0] + BOARD_BYTES
+    start = BOARD_BYTES + -base % WINDOW
+    return [arena.view[start + a : start + b] for a, b in places]
 
 
 @pytest.mark.parametrize("late", range(6))
@@ -174,7 +213,6 @@ def test_a_window_that_is_registered_meanwhile_loses_no_frame(
 
 
 def test_frames_are_taken_in_place_or_by_way_of_a_slab(pins: Pins, arena: Arena) -> None:
-    assert BOARD_BYTES % WINDOW == 0
     slabs = SlabPool("load", count=1, slab_bytes=3 * PAGE)
     frames = DeviceFrames(slabs, pins, window_bytes=WINDOW)
     frames.attach(arena)
@@ -194,14 +232,15 @@ def test_frames_are_taken_in_place_or_by_way_of_a_slab(pins: Pins, arena: Arena)
             slab.release_after(HostMark())
         return rest[count:]
 
-    rest = taken(given, 2, in_slab=True)
+    assert not taken(given[:2], 2, in_slab=True)
+    pins.gate.set()
+    wait_until(lambda: frames.registered_bytes > 0)
+    pins.gate.clear()
+    rest = taken(given, 2, in_slab=False)
     assert not taken(rest, 2, in_slab=True)
     pins.gate.set()
-    wait_until(lambda: len(pins.now) == 2)
-    wait_until(lambda: frames.take(given[3:])[1] is None)
-    rest = taken(given, 2, in_slab=False)
-    rest = taken(rest, 1, in_slab=True)
-    assert not taken(rest, 1, in_slab=False)
+    wait_until(lambda: frames.registered_bytes == 2 * WINDOW)
+    assert not taken(given, 4, in_slab=False)
     done = Event()
     frames.detach(done.set)
     assert frames.join(PATIENCE_S)

@@ -144,11 +144,14 @@ class OnePrompt:
         self.saved.append(key)
         return True
 
-    def is_in(self, cache: torch.Tensor, layer: int, block_ids: Sequence[int]) -> bool:
-        """Whether these blocks have the pages of a layer."""
+    def is_in(self, cache: torch.Tensor, layer: int, chunks: Sequence[Sequence[int]]) -> bool:
+        """Whether the blocks of all these chunks have the pages of a layer."""
         size = len(self._pages) // len(self.layers)
-        found = cache[list(block_ids)].cpu().contiguous().view(torch.uint8).numpy()
-        return self._pages[layer * size : (layer + 1) * size] == found.tobytes()
+        pages = torch.frombuffer(self._pages[layer * size : (layer + 1) * size], dtype=torch.int16)
+        ids = torch.tensor(list(chunks), device=cache.device)
+        found = cache.view(torch.int16)[ids.flatten()]
+        right = pages.to(cache.device).view(len(chunks[0]), *cache.shape[1:])
+        return bool((found.view(len(chunks), *right.shape) == right).all())
 
 
 class Rig:
@@ -331,10 +334,9 @@ class Rig:
 
     def _check(self, order: str) -> None:
         """Raise AssertionError unless the paged cache has the stored bytes."""
-        for load in self._loads[order]:
-            for layer, cache in enumerate(self._caches.values()):
-                right = self._store.is_in(cache, layer, load.move.block_ids)
-                assert right, "wrong bytes were loaded"
+        chunks = [load.move.block_ids for load in self._loads[order]]
+        for layer, cache in enumerate(self._caches.values()):
+            assert self._store.is_in(cache, layer, chunks), "wrong bytes were loaded"
 
     def _note(self, side: str, seconds: float) -> None:
         self.noted.setdefault(side, []).append(seconds)

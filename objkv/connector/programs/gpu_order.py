@@ -1,8 +1,9 @@
 """Shows that loads and saves are ordered with a model's kernels on a device.
 
-``python -m objkv.connector.programs.gpu_order KIND [EVERY]`` runs all scenarios, or one of so many,
-and prints a JSON line for each, see ``open_device``. Each makes one side of an edge between streams
-slow, and compares all bytes.
+``python -m objkv.connector.programs.gpu_order KIND EVERY own`` runs all scenarios, or one of so
+many, and prints a JSON line for each, see ``open_device``. Each makes one side of an edge between
+streams slow, and compares all bytes. With one of ``WAYS`` instead of ``own`` the worker loads and
+saves by a node agent, and there are more scenarios.
 """
 
 import json
@@ -15,9 +16,10 @@ from typing import Any, Final
 import torch
 
 from objkv.connector.programs.devices import open_device, simulated_controls
-from objkv.connector.programs.ordering import loads, saves, steps
+from objkv.connector.programs.ordering import agent, loads, saves, steps
 from objkv.connector.programs.ordering.rig import Delay, OrderRig, Scenario
 from objkv.ops.bench.gpu import SIMULATED
+from objkv.ops.gpu_check.check import WAYS
 
 SCENARIOS: Final = (*loads.SCENARIOS, *saves.SCENARIOS, *steps.SCENARIOS)
 _MATRIX: Final = 4096
@@ -44,6 +46,7 @@ def run_scenarios(
     delay: Delay | None = None,
     seed: int = 0,
     patience_s: float | None = None,
+    rig: type[OrderRig] | None = None,
 ) -> Iterator[Verdict]:
     """Run scenarios on ``device``, which nothing else may use meanwhile.
 
@@ -52,7 +55,9 @@ def run_scenarios(
         delay: keeps a stream busy. By default by matrix products.
         seed: of random choices.
         patience_s: bound of each wait, instead of that of each scenario.
+        rig: the kind of rig, by default one whose worker loads for itself.
     """
+    rig = rig or OrderRig
     delay = delay or busy_kernel(device)
     for scenario in scenarios:
         setup = scenario.setup
@@ -61,8 +66,8 @@ def run_scenarios(
         started = time.monotonic()
         is_right, fault = False, ""
         try:
-            with OrderRig(device, delay, setup, seed) as rig:
-                is_right = scenario.run(rig)
+            with rig(device, delay, setup, seed) as one:
+                is_right = scenario.run(one)
         except Exception as exc:
             fault = f"{type(exc).__name__}: {exc}".splitlines()[0]
         seconds = time.monotonic() - started
@@ -109,8 +114,11 @@ def main() -> None:
     if device.type == SIMULATED:
         delay = _simulated_delay
         torch.set_num_threads(1)  # PyTorch's own threads would take the cores of its streams
-    every = int(sys.argv[2]) if len(sys.argv) > 2 else 1
-    for verdict in run_scenarios(device, scenarios=SCENARIOS[::every], delay=delay):
+    every, way = int(sys.argv[2]), sys.argv[3]
+    scenarios, rig = SCENARIOS[::every], None
+    if way in WAYS:
+        scenarios, rig = (*agent.SCENARIOS, *scenarios), agent.agent_rig(way)
+    for verdict in run_scenarios(device, scenarios=scenarios, delay=delay, rig=rig):
         print(json.dumps(asdict(verdict)), flush=True)
 
 

@@ -161,7 +161,7 @@ def _check(is_right: bool, fault: str) -> None:
         raise TransferError(fault)
 
 
-def _scattered(name: str, seed: int, layers: PagedLayers, lane: Lane) -> list[torch.Tensor]:
+def _scattered(name: str, seed: int, layers: PagedLayers, lane: Lane) -> torch.Tensor:
     """Scatter random pages. Returns their memory, which must stay until they are copied."""
     blocks, heads, size, content = layers.caches[0].shape
     shape, recast = (_MOVED, heads, size, content), None
@@ -174,11 +174,10 @@ def _scattered(name: str, seed: int, layers: PagedLayers, lane: Lane) -> list[to
         shape = (_MOVED // 2, heads, 2 * size, content)
         recast = Recast((0, heads), size, first_block=1, blocks=_MOVED - 2)
     words = layers.caches[0].dtype
-    memory = [
-        _random(math.prod(shape) * words.itemsize, 100 * seed + number).pin_memory()
-        for number in range(len(layers))
-    ]
-    pages = [given.view(words).view(shape).numpy() for given in memory]
+    nbytes = math.prod(shape) * words.itemsize
+    # One piece, as a slab is. Consecutive pages are one copy, which may not be of several.
+    memory = _random(len(layers) * nbytes, seed).pin_memory()
+    pages = [given.view(words).view(shape).numpy() for given in memory.split(nbytes)]
     ids = _some_blocks(blocks, _MOVED if recast is None else recast.blocks, seed)
     lane.scatter(pages, layers, lane.place(ids), recast)
     return memory

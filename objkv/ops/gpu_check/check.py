@@ -4,9 +4,10 @@ Each stage is one or several child processes. A stage that fails does not stop t
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +26,9 @@ _ROUNDS, _QUICK_ROUNDS = 5, 1
 _QUICK_EVERY = 6
 """One of so many scenarios is run with ``--quick``."""
 _PROGRAMS: Final = "objkv.connector.programs."
+WAYS: Final = ("registered", "registering", "refused")
+"""How a device reads the memory of a node agent: in place, in place once the driver has registered
+it, or by way of slabs, because the device registers no read-only memory."""
 
 
 class StageSkipped(ObjkvError):
@@ -84,7 +88,8 @@ class GpuChecks:
         yield report
         for name, work in (
             ("Self-test of lanes and layouts", self._self_test),
-            ("Order of operations", self._ordering),
+            ("Order of operations", partial(self._ordering, ("own",))),
+            ("Order of operations with a node agent", partial(self._ordering, WAYS)),
             ("Speed", self._speed),
             ("Replicas that share prompts", self._replicas),
         ):
@@ -133,14 +138,16 @@ class GpuChecks:
             found.cases.append(GpuCase(**json.loads(line)))
         _check_any(found)
 
-    def _ordering(self, found: _Found) -> None:
-        for line in self._lines("gpu_order", str(_QUICK_EVERY if self.quick else 1)):
-            verdict = json.loads(line)
-            detail = verdict["description"]
-            if not verdict["is_right"]:
-                detail += f": {verdict['fault'] or 'wrong bytes'}"
-            case = GpuCase(verdict["name"], verdict["is_right"], detail, verdict["seconds"])
-            found.cases.append(case)
+    def _ordering(self, ways: Sequence[str], found: _Found) -> None:
+        every = str(_QUICK_EVERY if self.quick else 1)
+        for way in ways:
+            for line in self._lines("gpu_order", every, way):
+                verdict = json.loads(line)
+                detail = verdict["description"]
+                if not verdict["is_right"]:
+                    detail += f": {verdict['fault'] or 'wrong bytes'}"
+                name = verdict["name"] if len(ways) == 1 else f"{verdict['name']}: {way}"
+                found.cases.append(GpuCase(name, verdict["is_right"], detail, verdict["seconds"]))
         _check_any(found)
 
     def _speed(self, found: _Found) -> None:

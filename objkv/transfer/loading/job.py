@@ -98,12 +98,12 @@ class LoadJob:
         with self._changed:
             self._writing -= 1
             if mark is not None:
-                _add(self._last_marks, lane, mark)
+                self._last_marks[lane] = mark
                 self._written[index] |= _bits(layers)
                 if self.plan.sync:
                     group = self._groups[index]
                     for layer in layers:
-                        _add(self._marks.setdefault((group, layer), {}), lane, mark)
+                        self._marks.setdefault((group, layer), {})[lane] = mark
             self._wake()
 
     def done(self, index: int) -> None:
@@ -300,11 +300,3 @@ class LoadJob:
 
 def _bits(layers: range) -> int:
     return (1 << layers.stop) - (1 << layers.start)
-
-
-def _add(marks: dict[Lane, Mark], lane: Lane, mark: Mark) -> None:
-    """Keep the later of two marks of a lane, which covers the earlier one. Threads that share a
-    lane may report their marks in another order."""
-    known = marks.get(lane)
-    if known is None or mark.number >= known.number:
-        marks[lane] = mark

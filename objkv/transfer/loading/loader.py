@@ -223,6 +223,11 @@ class Loader(Loads):
         self._thread.start()
 
     @property
+    def agent(self) -> ArenaConnection | None:
+        """The present connection, None without one."""
+        return self._agent
+
+    @property
     def leased(self) -> int:
         """Number of payloads that this worker reads now."""
         return len(self._reading)

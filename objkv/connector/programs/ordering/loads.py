@@ -136,6 +136,16 @@ def refused(rig: OrderRig) -> bool:
     return bool(rig.worker.take_failed_blocks()) and _stays_written(rig)
 
 
+def keeps_its_slabs(rig: OrderRig) -> bool:
+    """Slabs that are overwritten as soon as they are free, while copies and kernels are queued"""
+    rig.delay_loads(_SLOW_S)
+    rig.step(_plan(rig), lambda: rig.delay_compute(2 * _SLOW_S))
+    _until_fetched(rig)
+    taken = rig.take_all_slabs(rig.load_slabs)
+    rig.until_received()
+    return _is_loaded(rig) and rig.give_back(taken)
+
+
 def keeps_its_memory(rig: OrderRig) -> bool:
     """Memory that is overwritten as soon as no load has it, while copies and kernels are queued"""
     rig.delay_loads(_SLOW_S)
@@ -306,7 +316,7 @@ SCENARIOS = (
     Scenario("load past its deadline", late, Setup(deadline_s=0.03)),
     Scenario("load refused", refused),
     Scenario("memory of loads", keeps_its_memory),
-    Scenario("memory of loads, bounced", keeps_its_memory, Setup(registers=False)),
+    Scenario("slabs of loads", keeps_its_slabs, Setup(registers=False, load_slabs=16)),
     Scenario("several loads at once", share_a_lane, Setup(load_threads=4)),
     Scenario("loads of two steps", follows_its_own_step),
     Scenario("load that zeroes blocks", zeroes),

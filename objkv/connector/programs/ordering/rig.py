@@ -49,7 +49,7 @@ from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import root_hash, token_digest
 from objkv.telemetry import MemoryRecorder
 from objkv.tracing import NO_TRACING
-from objkv.transfer.devices import DeviceLane, driver_of, open_lane
+from objkv.transfer.devices import SEAM_BYTES, DeviceLane, driver_of, open_lane
 from objkv.transfer.lanes import Lane
 from objkv.transfer.loading.loader import Loader
 from objkv.transfer.loading.loads import LoadLimits
@@ -95,6 +95,9 @@ class NotInTimeError(TransferError):
 
 class OrderRig:
     """A worker, its paged cache, and the stores. Closed once, by the end of ``with``."""
+
+    seam_bytes = SEAM_BYTES
+    """Of lanes."""
 
     def __init__(self, device: torch.device, delay: Delay, setup: Setup, seed: int = 0) -> None:
         """``seed``: of random choices."""
@@ -173,7 +176,9 @@ class OrderRig:
         if self.is_asynchronous:
             pin = partial(pin_arena, inside.arena, self.device) if setup.registers else refuse_pin
             begin = self.load_lane.adopt_thread
-            on_device = DeviceFrames(self.load_slabs, pin, begin=begin)
+            on_device = DeviceFrames(
+                self.load_slabs, pin, window_bytes=self.seam_bytes, begin=begin
+            )
         loader = Loader(
             {0: self.pages},
             self.load_lane,
@@ -188,7 +193,7 @@ class OrderRig:
         return loader
 
     def _open_lane(self, *, urgent: bool) -> Lane:
-        lane = open_lane(self.device, urgent=urgent)
+        lane = open_lane(self.device, urgent=urgent, seam_bytes=self.seam_bytes)
         if not self.setup.watched:
             return lane
         return cast("Lane", WatchedLane(lane, lambda name: self.on_call(name)))
