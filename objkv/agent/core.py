@@ -5,6 +5,7 @@ order of urgency and, among clients, in turn by bytes. Any fault is a miss with 
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -32,6 +33,8 @@ from objkv.telemetry import Recorder, Trouble
 logger = logging.getLogger(__name__)
 _IDLE_S = 10.0
 """After this time without a payload, a fetching thread gives its staging buffer back."""
+_OVERDUE_SHARE = 1 / 4
+"""A load between steps is overdue after this share of its time."""
 _KNOWN_MAX = 1024
 """Shards whose layers are remembered, so that headers are parsed quickly."""
 
@@ -80,6 +83,8 @@ class _Job(NamedTuple):
     one: Resident
     wanted: Wanted
     deadline: float
+    overdue: float
+    """When it goes first, if no forward pass waits for it."""
     fill: Fill | None = None
     """The fill that goes on, of which a first part is there."""
 
@@ -92,6 +97,9 @@ class _Turns:
         self._jobs: dict[Resident, _Job] = {}
         """The valid job of each payload: one that was hastened leaves its old one in the heap."""
         self._numbers = count()
+        self._between: deque[_Job] = deque()
+        """Loads between steps, in the order in which they came."""
+        self._was_overdue = False
         self._clock = 0
         self._due: dict[object, int] = {}
 
@@ -102,7 +110,9 @@ class _Turns:
         """Queue a payload."""
         turn = max(self._due.get(client, 0), self._clock)
         self._due[client] = turn + wanted.record.nbytes
-        self._push(_Job(*due[:2], turn, next(self._numbers), one, wanted, due.deadline))
+        now = monotonic()
+        overdue = now + _OVERDUE_SHARE * (due.deadline - now)
+        self._push(_Job(*due[:2], turn, next(self._numbers), one, wanted, due.deadline, overdue))
 
     def add_rest(self, job: _Job, fill: Fill) -> None:
         """Queue the rest of a payload, behind the beginnings of others of its urgency."""
@@ -132,7 +142,7 @@ class _Turns:
     def take(self) -> _Job:
         """Take the next one."""
         assert self.next_urgency() is not None
-        job = heappop(self._heap)
+        job = self._take_overdue() or heappop(self._heap)
         del self._jobs[job.one]
         self._clock = max(self._clock, job.turn)
         return job
@@ -140,6 +150,19 @@ class _Turns:
     def _push(self, job: _Job) -> None:
         self._jobs[job.one] = job
         heappush(self._heap, job)
+        if job.urgency is Urgency.BETWEEN_STEPS:
+            self._between.append(job)
+
+    def _take_overdue(self) -> _Job | None:
+        """Take a load between steps that is overdue, so that forward passes do not starve them. At
+        most every second one, so that they do not starve forward passes."""
+        between = self._between
+        while between and self._jobs.get(between[0].one) is not between[0]:
+            between.popleft()
+        self._was_overdue = (
+            not self._was_overdue and bool(between) and monotonic() >= between[0].overdue
+        )
+        return between.popleft() if self._was_overdue else None
 
     def forget(self, client: object) -> None:
         """The client has gone."""

@@ -42,7 +42,14 @@ def pin_arena(arena: Arena, device: torch.device, address: int, nbytes: int) -> 
     ``pin`` and ``pin_read_only``."""
     memory = torch.frombuffer(arena.view, dtype=torch.uint8)
     start = address - memory.data_ptr()
-    return driver_of(device).pin(memory[start : start + nbytes])
+    undo = driver_of(device).pin(memory[start : start + nbytes])
+
+    def unlock() -> None:
+        nonlocal memory
+        undo()
+        del memory  # kept until now, so that the pages were mapped
+
+    return unlock
 
 
 def _nothing() -> None:

@@ -6,16 +6,14 @@ may be huge, have a queue.
 """
 
 import logging
-import math
 import mmap
 import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from threading import Condition, Lock
-from time import monotonic
+from threading import Lock
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 import numpy as np
 import torch
@@ -25,16 +23,9 @@ from objkv.transfer.lanes import Mark
 
 logger = logging.getLogger(__name__)
 
-_POLL_S, _POLL_MAX_S = 3e-4, 2e-3
-"""How often the device is polled while threads wait for a slab. A payload takes about a
-millisecond."""
-_WANTED_S = 2e-2
-"""How often a thread that waits while another one polls checks whether it still needs a slab."""
-
 Pin = Callable[[torch.Tensor], Callable[[], None]]
 """Page-locks a tensor and returns what unlocks it, see ``DeviceDriver.pin``. The returned function
 must not keep the tensor alive."""
-T = TypeVar("T")
 
 
 class SlabsExhaustedError(TransferError):
@@ -113,9 +104,7 @@ class SlabPool:
         self._leased = 0
         self._slab_bytes = slab_bytes
         self._lock = Lock()
-        self._back = Condition(self._lock)
         self._pending: dict[_Pending, None] = {}
-        self._is_polled = False
         self._adds_up = True
         memory = self.memory = _allocate(count * slab_bytes, pin, fd)
         """All slabs, ``[count * slab_bytes]`` uint8."""
@@ -156,19 +145,11 @@ class SlabPool:
         """Whether free, leased and pending slabs have always added up to the total."""
         return self._adds_up
 
-    def lease(self, until: float = -math.inf, *, wanted: Callable[[], bool] = lambda: True) -> Slab:
-        """Lease a free slab with undefined contents. Raises ``SlabsExhaustedError``.
-
-        Args:
-            until: how long to wait for pending slabs if none is free, as a time of
-                ``time.monotonic``. By default this never waits.
-            wanted: ends the wait if it returns False. Called without locks, often.
-        """
+    def lease(self) -> Slab:
+        """Lease a free slab with undefined contents. Raises ``SlabsExhaustedError``."""
         memory = self._take()
         if memory is None and self._reclaim():
             memory = self._take()
-        if memory is None:
-            memory = self._wait(until, wanted)
         if memory is None:
             raise SlabsExhaustedError(f"{self!r}: raise pinned_bytes_max")
         return Slab(self, memory)
@@ -204,7 +185,6 @@ class SlabPool:
             self._free.append(memory)
             self._leased -= 1
             self._check()
-            self._back.notify()
 
     def _reclaim(self) -> bool:
         """Free the pending slabs that no device copies any more. Returns whether there were any.
@@ -228,30 +208,6 @@ class SlabPool:
         for memory in freed:
             self._put_back(memory)
         return bool(freed)
-
-    def _wait(self, until: float, wanted: Callable[[], bool]) -> torch.Tensor | None:
-        """Wait for a pending slab, and take one if it comes. One thread polls the device for all
-        that wait."""
-        polls, pause_s = False, _POLL_S
-        try:
-            while (left_s := until - monotonic()) > 0 and wanted():
-                with self._lock:
-                    if self._free:
-                        return self._pop()
-                    if not self._pending:  # leased ones may be held for as long as a store takes
-                        return None
-                    if not self._is_polled:
-                        polls = self._is_polled = True
-                    self._back.wait(min(left_s, pause_s if polls else _WANTED_S))
-                if polls:
-                    pause_s = min(2 * pause_s, _POLL_MAX_S)
-                    self._reclaim()
-            return self._take()
-        finally:
-            if polls:
-                with self._lock:
-                    self._is_polled = False
-                    self._back.notify()
 
     def _check(self) -> None:
         free, leased, pending = len(self._free), self._leased, len(self._pending)

@@ -17,7 +17,7 @@ from objkv.connector.kv.wiring import Pools, open_slabs, plan_pools
 from objkv.connector.kv.worker import Rank
 from objkv.connector.wiring import may_save
 from objkv.errors import ConfigError
-from objkv.transfer.sources import frame_bytes_max
+from objkv.transfer.sources import frame_bytes_max, whole_payload_bytes_max
 from tests.support.paged_cache import GROUP, paged_group
 
 CHUNK = 4096
@@ -41,16 +41,18 @@ def test_saves_have_slabs_for_two_full_steps_unless_a_setting_or_the_host_forbid
     busy = Rank(0, "w", 1, step_tokens=99 * CHUNK, workers=4)
     pools = plan_pools(Config(), {0: paged}, CHUNK, busy)
     assert pools.save_slabs >= 2 * 99
-    assert pools.load_slabs == 2 * Config().load_threads
-    assert pools.nbytes_max >= (pools.save_slabs + pools.load_slabs) * pools.slab_bytes
+    assert pools.arena_bytes == 2 * Config().load_threads * pools.slab_bytes
+    assert pools.nbytes_max >= pools.save_slabs * pools.slab_bytes + pools.arena_bytes
     assert pools.save_queue_max >= 2 * 99, "else slabs are left over and chunks are dropped"
     assert not caplog.text
     limited = plan_pools(Config(pinned_bytes_max=50 * pools.slab_bytes), {0: paged}, CHUNK, busy)
-    assert limited.load_slabs + limited.save_slabs == 50
+    assert limited.arena_bytes // pools.slab_bytes + limited.save_slabs == 50
     assert "raise pinned_bytes_max slabs=34 expected=200" in caplog.text
     monkeypatch.setattr(wiring, "host_bytes", lambda: 4 * 8 * 20 * pools.slab_bytes)
     small = plan_pools(Config(), {0: paged}, CHUNK, busy)
-    assert small.load_slabs + small.save_slabs == 20, "an eighth of the host, for four workers"
+    assert small.arena_bytes // pools.slab_bytes + small.save_slabs == 20, (
+        "an eighth of the host, for four workers"
+    )
 
 
 def test_with_a_node_agent_a_device_has_a_few_slabs_and_a_cpu_none() -> None:
@@ -59,6 +61,7 @@ def test_with_a_node_agent_a_device_has_a_few_slabs_and_a_cpu_none() -> None:
     own = plan_pools(Config(), {0: paged}, CHUNK, rank)
     on_cpu = plan_pools(Config(), {0: paged}, CHUNK, rank, loads_here=False)
     assert (on_cpu.load_slabs, on_cpu.slab_bytes) == (0, own.slab_bytes)
+    assert own.arena_bytes > on_cpu.arena_bytes == 0
     device = PropertyMock(return_value=torch.device("cuda"))
     with patch.object(type(paged), "device", device):
         pools = plan_pools(Config(), {0: paged}, CHUNK, rank, loads_here=False)
@@ -67,7 +70,7 @@ def test_with_a_node_agent_a_device_has_a_few_slabs_and_a_cpu_none() -> None:
 
 
 def test_only_slabs_of_saves_are_in_the_outbox() -> None:
-    pools = Pools(4096, 4, 2, 1, 10, 1 << 20)
+    pools = Pools(4096, 4, 2, 0, 10, 1 << 20)
     with closing(Outbox(2 * 4096)) as outbox:
         slabs = open_slabs(pools, None, outbox.fd)
         slabs["load"].memory.fill_(1)
@@ -85,10 +88,7 @@ def test_memory_that_may_not_be_page_locked_is_refused_at_the_start() -> None:
 
     with pytest.raises(ConfigError, match=r"out of memory.*: lower pinned_bytes_max"):
         open_slabs(pools, refuse)
-    assert [pool.total for pool in open_slabs(pools, None).values()] == [
-        pools.load_slabs,
-        pools.save_slabs,
-    ]
+    assert [pool.total for pool in open_slabs(pools, None).values()] == [pools.save_slabs]
 
 
 @pytest.mark.parametrize(
@@ -131,3 +131,12 @@ def test_only_a_bucket_on_another_machine_is_far(
     bulk_url: str, endpoint: str | None, far: bool
 ) -> None:
     assert is_far(Config(bulk_url=bulk_url, s3_endpoint_url=endpoint)) is far
+
+
+def test_an_arena_of_a_worker_has_room_for_payloads_of_any_shape() -> None:
+    paged, _ = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=1)
+    config = Config(load_threads=1)
+    largest = whole_payload_bytes_max(paged, tokens=CHUNK)
+    with patch.object(wiring, "whole_payload_bytes_max", return_value=9 * largest):
+        pools = plan_pools(config, {0: paged}, CHUNK, Rank(0, "w", 1))
+    assert pools.arena_bytes >= 2 * 9 * largest

@@ -256,19 +256,6 @@ MUTANTS = (
         "if self._writing:",
         "if False:",
     ),
-    mutant(
-        "closing does not wait for copies of loads",
-        "closed during a load",
-        _JOB + "close",
-        "while not mark.done():",
-        "while False:",
-    ),
-    mutant(
-        "closing does not wait for threads that queue copies",
-        "closed while queued",
-        _JOB + "close",
-        "self._wait_for(lambda: not self._writing)",
-    ),
     # Slabs
     mutant(
         "slabs are reclaimed before their copies",

@@ -29,7 +29,7 @@ from objkv.tracing import NO_TRACING, Tracing
 from objkv.transfer.devices import open_lane
 from objkv.transfer.lanes import BlockRuns, HostLane, Lane, PagedLayers, Pages, Recast
 from objkv.transfer.loading.arena_lane import ArenaLane
-from objkv.transfer.loading.loader import Loader
+from objkv.transfer.loading.loader import WINDOW, Loader
 from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan, SaveMove, SavePlan
@@ -127,7 +127,7 @@ class Worker:
         self.inside = InsideAgent(
             cache,
             slabs * (slab_bytes // 4096 + 1) * 4096 if arena_bytes is None else arena_bytes,
-            CoreLimits(threads, load.queue_max, is_paced=True, waits_for_room=True, cuts=cuts),
+            CoreLimits(threads, WINDOW, is_paced=True, waits_for_room=True, cuts=cuts),
             recorder,
         )
         on_device = None

@@ -173,7 +173,7 @@ def test_long_prompts_are_opened_a_few_payloads_at_a_time(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most, opened = [0], Residents.open
-    monkeypatch.setattr(module, "_WINDOW", 2)
+    monkeypatch.setattr(module, "WINDOW", 2)
 
     def counted(self: Residents, key: str, waiter: Any, **options: Any) -> Any:
         found = opened(self, key, waiter, **options)
@@ -231,7 +231,7 @@ def test_a_device_unlocks_an_arena_before_it_goes_on_with_the_next_agent(world: 
 
 
 def test_a_step_goes_before_what_waits(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_WINDOW", 1)
+    monkeypatch.setattr(module, "WINDOW", 1)
     gate, order = threading.Event(), list[str]()
 
     def on_get(key: str) -> None:

@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import math
 import threading
 from collections.abc import Callable
 from time import monotonic
@@ -12,9 +11,8 @@ import pytest
 import torch
 
 from objkv.transfer import slabs
-from objkv.transfer.slabs import Slab, SlabPool, SlabsExhaustedError, WideSlabs
+from objkv.transfer.slabs import SlabPool, SlabsExhaustedError
 from tests.support.device import current_device, pinning
-from tests.support.paged_cache import PATIENCE_S, wait_until
 
 
 class Copies:
@@ -80,32 +78,6 @@ def test_a_lost_slab_is_seen_at_the_next_lease() -> None:
         assert not pool.adds_up
 
 
-def test_pairs_add_up_while_tasks_come_and_go() -> None:
-    wide: WideSlabs[str] = WideSlabs(pairs=2, slab_bytes=8)
-    assert [wide.enter(name) for name in "abc"] == [True, True, False]
-    assert wide.leave() == "c"
-    assert wide.enter("c")
-    with wide.pool().lease():
-        assert wide.adds_up
-    assert (wide.leave(), wide.leave()) == (None, None)
-    assert wide.adds_up
-    wide.leave()
-    assert not wide.adds_up
-
-
-# Slabs that a device still copies.
-
-
-def soon() -> float:
-    return monotonic() + PATIENCE_S
-
-
-def in_thread(run: Callable[[], object]) -> threading.Thread:
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread
-
-
 def test_a_slab_is_free_when_its_copies_have_ended() -> None:
     pool, copies = SlabPool("load", count=2, slab_bytes=8), Copies()
     first, second = pool.lease(), pool.lease()
@@ -140,68 +112,6 @@ def test_a_device_is_not_polled_while_slabs_are_free() -> None:
     copies.polled_by = []
     with pool.lease():
         assert copies.polled_by == []
-
-
-def test_who_may_wait_gets_the_slab_whose_copies_end_and_one_thread_polls_for_all() -> None:
-    pool, copies = SlabPool("load", count=4, slab_bytes=8), Copies()
-    given = [pool.lease() for _ in range(4)]
-    for slab in given:
-        slab.release_after(copies)
-    got: list[Slab] = []
-    waiting = [in_thread(lambda: got.append(pool.lease(soon()))) for _ in range(4)]
-    wait_until(lambda: len(pool._back._waiters) == 4)  # type: ignore[attr-defined]
-    copies.polled_by = []
-    wait_until(lambda: len(copies.polled_by) > 10)
-    assert len(set(copies.polled_by)) == 1
-    copies.have_ended = True
-    for thread in waiting:
-        thread.join(PATIENCE_S)
-    assert {slab.tensor.data_ptr() for slab in got} == {slab.tensor.data_ptr() for slab in given}
-    assert not pool._is_polled
-
-
-def test_another_thread_polls_when_the_first_one_leaves() -> None:
-    pool, copies = SlabPool("load", count=1, slab_bytes=8), Copies()
-    pool.lease().release_after(copies)
-    wanted, got = threading.Event(), list[Slab]()
-    wanted.set()
-
-    def give_up() -> None:
-        with pytest.raises(SlabsExhaustedError):
-            pool.lease(soon(), wanted=wanted.is_set)
-
-    first = in_thread(give_up)
-    wait_until(lambda: pool._is_polled)
-    second = in_thread(lambda: got.append(pool.lease(soon())))
-    wait_until(lambda: len(pool._back._waiters) == 2)  # type: ignore[attr-defined]
-    wanted.clear()
-    first.join(PATIENCE_S)
-    copies.have_ended = True
-    second.join(PATIENCE_S)
-    assert len(got) == 1
-
-
-def test_a_wait_for_slabs_ends_at_its_deadline_and_with_nothing_to_wait_for() -> None:
-    pool, copies = SlabPool("load", count=1, slab_bytes=8), Copies()
-    slab = pool.lease()
-    with pytest.raises(SlabsExhaustedError):
-        pool.lease(math.inf)  # it may be held for as long as a store takes
-    slab.release_after(copies)
-    with pytest.raises(SlabsExhaustedError):
-        pool.lease(monotonic() + 0.01)
-    assert not pool._is_polled
-    assert pool.adds_up
-
-
-def test_a_slab_that_is_released_while_another_is_copied_ends_the_wait() -> None:
-    pool, copies = SlabPool("load", count=2, slab_bytes=8), Copies()
-    pool.lease().release_after(copies)
-    slab, got = pool.lease(), list[Slab]()
-    waiting = in_thread(lambda: got.append(pool.lease(soon())))
-    wait_until(lambda: pool._is_polled)
-    slab.release()
-    waiting.join(PATIENCE_S)
-    assert got[0].tensor.data_ptr() == slab.tensor.data_ptr()
 
 
 def test_slabs_of_a_device_that_fails_stay_out_of_use() -> None:
@@ -280,16 +190,6 @@ def test_a_driver_that_cannot_unlock_ends_nothing_else(caplog: pytest.LogCapture
     del pool
     gc.collect()
     assert "slabs not unlocked" in caplog.text
-
-
-@pytest.mark.parametrize("error", [RuntimeError, MemoryError, OSError])
-def test_without_memory_for_wide_slabs_a_load_misses(error: type[Exception]) -> None:
-    def refuse(_: torch.Tensor) -> Callable[[], None]:
-        raise error("out of memory")
-
-    wide: WideSlabs[str] = WideSlabs(pairs=1, slab_bytes=8, pin=refuse)
-    with pytest.raises(SlabsExhaustedError, match="out of memory"):
-        wide.pool()
 
 
 def test_copies_of_a_device_read_and_write_slabs_in_place() -> None:

@@ -3,7 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
-from threading import Barrier, Event
+from threading import Barrier
 
 import pytest
 import torch
@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from objkv.codec.payload import LayerSpec
 from objkv.index.memory import MemoryIndex
 from objkv.keys.topology import Part
-from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
 from objkv.transfer import sources
-from objkv.transfer.plan import LoadOutcome, LoadPlan
+from objkv.transfer.loading import arena_lane
+from objkv.transfer.plan import LoadPlan
 from objkv.transfer.sources import PayloadLayout
-from tests.support.paged_cache import NAMESPACE, PATIENCE_S, wait_until
+from tests.support.paged_cache import NAMESPACE, PATIENCE_S
 from tests.support.paged_shapes import LAYOUTS, Model, ShapedRank, ShapedReplica, ShapeOfReplica
 
 MODEL = Model(heads=8, layers=4)
@@ -97,6 +97,15 @@ def test_threads_that_find_another_block_size_at_once_share_one_layout(
 @pytest.mark.parametrize(("writer", "reader"), list(product(LAYOUTS, LAYOUTS)))
 def test_any_physical_order_reads_any_other(writer: str, reader: str) -> None:
     all_loaded(MODEL, ShapeOfReplica(layout=writer), ShapeOfReplica(layout=reader))
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("reader", LAYOUTS)
+def test_copies_that_wait_for_the_interpreter_are_right_in_any_order(
+    reader: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena_lane, "_WAITED_S", -1e9)
+    all_loaded(MODEL, ShapeOfReplica(), ShapeOfReplica(layout=reader))
 
 
 def test_replicated_heads_are_saved_once_and_read_by_all() -> None:
@@ -267,43 +276,6 @@ def test_a_chunk_of_which_a_shard_is_missing_is_not_loaded() -> None:
         first = 1 + rank.blocks + each
         assert outcome.failed_blocks == frozenset(range(first, first + 2 * each))
         assert outcome.rejected == {(NAMESPACE, MODEL.hashes[1])}
-
-
-class HeldStore(MemoryStore):
-    """Whose payloads of all heads wait for a gate."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.asked = Event(), 0
-
-    def get_into(
-        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
-    ) -> int | None:
-        if "H0-8." in key:
-            self.asked += 1
-            assert self.gate.wait(PATIENCE_S)
-        return super().get_into(key, buffer, arrived, start)
-
-
-def test_payloads_too_large_for_its_own_slabs_do_not_keep_a_rank_from_its_own() -> None:
-    store, index = HeldStore(), MemoryIndex()
-    for tp in (1, 8):
-        with ShapedReplica(MODEL, ShapeOfReplica(tp=tp), store, index) as one:
-            one.compute_and_save()
-    with ShapedReplica(MODEL, ShapeOfReplica(tp=8), store, index) as other:
-        rank = other.ranks[3]
-        foreign = rank.plan(index, fields={"0.L0-4_H0-8"})
-        rank.loader.submit(replace(foreign, request_id="foreign"))
-        wait_until(lambda: store.asked == 1)
-        for sync in (False, True):
-            assert not rank.load(index, sync=sync).failed
-            assert same(rank.loaded(), rank.expected())
-        assert store.asked == 1  # the others wait in the queue, no thread waits for their slabs
-        store.gate.set()
-        found: list[LoadOutcome] = []
-        wait_until(lambda: bool(found.extend(rank.loader.take_finished(sync=False)) or found))
-        assert not found[0].failed
-        assert store.asked == MODEL.chunks
 
 
 def test_a_chunk_in_several_payloads_takes_one_place_in_the_queue() -> None:

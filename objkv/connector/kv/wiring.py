@@ -52,7 +52,7 @@ from objkv.tracing import NO_TRACING, Tracing, open_tracing
 from objkv.transfer.devices import driver_of, open_lane
 from objkv.transfer.lanes import Lane
 from objkv.transfer.loading.arena_lane import ArenaLane
-from objkv.transfer.loading.loader import Loader
+from objkv.transfer.loading.loader import WINDOW, Loader
 from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.paging import NOT_QUANTISED, PagedGroup, Quantised, check_pages
 from objkv.transfer.registration import DeviceFrames, PinReadOnly, pin_arena
@@ -345,7 +345,7 @@ def _own_transfers(config: Config, host: _Host, cache: ChunkCache) -> Transfers:
     slabs = open_slabs(host.pools, host.pin)
     limits = CoreLimits(
         config.load_threads,
-        config.load_queue_max,
+        WINDOW,
         is_paced=True,
         waits_for_room=True,
     )

@@ -80,7 +80,12 @@ class ArenaLane(HostLane):
             for block, _, blocks in placed.runs:
                 if block > len(array) - blocks:
                     raise IndexError(f"block {block + blocks - 1} of {len(array)}")
-                room.append(array[block : block + blocks].data.cast("B"))
+                row = array[block : block + blocks]
+                # Where layers share blocks, those of one layer do not follow each other.
+                pieces = [row] if row.flags.c_contiguous else list(row)
+                room += [piece.data.cast("B") for piece in pieces]
+        if len(room) > _PIECES_MAX:
+            return False
         if sum(map(len, room)) != nbytes:
             return False
         if os.preadv(self._fd, room, at - self._base) != nbytes:

@@ -41,7 +41,7 @@ _LOOK_S = 3e-4
 _IDLE_S = 5.0
 _RETRY_S, _RETRY_MAX_S = 0.1, 5.0
 """Pauses between attempts to reach an agent."""
-_WINDOW, _WINDOW_BYTES = 64, 512 << 20
+WINDOW, _WINDOW_BYTES = 64, 512 << 20
 """Payloads open at once, so that one long prompt does not lease the whole arena."""
 _WINDOW_SHARE = 2
 """Divisor: of a small arena, they take at most this fraction."""
@@ -370,7 +370,7 @@ class Loader(Loads):
         """Return how many payloads, and how many bytes, may be opened besides those that are."""
         nbytes = sum(one.nbytes for one in self._reading)
         limit = min(_WINDOW_BYTES, self._window_bytes)
-        return _WINDOW - len(self._reading), limit - nbytes
+        return WINDOW - len(self._reading), limit - nbytes
 
     def _open(self, agent: ArenaConnection) -> None:
         """Open the next payloads of one job, as many as there is room for."""

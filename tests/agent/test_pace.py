@@ -1,0 +1,163 @@
+"""How many threads fetch at once, and what is fetched next."""
+
+from dataclasses import replace
+from threading import Event, Lock
+
+import pytest
+
+from objkv.agent import core, pace
+from objkv.agent.arena import CellState
+from objkv.agent.core import Urgency
+from objkv.agent.fill import Cuts, Wanted
+from objkv.agent.pace import Pace
+from objkv.agent.residents import MissReason
+from tests.agent.test_residents import Sleeper
+from tests.agent.world import PATIENCE_S, Node
+from tests.support.paged_cache import wait_until
+from tests.support.samples import TOKENS
+
+
+@pytest.mark.parametrize(("processors", "at_once"), [(1, 1), (2, 1), (6, 3), (64, 32)])
+def test_half_the_processors_are_used_at_once(
+    monkeypatch: pytest.MonkeyPatch, processors: int, at_once: int
+) -> None:
+    monkeypatch.setattr(pace, "_processors", lambda: processors)
+    one = Pace()
+    one._usual_s = 1e6  # nobody is ever late
+    one._progress = 1e9
+    for thread in range(at_once):
+        assert one.may_begin()
+        one._begun[thread] = 1e9, 2e9
+    assert not one.may_begin()
+
+
+def test_an_unpaced_crew_never_waits() -> None:
+    one = Pace(4)
+    one._usual_s, one._progress = 1e6, 1e9
+    for thread in range(3):
+        one._begun[thread] = 1e9, 2e9
+        assert one.may_begin()
+
+
+class Gate:
+    """Holds gets of a store until it opens, and counts them."""
+
+    def __init__(self, node: Node) -> None:
+        self.open, self.inside, self.most = Event(), 0, 0
+        self._lock = Lock()
+        node.store.on_get = self  # type: ignore[attr-defined]
+
+    def __call__(self, key: str) -> None:
+        with self._lock:
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+        assert self.open.wait(PATIENCE_S)
+        with self._lock:
+            self.inside -= 1
+
+
+def paced(threads: int = 4) -> Node:
+    node = Node(threads=threads)
+    node.core._pace = Pace(1)
+    return node
+
+
+def start(node: Node, *wanted: Wanted, urgency: Urgency = Urgency.BETWEEN_STEPS) -> list[object]:
+    found = node.core.open(Sleeper(), wanted, deadline_s=PATIENCE_S, urgency=urgency)
+    return list(found)
+
+
+def test_the_others_join_when_a_store_lets_one_wait() -> None:
+    node = paced()
+    wanted = node.save(TOKENS)
+    gate = Gate(node)
+    start(node, *wanted)
+    wait_until(lambda: gate.inside == len(wanted))
+    gate.open.set()
+    wait_until(lambda: len(node.core._turns) == 0 and not node.core._pace._begun)
+    node.close()
+
+
+def test_with_a_quick_store_one_thread_works_at_a_time() -> None:
+    node = paced()
+    wanted = node.save(TOKENS)
+    node.core._pace._usual_s = 1e6  # nobody is late
+    gate = Gate(node)
+    start(node, *wanted)
+    wait_until(lambda: gate.inside == 1)
+    gate.open.set()
+    wait_until(lambda: len(node.core._turns) == 0 and not node.core._pace._begun)
+    assert gate.most == 1
+    node.close()
+
+
+def test_when_all_threads_are_late_nothing_more_is_queued() -> None:
+    node = Node(threads=1)
+    wanted = node.save(TOKENS)
+    gate = Gate(node)
+    first, waker = wanted[0], Sleeper()
+    node.core.open(waker, [first], deadline_s=0.01, urgency=Urgency.BETWEEN_STEPS)
+    wait_until(lambda: gate.inside == 1)
+    wait_until(lambda: node.core._pace.all_late(1))
+    for one in wanted[:2]:  # the one that hangs, and another
+        (found,) = start(node, one)
+        if isinstance(found, MissReason):
+            assert found is MissReason.NO_ROOM
+        else:
+            assert found.state is CellState.FAILED  # type: ignore[attr-defined]
+    gate.open.set()
+    wait_until(lambda: not node.core._pace.all_late(1))
+    node.close()
+
+
+def test_loads_between_steps_do_not_starve_behind_endless_ones_within(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(core, "_OVERDUE_SHARE", 0.0)  # they are overdue at once
+    node = Node(threads=1)
+    first, within, between = node.save(TOKENS)
+    gate, order = Gate(node), list[str]()
+
+    def on_get(key: str) -> None:
+        order.append(key)
+        gate(key)
+
+    node.store.on_get = on_get  # type: ignore[attr-defined]
+    start(node, first, urgency=Urgency.IN_STEP)
+    wait_until(lambda: gate.inside == 1)
+    start(node, within, urgency=Urgency.IN_STEP)
+    start(node, between)
+    gate.open.set()
+    wait_until(lambda: len(order) == 3 and not node.core._pace._begun)
+    assert order == [one.claim.key.path() for one in (first, between, within)]
+    node.close()
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_first_parts_of_all_come_before_the_second_of_any(codec: str) -> None:
+    node = Node(threads=1)
+    wanted = node.save(TOKENS, codec=codec)
+    node.core._limits = replace(node.core._limits, cuts=Cuts(2, 1))
+    starts: list[tuple[str, int]] = []
+    gate = Gate(node)
+    get = node.cache.get_into
+
+    def watched(key: object, *args: object, start: int | None = None, **more: object) -> object:
+        starts.append((key.path(), start or 0))  # type: ignore[attr-defined]
+        return get(key, *args, start=start, **more)  # type: ignore[arg-type]
+
+    node.cache.get_into = watched  # type: ignore[method-assign,assignment]
+    start(node, *wanted, urgency=Urgency.IN_STEP)
+    gate.open.set()
+    wait_until(lambda: len(node.core._turns) == 0 and not node.core._pace._begun)
+    firsts = [n for n, (_, at) in enumerate(starts) if at == 0]
+    assert firsts == list(range(len(wanted)))
+    node.close()
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+def test_parts_are_the_payload_once(parts: int) -> None:
+    nbytes = 10 << 20
+    cuts = Cuts(parts, 1 << 20)
+    assert cuts.count(nbytes) == parts
+    assert cuts.count(100) == 1
