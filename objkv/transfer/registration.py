@@ -18,6 +18,7 @@ from time import monotonic, sleep
 from typing import Final
 
 import numpy as np
+import torch
 
 from objkv.agent.arena import Arena
 from objkv.background import join_all
@@ -184,6 +185,13 @@ def _map_pages(start: int, end: int) -> None:
     for at in range(start, end, _STEP_BYTES):
         nbytes = min(_STEP_BYTES, end - at)
         _LIBC.madvise(ctypes.c_void_p(at), ctypes.c_size_t(nbytes), _POPULATE_READ)
+
+
+def reads_agents(device_type: str) -> bool:
+    """Whether workers with a device of this type use a node agent unless the settings name one.
+    ROCm and XPU page-lock no read-only memory, so that loads are copied twice, and have not been
+    tried."""
+    return device_type == "cpu" or (device_type == "cuda" and torch.version.hip is None)
 
 
 class DeviceFrames:
