@@ -43,7 +43,6 @@ from objkv.transfer.lanes import HostLane
 from objkv.transfer.loading.arena_lane import ArenaLane
 from objkv.transfer.loading.loader import Loader
 from objkv.transfer.loading.loads import LoadLimits, Loads
-from objkv.transfer.loading.loader import Loader
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool

@@ -67,6 +67,9 @@ SEQUENCES, CONTEXT, WIDTH, HEADS, KV_HEADS, INNER = 8, 2048, 4096, 32, 8, 14_336
 PYTHON_LINES = 20_000
 """Iterations of a loop before each step, about a millisecond."""
 ALONE_STEPS, WARM_STEPS = 150, 20
+BESIDE_S = 2.5
+"""For so long at most, steps run beside one load. A worker that fetches by TLS itself gets its
+interpreter's lock rarely then, and its load may take a minute."""
 
 
 class Prompts:
@@ -360,20 +363,24 @@ class Engine:
         """Steps while loads follow one another, ``least`` of them and some steps at least."""
         steps: list[float] = []
         loads: list[float] = []
-        spent = time.process_time()
-        while len(loads) < least or len(steps) < ALONE_STEPS / 3:
-            begun, ends = time.perf_counter(), False
-            plan = next(plans)
-            while not ends:
-                assert time.perf_counter() - begun < BOUND_S
+        spent, started = time.process_time(), 0
+        while started < least or len(steps) < ALONE_STEPS / 3:
+            begun, started = time.perf_counter(), started + 1
+            plan, ends = next(plans), False
+            while not ends and time.perf_counter() - begun < BESIDE_S:
                 steps.append(self.step(side, plan))
                 plan, ends = NOTHING, side.ended()
-            loads.append(time.perf_counter() - begun)
-        return Beside(steps, loads, time.process_time() - spent)
+            if ends:
+                loads.append(time.perf_counter() - begun)
+                continue
+            while not side.ended():
+                assert time.perf_counter() - begun < BOUND_S
+                time.sleep(LOOK_S)
+        return Beside(steps, loads, (time.process_time() - spent) / started)
 
 
 class Beside:
-    """Seconds of steps and of the loads beside them, and processor time of the process."""
+    """Seconds of steps, of loads that ended beside them, and of processor time for each load."""
 
     def __init__(self, steps: list[float], loads: list[float], spent_s: float) -> None:
         self.steps, self.loads, self.spent_s = steps, loads, spent_s
@@ -421,11 +428,11 @@ def decode(
                 found = engine.beside(side, plans)
                 steps.setdefault(name, []).extend(found.steps)
                 loads.setdefault(name, []).extend(found.loads)
-                spent.setdefault(name, []).append(found.spent_s / len(found.loads))
+                spent.setdefault(name, []).append(found.spent_s)
                 ratios.setdefault(name, []).append(
                     statistics.median(found.steps) / statistics.median(alone)
                 )
-        fetched = (sides["agent"].fetched() - before) / (len(loads["agent"]) * CHUNKS)
+        fetched = (sides["agent"].fetched() - before) / (max(1, len(loads["agent"])) * CHUNKS)
         nbytes = prompts.prompts[0][0].records[0][1].raw_bytes
         numbers[f"{kind} fetched share"] = fetched / nbytes
         base = percentiles(steps["alone"])
@@ -439,7 +446,12 @@ def decode(
             numbers[f"{kind} {name} p50 ratio"] = statistics.median(ratios[name])
             numbers[f"{kind} {name} p99 ratio"] = p99 / base[1]
             gigabytes = CHUNKS * nbytes / 1e9
-            numbers[f"{kind} {name} load, GB/s"] = gigabytes / statistics.median(loads[name])
+            numbers[f"{kind} {name} loads that ended"] = len(loads[name])
+            if loads[name]:
+                numbers[f"{kind} {name} load, GB/s"] = gigabytes / statistics.median(loads[name])
+            numbers[f"{kind} {name} processor s per GB"] = (
+                statistics.median(spent[name]) / gigabytes
+            )
     return numbers
 
 

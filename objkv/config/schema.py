@@ -215,11 +215,11 @@ class Config(BaseModel):
     largest such payload if that is more."""
 
     agent: str = Field(default="auto", pattern=r"^(off|auto|unix:///[^\x00]{1,100})$")
-    """Whether a node agent loads and saves for all replicas of this machine. ``auto``: on a CPU,
-    the first replica starts an agent, which ends ten minutes after the last; with a GPU, or if no
-    agent can start, each worker loads for itself. ``unix:///path``: the socket of an agent that you
-    run, also with a GPU, where none has run yet; without it, replicas load and save nothing.
-    ``off``: each worker loads for itself."""
+    """Whether a node agent loads and saves for all replicas of this machine. ``auto``: on CPUs and
+    with CUDA, the first replica starts an agent, which ends ten minutes after the last; with ROCm
+    or XPU, or if no agent can start, each worker loads for itself. ``unix:///path``: the socket of
+    an agent that you run, with any device; without it, replicas load and save nothing. ``off``:
+    each worker loads for itself."""
     agent_memory_bytes: int = Field(default=0, ge=0)
     """Memory of an agent for payloads, its arena. 0: an eighth of the memory of the machine or
     container. It is taken as payloads fill it."""

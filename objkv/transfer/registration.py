@@ -31,6 +31,7 @@ _PAUSES = 4
 """After each call of the driver, launches get so many times the time that it took."""
 _POPULATE_READ = 22
 """``MADV_POPULATE_READ`` of Linux 5.14."""
+_STEP_BYTES = 2 << 20
 _LIBC = ctypes.CDLL(None)
 
 PinReadOnly = Callable[[int, int], Callable[[], None]]
@@ -149,9 +150,7 @@ class Windows:
         try:
             self._begin()
             while (number := self._next()) is not None:
-                began = monotonic()
                 self._register(number)
-                self._pause(monotonic() - began)
         except Exception:  # the mapping must still be removed
             logger.exception("memory of the agent not registered, unexpectedly")
             with self._changed:
@@ -178,7 +177,8 @@ class Windows:
         if self._refused:
             return
         start, end = self._span(number)
-        _map_pages(start, end - start)
+        _map_pages(start, end)
+        began = monotonic()
         try:
             undo = self._pin(start, end - start)
         except RuntimeError as exc:  # others would be refused, too
@@ -189,6 +189,7 @@ class Windows:
             )
             return
         self._undo[number] = undo
+        self._pause(monotonic() - began)
 
     def _pause(self, seconds: float) -> None:
         """Leave the driver alone for some time after a call that took ``seconds``."""
@@ -201,9 +202,19 @@ class Windows:
         return max(start, self._address), min(start + self._window, self._address + self._nbytes)
 
 
-def _map_pages(address: int, nbytes: int) -> None:
-    """Map memory that may not exist yet, where the system can. Other threads go on meanwhile."""
-    _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _POPULATE_READ)
+def _map_pages(start: int, end: int) -> None:
+    """Map memory that may not exist yet, where the system can. In steps: meanwhile no other thread
+    can map or unmap memory."""
+    for at in range(start, end, _STEP_BYTES):
+        nbytes = min(_STEP_BYTES, end - at)
+        _LIBC.madvise(ctypes.c_void_p(at), ctypes.c_size_t(nbytes), _POPULATE_READ)
+
+
+def reads_agents(device_type: str) -> bool:
+    """Whether workers with a device of this type use a node agent unless the settings name one.
+    ROCm and XPU page-lock no read-only memory, so that loads are copied twice, and have not been
+    tried."""
+    return device_type == "cpu" or (device_type == "cuda" and torch.version.hip is None)
 
 
 class DeviceFrames:

@@ -13,7 +13,7 @@ from objkv.agent.arena import BOARD_BYTES, PAGE, Arena
 from objkv.transfer import devices
 from objkv.transfer.devices import CudaDriver, CudaRuntime, TorchDriver
 from objkv.transfer.lanes import HostMark
-from objkv.transfer.registration import DeviceFrames, Windows
+from objkv.transfer.registration import DeviceFrames, Windows, reads_agents
 from objkv.transfer.slabs import SlabPool, SlabsExhaustedError
 from tests.support.paged_cache import PATIENCE_S, wait_until
 
@@ -355,6 +355,17 @@ def test_errors_of_pinning_are_cleared(error: int, monkeypatch: pytest.MonkeyPat
         with pytest.raises(RuntimeError, match="unlocking memory failed"):
             undo()
     assert not library.last
+
+
+@pytest.mark.parametrize(
+    ("kind", "hip", "uses_one"),
+    [("cpu", None, True), ("cuda", None, True), ("cuda", "6.4", False), ("xpu", None, False)],
+)
+def test_workers_use_an_agent_where_devices_were_seen_to_read_its_memory(
+    kind: str, hip: str | None, uses_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices.torch.version, "hip", hip)
+    assert reads_agents(kind) == uses_one
 
 
 def test_devices_without_a_runtime_refuse(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,7 @@ from objkv.connector.metrics import ObjKVPromMetrics, ObjKVStats
 from objkv.connector.model.identity import read_geometry, warn_of_outer_policy
 from objkv.connector.wiring import open_cache, open_checked_backends, writer_name
 from objkv.telemetry import MemoryRecorder
+from objkv.transfer.registration import reads_agents
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -95,9 +96,8 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def _reach_agent(self, vllm_config: "VllmConfig") -> AgentLink | None:
-        # No GPU has run with an agent yet, so replicas with one use it only if it is named.
-        on_device = vllm_config.device_config.device_type != "cpu"
-        if on_device and self._config.agent == "auto":
+        kind = vllm_config.device_config.device_type
+        if self._config.agent == "auto" and not reads_agents(kind):
             return None
         return reach_agent(self._config)
 

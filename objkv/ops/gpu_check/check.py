@@ -29,6 +29,7 @@ _PROGRAMS: Final = "objkv.connector.programs."
 WAYS: Final = ("registered", "registering", "refused")
 """How a device reads the memory of a node agent: in place, in place once the driver has registered
 it, or by way of slabs, because the device registers no read-only memory."""
+_QUICK_WAYS = WAYS[1:2]
 
 
 class StageSkipped(ObjkvError):
@@ -85,11 +86,12 @@ class GpuChecks:
             yield replace(report, stages=(device,), finished=True)
             return
         report = replace(report, device=facts["Device"])
+        ways = _QUICK_WAYS if self.quick else WAYS
         yield report
         for name, work in (
             ("Self-test of lanes and layouts", self._self_test),
             ("Order of operations", partial(self._ordering, ("own",))),
-            ("Order of operations with a node agent", partial(self._ordering, WAYS)),
+            ("Order of operations with a node agent", partial(self._ordering, ways)),
             ("Speed", self._speed),
             ("Replicas that share prompts", self._replicas),
         ):

@@ -48,7 +48,7 @@ _KILLS = 2
 
 
 class AgentRig(OrderRig):
-    """Its slabs of loads are those through which the device reads what is not registered."""
+    """Its slabs of loads are those for memory that is not registered with the device."""
 
     seam_bytes = WINDOW_BYTES
     arena_bytes = ARENA_BYTES
@@ -125,7 +125,7 @@ class AgentRig(OrderRig):
         self.wait_until(lambda: self.on_device.registered_bytes == nbytes)
 
     def _open_outbox(self) -> None:
-        """Make the slabs of saves anew, in memory that the agent has, too."""
+        """Replace the slabs of saves by those of an outbox, whose memory the agent maps, too."""
         setup, slab_bytes = self.setup, -(-payload_bytes_max(self.pages.layers) // PAGE) * PAGE
         outbox = Outbox(setup.save_slabs * slab_bytes)
         pin = driver_of(self.device).pin
