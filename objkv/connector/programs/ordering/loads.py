@@ -1,7 +1,7 @@
 """Scenarios of loads: what they must follow, and what must wait for them."""
 
 from collections.abc import Callable
-from threading import Event
+from threading import Event, Lock
 from time import sleep
 
 from objkv.connector.kv.metadata import StepPlan
