@@ -1,4 +1,4 @@
-"""The agent's core: what a node's replicas share, without sockets.
+"""The core: what a node's replicas share by an agent, or one worker has inside its process.
 
 Clients open payloads. Each payload is fetched and verified once, by threads of the core, in the
 order of urgency and, among clients, in turn by bytes. Any fault is a miss with a reason.

@@ -211,8 +211,8 @@ class Config(BaseModel):
     pinned_bytes_max: int = Field(default=0, ge=0)
     """Pinned (page-locked) memory per worker for loads and saves. 0: enough for all load threads
     and for the saves of two full steps, and at most an eighth of the host's memory for all workers.
-    If a worker loads payloads of larger shards than its own, it adds a quarter, or twice the
-    largest such payload if that is more."""
+    Without a node agent, memory for loads is at least twice the largest payload of any replica of
+    the model."""
 
     agent: str = Field(default="auto", pattern=r"^(off|auto|unix:///[^\x00]{1,100})$")
     """Whether a node agent loads and saves for all replicas of this machine. ``auto``: on CPUs and
