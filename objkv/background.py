@@ -1,4 +1,4 @@
-"""Background threads: a pool runs its jobs in order and closes within a time limit.
+"""Background threads: pools that run jobs in order, and alarms that wake a waiting thread.
 
 All of objkv's background queues are pools, so they share three guarantees: an exception in a job
 never ends a thread, a waiting thread keeps no finished job alive, and closing a pool returns the
@@ -8,8 +8,11 @@ wait forever.
 """
 
 import logging
+import os
+import select
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from threading import Condition, Lock, Thread, get_ident
 from time import monotonic
 from typing import Generic, TypeVar
@@ -200,3 +203,54 @@ def join_all(threads: Sequence[Thread], seconds: float) -> list[str]:
     for thread in threads:
         thread.join(max(0.0, end - monotonic()))
     return [thread.name for thread in threads if thread.is_alive()]
+
+
+class Alarm:
+    """An eventfd. Thread-safe: after ``close`` it does nothing."""
+
+    def __init__(self, fd: int | None = None) -> None:
+        """``fd``: an eventfd, which this object closes; by default a new one."""
+        if fd is None:
+            fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._fd = fd
+        self._lock = Lock()
+
+    def fileno(self) -> int:
+        """Return the descriptor; -1 after ``close``."""
+        return self._fd
+
+    def ring(self) -> None:
+        """Wake who waits for it, now or next. Never waits, never raises."""
+        with self._lock:  # a closed number may name another file
+            if self._fd >= 0:
+                with suppress(BlockingIOError):  # it has rung 2^64 times, which is enough
+                    os.eventfd_write(self._fd, 1)
+
+    def calm(self) -> None:
+        """Forget that it has rung."""
+        with suppress(BlockingIOError):  # another thread has done so
+            os.eventfd_read(self._fd)
+
+    def close(self) -> None:
+        """Close the descriptor. Idempotent."""
+        with self._lock:
+            fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def wait_for(alarms: Sequence[Alarm], seconds: float, *, until_hangup: int = -1) -> bool:
+    """Wait until an alarm rings, for at most ``seconds``. Those that have rung are calmed.
+
+    Returns False if the other side of the socket ``until_hangup`` has gone, which ends the wait.
+    """
+    poll = select.poll()
+    for alarm in alarms:
+        poll.register(alarm.fileno(), select.POLLIN)
+    if until_hangup >= 0:
+        poll.register(until_hangup, select.POLLRDHUP)
+    ready = {fd for fd, _ in poll.poll(max(0.0, 1000 * seconds))}
+    for alarm in alarms:
+        if alarm.fileno() in ready:
+            alarm.calm()
+    return until_hangup not in ready

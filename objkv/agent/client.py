@@ -15,9 +15,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TypeVar
 
-from objkv.agent.alarm import Alarm, wait_for
 from objkv.agent.arena import CELLS, Arena
-from objkv.agent.core import Urgency
 from objkv.agent.fill import Wanted
 from objkv.agent.leases import ArenaLease, lease_of
 from objkv.agent.messages import (
@@ -43,6 +41,8 @@ from objkv.agent.messages import (
     unpack_opened,
     unpack_text,
 )
+from objkv.agent.queue import Urgency
+from objkv.background import Alarm, wait_for
 from objkv.errors import StoreUnavailable, TransferError
 from objkv.index.base import Shards
 

@@ -5,20 +5,15 @@ order of urgency and, among clients, in turn by bytes. Any fault is a miss with 
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from functools import partial
-from heapq import heappop, heappush
-from itertools import count
 from threading import Condition, Lock, Thread
 from time import monotonic, thread_time
-from typing import NamedTuple
 
 from objkv.agent.arena import Arena, CellState
 from objkv.agent.fill import WHOLE, Cuts, Fill, NoRoomError, Source, Staging, Wanted
-from objkv.agent.pace import Pace
+from objkv.agent.queue import Due, FetchJob, Pace, Turns, Urgency
 from objkv.agent.residents import MissReason, Resident, Residents, Waiter
 from objkv.agent.spill.disk import Disk
 from objkv.agent.spill.spill import Spill, SpillLimits
@@ -33,19 +28,8 @@ from objkv.telemetry import Recorder, Trouble
 logger = logging.getLogger(__name__)
 _IDLE_S = 10.0
 """After this time without a payload, a fetching thread gives its staging buffer back."""
-_OVERDUE_SHARE = 1 / 4
-"""A load between steps is overdue after this share of its time."""
 _KNOWN_MAX = 1024
 """Shards whose layers are remembered, so that headers are parsed quickly."""
-
-
-class Urgency(IntEnum):
-    """Which fetches go first."""
-
-    IN_STEP = 0
-    """A forward pass waits."""
-    BETWEEN_STEPS = 1
-    PREFETCH = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,111 +46,6 @@ class CoreLimits:
     waits_for_room: bool = False
     """Whether a fetch waits, up to its deadline, for memory that readers will give back."""
     cuts: Cuts = field(default_factory=Cuts)
-
-
-class Due(NamedTuple):
-    """When a payload will be fetched."""
-
-    urgency: Urgency
-    priority: int
-    """Among payloads of one urgency lower values go first."""
-    deadline: float
-    """By ``monotonic``."""
-
-
-class _Job(NamedTuple):
-    urgency: Urgency
-    priority: int
-    turn: int
-    """The client's bytes so far, on a clock that all clients share."""
-    number: int
-    one: Resident
-    wanted: Wanted
-    deadline: float
-    overdue: float
-    """When it goes first, if no forward pass waits for it."""
-    fill: Fill | None = None
-    """The fill that goes on, of which a first part is there."""
-
-
-class _Turns:
-    """A queue by urgency and priority, and among clients in turn by bytes. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self._heap: list[_Job] = []
-        self._jobs: dict[Resident, _Job] = {}
-        """The valid job of each payload: one that was hastened leaves its old one in the heap."""
-        self._numbers = count()
-        self._between: deque[_Job] = deque()
-        """Loads between steps, in the order in which they came."""
-        self._was_overdue = False
-        self._clock = 0
-        self._due: dict[object, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._jobs)
-
-    def add(self, client: object, one: Resident, wanted: Wanted, due: Due) -> None:
-        """Queue a payload."""
-        turn = max(self._due.get(client, 0), self._clock)
-        self._due[client] = turn + wanted.record.nbytes
-        now = monotonic()
-        overdue = now + _OVERDUE_SHARE * (due.deadline - now)
-        self._push(_Job(*due[:2], turn, next(self._numbers), one, wanted, due.deadline, overdue))
-
-    def add_rest(self, job: _Job, fill: Fill) -> None:
-        """Queue the rest of a payload, behind the beginnings of others of its urgency."""
-        number = next(self._numbers)
-        self._push(job._replace(priority=job.priority + 1, number=number, fill=fill))
-
-    def hasten(self, one: Resident, due: Due) -> None:
-        """Another client waits for a payload too: if it is queued, the more urgent of both
-        urgencies and the later of both deadlines apply."""
-        job = self._jobs.get(one)
-        if job is None:
-            return
-        sooner = due[:2] if due[:2] < job[:2] else job[:2]
-        if sooner != job[:2] or due.deadline > job.deadline:
-            number, deadline = next(self._numbers), max(job.deadline, due.deadline)
-            urgency, priority = sooner
-            self._push(
-                job._replace(urgency=urgency, priority=priority, number=number, deadline=deadline)
-            )
-
-    def next_urgency(self) -> Urgency | None:
-        """Return the urgency of the next one; None if there is none."""
-        while self._heap and self._jobs.get(self._heap[0].one) is not self._heap[0]:
-            heappop(self._heap)
-        return self._heap[0].urgency if self._heap else None
-
-    def take(self) -> _Job:
-        """Take the next one."""
-        assert self.next_urgency() is not None
-        job = self._take_overdue() or heappop(self._heap)
-        del self._jobs[job.one]
-        self._clock = max(self._clock, job.turn)
-        return job
-
-    def _push(self, job: _Job) -> None:
-        self._jobs[job.one] = job
-        heappush(self._heap, job)
-        if job.urgency is Urgency.BETWEEN_STEPS:
-            self._between.append(job)
-
-    def _take_overdue(self) -> _Job | None:
-        """Take a load between steps that is overdue, so that forward passes do not starve them. At
-        most every second one, so that they do not starve forward passes."""
-        between = self._between
-        while between and self._jobs.get(between[0].one) is not between[0]:
-            between.popleft()
-        self._was_overdue = (
-            not self._was_overdue and bool(between) and monotonic() >= between[0].overdue
-        )
-        return between.popleft() if self._was_overdue else None
-
-    def forget(self, client: object) -> None:
-        """The client has gone."""
-        self._due.pop(client, None)
 
 
 class _MissError(ObjkvError):
@@ -203,7 +82,7 @@ class Core:
         self._cache, self._limits, self._recorder = cache, limits, recorder
         self._trouble = Trouble(logger, "loads")
         self._changed = Condition(Lock())
-        self._turns, self._pace = _Turns(), Pace(None if limits.is_paced else limits.threads)
+        self._turns, self._pace = Turns(), Pace(None if limits.is_paced else limits.threads)
         self._prefetching, self._is_watched = 0, False
         self._closed = self._draining = False
         self._known: dict[tuple[str, str], tuple[LayerSpec, ...]] = {}
@@ -323,7 +202,7 @@ class Core:
             self._changed.wait(self._pace.wait_s())
             self._is_watched = False
 
-    def _end(self, job: _Job, rest: Fill | None, busy_s: float) -> None:
+    def _end(self, job: FetchJob, rest: Fill | None, busy_s: float) -> None:
         """End a job, or queue the rest of it."""
         with self._changed:
             self._pace.end(busy_s)
@@ -336,7 +215,7 @@ class Core:
         if rest is not None:
             self.residents.failed(job.one, MissReason.CLOSED, rest.layers)
 
-    def _take(self) -> _Job | None:
+    def _take(self) -> FetchJob | None:
         """Return the next job; None if there is none, or only prefetches, and the other threads are
         kept for loads."""
         urgency = self._turns.next_urgency()
@@ -352,7 +231,7 @@ class Core:
             self._changed.notify()
         return job
 
-    def _run(self, job: _Job, staging: Staging) -> Fill | None:
+    def _run(self, job: FetchJob, staging: Staging) -> Fill | None:
         """Fill one payload, or a part of it: returns the fill if it goes on. Every fault is a
         miss."""
         if self.residents.give_up(job.one):
@@ -388,7 +267,7 @@ class Core:
             self.residents.unsaved.seen_again(job.one.key)
         return None
 
-    def _new_fill(self, job: _Job, source: Source | None = None) -> Fill:
+    def _new_fill(self, job: FetchJob, source: Source | None = None) -> Fill:
         key, limits = job.wanted.claim.key, self._limits
         return Fill(
             job.one,
@@ -401,7 +280,7 @@ class Core:
             room_until=job.deadline if limits.waits_for_room else 0.0,
         )
 
-    def _from_disk(self, job: _Job, staging: Staging) -> Fill | None:
+    def _from_disk(self, job: FetchJob, staging: Staging) -> Fill | None:
         """Return the complete fill; None if the payload has to come from the stores."""
         if self.spill is None or monotonic() >= job.deadline:
             return None
@@ -413,7 +292,7 @@ class Core:
         if self.spill is not None and one.state is CellState.READY:
             self.spill.offer(one)
 
-    def _stored(self, job: _Job) -> _Job:
+    def _stored(self, job: FetchJob) -> FetchJob:
         """Return the job with the payload's record in the index, if it has one that is only this
         node's: that payload was in memory, and has been evicted. Raises ``_MissError``."""
         if not is_unsaved(job.wanted.record):

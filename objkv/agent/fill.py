@@ -4,8 +4,8 @@ An uncompressed payload goes from the socket to its place in the arena. Others a
 the fetching thread, and each frame is decoded to its place. A frame is announced to readers when
 it is verified. In both cases the arena holds an uncompressed, unsealed payload.
 
-What a forward pass waits for comes in parts, so that the first layers of all payloads arrive before
-the last layers of any.
+Payloads for which a forward pass waits come in parts, so that the first layers of all payloads
+arrive before the last layers of any.
 """
 
 from collections.abc import Callable, Iterator
@@ -186,8 +186,8 @@ class Fill:
         return True
 
     def _next_part(self) -> bool:
-        """Fetch one part. Returns False if the payload is not stored. What does not look as its
-        record promises is fetched as a whole."""
+        """Fetch one part. Returns False if the payload is not stored. A payload that is not as
+        long as its record promises is fetched as a whole."""
         if self.is_whole:
             return True
         is_first = self.header is None

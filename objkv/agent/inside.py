@@ -3,11 +3,12 @@
 from collections.abc import Callable, Sequence
 from threading import Lock
 
-from objkv.agent.alarm import Alarm, wait_for
 from objkv.agent.arena import Arena
-from objkv.agent.core import Core, CoreLimits, Urgency
+from objkv.agent.core import Core, CoreLimits
 from objkv.agent.fill import Wanted
 from objkv.agent.leases import ArenaLease, LeaseHolder, lease_of
+from objkv.agent.queue import Urgency
+from objkv.background import Alarm, wait_for
 from objkv.cache.chunks import ChunkCache
 from objkv.errors import TransferError
 from objkv.telemetry import Recorder

@@ -1,14 +1,15 @@
-"""What one client of a core holds: leases of payloads in the arena, and the alarm that wakes it."""
+"""Leases of payloads in an arena, and the connection by which a client has them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from objkv.agent.alarm import Alarm
 from objkv.agent.arena import ALL_FRAMES, Arena, Board, CellState, Progress
-from objkv.agent.core import Core, Urgency
+from objkv.agent.core import Core
 from objkv.agent.fill import Wanted
 from objkv.agent.messages import OpenAnswer, ProtocolError
+from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason, Resident
+from objkv.background import Alarm
 
 
 class ArenaLease(NamedTuple):

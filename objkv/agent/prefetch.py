@@ -13,8 +13,9 @@ from threading import Lock
 from typing import Final
 
 from objkv.agent.arena import CellState
-from objkv.agent.core import Core, Urgency
+from objkv.agent.core import Core
 from objkv.agent.fill import Wanted
+from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason, Resident
 from objkv.codec.payload import Claim
 from objkv.errors import ConfigError, NotStored

@@ -18,7 +18,7 @@ from threading import Lock, Thread
 
 from objkv.agent.arena import Arena, CellState
 from objkv.agent.calls import NodeCalls, NodeLookups
-from objkv.agent.core import Core, Urgency
+from objkv.agent.core import Core
 from objkv.agent.leases import LeaseHolder
 from objkv.agent.messages import (
     MESSAGE_BYTES_MAX,
@@ -42,6 +42,7 @@ from objkv.agent.messages import (
     unpack_text,
 )
 from objkv.agent.outbox import join_outbox
+from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason
 from objkv.agent.saves import NodeSaves
 from objkv.background import JOIN_S, join_all

@@ -15,11 +15,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from objkv.agent.arena import PAGE, CellState
 from objkv.agent.client import AgentConnection
-from objkv.agent.core import Urgency
 from objkv.agent.fill import Wanted
 from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
 from objkv.agent.messages import CommitStatus
 from objkv.agent.prefetch import Prefetches
+from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason, Resident
 from objkv.agent.spill import disk as module
 from objkv.agent.spill import spill as spill_module

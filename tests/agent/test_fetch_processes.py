@@ -11,8 +11,8 @@ import pytest
 
 from objkv.agent.arena import CellState
 from objkv.agent.client import AgentConnection
-from objkv.agent.core import Urgency
 from objkv.agent.fill import Wanted
+from objkv.agent.queue import Urgency
 from objkv.assembly import fetchers
 from objkv.assembly.backends import Backends, open_backends
 from objkv.assembly.fetchers import open_s3, process_count

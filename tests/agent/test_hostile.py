@@ -13,10 +13,10 @@ from objkv.agent import messages as m
 from objkv.agent import saves as saves_module
 from objkv.agent import server as server_module
 from objkv.agent.arena import CellState
-from objkv.agent.core import Urgency
 from objkv.agent.fill import Wanted
 from objkv.agent.messages import CommitStatus
 from objkv.agent.prefetch import Prefetches, PrefetchOrder
+from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason, Resident
 from objkv.codec.payload import encode, read_header
 from objkv.index.base import ShardRecord

@@ -14,11 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from objkv.agent.arena import CELLS, PAGE, CellState, Progress
 from objkv.agent.client import AgentConnection, ArenaLease
-from objkv.agent.core import Urgency
 from objkv.agent.fill import Wanted
 from objkv.agent.messages import CommitStatus
 from objkv.agent.outbox import Outbox
 from objkv.agent.prefetch import Prefetches, PrefetchOrder
+from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason, Resident
 from objkv.codec.payload import digest, frame_pages, read_header
 from objkv.errors import StoreUnavailable, TransferError

@@ -16,10 +16,10 @@ from objkv.agent import client as client_module
 from objkv.agent.arena import CellState
 from objkv.agent.calls import AgentCalls, AgentIndex
 from objkv.agent.client import AgentConnection
-from objkv.agent.core import Urgency
 from objkv.agent.fill import Wanted
 from objkv.agent.launch import AgentRuns, AgentSocket
 from objkv.agent.messages import VERSION
+from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason
 from objkv.codec.payload import Claim
 from objkv.errors import TransferError

@@ -12,10 +12,11 @@ from threading import Lock
 from objkv.agent.arena import Arena, CellState, Progress
 from objkv.agent.calls import NearLimits, NodeCalls, NodeLookups
 from objkv.agent.client import AgentConnection, ArenaLease
-from objkv.agent.core import Core, CoreLimits, Urgency
+from objkv.agent.core import Core, CoreLimits
 from objkv.agent.fill import Wanted
 from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
 from objkv.agent.prefetch import Prefetches
+from objkv.agent.queue import Urgency
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentParts, AgentServer, ServerLimits
 from objkv.agent.spill.disk import Disk

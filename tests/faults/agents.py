@@ -12,9 +12,9 @@ from threading import Event
 
 from objkv.agent.arena import CellState
 from objkv.agent.client import AgentConnection
-from objkv.agent.core import Urgency
 from objkv.agent.fill import Wanted
 from objkv.agent.http.metrics import PREFIX
+from objkv.agent.queue import Urgency
 from objkv.assembly.backends import open_bulk
 from objkv.codec.payload import Claim
 from objkv.config import load_config

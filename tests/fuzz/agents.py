@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from objkv.agent import messages as m
 from objkv.agent.arena import CellState
 from objkv.agent.client import AgentConnection
-from objkv.agent.core import Urgency
+from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason
 from objkv.errors import StoreUnavailable, TransferError
 from objkv.index.base import Shards

@@ -375,7 +375,7 @@ class Pools:
 
     slab_bytes: int
     load_slabs: int
-    """Of a device, for what it cannot read in an arena."""
+    """Slabs by way of which a device reads what it cannot read in an arena."""
     save_slabs: int
     arena_bytes: int
     """Memory for loads of this worker's own; 0 with a node agent."""

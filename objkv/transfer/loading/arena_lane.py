@@ -81,7 +81,7 @@ class ArenaLane(HostLane):
                 if block > len(array) - blocks:
                     raise IndexError(f"block {block + blocks - 1} of {len(array)}")
                 row = array[block : block + blocks]
-                # Where layers share blocks, those of one layer do not follow each other.
+                # If layers share blocks, the pages of one layer do not follow each other.
                 pieces = [row] if row.flags.c_contiguous else list(row)
                 room += [piece.data.cast("B") for piece in pieces]
         if len(room) > _PIECES_MAX:

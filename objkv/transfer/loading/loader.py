@@ -12,23 +12,27 @@ from collections.abc import Callable, Mapping, Sequence
 from threading import Lock, Thread
 from time import monotonic, sleep
 
-from objkv.agent.alarm import Alarm, wait_for
 from objkv.agent.arena import BOARD_BYTES, CellState, Progress
-from objkv.agent.core import Urgency
 from objkv.agent.fill import Wanted
 from objkv.agent.inside import InsideAgent
 from objkv.agent.leases import ArenaConnection, ArenaLease
+from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason
-from objkv.background import join_all
+from objkv.background import Alarm, join_all, wait_for
 from objkv.codec.payload import Header, frame_pages, header_bytes_needed, read_claimed
 from objkv.errors import ObjkvError, PayloadError, TransferError
 from objkv.telemetry import Recorder, Trouble
 from objkv.tracing import NO_SPAN, NO_TRACING, Span, Tracing, now_ns
 from objkv.transfer.lanes import Lane, Mark
 from objkv.transfer.loading.arena_lane import ArenaLane
-from objkv.transfer.loading.job import LoadJob
+from objkv.transfer.loading.job import (
+    BlockWriter,
+    CopyUnknownError,
+    LoadJob,
+    UnwantedError,
+    claim_of,
+)
 from objkv.transfer.loading.loads import LoadLimits, Loads
-from objkv.transfer.loading.writing import BlockWriter, CopyUnknownError, UnwantedError, claim_of
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.slabs import Slab, SlabsExhaustedError
@@ -206,7 +210,7 @@ class Loader(Loads):
         this object closes it."""
         super().__init__(groups, lane, limits, recorder, clock=clock, tracing=tracing)
         self._on_device, self._connect, self._verify = on_device, connect, verify
-        self._inside = inside
+        self._inside, self._window_bytes = inside, _WINDOW_BYTES
         self._trouble = Trouble(logger, "loads" if inside else "loads from the agent")
         self._agent: ArenaConnection | None = None
         self._retry_at, self._retry_s = 0.0, _RETRY_S

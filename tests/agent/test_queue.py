@@ -5,11 +5,10 @@ from threading import Event, Lock
 
 import pytest
 
-from objkv.agent import core, pace
+from objkv.agent import queue
 from objkv.agent.arena import CellState
-from objkv.agent.core import Urgency
 from objkv.agent.fill import Cuts, Wanted
-from objkv.agent.pace import Pace
+from objkv.agent.queue import Pace, Urgency
 from objkv.agent.residents import MissReason
 from tests.agent.test_residents import Sleeper
 from tests.agent.world import PATIENCE_S, Node
@@ -21,7 +20,7 @@ from tests.support.samples import TOKENS
 def test_half_the_processors_are_used_at_once(
     monkeypatch: pytest.MonkeyPatch, processors: int, at_once: int
 ) -> None:
-    monkeypatch.setattr(pace, "_processors", lambda: processors)
+    monkeypatch.setattr(queue, "_processors", lambda: processors)
     one = Pace()
     one._usual_s = 1e6  # nobody is ever late
     one._progress = 1e9
@@ -113,7 +112,7 @@ def test_when_all_threads_are_late_nothing_more_is_queued() -> None:
 def test_loads_between_steps_do_not_starve_behind_endless_ones_within(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(core, "_OVERDUE_SHARE", 0.0)  # they are overdue at once
+    monkeypatch.setattr(queue, "_OVERDUE_SHARE", 0.0)  # they are overdue at once
     node = Node(threads=1)
     first, within, between = node.save(TOKENS)
     gate, order = Gate(node), list[str]()
