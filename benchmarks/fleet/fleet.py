@@ -8,7 +8,7 @@ from benchmarks.fleet.trace import BLOCK_TOKENS
 
 Routing = Literal["random", "affine"]
 Policy = Literal["all", "reused", "asked"]
-"""What agents put into the bucket, see ``Agents``. ``asked`` is not objkv's."""
+"""What agents put into the bucket, see ``Agents``."""
 Admission = Literal["auto", "always", "never", "alone"]
 """``alone`` is not objkv's: ``auto`` that ignores who waits behind a request."""
 
@@ -55,6 +55,10 @@ class Agents:
     save_to_bucket: Policy = "all"
     """``reused``: what is committed twice, or read after a commit. ``asked``: that, and what a
     lookup wants while only another node has it."""
+    wait_share: float = 1.0
+    """With ``asked``: a request that could be computed waits for what was asked for at most this
+    part of the time that computing it takes, and at most ``wait_max_s``."""
+    wait_max_s: float = 2.0
     processes: int = 8
     """Each with the connections, the threads and the speed that a worker would have."""
 

@@ -41,10 +41,14 @@ INDEX_VERBS: Final[Mapping[str, Verb]] = {
         verb: Verb("write", _CALLS)
         for verb in ("publish", "touch", "credit", "forget", "lease", "release", "sight")
     },
+    "holders": Verb("read", _CALLS),
+    "let_go": Verb("write", _CALLS),
+    "request": Verb("write", _CALLS),
+    "requests": Verb("write"),
 }
 """The counters of an index's guard: ``index_calls`` and ``index_errors`` over all verbs except
 scans, ``index_records_found`` and ``index_records_missing`` over all lookups. A scan is guarded and
-counted per record."""
+counted per record. So is the time of ``requests``, which mostly waits."""
 
 
 class GuardedIndex:
@@ -135,11 +139,32 @@ class GuardedIndex:
         if self._guard.may_write:
             self._guard.call("release", self._inner.release, name, owner)
 
-    def sight(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
+    def sight(self, names: Sequence[str], *, ttl_s: int, holder: str = "") -> list[bool]:
         """See ``WriteIndex``. The read-only role records nothing."""
         if not self._guard.may_write:
             return [False] * len(names)
-        return self._guard.call("sight", self._inner.sight, names, ttl_s=ttl_s)
+        return self._guard.call("sight", self._inner.sight, names, ttl_s=ttl_s, holder=holder)
+
+    def holders(self, names: Sequence[str]) -> list[str]:
+        """See ``WriteIndex``."""
+        return self._guard.call("holders", self._inner.holders, names)
+
+    def let_go(self, names: Sequence[str], holder: str) -> None:
+        """See ``WriteIndex``."""
+        if self._guard.may_write:
+            self._guard.call("let_go", self._inner.let_go, names, holder)
+
+    def request(self, holder: str, text: bytes) -> bool:
+        """See ``WriteIndex``. The read-only role requests nothing."""
+        return self._guard.may_write and self._guard.call(
+            "request", self._inner.request, holder, text
+        )
+
+    def requests(self, holder: str, *, wait_s: float) -> list[bytes] | None:
+        """See ``WriteIndex``."""
+        if not self._guard.may_write:
+            return None
+        return self._guard.call("requests", self._inner.requests, holder, wait_s=wait_s)
 
 
 def for_operators(admin: PruneIndex | None) -> PruneIndex:

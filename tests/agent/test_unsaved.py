@@ -98,7 +98,7 @@ def find(client: AgentConnection, made: Sequence[bytes]) -> list[Wanted]:
         client.find(NAMESPACE, [claim.key.prefix_hash for claim in claims], fields),
         strict=True,
     ):
-        if shards is None:
+        if not shards:
             break
         wanted.append(Wanted(claim, shards[fields[0]]))
     return wanted

@@ -61,6 +61,7 @@ class Timing:
         self._loads: dict[str, _Load] = {}
         self._tokens: dict[str, int] = {}
         self._savings: list[Savings] = []
+        self._token_bytes = 0.0
         self._coverage = coverage or Coverage(geometry)
 
     @property
@@ -162,8 +163,16 @@ class Timing:
         admitted = self._admission.admit(chunks, waiting=waiting)
         return end if admitted == len(chunks) else max(computed, (first + admitted) * size)
 
+    def spare_s(self, tokens: int) -> float | None:
+        """Return how much longer computing ``tokens`` takes than loading them, by the measurements
+        so far and the size of chunks seen last. None if not known. 0 if nothing may be loaded."""
+        if self._admission.decided is False:
+            return 0.0
+        return self._admission.spare_s(tokens, self._token_bytes)
+
     def _chunk(self, shards: Shards, start: int, end: int) -> ChunkSize:
         nbytes, hot = self._coverage.size(shards)
+        self._token_bytes = nbytes / max(1, end - start)
         return ChunkSize(nbytes, end - start, _HOT if hot else _BULK)
 
     def _tier_of(self, plan: LoadPlan) -> tuple[Tier, float]:

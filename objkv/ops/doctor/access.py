@@ -38,7 +38,7 @@ _INDEX: Final[dict[Role, tuple[str, ...]]] = {
             "hexists",
             "hkeys",
         ),
-        *("hdel", "get", "set", "del", "pexpire", "pttl", "hincrby"),
+        *("hdel", "get", "set", "del", "pexpire", "pttl", "hincrby", "xadd", "xread"),
     ),
 }
 _INDEX["sweeper"] = (*_INDEX["writer"], "scan")
