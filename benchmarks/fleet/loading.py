@@ -70,7 +70,7 @@ def waits_until(world: World, job: Job, now: float) -> float:
     """When a request that is next is looked at again, because other nodes put what it wants; not
     after ``now``: it waits no longer."""
     agents = world.fleet.agents
-    if agents is None or agents.save_to_bucket != "asked":
+    if agents is None or agents.save_to_bucket != "reused":
         return now
     here, tokens, first = job.replica.cache.match(job.private), 0, None
     ready_s = now
@@ -88,15 +88,10 @@ def waits_until(world: World, job: Job, now: float) -> float:
     if first is None:
         return now
     if job.wait_end_s is None:
-        wait_s = agents.wait_share * world.model.prefill_s(max(here, first), tokens)
-        import os
-
-        if "load" in os.environ.get("V", ""):
-            nb = (tokens - max(here, first)) * world.model.token_bytes
-            wait_s -= nb / (world.costs.client.load_bytes_s * world.width())
-        if "wait" in os.environ.get("V", ""):
-            wait_s *= 1 + len(job.replica.waiting)
-        job.wait_end_s = now + min(agents.wait_max_s, wait_s)
+        load_bytes = (tokens - max(here, first)) * world.model.token_bytes
+        load_s = load_bytes / (world.costs.client.load_bytes_s * world.width())
+        spare_s = max(0.0, world.model.prefill_s(max(here, first), tokens) - load_s)
+        job.wait_end_s = now + min(agents.wait_max_s, spare_s)
         world.counts.waits += 1
     until_s = min(ready_s, job.wait_end_s)
     world.counts.waited_s += max(0.0, until_s - now)
@@ -143,7 +138,7 @@ def _leading(answers: list[bool | None]) -> int:
 
 def _present(world: World, job: Job, now: float, stored: int) -> int:
     """Leading units that can still be loaded: the near-cache may believe in what is gone."""
-    waits = world.fleet.agents is not None and world.fleet.agents.save_to_bucket == "asked"
+    waits = world.fleet.agents is not None and world.fleet.agents.save_to_bucket == "reused"
     for i, unit in enumerate(job.units[:stored]):
         if job.replica.host.cache.find(unit.key):
             continue
@@ -322,9 +317,9 @@ def _held_by_agents(world: World, job: Job, unit: Unit, now: float) -> bool:
     agents = world.fleet.agents
     if job.replica.host.cache.find(unit.key):
         return True
-    if agents is None or agents.save_to_bucket != "asked":
+    if agents is None or agents.save_to_bucket != "reused":
         return False
-    if world.store.has(unit.key, now) is None:
+    if world.store.has(unit.key, now) is None and world.sighted.get(unit.key, 0.0) > now:
         for other in world.replicas:
             if other.host.cache.find(unit.key):
                 _put_from(world, other, unit, now + world.costs.node.ask_s)

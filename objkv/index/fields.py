@@ -31,7 +31,7 @@ COMING: Final[Shards] = MappingProxyType({})
 """In the answer of an agent: a chunk that is not stored yet, and that another node was requested to
 put. Compare by identity."""
 COMING_TEXT: Final = b"coming"
-"""Stands in the place of its first shard."""
+"""Its text, in place of its first shard."""
 
 
 def encode_shard(shard: ShardRecord) -> bytes:

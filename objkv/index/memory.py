@@ -33,7 +33,7 @@ class MemoryIndex:
         self._leases: dict[str, tuple[str, float]] = {}
         self._savings: Counter[str] = Counter()
         self._sightings: dict[str, tuple[float, str]] = {}
-        """When each ends, and its holder."""
+        """Until when each is remembered, and its holder."""
         self._mail: dict[str, tuple[float, deque[bytes]]] = {}
         """Requests by holder, and until when there may be more."""
         self._came = Condition(self._lock)

@@ -73,7 +73,7 @@ class PutRequest:
 @dataclass(frozen=True, slots=True)
 class _Pending:
     holders: Mapping[str, str]
-    """Of each requested payload of the chunk, by field."""
+    """Those of the chunk's requested payloads, by field."""
     since: float
 
     def is_whole(self, shards: Shards) -> bool:

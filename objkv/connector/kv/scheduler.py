@@ -22,10 +22,9 @@ from objkv.connector.kv.events import NoEvents
 from objkv.connector.kv.loads import ReliedLoads
 from objkv.connector.kv.metadata import StepPlan, StepReport
 from objkv.connector.kv.planning import BlockTable, load_moves
-from objkv.connector.kv.put_waits import PutWaits
 from objkv.connector.kv.requests import RequestTracker, TrackedRequest, Usable
 from objkv.connector.kv.saves import BlockTrust, SavePlanner
-from objkv.connector.kv.timing import Timing
+from objkv.connector.kv.timing import PutWaits, Timing
 from objkv.connector.model.groups import Geometry
 from objkv.connector.namespace import ReplicaNamespace
 from objkv.index.base import Shards
@@ -170,8 +169,7 @@ class SchedulerSide:
         tracing: Tracing,
     ) -> None:
         self._config, self._roles, self._geometry = config, roles, geometry
-        self._index, self._lookups = index, lookups
-        self._requests, self._timing = requests, timing
+        self._index, self._lookups, self._requests, self._timing = index, lookups, requests, timing
         self._namespace, self._tracing, self.switch = namespace, tracing, switch
         self._trust = BlockTrust(roles.steps_in_flight, ranks=geometry.ranks)
         self._saves = SavePlanner(config, geometry, requests, self._trust, loads=roles.loads)

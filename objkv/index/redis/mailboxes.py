@@ -45,7 +45,7 @@ class Mailboxes:
 
     def receive(self, holder: str, wait_s: float) -> list[bytes]:
         """Return the requests to ``holder`` since the last call, after ``wait_s`` if there is none.
-        Makes its stream if it is not there."""
+        Makes its stream if it is missing."""
         wait_ms = max(1, int(1000 * min(wait_s, _WAIT_S_MAX)))
         last = self._renew(holder)
         options = ("COUNT", _BATCH, "BLOCK", wait_ms, "STREAMS")
