@@ -44,19 +44,18 @@ INDEX_VERBS: Final[Mapping[str, Verb]] = {
     "holders": Verb("read", _CALLS),
     "let_go": Verb("write", _CALLS),
     "request": Verb("write", _CALLS),
-    "requests": Verb("write"),
 }
 """The counters of an index's guard: ``index_calls`` and ``index_errors`` over all verbs except
 scans, ``index_records_found`` and ``index_records_missing`` over all lookups. A scan is guarded and
-counted per record. So is the time of ``requests``, which mostly waits."""
+counted per record."""
 
 
 class GuardedIndex:
     """``inner`` behind ``guard``. Closing this index closes ``inner``.
 
-    A ``WriteIndex``: operators change the inner index directly. ``check`` and ``close`` skip the
-    guard too. In the read-only role, writes do nothing and no lease is granted, so savers do not
-    save. This is not an error, because a replica writes only hints to an index.
+    A ``WriteIndex``: operators change the inner index directly. ``check``, ``requests`` and
+    ``close`` skip the guard too. In the read-only role, writes do nothing and no lease is granted,
+    so savers do not save. This is not an error, because a replica writes only hints to an index.
     """
 
     def __init__(self, inner: WriteIndex, guard: CallPolicy | None = None) -> None:
@@ -161,10 +160,12 @@ class GuardedIndex:
         )
 
     def requests(self, holder: str, *, wait_s: float) -> list[bytes] | None:
-        """See ``WriteIndex``."""
+        """See ``WriteIndex``. Mostly waits, so the guard only bounds it. Even a full server
+        answers it, which must not close the circuit of writes."""
         if not self._guard.may_write:
             return None
-        return self._guard.call("requests", self._inner.requests, holder, wait_s=wait_s)
+        with self._guard.deadline():
+            return self._inner.requests(holder, wait_s=wait_s)
 
 
 def for_operators(admin: PruneIndex | None) -> PruneIndex:

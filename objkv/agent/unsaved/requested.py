@@ -82,24 +82,34 @@ class RequestedPuts:
         return f"<RequestedPuts {len(self._waiting)} waiting, {len(self._open)} being read>"
 
     def _listen(self) -> None:
-        while not self._closed.is_set():
-            try:
-                texts = self._index.requests(self._name, wait_s=_WAIT_S)
-            except StoreDenied as exc:
-                logger.error("requests of other nodes cannot be read reason=%s", exc)
-                break
-            except StoreError as exc:
-                self._announce("")
-                self._trouble.failed(exc)
-                self._closed.wait(_RETRY_S)
-                continue
-            if texts is None:  # this index carries none
-                return
-            self._trouble.worked()
-            self._announce(self._name)
-            for text in texts:
-                self._take(text)
-        self._announce("")
+        try:
+            while not self._closed.is_set():
+                if not self._read():
+                    return
+        except Exception:
+            logger.exception("requests of other nodes are not read any more")
+        finally:  # no payload may be sighted under a name that nothing answers to
+            self._announce("")
+
+    def _read(self) -> bool:
+        """Read requests once, and act on them. Returns whether to go on."""
+        try:
+            texts = self._index.requests(self._name, wait_s=_WAIT_S)
+        except StoreDenied as exc:
+            logger.error("requests of other nodes cannot be read reason=%s", exc)
+            return False
+        except StoreError as exc:
+            self._announce("")
+            self._trouble.failed(exc)
+            self._closed.wait(_RETRY_S)
+            return True
+        if texts is None:  # this index carries none
+            return False
+        self._trouble.worked()
+        self._announce(self._name)
+        for text in texts:
+            self._take(text)
+        return True
 
     def _take(self, text: bytes) -> None:
         try:

@@ -38,10 +38,11 @@ _INDEX: Final[dict[Role, tuple[str, ...]]] = {
             "hexists",
             "hkeys",
         ),
-        *("hdel", "get", "set", "del", "pexpire", "pttl", "hincrby", "xadd", "xread"),
+        *("hdel", "get", "set", "del", "pexpire", "pttl", "hincrby"),
     ),
 }
 _INDEX["sweeper"] = (*_INDEX["writer"], "scan")
+_INDEX["writer"] += ("xadd", "xread")  # requests between node agents
 _HOT: Final[dict[Role, tuple[str, ...]]] = {
     "reader": ("get", "exists", "getrange"),
     "writer": ("get", "exists", "getrange", "set", "strlen", "pttl"),
