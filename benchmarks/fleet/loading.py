@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from benchmarks.fleet.saving import put
 from benchmarks.fleet.tiers import Held, Lane
-from benchmarks.fleet.world import Job, Unit, World
+from benchmarks.fleet.world import Job, Replica, Unit, World
 
 _SETTLE_S = 5.0
 """objkv's near-cache keeps no younger record: other ranks may still be adding to it."""
@@ -56,7 +56,7 @@ def lookup(world: World, job: Job, now: float) -> tuple[int, float]:
             since_s = store.has(unit.key, now)
             answers[i] = since_s is not None and since_s <= now
             if not answers[i] and world.fleet.agents:
-                answers[i] = _held_by_agents(world, job, unit, now)
+                answers[i] = _held_by_agents(world, job, unit, now) and all(answers[:i])
             elif since_s is not None and since_s + _SETTLE_S <= now:
                 near.keep(job.private[unit.place], unit.chunks, True, now)
     leading = _leading(answers)
@@ -64,6 +64,39 @@ def lookup(world: World, job: Job, now: float) -> tuple[int, float]:
         missing = job.units[leading]
         near.keep(job.private[missing.place], missing.chunks, False, now)
     return leading, took_s
+
+
+def waits_until(world: World, job: Job, now: float) -> float:
+    """When a request that is next is looked at again, because other nodes put what it wants; not
+    after ``now``: it waits no longer."""
+    agents = world.fleet.agents
+    if agents is None or agents.save_to_bucket != "reused":
+        return now
+    here, tokens, first = job.replica.cache.match(job.private), 0, None
+    ready_s = now
+    for unit in job.units[: job.stored]:
+        start, tokens = tokens, tokens + unit.chunks * world.settings.chunk_tokens
+        since_s = world.store.has(unit.key, now)
+        if (
+            tokens > here
+            and since_s
+            and since_s > now
+            and not job.replica.host.cache.find(unit.key)
+        ):
+            first = start if first is None else first
+            ready_s = max(ready_s, since_s + world.costs.node.ask_s)
+    if first is None:
+        return now
+    if job.wait_end_s is None:
+        load_bytes = (tokens - max(here, first)) * world.model.token_bytes
+        load_s = load_bytes / (world.costs.client.load_bytes_s * world.width())
+        spare_s = max(0.0, world.model.prefill_s(max(here, first), tokens) - load_s)
+        job.wait_end_s = now + min(agents.wait_max_s, spare_s)
+        world.counts.waits += 1
+    until_s = min(ready_s, job.wait_end_s)
+    world.counts.waited_s += max(0.0, until_s - now)
+    world.counts.given_up += until_s <= now
+    return until_s
 
 
 def load(world: World, job: Job, now: float, stored: int) -> float:
@@ -105,12 +138,14 @@ def _leading(answers: list[bool | None]) -> int:
 
 def _present(world: World, job: Job, now: float, stored: int) -> int:
     """Leading units that can still be loaded: the near-cache may believe in what is gone."""
-    waits = world.fleet.agents is not None and world.fleet.agents.save_to_bucket == "asked"
+    waits = world.fleet.agents is not None and world.fleet.agents.save_to_bucket == "reused"
     for i, unit in enumerate(job.units[:stored]):
         if job.replica.host.cache.find(unit.key):
             continue
         since_s = world.store.has(unit.key, now)
-        if since_s is None or (since_s > now and not waits):
+        if since_s is not None and since_s > now and waits:
+            return i
+        if since_s is None or since_s > now:
             job.replica.near.forget(job.private[unit.place])
             world.counts.ghosts += 1
             return i
@@ -282,14 +317,26 @@ def _held_by_agents(world: World, job: Job, unit: Unit, now: float) -> bool:
     agents = world.fleet.agents
     if job.replica.host.cache.find(unit.key):
         return True
-    if agents is None or agents.save_to_bucket != "asked":
+    if agents is None or agents.save_to_bucket != "reused":
         return False
-    if world.store.has(unit.key, now) is None:
+    if world.store.has(unit.key, now) is None and world.sighted.get(unit.key, 0.0) > now:
         for other in world.replicas:
             if other.host.cache.find(unit.key):
-                put(world, other, unit, now + world.costs.node.ask_s)
+                _put_from(world, other, unit, now + world.costs.node.ask_s)
                 break
     return world.store.has(unit.key, now) is not None
+
+
+def _put_from(world: World, holder: Replica, unit: Unit, now: float) -> None:
+    """Have the holder's node put a unit, which it may have to read from its disk."""
+    held = holder.host.cache.find(unit.key)
+    assert held is not None
+    nbytes = unit.chunks * world.chunk_bytes
+    if not held[1]:
+        now = holder.host.reads.take(now, nbytes / world.costs.node.disk_bytes_s)
+    holder.host.cache.read(unit.key, now)
+    if put(world, holder, unit, now):
+        world.counts.asked += unit.chunks
 
 
 def _promote(world: World, job: Job, unit: Unit, now: float) -> None:

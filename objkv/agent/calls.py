@@ -185,10 +185,17 @@ class NodeLookups:
 
     def invalidate(self, namespace: str, prefix_hash: bytes) -> None:
         """Discard the kept records of a chunk."""
-        with self._lock:
-            caches = [cache for (name, _), cache in self._caches.items() if name == namespace]
-        for cache in caches:
+        for cache in self._caches_of(namespace):
             cache.near.invalidate(namespace, prefix_hash)
+
+    def doubt(self, namespace: str, prefix_hashes: Sequence[bytes]) -> None:
+        """Look chunks up again, although they were missing just now."""
+        for cache in self._caches_of(namespace):
+            cache.near.doubt(namespace, prefix_hashes)
+
+    def _caches_of(self, namespace: str) -> list[AnswerBlocks]:
+        with self._lock:
+            return [cache for (name, _), cache in self._caches.items() if name == namespace]
 
     def _open(self, fields: tuple[str, ...]) -> NearIndex:
         limits = self._limits

@@ -16,7 +16,13 @@ from objkv.agent.residents import MissReason
 from objkv.codec.payload import Claim
 from objkv.errors import ObjkvError, TransferError
 from objkv.index.base import Shards
-from objkv.index.fields import WrittenShards, decode_shard, encode_shard
+from objkv.index.fields import (
+    COMING,
+    COMING_TEXT,
+    WrittenShards,
+    decode_shard,
+    encode_shard,
+)
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.keys.topology import Shard
@@ -399,7 +405,12 @@ def _read_block(text: bytes, count: int, fields: tuple[str, ...]) -> tuple[Shard
     if count <= 0 or len(texts) != count * len(fields):
         raise ProtocolError(f"{len(texts)} records for {count} chunks")
     rows = zip(*[iter(texts)] * len(fields), strict=True)
-    return tuple([WrittenShards(fields, row) if any(row) else None for row in rows])
+    return tuple(
+        [
+            (COMING if row[0] == COMING_TEXT else WrittenShards(fields, row)) if any(row) else None
+            for row in rows
+        ]
+    )
 
 
 def pack_failure(error: ObjkvError) -> bytes:

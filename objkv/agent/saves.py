@@ -189,6 +189,10 @@ class NodeSaves:
         self._sightings.close()
         self._pool.close(max(0.0, end - monotonic()), self._give_up)
 
+    def announce(self, holder: str) -> None:
+        """From now on name ``holder`` as the one that puts held-back payloads at request."""
+        self._sightings.holder = holder
+
     @property
     def waiting(self) -> int:
         """Payloads that wait to be saved."""

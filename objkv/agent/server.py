@@ -11,7 +11,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock, Thread
@@ -45,8 +45,10 @@ from objkv.agent.outbox import join_outbox
 from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason
 from objkv.agent.saves import NodeSaves
+from objkv.agent.unsaved.requests import PutRequests
 from objkv.background import JOIN_S, join_all
 from objkv.errors import StoreError, TransferError
+from objkv.index.base import Shards
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 
 logger = logging.getLogger(__name__)
@@ -109,6 +111,8 @@ class AgentParts:
     arena: Arena
     lookups: NodeLookups
     calls: NodeCalls
+    requests: PutRequests | None = None
+    """None if nothing is requested of other nodes."""
 
 
 class AgentServer:
@@ -325,13 +329,14 @@ class AgentServer:
         namespace, hashes, fields = unpack_find(message)
         if not 0 < len(hashes) <= PREFIX_HASH_BYTES * find_max(len(fields)):
             raise ProtocolError(f"a lookup of {len(hashes)} bytes of hashes")
-        lookups = self._parts.lookups
-        find = partial(
-            self._core.residents.unsaved.find,
-            namespace,
-            fields=fields,
-            find=partial(lookups.find, namespace, fields=fields),
-        )
+        lookups, requests = self._parts.lookups, self._parts.requests
+        look_up = partial(lookups.find, namespace, fields=fields)
+        unsaved = self._core.residents.unsaved
+
+        def find(some: Sequence[bytes]) -> Sequence[Shards | None]:
+            found = unsaved.find(namespace, some, fields, look_up)
+            return requests.complete(namespace, some, fields, found) if requests else found
+
         answer = client.sent.pack(lookups.blocks(namespace, fields).find(hashes, find))
         if answer is None:
             raise StoreError("the answer is too long")

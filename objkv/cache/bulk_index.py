@@ -138,9 +138,24 @@ class BulkIndex:
     def release(self, name: str, owner: str) -> None:
         """Does nothing: leases exclude no other process."""
 
-    def sight(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
+    def sight(self, names: Sequence[str], *, ttl_s: int, holder: str = "") -> list[bool]:
         """Return False for all: a folder keeps no sightings."""
         return [False] * len(names)
+
+    def holders(self, names: Sequence[str]) -> list[str]:
+        """Return no holder: a folder keeps no sightings."""
+        return [""] * len(names)
+
+    def let_go(self, names: Sequence[str], holder: str) -> None:
+        """Does nothing, see ``holders``."""
+
+    def request(self, holder: str, text: bytes) -> bool:
+        """Return False: a folder carries no requests."""
+        return False
+
+    def requests(self, holder: str, *, wait_s: float) -> list[bytes] | None:
+        """Return None, see ``request``."""
+        return None
 
     def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
         """Return whether the chunk exists. The caller writes the pin's document, which is the only

@@ -328,13 +328,13 @@ class ChunkCache:
         except StoreError:
             self._recorder.count("lease_errors")
 
-    def sight(self, paths: Sequence[str]) -> list[bool]:
+    def sight(self, paths: Sequence[str], holder: str = "") -> list[bool]:
         """Record that payloads were made, and return for each whether one of the fleet had made it
         before, see ``WriteIndex.sight``. If the index fails, none was."""
         if not paths:
             return []
         try:
-            return self._index.sight(paths, ttl_s=self._settings.ttl_s)
+            return self._index.sight(paths, ttl_s=self._settings.ttl_s, holder=holder)
         except StoreError:
             self._recorder.count("sighting_errors")
             return [False] * len(paths)

@@ -8,6 +8,7 @@ grows, only its new part is looked up. A failed, late or refused lookup is "no m
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
+from itertools import islice, takewhile
 from math import inf
 from threading import BoundedSemaphore
 from time import monotonic
@@ -16,6 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from objkv.background import Pool
 from objkv.errors import StoreError
 from objkv.index.base import ReadIndex, Shards
+from objkv.index.fields import COMING
 from objkv.telemetry import Recorder
 from objkv.tracing import NO_TRACING, Span, Tracing
 
@@ -26,6 +28,8 @@ _THREADS = 4
 """Redis replies for a whole prompt in one round trip; a few threads keep one slow reply from
 delaying the others."""
 _CLOSE_S_MAX = 5.0
+_REPEAT_S = 0.05
+"""How often a lookup is repeated while chunks are coming."""
 
 
 class Hashes(Protocol):
@@ -60,10 +64,18 @@ class _Memo:
     future: Future[list[Shards | None]] | None = None
     answer: Records | None = None
     answered_at: float = 0.0
+    coming: int = 0
+    """Number of chunks after the found ones that another node was requested to put."""
 
     @property
     def no_match(self) -> Records:
         return self.known + (None,) * (self.count - len(self.known))
+
+    @property
+    def found(self) -> int:
+        """Number of leading chunks that were found."""
+        answer = self.answer or ()
+        return next((place for place, one in enumerate(answer) if one is None), len(answer))
 
 
 class _Job(Generic[T]):
@@ -126,6 +138,25 @@ class LookupService:
         if memo.answer is None:
             self._poll(memo)
         return memo.answer
+
+    def coming(self, request_id: str) -> range:
+        """Return the chunks that follow the found ones of the last answer, and that another node
+        was requested to put. Empty for most answers."""
+        memo = self._memos.get(request_id)
+        if memo is None or not memo.coming:
+            return range(0)
+        found = memo.found
+        return range(found, found + memo.coming)
+
+    def repeat(
+        self, request_id: str, namespace: str, hashes: Hashes, trace: str | None = None
+    ) -> None:
+        """Look up the chunks again that were not found, if the last answer is older than
+        ``_REPEAT_S``. If that fails, those that were found remain."""
+        memo = self._memos.get(request_id)
+        if memo is None or memo.answer is None or self._clock() - memo.answered_at < _REPEAT_S:
+            return
+        self._start(request_id, namespace, hashes, memo.answer[: memo.found], trace=trace)
 
     def forget(self, request_id: str) -> None:
         """Forget a request. Cancels a queued lookup; a running one finishes unused."""
@@ -239,7 +270,9 @@ class LookupService:
     def _take(self, memo: _Memo, future: Future[list[Shards | None]]) -> None:
         error = future.exception()
         if error is None:
-            self._answer(memo, memo.known + tuple(future.result()))
+            found = future.result()
+            self._answer(memo, memo.known + tuple([None if r is COMING else r for r in found]))
+            memo.coming = _count_coming(found)
             return
         self._recorder.count("lookup_errors")
         self._answer(memo, memo.no_match)
@@ -248,6 +281,14 @@ class LookupService:
 
     def _answer(self, memo: _Memo, answer: Records) -> None:
         memo.answer, memo.answered_at, memo.future = answer, self._clock(), None
+
+
+def _count_coming(found: Sequence[Shards | None]) -> int:
+    """Return how many chunks are coming directly after the leading ones that were found."""
+    first = next((place for place, one in enumerate(found) if one is None or one is COMING), None)
+    if first is None:
+        return 0
+    return sum(1 for _ in takewhile(lambda one: one is COMING, islice(found, first, None)))
 
 
 def _decode(found: Sequence[Shards | None]) -> None:

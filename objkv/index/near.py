@@ -111,6 +111,13 @@ class NearIndex(GuardedIndex):
                     self._book.records.pop(prefix_hash, None)
                     self._book.missing.pop(prefix_hash, None)
 
+    def doubt(self, namespace: str, prefix_hashes: Sequence[bytes]) -> None:
+        """Query for these chunks again, if they are known to be missing."""
+        with self._lock:
+            if self._book.namespace == namespace:
+                for prefix_hash in prefix_hashes:
+                    self._book.missing.pop(prefix_hash, None)
+
     def kept(
         self, namespace: str, prefix_hashes: Sequence[bytes]
     ) -> tuple[list[Shards], float] | None:

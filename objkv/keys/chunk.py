@@ -13,6 +13,12 @@ _PATH = re.compile(
 )
 
 
+def payload_path(namespace: str, prefix_hash: bytes, field: str) -> str:
+    """Return the path of a chunk's payload, whose field need not be valid. See ``ChunkKey``."""
+    digest = prefix_hash.hex()
+    return f"{namespace}/{digest[:2]}/{digest}/{field}.safetensors"
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkKey:
     """Identifies one payload in the bulk store, the hot store and its own header."""
@@ -35,8 +41,7 @@ class ChunkKey:
     def path(self) -> str:
         """Return ``<namespace>/<aa>/<hash>/<group>.<shard>.safetensors``. The hash comes early so
         that S3 spreads the load."""
-        digest = self.prefix_hash.hex()
-        return f"{self.namespace}/{digest[:2]}/{digest}/{self.field}.safetensors"
+        return payload_path(self.namespace, self.prefix_hash, self.field)
 
     @classmethod
     def parse(cls, path: str) -> "ChunkKey":

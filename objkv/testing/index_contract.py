@@ -14,16 +14,22 @@ from threading import Barrier
 
 import pytest
 
-from objkv.index.base import ChunkEntry, PruneIndex, Record, Savings, ShardRecord, Usage
+from objkv.index.base import (
+    ChunkEntry,
+    PruneIndex,
+    Record,
+    Savings,
+    ShardRecord,
+    Usage,
+)
 from objkv.index.shapes import SHAPES_HASH
 from objkv.testing.clock import ManualClock
+from objkv.testing.request_contract import LONG_S, RequestContract
 
 NAMESPACE = "0123456789abcdef0123456789abcdef"
 OTHER = "fedcba9876543210fedcba9876543210"
 FIELD = "0.L0-2_H0-4"
 OTHER_FIELD = "0.L0-2_H4-8"
-LONG_S = 1_000
-"""A time to live that outlasts every test."""
 THREADS = 12
 
 
@@ -84,20 +90,8 @@ def at_once(calls: list[Callable[[], object]]) -> list[object]:
         return list(pool.map(run, calls))
 
 
-class IndexContract:
+class IndexContract(RequestContract):
     """Every ``PruneIndex`` passes all of these tests."""
-
-    short_s = 100
-    """A time to live that ends within ``pass_time``, but not during any other part of a test."""
-
-    @pytest.fixture
-    def clock(self) -> ManualClock:
-        """The time that the index under test uses."""
-        return ManualClock()
-
-    def pass_time(self, clock: ManualClock, seconds: float) -> None:
-        """Let ``seconds`` pass for the index."""
-        clock.advance(seconds)
 
     def put_garbage(self, index: PruneIndex, number: int) -> None:
         """Store something under chunk ``number`` that objkv never writes, if other programs could

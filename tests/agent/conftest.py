@@ -3,6 +3,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.agent.world import Node
+from tests.support.servers.fixtures import client, valkey
+
+__all__ = ["client", "valkey"]
 
 
 @pytest.fixture

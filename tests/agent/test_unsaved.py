@@ -98,7 +98,7 @@ def find(client: AgentConnection, made: Sequence[bytes]) -> list[Wanted]:
         client.find(NAMESPACE, [claim.key.prefix_hash for claim in claims], fields),
         strict=True,
     ):
-        if shards is None:
+        if not shards:
             break
         wanted.append(Wanted(claim, shards[fields[0]]))
     return wanted
@@ -307,10 +307,10 @@ def test_payloads_that_come_together_share_a_round_trip(make: Callable[..., Hold
     node, made = make(), payloads(list(range(16 * 9)))
     sight, gate, sizes = node.index.sight, threading.Event(), list[int]()
 
-    def slow(names: Sequence[str], *, ttl_s: int) -> list[bool]:
+    def slow(names: Sequence[str], *, ttl_s: int, holder: str = "") -> list[bool]:
         sizes.append(len(names))
         assert gate.wait(PATIENCE_S)
-        return sight(names, ttl_s=ttl_s)
+        return sight(names, ttl_s=ttl_s, holder=holder)
 
     node.index.sight = slow  # type: ignore[method-assign]
     node.desk.hand_over(made[0])

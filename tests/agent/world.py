@@ -6,6 +6,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from threading import Lock
 
@@ -20,6 +21,8 @@ from objkv.agent.queue import Urgency
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentParts, AgentServer, ServerLimits
 from objkv.agent.spill.disk import Disk
+from objkv.agent.unsaved.requested import RequestedPuts
+from objkv.agent.unsaved.requests import PutRequests
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import Claim, frame_pages, read_header
 from objkv.codec.seal import Seal
@@ -31,6 +34,7 @@ from objkv.telemetry import MemoryRecorder
 from tests.support.samples import NAMESPACE, TOKENS, save
 
 PATIENCE_S = 60.0
+_numbers = count()
 MEMORY = 1 << 20
 
 
@@ -71,6 +75,7 @@ class Node:
         holds_back: bool = False,
         miss_ttl_s: float = 0.0,
         saves_max: int = 100,
+        requests: bool = False,
     ) -> None:
         self.store = store or WatchedStore()
         self.index, self.recorder = index or MemoryIndex(), MemoryRecorder()
@@ -88,6 +93,14 @@ class Node:
         )
         self.lookups = NodeLookups(self.index, NearLimits(1000, 30.0, miss_ttl_s))
         self.saves.on_saved = self.core.on_rejected = self.lookups.invalidate
+        self.requests: PutRequests | None = None
+        self.requested: RequestedPuts | None = None
+        if requests:
+            name = f"node-{next(_numbers)}"
+            self.requests = PutRequests(self.index, self.lookups, name, self.recorder)
+            self.requested = RequestedPuts(
+                self.core, self.index, name, self.saves.announce, self.recorder
+            )
         self.folder = Path(tempfile.mkdtemp(prefix="objkv-", dir="/tmp"))
         self.path = path or self.folder / "s"
         self.server: AgentServer | None = None
@@ -100,7 +113,7 @@ class Node:
         listener.listen(64)
         prefetches = Prefetches(self.core, self.index, self.store)
         calls = NodeCalls(self.index, self.store, prefetches, ttl_s=3600)
-        parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls)
+        parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls, self.requests)
         self.server = AgentServer(listener, parts, limits)
         return self
 
@@ -130,6 +143,8 @@ class Node:
 
     def close(self) -> None:
         """End everything; what is leaked shows."""
+        if self.requested is not None:
+            self.requested.close()
         self.core.close(PATIENCE_S)
         for client in self.clients:
             client.close()

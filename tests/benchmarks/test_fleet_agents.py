@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from benchmarks.fleet import run as command
 from benchmarks.fleet.agents import LIVES_H, Row, halves, with_nodes
 from benchmarks.fleet.fleet import Agents, Fleet, Policy
-from benchmarks.fleet.loading import load, lookup
+from benchmarks.fleet.loading import load, lookup, waits_until
 from benchmarks.fleet.saving import save
 from benchmarks.fleet.tiers import Held, NodeCache
 from benchmarks.fleet.trace import BLOCK_TOKENS, Arrival, span_s
@@ -76,13 +76,35 @@ def world(agents: Agents) -> World:
 
 
 def ask(at: World, replica: int, now: float) -> int:
-    """The same prompt once more, on this replica; returns the tokens that it loads."""
+    """The same prompt once more, on this replica; returns the tokens that it loads, a little later
+    than it looks them up."""
     job = at.place(Arrival(now, TOKENS, tuple(range(BLOCKS + 1)), 1, 0))
     job.replica = at.replicas[replica]
     job.stored, _ = lookup(at, job, now)
-    load(at, job, now, job.stored)
-    save(at, job, now, now)
+    load(at, job, now + 0.5, job.stored)
+    save(at, job, now + 0.5, now + 0.5)
     return job.reused
+
+
+@pytest.mark.parametrize(
+    ("policy", "wait_max_s", "waits_s"),
+    [("reused", 5.0, 0.1), ("reused", 0.01, 0.01), ("reused", 0.0, 0.0), ("unrequested", 5.0, 0.0)],
+)
+def test_a_request_waits_for_what_another_node_puts(
+    policy: Policy, wait_max_s: float, waits_s: float
+) -> None:
+    at = world(replace(ROOMY, save_to_bucket=policy, wait_max_s=wait_max_s))
+    ask(at, 0, 1.0)
+    at.model = COSTS.models[at.fleet.model]
+    job = at.place(Arrival(2.0, TOKENS, tuple(range(BLOCKS + 1)), 1, 0))
+    job.replica = at.replicas[2]
+    job.stored, _ = lookup(at, job, 2.0)
+    assert waits_until(at, job, 2.0) == pytest.approx(2.0 + waits_s)
+    assert waits_until(at, job, 2.0 + waits_s) == pytest.approx(2.0 + waits_s)
+    load(at, job, 2.0 + waits_s, job.stored)
+    assert job.reused == (TOKENS - 1 if waits_s == 0.1 else 0)
+    assert at.counts.waits == (policy == "reused")
+    assert bool(at.counts.given_up) == (policy == "reused" and waits_s < 0.1)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +113,8 @@ def ask(at: World, replica: int, now: float) -> int:
         ("all", 1, TOKENS - 1, [8, 8]),  # the same node
         ("all", 2, TOKENS - 1, [8, 8]),  # the other node
         ("reused", 1, TOKENS - 1, [0, 8]),  # from the arena: seen a second time
-        ("reused", 2, 0, [0, 8]),  # committed a second time
-        ("asked", 2, TOKENS - 1, [0, 8]),  # put by the first node
+        ("unrequested", 2, 0, [0, 8]),  # committed a second time
+        ("reused", 2, TOKENS - 1, [0, 8]),  # put by the first node
     ],
 )
 def test_a_policy_puts_a_prompt_when_it_should(
@@ -137,7 +159,9 @@ def test_a_node_fetches_a_chunk_once() -> None:
     assert at.counts.bulk == at.counts.arena == TOKENS - 1
 
 
-@pytest.mark.parametrize(("policy", "disk_bytes"), [("all", 0), ("reused", 1e12), ("asked", 1e12)])
+@pytest.mark.parametrize(
+    ("policy", "disk_bytes"), [("all", 0), ("unrequested", 1e12), ("reused", 1e12)]
+)
 def test_with_agents_too_every_token_is_from_one_place(policy: Policy, disk_bytes: float) -> None:
     agents = Agents(2e11, disk_bytes, "all" if disk_bytes else "read", policy)
     counts = run(replace(SMALL, agents=agents)).world.counts

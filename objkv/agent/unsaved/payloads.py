@@ -85,6 +85,11 @@ class UnsavedPayloads:
         """The paths that they would have in the bulk store."""
         return list(self._by_path)
 
+    def get(self, path: str) -> tuple[Claim, ShardRecord] | None:
+        """Return claim and record of a held-back payload."""
+        one = self._by_path.get(path)
+        return None if one is None else (one.claim, one.record)
+
     def add(self, claim: Claim, record: ShardRecord) -> None:
         """Hold a payload back. ``record``: of ``unsaved_record``."""
         key, one = claim.key, _Unsaved(claim, record, encode_shard(record))

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from time import monotonic
+from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
 from objkv.cache.lookup import LookupService, Records
@@ -24,7 +24,7 @@ from objkv.connector.kv.metadata import StepPlan, StepReport
 from objkv.connector.kv.planning import BlockTable, load_moves
 from objkv.connector.kv.requests import RequestTracker, TrackedRequest, Usable
 from objkv.connector.kv.saves import BlockTrust, SavePlanner
-from objkv.connector.kv.timing import Timing
+from objkv.connector.kv.timing import PutWaits, Timing
 from objkv.connector.model.groups import Geometry
 from objkv.connector.namespace import ReplicaNamespace
 from objkv.index.base import Shards
@@ -169,13 +169,13 @@ class SchedulerSide:
         tracing: Tracing,
     ) -> None:
         self._config, self._roles, self._geometry = config, roles, geometry
-        self._index, self._lookups = index, lookups
-        self._requests, self._timing = requests, timing
+        self._index, self._lookups, self._requests, self._timing = index, lookups, requests, timing
         self._namespace, self._tracing, self.switch = namespace, tracing, switch
         self._trust = BlockTrust(roles.steps_in_flight, ranks=geometry.ranks)
         self._saves = SavePlanner(config, geometry, requests, self._trust, loads=roles.loads)
         self._sync_gate = SyncGate(config.step_load_deadline_ms / 1000)
         self._hits, self._loads = HitCounters(recorder), ReliedLoads(geometry.block_tokens)
+        self._put_waits = PutWaits(lookups, timing, geometry.chunk_tokens, recorder)
         self._held, self._sync_loads, self._wait_left_s = set[str](), False, _MATCH_WAIT_S
         self._waiting: int | None = None
         self.may_reuse: Callable[[], bool] = lambda: True
@@ -249,7 +249,7 @@ class SchedulerSide:
         ):
             return None if self._roles.saves and self._requests.hashing(tracked) else 0, False
         records = self._requests.records(tracked)
-        if records is None:
+        if records is None or self._put_waits.holds(tracked, computed):
             return None, False
         usable = self._usable(tracked, records, computed)
         if usable.end <= computed:
@@ -343,7 +343,10 @@ class SchedulerSide:
         empty = not output.total_num_scheduled_tokens
         if empty and not self._loads.in_progress:
             # vLLM spins on empty steps while it waits. Release the GIL for the lookup threads.
-            self._lookups.wait(_BESIDE_STEPS_S if self._timing.steps > 1 else _EMPTY_STEP_S)
+            seconds = _BESIDE_STEPS_S if self._timing.steps > 1 else _EMPTY_STEP_S
+            self._lookups.wait(seconds)
+            if len(self._put_waits):  # perhaps no lookup is in progress
+                sleep(seconds)
         plan.idle = empty and self._loads.in_progress
         self.events.planned(plan, self._requests.get)
 
@@ -403,6 +406,7 @@ class SchedulerSide:
         self._loads.forget(request.request_id)
         self._timing.request_ended(request.request_id)
         self._hits.ended(request.request_id)
+        self._put_waits.forget(request.request_id)
         tracked = self._requests.end(request.request_id)
         return tracked is not None and tracked.saved
 

@@ -245,8 +245,8 @@ class SqliteIndex:
         with self._file.write() as connection:
             connection.execute("DELETE FROM leases WHERE name = ? AND owner = ?", (name, owner))
 
-    def sight(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
-        """See ``WriteIndex``; one transaction."""
+    def sight(self, names: Sequence[str], *, ttl_s: int, holder: str = "") -> list[bool]:
+        """See ``WriteIndex``; one transaction. Keeps no holder, see ``request``."""
         now, seen = self._clock(), []
         with self._file.write() as connection:
             for name in names:
@@ -256,6 +256,21 @@ class SqliteIndex:
                 connection.execute(_SIGHT, (row, now + ttl_s))
             _purge(connection, now, max(len(names), _PURGE_ROWS))
         return seen
+
+    def holders(self, names: Sequence[str]) -> list[str]:
+        """Return no holder: this index has none."""
+        return [""] * len(names)
+
+    def let_go(self, names: Sequence[str], holder: str) -> None:
+        """Does nothing, see ``holders``."""
+
+    def request(self, holder: str, text: bytes) -> bool:
+        """Return False: one agent serves the machine."""
+        return False
+
+    def requests(self, holder: str, *, wait_s: float) -> list[bytes] | None:
+        """Return None, see ``request``."""
+        return None
 
     def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
         """See ``PruneIndex``."""

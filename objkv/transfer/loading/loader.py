@@ -184,7 +184,7 @@ class _Reading:
 
 
 class Loader(Loads):
-    """Loads by leases of an agent."""
+    """Loads by leases of a core."""
 
     _is_moving = False
     """Whether the agent opens no more, because it is replaced."""
@@ -219,8 +219,7 @@ class Loader(Loads):
         self._moves = 0
         """Moves that wait for the thread. Guarded by the lock, with ``_came`` and ``_closed``."""
         self._closed = False
-        self._waiting: deque[_Reading] = deque()
-        self._reading: list[_Reading] = []
+        self._waiting, self._reading = deque[_Reading](), list[_Reading]()
         self._alarm = Alarm()
         self._reach()
         self._thread = Thread(target=self._work, name="objkv-load", daemon=True)

@@ -1,0 +1,389 @@
+"""Two nodes: what one holds back, a lookup of the other makes it put."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from hypothesis import given
+from hypothesis import strategies as st
+
+from objkv.agent.client import AgentConnection
+from objkv.agent.residents import MissReason
+from objkv.agent.unsaved import requested
+from objkv.agent.unsaved.requests import PutRequest
+from objkv.codec.payload import read_header
+from objkv.errors import StoreDenied, StoreUnavailable
+from objkv.index.base import Shards
+from objkv.index.fields import COMING
+from objkv.index.memory import MemoryIndex
+from objkv.index.redis.index import RedisIndex
+from objkv.testing.clock import ManualClock
+from tests.agent.test_server import Desk, payloads
+from tests.agent.test_unsaved import Holder, find, paths, read
+from tests.agent.test_unsaved_disk import DiskHolder
+from tests.agent.world import PATIENCE_S, WatchedStore
+from tests.support.agents import AgentProcess
+from tests.support.paged_cache import wait_until
+from tests.support.samples import NAMESPACE
+from tests.support.servers.redis import RedisServer
+
+NONE = MissReason.NONE
+
+
+class Pair:
+    """Nodes that share a store and an index: one that holds payloads back, and one that looks."""
+
+    def __init__(self, first: type[Holder] = Holder, *given: Any, **options: Any) -> None:
+        self.time = ManualClock()
+        self.index = MemoryIndex(clock=self.time)
+        self.store = WatchedStore()
+        shared: dict[str, Any] = {"store": self.store, "index": self.index, "requests": True}
+        self.first = first(*given, **shared, **options)
+        wait_until(lambda: self.first.saves._sightings.holder != "")
+        self.second = Holder(**shared, miss_ttl_s=30.0)
+        assert self.second.requests is not None
+        self.clock = ManualClock(0.0)
+        self.second.requests._clock = self.clock
+
+    def look(self, made: Sequence[bytes]) -> list[Shards | None]:
+        """What a client of the second node finds."""
+        claims = [read_header(payload).claim for payload in made]
+        hashes = [claim.key.prefix_hash for claim in claims]
+        return self.second.reader.find(NAMESPACE, hashes, (claims[0].key.field,))
+
+    def coming(self, made: Sequence[bytes]) -> int:
+        """How many chunks are coming."""
+        return sum(one is COMING for one in self.look(made))
+
+    def deafen(self) -> None:
+        """Have the first node do nothing for the requests that it reads."""
+        assert self.first.requested is not None
+        self.first.requested._take = lambda text: None  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        self.first.close()
+        self.second.close()
+
+
+@pytest.fixture(autouse=True)
+def _ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requested, "_WAIT_S", 0.05)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Pair]]:
+    pairs: list[Pair] = []
+
+    def made(*given: Any, **options: Any) -> Pair:
+        pairs.append(Pair(*given, **options))
+        return pairs[-1]
+
+    yield made
+    for pair in pairs:
+        pair.close()
+
+
+def test_what_another_node_holds_back_comes_when_it_is_looked_up(
+    make: Callable[..., Pair],
+) -> None:
+    pair, made = make(), payloads()
+    pair.first.commit(made)
+    assert pair.coming(made) == 3
+    wait_until(lambda: len(pair.second.find(made)) == 3)
+    assert pair.second.read(pair.second.find(made)) == [NONE] * 3
+    assert pair.store.gets.keys() == set(paths(made)), "by way of the bulk store"
+    assert not pair.first.unsaved
+    counted = pair.second.count
+    assert (counted("agent_puts_requested"), counted("agent_puts_came")) == (3, 3)
+    assert pair.first.count("agent_requested_puts") == 3
+    assert pair.first.count("saves") == 3
+
+
+def test_a_prompt_whose_beginning_is_stored_comes_from_there_on(
+    make: Callable[..., Pair],
+) -> None:
+    pair, made = make(), payloads(list(range(16 * 8)))
+    pair.first.commit(made)
+    pair.first.read(pair.first.find(made)[:3])
+    wait_until(lambda: pair.first.stored == set(paths(made[:3])))
+    longer = [*made, *payloads(list(range(16 * 10)))[8:]]
+    found = pair.look(longer)
+    assert [one is COMING for one in found] == [False] * 3 + [True] * 5 + [False] * 2
+    assert found[8:] == [None, None]
+    wait_until(lambda: len(pair.second.find(longer)) == 8)
+
+
+def test_what_only_the_disk_has_comes_too(make: Callable[..., Pair], tmp_path: Path) -> None:
+    pair, made = make(DiskHolder, tmp_path / "disk"), payloads()
+    assert isinstance(pair.first, DiskHolder)
+    pair.first.keep(made)
+    assert pair.coming(made) == 3
+    wait_until(lambda: len(pair.second.find(made)) == 3)
+    assert pair.second.read(pair.second.find(made)) == [NONE] * 3
+    assert pair.first.count("agent_disk_hits") == 3
+
+
+def test_a_file_that_was_changed_is_no_longer_waited_for(
+    make: Callable[..., Pair], tmp_path: Path
+) -> None:
+    pair, made = make(DiskHolder, tmp_path / "disk"), payloads()
+    assert isinstance(pair.first, DiskHolder)
+    pair.first.keep(made)
+    for file in (tmp_path / "disk").rglob("*.plain"):
+        spoilt = bytearray(file.read_bytes())
+        spoilt[-1] ^= 1
+        file.write_bytes(spoilt)
+    assert pair.coming(made) == 3
+    wait_until(lambda: pair.look(made) == [None] * 3)
+    assert not pair.first.stored
+
+
+def test_what_its_node_has_lost_is_waited_for_only_until_it_says_so(
+    make: Callable[..., Pair],
+) -> None:
+    pair, made = make(memory=2 * 8192), payloads()
+    pair.first.commit(made[:1])
+    pair.first.commit(payloads(list(range(9000, 9000 + 16 * 4))))
+    assert paths(made)[0] not in pair.first.unsaved
+    assert pair.coming(made[:1]) == 1
+    wait_until(lambda: pair.look(made[:1]) == [None])
+    assert pair.index.holders(paths(made[:1])) == [""]
+    assert pair.second.count("agent_puts_refused") == 1
+    assert pair.second.count("agent_put_holders_silent") == 0
+    pair.second.commit(made[:1])
+    assert pair.second.stored == set(paths(made[:1])), "it stays sighted"
+
+
+def test_a_node_that_has_ended_is_not_waited_for(make: Callable[..., Pair]) -> None:
+    pair, made = make(), payloads()
+    pair.first.commit(made)
+    assert pair.first.requested is not None
+    pair.first.requested.close()
+    pair.time.advance(20)
+    assert pair.look(made) == [None] * 3
+    asked: list[str] = []
+    pair.index.request = lambda holder, text: bool(asked.append(holder))  # type: ignore[method-assign]
+    assert pair.look(made) == [None] * 3
+    assert asked == [], "not for a while"
+    pair.second.commit(made)
+    assert pair.second.stored == set(paths(made)), "as without requests"
+
+
+def test_a_node_that_does_not_answer_is_waited_for_once_in_a_while(
+    make: Callable[..., Pair],
+) -> None:
+    pair, made, others = make(), payloads(), payloads(list(range(500, 500 + 16 * 3)))
+    pair.deafen()
+    pair.first.commit(made)
+    pair.first.commit(others)
+    assert pair.coming(made) == 3
+    pair.clock.advance(5.9)
+    assert pair.coming(made) == 3
+    assert pair.look(others) == [None] * 3, "it has answered nothing for seconds"
+    assert pair.second.count("agent_put_holders_silent") == 1
+    pair.clock.advance(0.2)
+    assert pair.look(made) == [None] * 3
+    assert pair.second.count("agent_puts_late") >= 1
+    pair.clock.advance(30)
+    assert pair.coming(others) == 3, "then it is tried again"
+
+
+def test_a_node_whose_payloads_came_after_the_wait_is_not_silent(
+    make: Callable[..., Pair],
+) -> None:
+    pair, made, others = make(), payloads(), payloads(list(range(500, 500 + 16 * 3)))
+    pair.first.commit(made)
+    pair.first.commit(others)
+    assert pair.coming(made) == 3
+    wait_until(lambda: pair.first.stored == set(paths(made)))
+    wait_until(lambda: not any(path in pair.first.unsaved for path in paths(made)))
+    pair.clock.advance(60)
+    assert pair.coming(others) == 3
+    assert pair.second.count("agent_put_holders_silent") == 0
+
+
+def test_a_lost_request_costs_a_bounded_wait(make: Callable[..., Pair]) -> None:
+    pair, made = make(), payloads()
+    pair.first.commit(made)
+    pair.index.request = lambda holder, text: True  # type: ignore[method-assign]
+    assert pair.coming(made) == 3
+    pair.clock.advance(6.1)
+    assert pair.look(made) == [None] * 3
+    assert not pair.first.stored
+
+
+@pytest.mark.parametrize("verb", ["holders", "request"])
+def test_without_an_index_it_is_an_ordinary_miss(make: Callable[..., Pair], verb: str) -> None:
+    pair, made = make(), payloads()
+    pair.first.commit(made)
+
+    def down(*_: object) -> Any:
+        raise StoreUnavailable("down")
+
+    setattr(pair.index, verb, down)
+    assert pair.look(made) == [None] * 3
+    assert pair.second.count("agent_put_request_errors") == 1
+    delattr(pair.index, verb)
+    assert pair.coming(made) == 3
+
+
+def test_rights_that_do_not_suffice_are_reported_once(
+    make: Callable[..., Pair], caplog: pytest.LogCaptureFixture
+) -> None:
+    pair, made = make(), payloads()
+    pair.first.commit(made)
+
+    def denied(*_: object) -> Any:
+        raise StoreDenied("NOPERM")
+
+    pair.index.request = denied  # type: ignore[method-assign]
+    for _ in range(3):
+        assert pair.look(made) == [None] * 3
+    assert caplog.text.count("payloads of other nodes not requested") == 1
+
+
+def test_a_node_that_cannot_read_requests_is_not_named_as_a_holder(
+    make: Callable[..., Pair], caplog: pytest.LogCaptureFixture
+) -> None:
+    pair, made = make(), payloads()
+
+    def down(*_: object, **__: object) -> Any:
+        raise StoreUnavailable("down")
+
+    pair.index.requests = down  # type: ignore[method-assign]
+    wait_until(lambda: pair.first.saves._sightings.holder == "")
+    pair.first.commit(made)
+    assert pair.look(made) == [None] * 3
+
+    def denied(*_: object, **__: object) -> Any:
+        raise StoreDenied("NOPERM")
+
+    pair.index.requests = denied  # type: ignore[method-assign]
+    wait_until(lambda: "requests of other nodes cannot be read" in caplog.text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"x", b"\n\n", b"a" * 32 + b"\n0.x\n" + b"h" * 19, b"\xff" * 32 + b"\n\n" + b"h" * 20],
+)
+def test_requests_that_no_agent_wrote_are_ignored(make: Callable[..., Pair], text: bytes) -> None:
+    pair, made = make(), payloads()
+    pair.first.commit(made)
+    assert pair.index.request(pair.index.holders(paths(made))[0], text)
+    assert pair.coming(made) == 3
+    wait_until(lambda: len(pair.second.find(made)) == 3)
+    assert pair.first.count("agent_requests_invalid") == 1
+
+
+@given(
+    st.text("0123456789abcdef", min_size=32, max_size=32),
+    st.lists(st.text("0123456789.LH-_", min_size=1), min_size=1, max_size=5),
+    st.lists(st.binary(min_size=20, max_size=20), min_size=1, max_size=50),
+)
+def test_a_request_is_read_as_it_was_written(
+    namespace: str, fields: list[str], hashes: list[bytes]
+) -> None:
+    request = PutRequest(namespace, tuple(fields), tuple(hashes))
+    assert PutRequest.unpack(request.pack()) == request
+    assert len(request.paths()) == len(fields) * len(hashes)
+
+
+def test_a_payload_is_put_once_however_many_look_for_it(make: Callable[..., Pair]) -> None:
+    pair, made = make(), payloads(list(range(16 * 8)))
+    pair.first.commit(made)
+    for _ in range(5):
+        pair.look(made)
+        pair.second.requests._pending.clear()  # type: ignore[union-attr]  # as another node
+    wait_until(lambda: len(pair.second.find(made)) == 8)
+    assert pair.first.saves.drain(60)
+    assert pair.first.count("saves") == 8
+    assert pair.first.residents.leased() == 0
+
+
+# Agents as processes, over a real index and a folder.
+
+
+class Agents:
+    """Two agents that hold payloads back, over one folder and one Redis."""
+
+    def __init__(self, folder: Path, url: str) -> None:
+        settings = {
+            "bulk_url": f"file://{folder}/c",
+            "index_url": f"{url}/0",
+            "save_to_bucket": "reused",
+            "agent_memory_bytes": str(1 << 20),
+            "lookup_deadline_ms": "20000",
+        }
+        self.first, self.second = (AgentProcess(settings) for _ in range(2))
+        self.desk = Desk(self)  # type: ignore[arg-type]  # it only connects
+        self.client = AgentConnection(self.second.path, wants_arena=True, call_s=PATIENCE_S)
+        self.index = RedisIndex(redis.Redis.from_url(url))
+
+    def connect(self, *, wants_arena: bool = True, outbox: int = -1) -> AgentConnection:
+        """A connection to the first."""
+        return AgentConnection(
+            self.first.path, wants_arena=wants_arena, outbox=outbox, call_s=PATIENCE_S
+        )
+
+    def hold_back(self, made: Sequence[bytes]) -> None:
+        """Hand payloads to the first, until the index names it as their holder."""
+        wait_until(lambda: self._reads_requests())
+        for payload in made:
+            self.desk.hand_over(payload)
+        wait_until(lambda: all(self.index.holders(paths(made))))
+
+    def _reads_requests(self) -> bool:
+        """Whether both agents have a stream."""
+        return len(list(self.index._client.scan_iter("objkv:q:*"))) == 2
+
+    def is_coming(self, made: Sequence[bytes]) -> bool:
+        claims = [read_header(payload).claim for payload in made]
+        hashes = [claim.key.prefix_hash for claim in claims]
+        found = self.client.find(NAMESPACE, hashes, (claims[0].key.field,))
+        return any(one is COMING for one in found)
+
+    def close(self) -> None:
+        self.desk.close()
+        self.client.close()
+        self.index.close()
+        for agent in (self.first, self.second):
+            agent.__exit__(None, None, None)
+
+
+@pytest.fixture
+def agents(tmp_path: Path, client: redis.Redis, valkey: RedisServer) -> Iterator[Agents]:
+    both = Agents(tmp_path, valkey.url)
+    yield both
+    both.close()
+
+
+def test_an_agent_loads_what_another_one_held_back(agents: Agents, tmp_path: Path) -> None:
+    agents.hold_back(made := payloads())
+    assert not list((tmp_path / "c").rglob("*.safetensors"))
+    assert agents.is_coming(made)
+    wait_until(lambda: len(find(agents.client, made)) == 3)
+    assert [read(agents.client, one) for one in find(agents.client, made)] == [NONE] * 3
+    assert len(list((tmp_path / "c").rglob("*.safetensors"))) == 3
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_an_agent_that_is_killed_or_hangs_is_waited_for_a_bounded_time(
+    agents: Agents, is_killed: bool
+) -> None:
+    agents.hold_back(made := payloads())
+    if is_killed:
+        agents.first.kill()
+    else:
+        agents.first.freeze()
+    agents.is_coming(made)
+    wait_until(lambda: not agents.is_coming(made))
+    assert find(agents.client, made) == []
+
+
+def test_requests_outlast_a_restart_of_the_index(agents: Agents, client: redis.Redis) -> None:
+    client.flushall()
+    agents.hold_back(made := payloads())
+    assert agents.is_coming(made)
+    wait_until(lambda: len(find(agents.client, made)) == 3)
