@@ -16,8 +16,8 @@ from threading import Lock
 from typing import TypeVar
 
 from objkv.agent.arena import CELLS, Arena
+from objkv.agent.connections import ArenaLease, lease_of
 from objkv.agent.fill import Wanted
-from objkv.agent.leases import ArenaLease, lease_of
 from objkv.agent.messages import (
     MESSAGE_BYTES_MAX,
     OPEN_MAX,

@@ -46,6 +46,8 @@ class Due(NamedTuple):
 
 
 class FetchJob(NamedTuple):
+    """A payload, or the rest of one, that waits to be fetched."""
+
     urgency: Urgency
     priority: int
     turn: int

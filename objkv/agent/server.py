@@ -18,8 +18,8 @@ from threading import Lock, Thread
 
 from objkv.agent.arena import Arena, CellState
 from objkv.agent.calls import NodeCalls, NodeLookups
+from objkv.agent.connections import LeaseHolder
 from objkv.agent.core import Core
-from objkv.agent.leases import LeaseHolder
 from objkv.agent.messages import (
     MESSAGE_BYTES_MAX,
     VERSION,

@@ -95,7 +95,7 @@ def test_when_all_threads_are_late_nothing_more_is_queued() -> None:
     wanted = node.save(TOKENS)
     gate = Gate(node)
     first, waker = wanted[0], Sleeper()
-    node.core.open(waker, [first], deadline_s=0.01, urgency=Urgency.BETWEEN_STEPS)
+    node.core.open(waker, [first], deadline_s=1.0, urgency=Urgency.BETWEEN_STEPS)
     wait_until(lambda: gate.inside == 1)
     wait_until(lambda: node.core._pace.all_late(1))
     for one in wanted[:2]:  # the one that hangs, and another

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from objkv.agent.connections import InsideAgent
 from objkv.agent.core import CoreLimits
 from objkv.agent.fill import Cuts
-from objkv.agent.inside import InsideAgent
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.cache.match import stored_blocks
 from objkv.codec.payload import payload_bytes_max

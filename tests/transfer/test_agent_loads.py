@@ -17,6 +17,7 @@ from objkv.transfer.lanes import HostLane, Lane
 from objkv.transfer.loading import arena_lane
 from objkv.transfer.loading import loader as module
 from objkv.transfer.loading.arena_lane import ArenaLane
+from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.loading.loader import Loader
 from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.plan import LoadMove, LoadPlan
@@ -25,6 +26,7 @@ from objkv.transfer.slabs import SlabPool
 from tests.agent.world import Node, WatchedStore
 from tests.support.paged_cache import (
     BLOCKS,
+    NAMESPACE,
     PATIENCE_S,
     LazyLane,
     Replica,
@@ -393,7 +395,7 @@ def test_where_copies_wait_for_the_interpreter_the_rest_is_read_at_once(
 
     monkeypatch.setattr(arena_lane, "_WAITED_S", -1.0)
     monkeypatch.setattr(arena_lane, "_PIECES_MAX", pieces)
-    monkeypatch.setattr(module.os, "preadv", counted)
+    monkeypatch.setattr(arena_lane.os, "preadv", counted)
     assert not world.reader.load(range(4), 1).failed_blocks
     assert world.right()
     assert reads == ([2] * 4 if pieces > 1 else []), "all layers but the first"
@@ -524,6 +526,19 @@ def test_without_an_agent_nothing_waits(world: World) -> None:
     assert replica.recorder.value("load_errors") == 4
     assert replica.recorder.value("load_refused") == 0, "no queue was full"
     replica.close()
+
+
+def test_a_load_of_nothing_is_over_when_its_agent_is_lost(world: World) -> None:
+    nothing = LoadPlan("r", NAMESPACE, (), sync=False)
+    loader = world.reader.loader
+    with loader._lock:  # the thread finds it together with the loss
+        assert loader.agent is not None
+        loader.agent._is_lost = True  # type: ignore[attr-defined]
+        loader._came.append((LoadJob(nothing, [], 1e9, lambda: 0.0), 0))
+    loader.cancel("none")
+    wait_until(lambda: not loader._came)
+    assert not world.reader.outcome(nothing).failed
+    wait_until(lambda: not world.reader.load(range(4), 1).failed_blocks)
 
 
 def test_payloads_that_are_lost_with_the_connection_are_counted(world: World) -> None:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable
 from threading import Event, Lock, Thread
 from typing import Final
 
-from objkv.agent.core import Core, Urgency
+from objkv.agent.core import Core
 from objkv.agent.fill import Wanted
+from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason, Resident
 from objkv.agent.unsaved.requests import PutRequest
 from objkv.background import JOIN_S, Pool, join_all

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from objkv.agent.connections import ArenaConnection, InsideAgent
 from objkv.agent.core import CoreLimits
-from objkv.agent.inside import InsideAgent
-from objkv.agent.leases import ArenaConnection
 from objkv.agent.outbox import AgentSaves, Outbox
 from objkv.assembly.agent import AgentLink
 from objkv.assembly.backends import Backends, is_far

@@ -133,6 +133,11 @@ class LoadJob:
             self._unfinished.discard(index)
             self._wake()
 
+    def fail_all(self) -> None:
+        """Record that every move failed. A plan may have none, on a rank without layers of it."""
+        if self._chunks:
+            self.fail(0, rejected=False)
+
     def cancel(self) -> None:
         """Cancel the load. Everything not written by now fails."""
         with self._changed:

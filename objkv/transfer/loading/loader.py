@@ -13,9 +13,8 @@ from threading import Lock, Thread
 from time import monotonic, sleep
 
 from objkv.agent.arena import BOARD_BYTES, CellState, Progress
+from objkv.agent.connections import ArenaConnection, ArenaLease, InsideAgent
 from objkv.agent.fill import Wanted
-from objkv.agent.inside import InsideAgent
-from objkv.agent.leases import ArenaConnection, ArenaLease
 from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason
 from objkv.background import Alarm, join_all, wait_for
@@ -268,7 +267,7 @@ class Loader(Loads):
                 self._alarm.ring()
                 return taken
         self._recorder.count("load_errors", count)
-        job.fail(0, rejected=False)
+        job.fail_all()
         self._settle(job)
         return count
 
@@ -516,11 +515,13 @@ class Loader(Loads):
             self._moves = 0
         left = (*self._waiting, *self._reading)
         lost = sum(not one.is_copied and one.job.wanted(one.index) for one in left)
-        lost += sum(taken for job, taken in came if job.wanted(0))
+        lost += sum(taken for job, taken in came if taken and job.wanted(0))
         self._recorder.count("load_errors", lost)
-        for job, index in (*((job, 0) for job, _ in came), *((one.job, one.index) for one in left)):
-            job.fail(index, rejected=False)
+        for job, _ in came:
+            job.fail_all()
             self._settle(job)
+        for one in left:
+            self._fail(one, "lost", rejected=False)
         self._waiting.clear()
         marks = [one.writer.mark for one in self._reading if one.writer.mark is not None]
         self._reading = []

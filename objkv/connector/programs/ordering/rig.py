@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from objkv.agent.arena import BOARD_BYTES
+from objkv.agent.connections import InsideAgent
 from objkv.agent.core import CoreLimits
-from objkv.agent.inside import InsideAgent
 from objkv.assembly.backends import open_bulk, open_index
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import (
