@@ -16,8 +16,8 @@ LONG = (
     "tests/engine/test_warm.py",
     "tests/engine/test_shapes_tp.py",
     "tests/engine/test_agent.py",
-    "tests/cli/test_gpu_check.py",
     "tests/flow/test_demo_replicas.py",
+    "tests/device/test_gpu_check.py",
     "tests/models/test_models.py",
     "tests/connector/kv/test_hybrid_world.py",
     "tests/services/test_s3_ceph.py",
@@ -31,7 +31,9 @@ number of tests."""
 
 def starts_engines(file: str) -> bool:
     """Whether a test file is one for the first process."""
-    return file.startswith("tests/engine/") or file == "tests/device/test_engine.py"
+    return (
+        file.startswith(("tests/engine/", "tests/flow/")) or file == "tests/device/test_engine.py"
+    )
 
 
 class EnginesApart(LoadFileScheduling):

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 COUNTS = {
     "tests/test_a.py": 5,
     "tests/test_b.py": 9,
-    LONG[6]: 1,
+    LONG[7]: 1,
     "tests/engine/test_c.py": 3,
     LONG[1]: 1,
     LONG[0]: 1,
@@ -67,7 +67,7 @@ def test_one_process_runs_engines_and_the_others_the_rest_longest_first() -> Non
     first, *others = processes = [Process(), Process(), Process()]
     files_given(processes)
     assert first.given == [LONG[0], LONG[1], "tests/engine/test_c.py"]
-    assert [process.given[0] for process in others] == [LONG[6], "tests/test_b.py"]
+    assert [process.given[0] for process in others] == [LONG[7], "tests/test_b.py"]
     assert sorted(chain(*(process.given for process in processes))) == sorted(COUNTS)
 
 
@@ -81,7 +81,7 @@ def test_who_has_none_of_its_own_left_helps_the_others() -> None:
     engines, others = processes = [Process(), Process()]
     files_given(processes)
     assert engines.given == [LONG[0], LONG[1], "tests/engine/test_c.py", "tests/test_a.py"]
-    assert others.given == [LONG[6], "tests/test_b.py"]
+    assert others.given == [LONG[7], "tests/test_b.py"]
 
 
 @pytest.mark.parametrize("file", LONG)
