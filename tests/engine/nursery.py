@@ -11,6 +11,7 @@ several processes, is started afresh.
 import atexit
 import gc
 import json
+import multiprocessing
 import os
 import runpy
 import select
@@ -114,6 +115,12 @@ def _preload() -> None:
 
     current_platform.register_triton_kernel_overrides()
     vars(current_platform)["register_triton_kernel_overrides"] = lambda: None
+
+    # Ranks are forks too; on CPUs vLLM starts Python anew for each.
+    from vllm.v1.executor import multiproc_executor
+
+    assert hasattr(multiproc_executor, "get_mp_context")
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
 
     assert LLM
     assert vllm.lora.request
