@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,12 @@ class Fork:
             self._lines.close()
             self._connection.close()
         return self._status
+
+    def poll(self) -> int | None:
+        """Its exit status, or None while it runs."""
+        with suppress(subprocess.TimeoutExpired):
+            return self.wait(0)
+        return None
 
 
 class Nursery:
@@ -93,6 +100,7 @@ def _preload() -> None:
     gc.disable()
     import vllm.distributed.elastic_ep.elastic_execute
     import vllm.entrypoints.launchers.cli_args
+    import vllm.entrypoints.openai.api_server
     import vllm.lora.request
     import vllm.model_executor.layers.quantization.online.base
     import vllm.model_executor.models.llama
@@ -116,11 +124,13 @@ def _preload() -> None:
     current_platform.register_triton_kernel_overrides()
     vars(current_platform)["register_triton_kernel_overrides"] = lambda: None
 
-    # Ranks are forks too; on CPUs vLLM starts Python anew for each.
+    # Engines of servers and ranks are forks too; on CPUs vLLM starts Python anew for each.
+    from vllm.v1.engine import utils
     from vllm.v1.executor import multiproc_executor
 
-    assert hasattr(multiproc_executor, "get_mp_context")
-    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    for module in (utils, multiproc_executor):
+        assert hasattr(module, "get_mp_context")
+        module.get_mp_context = lambda: multiprocessing.get_context("fork")
 
     assert LLM
     assert vllm.lora.request
