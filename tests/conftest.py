@@ -1,5 +1,6 @@
 """The options and the closing words of the whole test run."""
 
+import functools
 import logging
 import os
 import signal
@@ -8,10 +9,12 @@ from typing import Any
 
 import hypothesis
 import pytest
+from botocore.loaders import JSONFileLoader, Loader
 
 from objkv.redact import forget_secrets
 from tests import progress
 from tests.engine.cache import LEDGER
+from tests.order import EnginesApart
 
 _COUNTS = ("engine_fresh", "engine_replayed")
 
@@ -32,6 +35,25 @@ os.environ["OBJKV_AGENT"] = "off"
 # no test could interrupt a program as a terminal does.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+_read_json, _list_services = JSONFileLoader._load_file, Loader.list_available_services
+
+
+@functools.cache
+def _json_read_once(*of_file: Any) -> Any:
+    return _read_json(JSONFileLoader(), *of_file)
+
+
+@functools.cache
+def _services_listed_once(folders: tuple[str, ...], kind: str) -> Any:
+    return _list_services(Loader(list(folders), include_default_search_paths=False), kind)
+
+
+# For each client, botocore reads the same megabytes of JSON: 0.3 s, and tests open a thousand.
+JSONFileLoader._load_file = lambda _self, *of_file: _json_read_once(*of_file)
+Loader.list_available_services = lambda self, type_name: _services_listed_once(
+    tuple(self.search_paths), type_name
+)
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +83,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Replay engine runs unless told otherwise; make place for the counts of all processes."""
     LEDGER.replay = not config.getoption("--fresh")
     config.stash[_TOTALS] = dict.fromkeys(_COUNTS, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> EnginesApart | None:
+    """Files in their order, where xdist is to keep those of a file together."""
+    return EnginesApart(config, log) if config.option.dist == "loadfile" else None
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

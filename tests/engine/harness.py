@@ -3,7 +3,7 @@
     first = run_replica(Job(steps=(Generate(prompts=(Prompt(tokens=(5, 6, 7)),)),)), folder)
     assert first.tokens == [(...)]
 
-A replica takes about five seconds; one that is several processes takes half a minute, most of it
+A replica takes about a second; one that is several processes takes half a minute, most of it
 for imports. Put what runs replicas into a ``@scenario`` (see ``tests.engine.cache``), so that an
 unchanged one is replayed.
 """

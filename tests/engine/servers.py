@@ -8,9 +8,8 @@ Ready after half a minute or more, so start several at once.
 """
 
 import json
+import os
 import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from tests.engine.endings import (
     kill_session,
     session_processes,
 )
-from tests.engine.harness import environment
+from tests.engine.harness import environment, nursery
 from tests.engine.job import Prompt
 from tests.support.servers.redis import free_port, wait_until
 
@@ -80,22 +79,19 @@ class Server:
         folder.mkdir(parents=True, exist_ok=True)
         self.log_file = folder / "server.log"
         self.url = f"http://127.0.0.1:{(port := free_port())}"
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        command += ["--model", str(with_tokenizer or model.make("llama")), "--host", "127.0.0.1"]
+        command = ["--model", str(with_tokenizer or model.make("llama")), "--host", "127.0.0.1"]
         command += [flag for flag in _FLAGS if not (with_tokenizer and "tokenizer" in flag)]
         command += arguments
         command += ["--port", str(port), *(word for pair in _ARGUMENTS.items() for word in pair)]
         # Never through a proxy: it is on this machine.
         self._http = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with self.log_file.open("wb") as log:
-            self._process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env=environment() | {"VLLM_CPU_OMP_THREADS_BIND": str(cpu)} | settings,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        self.log_file.touch()
+        self._process = nursery().fork(
+            "vllm.entrypoints.openai.api_server",
+            *command,
+            environment=environment() | {"VLLM_CPU_OMP_THREADS_BIND": str(cpu)} | settings,
+            log=self.log_file,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -171,7 +167,7 @@ class Server:
 
     def tell_to_end(self) -> None:
         """As Kubernetes does. Returns when its engine has heard of it."""
-        self._process.send_signal(signal.SIGTERM)
+        os.kill(self._process.pid, signal.SIGTERM)
         wait_until(
             EngineTold(self.log_file), f"the engine to be told, see {self.log_file}", bound_s=END_S
         )

@@ -572,8 +572,11 @@ def test_connections_that_the_client_closed_are_looked_for_again(
 
 
 def test_closing_ends_the_threads(server: QuickS3) -> None:
+    before = set(threading.enumerate())
+
     def ours() -> list[str]:
-        return [thread.name for thread in threading.enumerate() if "objkv-range" in thread.name]
+        new = set(threading.enumerate()) - before
+        return [thread.name for thread in new if "objkv-range" in thread.name]
 
     with s3_store(server.url, range_bytes=MIB, ranges_max=3) as store:
         store.put("k", pattern(12 * MIB))

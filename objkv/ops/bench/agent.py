@@ -130,10 +130,19 @@ def _stored(
 
 def _await(path: Path) -> None:
     end = time.monotonic() + _START_S
-    while not (is_listening(path) and Path(f"{path}.http").exists()):
+    while not (is_listening(path) and _has_page(path)):
         if time.monotonic() >= end:
             raise TransferError(f"the agent did not start within {_START_S:g} s")
         time.sleep(0.05)
+
+
+def _has_page(path: Path) -> bool:
+    """Whether its page answers: it listens a moment after its socket exists."""
+    try:
+        _fetched(path)
+    except OSError:
+        return False
+    return True
 
 
 class _Reader:
