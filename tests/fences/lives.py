@@ -127,7 +127,7 @@ def knobs_of(seed: int) -> Knobs:
         writes_early=dice.random() < 0.25,
         roomy=dice.random() < 0.5,
         load_threads=dice.choice((1, 2)),
-        arena_pages=dice.choice((0, 1, 2, 4)),
+        arena_pages=dice.choice((0, 2, 4, 5)),
         keeps=dice.random() < 0.3,
         frames=dice.choice(("in place", "registering", "refused")),
         cores=dice.choice((2, 4)),

@@ -8,12 +8,17 @@ from typing import Any
 
 import pytest
 
+from objkv.agent.core import Core
+from objkv.agent.inside import InsideAgent
+from objkv.agent.leases import LeaseHolder
+from objkv.agent.residents import Residents
 from objkv.cache.chunks import ChunkCache
 from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.transfer import slabs
-from objkv.transfer.loading import job, loads
+from objkv.transfer.loading import job, loader, loads
 from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.loading.loader import Loader
+from objkv.transfer.registration import Windows
 from objkv.transfer.saver import Saver
 from objkv.transfer.slabs import Slab, SlabPool
 from tests.fences import device, world
@@ -120,9 +125,12 @@ def _poll_without_writers(self: LoadJob) -> Any:
         self._writing = writing
 
 
-def _close_without_copies(self: LoadJob, seconds: float = 0.0) -> Any:
-    self._last_marks = {}
-    return _close(self, seconds)
+def _close_without_copies(self: Loader) -> None:
+    """Neither the loads wait, nor the thread that reads leased memory."""
+    self._await = lambda _: True  # type: ignore[method-assign]
+    for one in self._jobs.values():
+        one._last_marks = {}
+    _close(self)
 
 
 def _wait_layer_without_copies(self: LoadJob, group: int, layer: int) -> list[Any]:
@@ -134,8 +142,62 @@ def _keep_first(marks: dict[Any, Any], lane: Any, mark: Any) -> None:
     marks.setdefault(lane, mark)
 
 
-def _keep_last(marks: dict[Any, Any], lane: Any, mark: Any) -> None:
-    marks[lane] = mark
+def _enter_always(self: LoadJob, _index: int) -> bool:
+    with self._changed:
+        self._writing += 1
+    return True
+
+
+def _enter_uncounted(self: LoadJob, index: int) -> bool:
+    if not _enter(self, index):
+        return False
+    self._writing -= 1
+    return True
+
+
+def _leave_uncounted(self: LoadJob, *given: Any) -> None:
+    self._writing += 1
+    _leave(self, *given)
+
+
+def _leave_without_mark(self: LoadJob, *given: Any) -> None:
+    known = dict(self._last_marks)
+    _leave(self, *given)
+    self._last_marks = known
+
+
+def _advance_without_cancelled(self: Loader, agent: Any) -> None:
+    for one in self._reading:
+        if not one.job.wanted(one.index):
+            one.writer.mark = None
+    _advance(self, agent)
+
+
+def _lease_nothing(self: LeaseHolder, *given: Any, **how: Any) -> Any:
+    answers = _lease(self, *given, **how)
+    self.end([one.lease for one in answers if one.lease])
+    return [one._replace(lease=0) for one in answers]
+
+
+def _leave_registered(self: Loader, agent: Any) -> None:
+    agent.close()
+
+
+def _unlock_nothing(self: Windows) -> None:
+    self._undo.clear()
+    _register(self)
+
+
+def _has_soon(self: Windows, address: int, nbytes: int) -> bool:
+    is_there = _has(self, address, nbytes)
+    first, last = ((at - self._address) // self._window for at in (address, address + nbytes - 1))
+    return is_there or (first == last and first in self._known)
+
+
+def _has_both(self: Windows, address: int, nbytes: int) -> bool:
+    is_there = _has(self, address, nbytes)
+    first, last = ((at - self._address) // self._window for at in (address, address + nbytes - 1))
+    return is_there or {first, last} <= self._undo.keys()
 
 
 def _mark_once(self: WorkerSide, plan: Any) -> None:
@@ -156,7 +218,10 @@ def _rank_of_late_writer(*given: Any, writes_early: bool, **named: Any) -> Rank:
     return Rank(*given, **named)
 
 
-_poll, _close, _wait_layer = LoadJob.poll, LoadJob.close, LoadJob.wait_layer
+_poll, _close, _wait_layer = LoadJob.poll, Loader.close, LoadJob.wait_layer
+_enter, _leave = LoadJob.enter, LoadJob.leave
+_advance, _lease = Loader._advance, LeaseHolder.lease
+_register, _has = Windows._work, Windows.has
 _before_forward = WorkerSide.before_forward
 
 
@@ -188,14 +253,17 @@ MUTANTS = {
         LoadJob, "poll", _poll_without_copies, "load async abort 1"
     ),
     "the end does not wait for a load's copies": Mutant(
-        LoadJob, "close", _close_without_copies, "load async sleep 1"
+        Loader, "close", _close_without_copies, "load async sleep 1"
     ),
     "computing does not wait for loads within the step": Mutant(
         LoadJob, "wait_layer", _wait_layer_without_copies, "load layerwise finish 1"
     ),
     "the later of two marks is lost": Mutant(job, "_add", _keep_first, "load async abort 1"),
-    "the mark that comes last replaces a later one": Mutant(
-        job, "_add", _keep_last, "load async abort 1", WORLDS["slow lane"]
+    "a job does not keep its marks": Mutant(
+        LoadJob, "leave", _leave_without_mark, "load async abort 1"
+    ),
+    "a closed job lets others write": Mutant(
+        LoadJob, "enter", _enter_always, "load async abort 1", WORLDS["patient"]
     ),
     "loads follow nothing": Mutant(
         loads, "LoadJob", _FollowsNothing, "load async abort 1", WORLDS["patient"]
@@ -230,16 +298,51 @@ MUTANTS = {
         WORLDS["short of time"],
     ),
     "slabs of loads are free before their copies have passed": Mutant(
-        Slab, "release_after", lambda self, _: self.release(), "load async finish 1"
+        Slab,
+        "release_after",
+        lambda self, _: self.release(),
+        "load async finish 1",
+        WORLDS["refused"],
     ),
     "a pool looks at no mark when a slab is returned": Mutant(
         SlabPool,
         "take_back",
         lambda self, memory, _=None: self._put_back(memory),
         "load async finish 1",
+        WORLDS["refused"],
     ),
     "a pool looks at no mark when it needs a slab": Mutant(
-        slabs, "_is_done", lambda _: True, "load async finish 1"
+        slabs, "_is_done", lambda _: True, "load async finish 1", WORLDS["refused"]
+    ),
+    "leases end before their copies have passed": Mutant(
+        loader, "_is_past", lambda _: True, "load async finish 1"
+    ),
+    "kept payloads make room before their copies have passed": Mutant(
+        loader, "_is_past", lambda _: True, "load async finish 1", WORLDS["kept"]
+    ),
+    "leases of a cancelled load end before their copies have passed": Mutant(
+        Loader, "_advance", _advance_without_cancelled, "load async abort 1"
+    ),
+    "leases of a lost connection end before their copies have passed": Mutant(
+        Loader, "_await", lambda *_: True, "load async lost 1"
+    ),
+    "payloads are read without a lease": Mutant(
+        LeaseHolder, "lease", _lease_nothing, "load async finish 1", WORLDS["scarce"]
+    ),
+    "leases do not protect from those who need room": Mutant(
+        Residents, "_is_free", lambda *_: True, "load async finish 1", WORLDS["kept"]
+    ),
+    "an arena is unmapped while it is registered": Mutant(
+        Loader, "_leave", _leave_registered, "load async shutdown 2", WORLDS["registering"]
+    ),
+    "an arena stays registered": Mutant(
+        Windows, "_work", _unlock_nothing, "load async shutdown 2", WORLDS["registering"]
+    ),
+    "windows are read before they are registered": Mutant(
+        Windows, "has", _has_soon, "load async finish 1", WORLDS["registering"]
+    ),
+    "frames across windows are read when both are registered": Mutant(
+        Windows, "has", _has_both, "load async finish 1", WORLDS["registering"]
     ),
     "chunks are saved before their copies have passed": Mutant(
         Saver, "_hand_over", _hand_over_at_once, "save finish 0"
@@ -260,6 +363,15 @@ MUTANTS = {
     "leases are kept": Mutant(ChunkCache, "release_lease", lambda *_: None, "save finish 0"),
     "loads are not closed at the end": Mutant(
         Loader, "close", lambda _: None, "load async shutdown 1"
+    ),
+    "threads of the core go on after the end": Mutant(
+        Core, "close", lambda *_: True, "load async shutdown 1"
+    ),
+    "the arena stays at the end": Mutant(
+        InsideAgent, "_unmap", lambda _: None, "load async shutdown 1"
+    ),
+    "connections stay open at the end": Mutant(
+        Loader, "_leave", lambda *_: None, "load async shutdown 1"
     ),
 }
 STRIDES = (13, 3, 1)

@@ -61,8 +61,10 @@ GEOMETRY = Geometry((GROUP,), CHUNK, BLOCK, tp_size=1)
 TOKENS = list(range(CHUNK * CHUNKS_MAX))
 NUM_BLOCKS = 27
 PAGE = 4096
-_HEADER_BYTES = 600
-"""Room for a header in the first part of a payload, so that it does not have all frames."""
+_HEADER_BYTES = 2048
+"""Room for a header in the first of two parts, so that it has one frame and not both."""
+_WINDOW_BYTES = 192
+"""Of what a device registers: frames have 128, and some lie across two windows."""
 POISON = 250.0
 """What blocks hold whose owner has written nothing."""
 
@@ -543,7 +545,7 @@ class Engine:
         if self._has_device_frames:
             slabs = WatchedPool("load", count=2, slab_bytes=PAGE)
             pin = inside.register if self.knobs.frames == "registering" else _refuse
-            named["on_device"] = DeviceFrames(slabs, pin, window_bytes=PAGE)
+            named["on_device"] = DeviceFrames(slabs, pin, window_bytes=_WINDOW_BYTES)
         return Loader(*given, inside=inside, **named)
 
     @property
@@ -578,8 +580,6 @@ class Engine:
             raise Broken(f"payloads are left leased: {residents!r}")
         if inside.registered:
             raise Broken("an arena is left registered")
-        if inside._keeps:  # a thread was on the network for longer than the end waits
-            inside.arena.close()
         if inside.arena.fd >= 0:
             raise Broken("an arena is left mapped")
 
