@@ -187,12 +187,12 @@ class WatchedLane:
         placed: Placed,
         recast: Recast | None = None,
     ) -> None:
-        places = [given.ctypes.data for given in pages]
-        tickets = [self._ticket(place) for place in places]
+        places = [(given.ctypes.data, given.nbytes) for given in pages]
+        tickets = [self._ticket(*place) for place in places]
 
         def copy() -> None:
             self._hands.touch("written:", placed.ids, placed.ticket)
-            if tickets != [self._ticket(place) for place in places]:
+            if tickets != [self._ticket(*place) for place in places]:
                 self._hands.say("pages are written from memory that somebody else has")
             self._lane.scatter(pages, layers, placed, recast)
 
@@ -211,11 +211,11 @@ class WatchedLane:
         the_stage().pause("gather")
         self.stream.do(copy)
 
-    def _ticket(self, address: int) -> Any:
-        """Of whoever has the host memory with this address in it."""
+    def _ticket(self, address: int, nbytes: int) -> Any:
+        """Of whoever has this host memory."""
         if (of_slab := WatchedPool.ticket(address)) is not None:
             return of_slab
-        of_lease = WatchedInside.ticket(address)
+        of_lease = WatchedInside.ticket(address, nbytes)
         if of_lease is None and self._loads:  # pages are checked from other memory
             self._hands.say("pages are in memory that nobody has leased")
         return of_lease
@@ -332,18 +332,18 @@ class WatchedInside(InsideAgent):
         return cls._all
 
     @classmethod
-    def ticket(cls, address: int) -> Resident | None:
+    def ticket(cls, address: int, nbytes: int) -> Resident | None:
         """The payload that is leased there; None if none is, or the device cannot read it."""
         for inside in cls._all:
             if inside.base <= address < inside.end and inside.arena.fd >= 0:
-                return inside._leased(address)
+                return inside._leased(address, address + nbytes)
         return None
 
-    def _leased(self, address: int) -> Resident | None:
+    def _leased(self, start: int, end: int) -> Resident | None:
         parts = self.registered
-        if not self._is_in_place and not any(at <= address < end for at, end in parts):
+        if not self._is_in_place and not any(at <= start and end <= to for at, to in parts):
             return None
-        offset = address - self.base
+        offset = start - self.base
         for one in self.core.residents._at.values():
             if one.offset <= offset < one.offset + one.nbytes:
                 return one if one.leases else None

@@ -1,9 +1,10 @@
 """A stage on which threads run one at a time, in an order that a schedule decides.
 
 While a stage is set, the threads, locks, conditions, events and clocks that objkv's modules took
-from ``threading`` and ``time`` are the stage's, and so are objkv's alarms. Threads are greenlets: exactly one runs, until it
-comes to a point where another may go on (a lock, a wait, a call of a store, a copy). There the
-schedule chooses. So an interleaving is a list of choices: it can be repeated, and changed.
+from ``threading`` and ``time`` are the stage's, and so are objkv's alarms. Threads are greenlets:
+exactly one runs, until it comes to a point where another may go on (a lock, a wait, a call of a
+store, a copy). There the schedule chooses. So an interleaving is a list of choices: it can be
+repeated, and changed.
 
 Time is the stage's as well: it stands still while anybody runs, but for what a schedule lets pass,
 and jumps to the next deadline when all wait.
@@ -75,6 +76,7 @@ class Stage:
         self._schedule = schedule
         self._current: Task | None = None
         self._hub: Any = None
+        self._is_killing = False
 
     @property
     def current(self) -> Task | None:
@@ -129,6 +131,8 @@ class Stage:
     def wait(self, where: str, ready: Callable[[], bool], seconds: float | None = None) -> bool:
         """Block until ``ready()``, at most so long; whether it is. Others may go on in any case."""
         task = self._current
+        if self._is_killing:
+            raise greenlet.GreenletExit
         if task is None:  # before and after the play there is nobody to wait for
             if not ready() and seconds is None:
                 raise Broken(f"nobody ends the wait in {where}")
@@ -189,11 +193,12 @@ class Stage:
         return first
 
     def _kill(self) -> None:
-        self._current = None
+        self._current, self._is_killing = None, True
         for task in self.tasks:
             if not task.over:
                 with suppress(Exception):  # it is broken already
                     task.glet.throw(greenlet.GreenletExit)
+        self._is_killing = False
 
     def _shown(self) -> str:
         return ", ".join(repr(task) for task in self.tasks if not task.over)

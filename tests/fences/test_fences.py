@@ -10,7 +10,6 @@ import pytest
 
 from objkv.agent.core import Core
 from objkv.agent.inside import InsideAgent
-from objkv.agent.leases import LeaseHolder
 from objkv.agent.residents import Residents
 from objkv.cache.chunks import ChunkCache
 from objkv.connector.kv.worker import Rank, WorkerSide
@@ -36,7 +35,7 @@ from tests.fences.stage import Broken, Lock, Thread, on_stage
 from tests.fences.world import Knobs
 
 SEEDS = range(1, 26)
-STRIDE = 613
+STRIDE = 811
 """Of interleavings with one preemption, one of so many; ``python -m tests.fences`` plays all."""
 
 
@@ -148,18 +147,6 @@ def _enter_always(self: LoadJob, _index: int) -> bool:
     return True
 
 
-def _enter_uncounted(self: LoadJob, index: int) -> bool:
-    if not _enter(self, index):
-        return False
-    self._writing -= 1
-    return True
-
-
-def _leave_uncounted(self: LoadJob, *given: Any) -> None:
-    self._writing += 1
-    _leave(self, *given)
-
-
 def _leave_without_mark(self: LoadJob, *given: Any) -> None:
     known = dict(self._last_marks)
     _leave(self, *given)
@@ -173,19 +160,14 @@ def _advance_without_cancelled(self: Loader, agent: Any) -> None:
     _advance(self, agent)
 
 
-def _lease_nothing(self: LeaseHolder, *given: Any, **how: Any) -> Any:
-    answers = _lease(self, *given, **how)
-    self.end([one.lease for one in answers if one.lease])
-    return [one._replace(lease=0) for one in answers]
-
-
 def _leave_registered(self: Loader, agent: Any) -> None:
     agent.close()
+    self._on_device.detach(lambda: None)  # type: ignore[union-attr]
 
 
-def _unlock_nothing(self: Windows) -> None:
-    self._undo.clear()
-    _register(self)
+def _register_for_ever(self: Windows, number: int) -> None:
+    _register(self, number)
+    self._undo[number] = lambda: None
 
 
 def _has_soon(self: Windows, address: int, nbytes: int) -> bool:
@@ -220,8 +202,8 @@ def _rank_of_late_writer(*given: Any, writes_early: bool, **named: Any) -> Rank:
 
 _poll, _close, _wait_layer = LoadJob.poll, Loader.close, LoadJob.wait_layer
 _enter, _leave = LoadJob.enter, LoadJob.leave
-_advance, _lease = Loader._advance, LeaseHolder.lease
-_register, _has = Windows._work, Windows.has
+_advance = Loader._advance
+_register, _has = Windows._register, Windows.has
 _before_forward = WorkerSide.before_forward
 
 
@@ -326,9 +308,6 @@ MUTANTS = {
     "leases of a lost connection end before their copies have passed": Mutant(
         Loader, "_await", lambda *_: True, "load async lost 1"
     ),
-    "payloads are read without a lease": Mutant(
-        LeaseHolder, "lease", _lease_nothing, "load async finish 1", WORLDS["scarce"]
-    ),
     "leases do not protect from those who need room": Mutant(
         Residents, "_is_free", lambda *_: True, "load async finish 1", WORLDS["kept"]
     ),
@@ -336,13 +315,17 @@ MUTANTS = {
         Loader, "_leave", _leave_registered, "load async shutdown 2", WORLDS["registering"]
     ),
     "an arena stays registered": Mutant(
-        Windows, "_work", _unlock_nothing, "load async shutdown 2", WORLDS["registering"]
+        Windows, "_register", _register_for_ever, "load async shutdown 2", WORLDS["registering"]
     ),
     "windows are read before they are registered": Mutant(
         Windows, "has", _has_soon, "load async finish 1", WORLDS["registering"]
     ),
     "frames across windows are read when both are registered": Mutant(
-        Windows, "has", _has_both, "load async finish 1", WORLDS["registering"]
+        Windows,
+        "has",
+        _has_both,
+        "load async finish 1",
+        WORLDS["registered"],
     ),
     "chunks are saved before their copies have passed": Mutant(
         Saver, "_hand_over", _hand_over_at_once, "save finish 0"
