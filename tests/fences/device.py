@@ -8,7 +8,6 @@ finds them in other hands is what must never be. Host memory is a slab, or a lea
 that the device has registered.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -236,8 +235,8 @@ class WatchedPool(SlabPool):
         self.leases = {memory.data_ptr(): 0 for memory in self._free}
         WatchedPool._pools.append(self)
 
-    def lease(self, until: float = -math.inf, *, wanted: Callable[[], bool] = lambda: True) -> Slab:
-        slab = super().lease(until, wanted=wanted)
+    def lease(self, *given: Any, **named: Any) -> Slab:
+        slab = super().lease(*given, **named)
         self.leases[slab.tensor.data_ptr()] += 1
         return slab
 
@@ -340,8 +339,8 @@ class WatchedInside(InsideAgent):
         return None
 
     def _leased(self, start: int, end: int) -> Resident | None:
-        parts = self.registered
-        if not self._is_in_place and not any(at <= start and end <= to for at, to in parts):
+        known = sum(max(0, min(end, to) - max(start, at)) for at, to in self.registered)
+        if not self._is_in_place and known < end - start:
             return None
         offset = start - self.base
         for one in self.core.residents._at.values():

@@ -20,7 +20,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from objkv.agent import fill, pace
+from objkv.agent import arena, fill, pace, residents
 from objkv.agent.core import CoreLimits
 from objkv.agent.fill import Cuts
 from objkv.agent.residents import Residents
@@ -38,6 +38,7 @@ from objkv.stores.base import PruneStore
 from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
+from objkv.transfer.loading import loader
 from objkv.transfer.loading.loader import Loader
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.registration import DeviceFrames
@@ -63,8 +64,8 @@ NUM_BLOCKS = 27
 PAGE = 4096
 _HEADER_BYTES = 2048
 """Room for a header in the first of two parts, so that it has one frame and not both."""
-_WINDOW_BYTES = 192
-"""Of what a device registers: frames have 128, and some lie across two windows."""
+_CELLS, _BOARD_BYTES = PAGE // 32, PAGE
+"""Of an arena, so that it has few windows."""
 POISON = 250.0
 """What blocks hold whose owner has written nothing."""
 
@@ -545,7 +546,7 @@ class Engine:
         if self._has_device_frames:
             slabs = WatchedPool("load", count=2, slab_bytes=PAGE)
             pin = inside.register if self.knobs.frames == "registering" else _refuse
-            named["on_device"] = DeviceFrames(slabs, pin, window_bytes=_WINDOW_BYTES)
+            named["on_device"] = DeviceFrames(slabs, pin, window_bytes=PAGE)
         return Loader(*given, inside=inside, **named)
 
     @property
@@ -575,9 +576,9 @@ class Engine:
                 self._check_stored(epoch, record.prefix_hash)
 
     def _check_inside(self, inside: WatchedInside) -> None:
-        residents = inside.core.residents
-        if residents.leased() or not residents.check():
-            raise Broken(f"payloads are left leased: {residents!r}")
+        payloads = inside.core.residents
+        if payloads.leased() or not payloads.check():
+            raise Broken(f"payloads are left leased: {payloads!r}")
         if inside.registered:
             raise Broken("an arena is left registered")
         if inside.arena.fd >= 0:
@@ -652,15 +653,18 @@ def play(stage: Stage, life: Callable[[Engine], None], knobs: Knobs, seed: int) 
 
     _TOLD.clear()
     release = Residents._release if knobs.keeps else release_spoiled
-    with (
-        patch.object(Residents, "_release", release),
-        patch.object(fill, "_HEADER_BYTES", _HEADER_BYTES),
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(Residents, "_release", release))
+        stack.enter_context(patch.object(fill, "_HEADER_BYTES", _HEADER_BYTES))
+        for module in (arena, residents, loader):
+            stack.enter_context(patch.object(module, "BOARD_BYTES", _BOARD_BYTES))
+        for module in (arena, residents):
+            stack.enter_context(patch.object(module, "CELLS", _CELLS))
         stage.play(main)
-    (engine,) = engines
-    if _TOLD:
-        raise Broken(f"logged as an error: {_TOLD}")
-    engine.check()
+        (engine,) = engines
+        if _TOLD:
+            raise Broken(f"logged as an error: {_TOLD}")
+        engine.check()
     if stage.alarms:
         raise Broken(f"{len(stage.alarms)} alarms are left open")
     if _files() > files:
