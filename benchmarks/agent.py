@@ -5,7 +5,8 @@
 A worker loads a gigabyte into a paged cache while another thread of its process counts. How much
 less it counts than alone is the time for which loads held the interpreter's lock, and what the two
 took from each other on one core. Once the worker loads by an agent from shared memory, once it
-fetches for itself: from the same folder, or with ``--tls`` from an S3 server on loopback.
+fetches for itself, by a core inside its process that has nothing yet: from the same folder, or with
+``--tls`` from an S3 server on loopback.
 
 ``step_p99`` is the 99th percentile of the time in which that thread counts to 20,000, about a
 millisecond, as a share of what it is alone: so much longer a scheduler's slowest steps take.
@@ -31,6 +32,7 @@ from unittest import mock
 
 import numpy as np
 
+from benchmarks.inside import InsideLoads
 from objkv.agent.client import AgentConnection
 from objkv.assembly.backends import open_backends
 from objkv.cache.chunks import CacheSettings, ChunkCache
@@ -175,14 +177,15 @@ def main() -> None:
         slab_bytes = payload_bytes_max(paged.layers)
         plan = saved(cache, paged, recorder, slab_bytes)
         agent = stack.enter_context(AgentProcess(urls | {"agent_memory_bytes": "2GiB"}))
-        limits = LoadLimits(8, 4096, PATIENCE_S, PATIENCE_S)
-        own = Loader(
+        limits = LoadLimits(4096, PATIENCE_S, PATIENCE_S)
+        own = InsideLoads(
             cache,
             {0: paged},
-            SlabPool("load", count=16, slab_bytes=slab_bytes),
-            lane_for_thread=HostLane,
+            recorder,
+            payloads=16,
+            payload_bytes=slab_bytes,
+            threads=8,
             limits=limits,
-            recorder=recorder,
         )
         shared = Loader(
             {0: paged},
@@ -191,9 +194,9 @@ def main() -> None:
             limits=limits,
             recorder=recorder,
         )
-        report(options, {"agent": shared, "own": own}, plan, CHUNKS * paged.raw_bytes / 1e9)
+        report(options, shared, own, plan, CHUNKS * paged.raw_bytes / 1e9)
         shared.close()
-        own.close()
+        own.loader.close()
 
 
 def stores(stack: ExitStack, folder: Path, *, tls: bool) -> dict[str, str]:
@@ -236,17 +239,18 @@ def saved(cache: ChunkCache, paged, recorder, slab_bytes: int) -> LoadPlan:  # t
 
 
 def report(
-    options: argparse.Namespace, sides: dict[str, Loads], plan: LoadPlan, gigabytes: float
+    options: argparse.Namespace, agent: Loads, own: InsideLoads, plan: LoadPlan, gigabytes: float
 ) -> None:
     """Measure both sides in turn, and print medians."""
-    found: dict[str, list[Held]] = {name: [] for name in sides}
+    found: dict[str, list[Held]] = {"agent": [], "own": []}
     python = []
     for number in range(options.rounds + 1):
-        for name, loads in sides.items():
+        for name, loads in (("agent", agent), ("own", own.loader)):
+            own.forget()
             one = held(partial(load_once, loads, plan))
             if number:  # the first fills caches
                 found[name].append(one)
-        python.append(without_copies(sides["agent"], plan))
+        python.append(without_copies(agent, plan))
     document: dict[str, dict[str, float]] = {
         name: {
             "gb_per_s": gigabytes / statistics.median(one.seconds for one in rows),

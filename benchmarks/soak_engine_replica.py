@@ -114,15 +114,16 @@ class Replica:
         self._file.write(json.dumps(line | more) + "\n")
 
     def _slabs(self) -> dict[str, float]:
-        """What transfers hold: slabs in all, and those that are leased."""
+        """What transfers hold: memory for payloads in all, and how many of them are leased."""
         worker = _worker()
         if worker is None:
             return {"slab_mib": 0.0, "leased": 0}
-        pools = [worker._loader._slabs, worker._saver._slabs]
-        if (wide := worker._loader._wide) is not None and wide._pool is not None:
-            pools.append(wide._pool)
-        nbytes = sum(pool.total * pool.slab_bytes for pool in pools)
-        return {"slab_mib": nbytes / 2**20, "leased": sum(pool.leased for pool in pools)}
+        pool, inside = worker._saver._slabs, worker._loader._inside
+        nbytes, leased = pool.total * pool.slab_bytes, pool.leased
+        if inside is not None:
+            nbytes += inside.core.residents.total_bytes
+            leased += inside.core.residents.leased()
+        return {"slab_mib": nbytes / 2**20, "leased": leased}
 
     def _leftovers(self) -> dict[str, int]:
         """What is still held when nothing is running: all of it should be none."""

@@ -257,7 +257,7 @@ class Life:
             self.stepped_s = time.monotonic()
             time.sleep(0.01)
         if any(leased_of(replica)):
-            self._say_wrong(f"{self.name}: slabs are still leased: {replica.slabs}")
+            self._say_wrong(f"{self.name}: still leased: {replica.slabs} {replica.loads}")
         if any(not bool((c == POISON).all()) for group in replica.caches for c in group):
             self._say_wrong(f"{self.name}: blocks were written after the replica was closed")
         for name, value in replica.recorder.drain().items():
@@ -271,10 +271,11 @@ class Life:
 
 
 def leased_of(replica: Replica) -> list[int]:
-    """Of each pool, the slabs that are leased. That none is lost or given back twice (free and
-    leased make the total) is asserted by the pool itself, whenever one comes back."""
-    assert all(pool.total == SLABS for pool in replica.slabs)
-    return [pool.leased for pool in replica.slabs]
+    """The payloads and the slabs that are leased. That none is lost or given back twice is asserted
+    here and, whenever a slab comes back, by the pool itself."""
+    assert replica.loads.inside.core.residents.check()
+    assert replica.slabs.total == SLABS
+    return [replica.loads.leased, replica.slabs.leased]
 
 
 def _of_chunk(table: list[int], chunk: int) -> list[int]:

@@ -10,6 +10,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from benchmarks.inside import InsideLoads
 from benchmarks.soak_prompts import (
     BLOCK,
     BLOCKS,
@@ -35,7 +36,6 @@ from objkv.net.guard import CallPolicy
 from objkv.telemetry import MemoryRecorder
 from objkv.testing.flaky import FlakyStore
 from objkv.transfer.lanes import HostLane
-from objkv.transfer.loading.loader import Loader
 from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan, SaveMove, SavePlan
@@ -45,7 +45,7 @@ from objkv.transfer.slabs import SlabPool
 POISON = 255
 """What blocks without an owner hold; no truth holds it."""
 SLABS = 10
-"""Of each kind; fewer than a crowd of requests wants."""
+"""For saves, and as much memory for loads; fewer than a crowd of requests wants."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -96,7 +96,7 @@ class Replica:
             for g, group in enumerate(GROUPS)
         }
         size = max(payload_bytes_max(p.layers, tokens=CHUNK) for p in paged.values())
-        self.slabs = [SlabPool(n, count=SLABS, slab_bytes=size) for n in ("load", "save")]
+        self.slabs = SlabPool("save", count=SLABS, slab_bytes=size)
         settings = CacheSettings(
             name,
             config.ttl_s,
@@ -108,18 +108,20 @@ class Replica:
         )
         cache = ChunkCache(self.bulk, self.hot, self.index, settings, self.recorder)
         self._cache = cache
-        self.loader = Loader(
+        self.loads = InsideLoads(
             cache,
             paged,
-            self.slabs[0],
-            lane_for_thread=HostLane,
-            limits=LoadLimits(4, 64, config.load_deadline_ms / 1000, 1.0),
-            recorder=self.recorder,
+            self.recorder,
+            payloads=SLABS,
+            payload_bytes=size,
+            threads=4,
+            limits=LoadLimits(64, config.load_deadline_ms / 1000, 1.0),
         )
+        self.loader = self.loads.loader
         self.saver = Saver(
             cache,
             paged,
-            self.slabs[1],
+            self.slabs,
             lane=HostLane(),
             limits=SaveLimits(2, 16, config.save_deadline_ms / 1000, config.codec, name),
             recorder=self.recorder,

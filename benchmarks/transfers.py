@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.inside import InsideLoads
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import payload_bytes_max
 from objkv.index.memory import MemoryIndex
@@ -32,7 +33,6 @@ from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import NullRecorder
 from objkv.transfer.lanes import HostLane
-from objkv.transfer.loading.loader import Loader
 from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
@@ -94,23 +94,23 @@ def save_and_load(rig: Rig, store: PruneStore, codec: str) -> tuple[float, float
     settings = CacheSettings("bench", ttl_s=600, lease_ms=60_000, hot_payload_bytes_max=0)
     cache = ChunkCache(store, None, index, settings, NullRecorder())
     size = payload_bytes_max(rig.paged.layers)
-    slabs = [SlabPool(n, count=rig.chunks, slab_bytes=size) for n in ("a", "b")]
     saver = Saver(
         cache,
         {0: rig.paged},
-        slabs[0],
+        SlabPool("save", count=rig.chunks, slab_bytes=size),
         lane=HostLane(),
         limits=SaveLimits(2, rig.chunks, 600.0, codec, "bench"),
         recorder=NullRecorder(),
     )
-    loader = Loader(
+    loader = InsideLoads(
         cache,
         {0: rig.paged},
-        slabs[1],
-        lane_for_thread=HostLane,
-        limits=LoadLimits(2, rig.chunks, 600.0, 600.0),
-        recorder=NullRecorder(),
-    )
+        NullRecorder(),
+        payloads=rig.chunks,
+        payload_bytes=size,
+        threads=2,
+        limits=LoadLimits(rig.chunks, 600.0, 600.0),
+    ).loader
     saves = tuple(
         SaveMove(rig.move(c, 1), token_digest(rig.tokens[c * CHUNK : (c + 1) * CHUNK]), None)
         for c in range(rig.chunks)
@@ -121,7 +121,12 @@ def save_and_load(rig: Rig, store: PruneStore, codec: str) -> tuple[float, float
     saved = time.perf_counter() - started
     for cached in rig.caches:
         cached[1 + rig.blocks :].zero_()
-    loads = tuple(LoadMove(rig.move(c, 1 + rig.blocks), ()) for c in range(rig.chunks))
+    loads = tuple(
+        LoadMove(rig.move(c, 1 + rig.blocks), tuple(record.shards.items()))
+        for c, record in enumerate(index.lookup(NAMESPACE, rig.hashes))
+        if record is not None
+    )
+    assert len(loads) == rig.chunks
     started = time.perf_counter()
     loader.submit(LoadPlan("r", NAMESPACE, loads, sync=True))
     (outcome,) = loader.take_finished(sync=True)

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from protocol import Bytes, Case, Servers, Worker, serve
 
+from objkv.agent.connections import InsideAgent
+from objkv.agent.core import CoreLimits
 from objkv.assembly.backends import open_backends
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.cache.match import usable_chunks
@@ -28,6 +30,7 @@ from objkv.keys.prefix import root_hash, token_digest
 from objkv.keys.topology import rank_shard
 from objkv.telemetry import NullRecorder
 from objkv.transfer.lanes import HostLane
+from objkv.transfer.loading.arena_lane import ArenaLane
 from objkv.transfer.loading.loader import Loader
 from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
@@ -43,6 +46,7 @@ DIGEST = token_digest(list(range(TOKENS)))
 WAIT_S = 100.0
 LOOK_S = 0.0002
 HOT_BYTES_MAX = 64 << 20
+PAGE = 4096
 
 
 class ObjkvWorker(Worker):
@@ -90,7 +94,6 @@ class ObjkvWorker(Worker):
         paged = PagedGroup(GroupShape(names, BLOCKS, BLOCK, self._rank), self._pages)
         config, size = self._config, payload_bytes_max(paged.layers, tokens=TOKENS)
         count = max(2, min(2 * self._threads, (config.pinned_bytes_max or 1 << 30) // 2 // size))
-        slabs = SlabPool("bench", count=count, slab_bytes=size)
         self._at_once, self._fields = count, [f"0.{self._rank.shard}"]
         self._near = NearIndex(
             self._backends.index,
@@ -104,20 +107,25 @@ class ObjkvWorker(Worker):
             self._saver = Saver(
                 self._cache,
                 {0: paged},
-                slabs,
+                SlabPool("bench", count=count, slab_bytes=size),
                 lane=HostLane(),
                 limits=save,
                 recorder=NullRecorder(),
             )
             self._values = [np.zeros(case.value_bytes, np.uint8) for _ in range(case.values)]
             return self._values
+        limits = CoreLimits(
+            self._threads, config.load_queue_max, is_paced=True, waits_for_room=True
+        )
+        nbytes = count * (-(-size // PAGE) + 1) * PAGE
+        inside = InsideAgent(self._cache, nbytes, limits, NullRecorder())
         self._loader = Loader(
-            self._cache,
             {0: paged},
-            slabs,
-            lane_for_thread=HostLane,
-            limits=LoadLimits(self._threads, config.load_queue_max, WAIT_S, WAIT_S),
+            ArenaLane(),
+            inside.connect,
+            limits=LoadLimits(config.load_queue_max, WAIT_S, WAIT_S),
             recorder=NullRecorder(),
+            inside=inside,
         )
         return []
 

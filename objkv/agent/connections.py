@@ -144,8 +144,8 @@ class InsideAgent:
         self.arena = Arena.create(nbytes)
         self.core = Core(cache, self.arena, limits, _Uncounted(recorder))
         self._lock = Lock()
-        self._open = 0
-        self._closed = self._keeps = False
+        self._open, self._closed = 0, False
+        self.core.on_ended = self._unmap
 
     def connect(self) -> "InsideConnection":
         """Return a new connection. Raises ``TransferError`` after ``close``."""
@@ -157,11 +157,11 @@ class InsideAgent:
 
     def close(self, seconds: float) -> bool:
         """End the core's threads, for at most ``seconds``. The arena is unmapped when the last
-        connection is closed, and not at all if a thread may still write it. Returns whether the
+        connection is closed and the last thread has ended, which may be later. Returns whether the
         threads have ended. Idempotent."""
         ended = self.core.close(seconds)
         with self._lock:
-            self._closed, self._keeps = True, not ended
+            self._closed = True
         self._unmap()
         return ended
 
@@ -172,7 +172,7 @@ class InsideAgent:
 
     def _unmap(self) -> None:
         with self._lock:
-            is_unused = self._closed and not self._open and not self._keeps
+            is_unused = self._closed and not self._open and self.core.has_ended
         if is_unused:
             self.arena.close()
 

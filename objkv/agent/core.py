@@ -61,6 +61,8 @@ class Core:
 
     on_rejected: Callable[[str, bytes], object] = staticmethod(lambda namespace, prefix_hash: None)
     """Called for the chunk of each payload whose record was forgotten."""
+    on_ended: Callable[[], object] = staticmethod(lambda: None)
+    """Called by the last of the threads, at its end."""
 
     def __init__(
         self,
@@ -86,6 +88,7 @@ class Core:
         self._prefetching, self._is_watched = 0, False
         self._closed = self._draining = False
         self._known: dict[tuple[str, str], tuple[LayerSpec, ...]] = {}
+        self._running = limits.threads
         self._threads = [
             Thread(target=self._work, name=f"objkv-fill-{n}", daemon=True)
             for n in range(limits.threads)
@@ -141,6 +144,11 @@ class Core:
             self.spill.forget(key.path())
         self._reject(wanted, corrupt=True)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether no thread writes the arena any more, nor will."""
+        return not self._running
+
     def forget_client(self, client: Waiter) -> None:
         """The client has gone; its leases were released."""
         with self._changed:
@@ -176,6 +184,16 @@ class Core:
         return self._pace.all_late(self._limits.threads)
 
     def _work(self) -> None:
+        try:
+            self._serve()
+        finally:
+            with self._changed:
+                self._running -= 1
+                is_last = not self._running
+            if is_last:
+                self.on_ended()
+
+    def _serve(self) -> None:
         staging = Staging()
         while True:
             with self._changed:

@@ -3,17 +3,20 @@
 A stream does what it was given in order and late, as on a GPU: each copy is made when the schedule
 lets the stream go on. The model computes on a stream of its own. Blocks change hands in the order
 of that stream, as vLLM's kernels follow each other on it; or at once, when their memory goes.
-Every copy carries tickets: whose its blocks and its slab were when it was planned. One that finds
-them in other hands is what must never be.
+Every copy carries tickets: whose its blocks and its host memory were when it was planned. One that
+finds them in other hands is what must never be. Host memory is a slab, or a leased part of an arena
+that the device has registered.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
+from objkv.agent.connections import ArenaLease, InsideAgent, InsideConnection
+from objkv.agent.residents import Resident, Residents
+from objkv.errors import TransferError
 from objkv.transfer.lanes import BlockRuns, HostLane, PagedLayers, Pages, Recast
 from objkv.transfer.slabs import Slab, SlabPool
 from tests.fences.stage import Broken, the_stage
@@ -111,7 +114,13 @@ class Stream:
             work = self._given[self.done]
             if work() is False:
                 stage.wait(self.name, work)  # type: ignore[arg-type]
+            del work
+            self._given[self.done] = _nothing  # nor is the memory kept that it touched
             self.done += 1
+
+
+def _nothing() -> None:
+    pass
 
 
 class Mark:
@@ -176,12 +185,13 @@ class WatchedLane:
         placed: Placed,
         recast: Recast | None = None,
     ) -> None:
-        slabs = [WatchedPool.ticket(given.ctypes.data) for given in pages]
+        places = [(given.ctypes.data, given.nbytes) for given in pages]
+        tickets = [self._ticket(*place) for place in places]
 
         def copy() -> None:
             self._hands.touch("written:", placed.ids, placed.ticket)
-            if slabs != [WatchedPool.ticket(given.ctypes.data) for given in pages]:
-                self._hands.say("pages are written from a slab that somebody else has")
+            if tickets != [self._ticket(*place) for place in places]:
+                self._hands.say("pages are written from memory that somebody else has")
             self._lane.scatter(pages, layers, placed, recast)
 
         the_stage().pause("scatter")
@@ -199,6 +209,15 @@ class WatchedLane:
         the_stage().pause("gather")
         self.stream.do(copy)
 
+    def _ticket(self, address: int, nbytes: int) -> Any:
+        """Of whoever has this host memory."""
+        if (of_slab := WatchedPool.ticket(address)) is not None:
+            return of_slab
+        of_lease = WatchedInside.ticket(address, nbytes)
+        if of_lease is None and self._loads:  # pages are checked from other memory
+            self._hands.say("pages are in memory that nobody has leased")
+        return of_lease
+
     def mark(self) -> Any:
         return Mark(self.stream, self.stream.given, self._compute)
 
@@ -215,8 +234,8 @@ class WatchedPool(SlabPool):
         self.leases = {memory.data_ptr(): 0 for memory in self._free}
         WatchedPool._pools.append(self)
 
-    def lease(self, until: float = -math.inf, *, wanted: Callable[[], bool] = lambda: True) -> Slab:
-        slab = super().lease(until, wanted=wanted)
+    def lease(self, *given: Any, **named: Any) -> Slab:
+        slab = super().lease(*given, **named)
         self.leases[slab.tensor.data_ptr()] += 1
         return slab
 
@@ -232,10 +251,109 @@ class WatchedPool(SlabPool):
         return cls._pools
 
     @classmethod
-    def ticket(cls, address: int) -> tuple[int, int]:
-        """Of whoever has the slab with this address in it."""
+    def ticket(cls, address: int) -> tuple[int, int] | None:
+        """Of whoever has the slab with this address in it; None if it is in no slab."""
         for pool in cls._pools:
             for start, count in pool.leases.items():
                 if start <= address < start + pool.slab_bytes:
                     return start, count
-        return 0, 0  # decoded somewhere else
+        return None
+
+
+class WatchedConnection(InsideConnection):
+    """A connection that can be lost, as one to another process."""
+
+    is_lost = False
+
+    @property
+    def is_open(self) -> bool:
+        return super().is_open and not self.is_lost
+
+    def open(self, *wanted: Any, **how: Any) -> list[ArenaLease]:
+        self._check()
+        return super().open(*wanted, **how)
+
+    def release(self, leases: Sequence[int]) -> None:
+        self._check()
+        super().release(leases)
+
+    def wait(self, seconds: float, also: Any) -> bool:
+        self._check()
+        return super().wait(seconds, also)
+
+    def _check(self) -> None:
+        if self.is_lost:
+            raise TransferError("the connection is lost")
+
+
+class WatchedInside(InsideAgent):
+    """An agent inside that knows who has which part of its arena, and what a device has
+    registered of it."""
+
+    _all: "list[WatchedInside]"
+
+    def __init__(self, *given: Any, is_in_place: bool) -> None:
+        """``is_in_place``: whether the device reads everything without registering it."""
+        super().__init__(*given)
+        self.base = np.frombuffer(self.arena.view, np.uint8).ctypes.data
+        self.end = self.base + self.arena.nbytes
+        self._is_in_place = is_in_place
+        self.registered: list[tuple[int, int]] = []
+        self.connections: list[WatchedConnection] = []
+        WatchedInside._all.append(self)
+
+    def connect(self) -> WatchedConnection:
+        """See ``InsideAgent``."""
+        usual = super().connect()
+        usual._holder.alarm.close()
+        self.connections.append(WatchedConnection(usual._core, self.arena, usual._ended))
+        return self.connections[-1]
+
+    def register(self, address: int, nbytes: int) -> Callable[[], None]:
+        """The device may read this part."""
+        the_stage().pause("register")
+        part = (address, address + nbytes)
+        self.registered.append(part)
+
+        def undo() -> None:
+            the_stage().pause("unlock")
+            if self.arena.fd < 0:
+                raise Broken("an arena was unmapped while it was registered")
+            self.registered.remove(part)
+
+        return undo
+
+    @classmethod
+    def begin(cls) -> "list[WatchedInside]":
+        """Forget those of earlier plays; those that are made from now on."""
+        cls._all = []
+        return cls._all
+
+    @classmethod
+    def ticket(cls, address: int, nbytes: int) -> Resident | None:
+        """The payload that is leased there; None if none is, or the device cannot read it."""
+        for inside in cls._all:
+            if inside.base <= address < inside.end and inside.arena.fd >= 0:
+                return inside._leased(address, address + nbytes)
+        return None
+
+    def _leased(self, start: int, end: int) -> Resident | None:
+        known = sum(max(0, min(end, to) - max(start, at)) for at, to in self.registered)
+        if not self._is_in_place and known < end - start:
+            return None
+        offset = start - self.base
+        for one in self.core.residents._at.values():
+            if one.offset <= offset < one.offset + one.nbytes:
+                return one if one.leases else None
+        return None
+
+
+_release = Residents._release
+
+
+def release_spoiled(self: Residents, one: Resident) -> None:
+    """Instead of ``Residents._release``: memory is spoiled when its last lease ends."""
+    if one.leases == 1 and one.offset >= 0:
+        self.view(one)[:] = bytes([0xEE]) * one.nbytes
+        self._unlist(one)
+    _release(self, one)

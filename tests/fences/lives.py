@@ -84,7 +84,7 @@ def load_then(event: str, steps: int, *, sync: bool) -> Life:
 
 
 ENDED_FROM = {"abort": ("loading", "running"), "finish": ("running",)}
-EVENTS = ("preempt", "abort", "finish", "sleep", "update", "shutdown")
+EVENTS = ("preempt", "abort", "finish", "sleep", "update", "lost", "shutdown")
 
 
 def _happen(engine: Engine, event: str, name: str) -> None:
@@ -99,6 +99,8 @@ def _happen(engine: Engine, event: str, name: str) -> None:
         case "sleep":
             engine.sleep()
             engine.wake()
+        case "lost":
+            engine.lose_connection()
         case "update":
             engine.update_weights()
 
@@ -125,7 +127,9 @@ def knobs_of(seed: int) -> Knobs:
         writes_early=dice.random() < 0.25,
         roomy=dice.random() < 0.5,
         load_threads=dice.choice((1, 2)),
-        load_lanes=dice.choice((1, 2)),
+        arena_pages=dice.choice((0, 2, 4, 5)),
+        keeps=dice.random() < 0.3,
+        frames=dice.choice(("in place", "registering", "refused")),
         cores=dice.choice((2, 4)),
         save_threads=dice.choice((1, 2)),
         drain_ms=dice.choice((0, 0, 30, 5_000)),
@@ -167,3 +171,5 @@ def _surprise(engine: Engine, dice: random.Random) -> None:
         engine.wake()
     elif luck < 0.62:
         engine.update_weights()
+    elif luck < 0.68:
+        engine.lose_connection()

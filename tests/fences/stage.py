@@ -1,9 +1,10 @@
 """A stage on which threads run one at a time, in an order that a schedule decides.
 
 While a stage is set, the threads, locks, conditions, events and clocks that objkv's modules took
-from ``threading`` and ``time`` are the stage's. Threads are greenlets: exactly one runs, until it
-comes to a point where another may go on (a lock, a wait, a call of a store, a copy). There the
-schedule chooses. So an interleaving is a list of choices: it can be repeated, and changed.
+from ``threading`` and ``time`` are the stage's, and so are objkv's alarms. Threads are greenlets:
+exactly one runs, until it comes to a point where another may go on (a lock, a wait, a call of a
+store, a copy). There the schedule chooses. So an interleaving is a list of choices: it can be
+repeated, and changed.
 
 Time is the stage's as well: it stands still while anybody runs, but for what a schedule lets pass,
 and jumps to the next deadline when all wait.
@@ -18,6 +19,8 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 import greenlet
+
+from objkv import background
 
 TICK_S = 1e-7
 STEPS_MAX = 200_000
@@ -66,11 +69,14 @@ class Stage:
         self.tasks: list[Task] = []
         self.errors: list[str] = []
         self.steps = 0
+        self.alarms: dict[Alarm, None] = {}
+        """Those that are not closed. Each would be an open file."""
         self.calm = False
         """Whether nothing is to choose for now: what happens is not what is looked at."""
         self._schedule = schedule
         self._current: Task | None = None
         self._hub: Any = None
+        self._is_killing = False
 
     @property
     def current(self) -> Task | None:
@@ -125,6 +131,8 @@ class Stage:
     def wait(self, where: str, ready: Callable[[], bool], seconds: float | None = None) -> bool:
         """Block until ``ready()``, at most so long; whether it is. Others may go on in any case."""
         task = self._current
+        if self._is_killing:
+            raise greenlet.GreenletExit
         if task is None:  # before and after the play there is nobody to wait for
             if not ready() and seconds is None:
                 raise Broken(f"nobody ends the wait in {where}")
@@ -185,11 +193,12 @@ class Stage:
         return first
 
     def _kill(self) -> None:
-        self._current = None
+        self._current, self._is_killing = None, True
         for task in self.tasks:
             if not task.over:
                 with suppress(Exception):  # it is broken already
                     task.glet.throw(greenlet.GreenletExit)
+        self._is_killing = False
 
     def _shown(self) -> str:
         return ", ".join(repr(task) for task in self.tasks if not task.over)
@@ -369,6 +378,37 @@ class Thread:
         return self._task is not None and not self._task.over
 
 
+class Alarm:
+    """As ``objkv.background.Alarm``, of this process alone."""
+
+    def __init__(self) -> None:
+        self.has_rung = False
+        self.is_closed = False
+        the_stage().alarms[self] = None
+
+    def ring(self) -> None:
+        if not self.is_closed:
+            self.has_rung = True
+        the_stage().pause("ring")
+
+    def calm(self) -> None:
+        self.has_rung = False
+
+    def close(self) -> None:
+        self.is_closed = True
+        the_stage().alarms.pop(self, None)
+        the_stage().pause("alarm closed")
+
+
+def _wait_for(alarms: Sequence[Alarm], seconds: float) -> bool:
+    if any(one.is_closed for one in alarms):
+        raise ValueError("file descriptor cannot be a negative integer (-1)")
+    the_stage().wait("alarm", lambda: any(one.has_rung for one in alarms), seconds)
+    for one in alarms:
+        one.calm()
+    return True
+
+
 def _get_ident() -> int:
     current = the_stage().current
     return 0 if current is None else 1 + current.number
@@ -383,6 +423,8 @@ _INSTEAD: dict[Any, Any] = {
     threading.BoundedSemaphore: Semaphore,
     threading.Thread: Thread,
     threading.get_ident: _get_ident,
+    background.Alarm: Alarm,
+    background.wait_for: _wait_for,
     time.monotonic: lambda: the_stage().now,
     time.thread_time: lambda: 0.0,
     time.sleep: lambda seconds: the_stage().wait("sleep", lambda: False, seconds),

@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 
+from objkv.agent.connections import InsideAgent
+from objkv.agent.core import Core
+from objkv.agent.residents import Residents
 from objkv.cache.chunks import ChunkCache
 from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.transfer import slabs
-from objkv.transfer.loading import job, loads
+from objkv.transfer.loading import loader, loads
 from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.loading.loader import Loader
+from objkv.transfer.registration import Windows
 from objkv.transfer.saver import Saver
 from objkv.transfer.slabs import Slab, SlabPool
 from tests.fences import device, world
@@ -31,7 +35,7 @@ from tests.fences.stage import Broken, Lock, Thread, on_stage
 from tests.fences.world import Knobs
 
 SEEDS = range(1, 26)
-STRIDE = 613
+STRIDE = 811
 """Of interleavings with one preemption, one of so many; ``python -m tests.fences`` plays all."""
 
 
@@ -120,9 +124,12 @@ def _poll_without_writers(self: LoadJob) -> Any:
         self._writing = writing
 
 
-def _close_without_copies(self: LoadJob, seconds: float = 0.0) -> Any:
-    self._last_marks = {}
-    return _close(self, seconds)
+def _close_without_copies(self: Loader) -> None:
+    """Neither the loads wait, nor the thread that reads leased memory."""
+    self._await = lambda _: True  # type: ignore[method-assign]
+    for one in self._jobs.values():
+        one._last_marks = {}
+    _close(self)
 
 
 def _wait_layer_without_copies(self: LoadJob, group: int, layer: int) -> list[Any]:
@@ -130,12 +137,44 @@ def _wait_layer_without_copies(self: LoadJob, group: int, layer: int) -> list[An
     return []
 
 
-def _keep_first(marks: dict[Any, Any], lane: Any, mark: Any) -> None:
-    marks.setdefault(lane, mark)
+def _enter_always(self: LoadJob, _index: int) -> bool:
+    with self._changed:
+        self._writing += 1
+    return True
 
 
-def _keep_last(marks: dict[Any, Any], lane: Any, mark: Any) -> None:
-    marks[lane] = mark
+def _leave_without_mark(self: LoadJob, *given: Any) -> None:
+    known = dict(self._last_marks)
+    _leave(self, *given)
+    self._last_marks = known
+
+
+def _leave_with_first_mark(self: LoadJob, *given: Any) -> None:
+    known = dict(self._last_marks)
+    _leave(self, *given)
+    self._last_marks |= known
+
+
+def _advance_without_cancelled(self: Loader, agent: Any) -> None:
+    for one in self._reading:
+        if not one.job.wanted(one.index):
+            one.writer.mark = None
+    _advance(self, agent)
+
+
+def _leave_registered(self: Loader, agent: Any) -> None:
+    agent.close()
+    self._on_device.detach(lambda: None)  # type: ignore[union-attr]
+
+
+def _register_for_ever(self: Windows, number: int) -> None:
+    _register(self, number)
+    self._undo[number] = lambda: None
+
+
+def _has_at_once(self: Windows, address: int, nbytes: int) -> bool:
+    _has(self, address, nbytes)
+    return True
 
 
 def _mark_once(self: WorkerSide, plan: Any) -> None:
@@ -156,7 +195,10 @@ def _rank_of_late_writer(*given: Any, writes_early: bool, **named: Any) -> Rank:
     return Rank(*given, **named)
 
 
-_poll, _close, _wait_layer = LoadJob.poll, LoadJob.close, LoadJob.wait_layer
+_poll, _close, _wait_layer = LoadJob.poll, Loader.close, LoadJob.wait_layer
+_enter, _leave = LoadJob.enter, LoadJob.leave
+_advance = Loader._advance
+_register, _has = Windows._register, Windows.has
 _before_forward = WorkerSide.before_forward
 
 
@@ -188,14 +230,19 @@ MUTANTS = {
         LoadJob, "poll", _poll_without_copies, "load async abort 1"
     ),
     "the end does not wait for a load's copies": Mutant(
-        LoadJob, "close", _close_without_copies, "load async sleep 1"
+        Loader, "close", _close_without_copies, "load async sleep 1"
     ),
     "computing does not wait for loads within the step": Mutant(
         LoadJob, "wait_layer", _wait_layer_without_copies, "load layerwise finish 1"
     ),
-    "the later of two marks is lost": Mutant(job, "_add", _keep_first, "load async abort 1"),
-    "the mark that comes last replaces a later one": Mutant(
-        job, "_add", _keep_last, "load async abort 1", WORLDS["slow lane"]
+    "the later of two marks is lost": Mutant(
+        LoadJob, "leave", _leave_with_first_mark, "load async abort 1"
+    ),
+    "a job does not keep its marks": Mutant(
+        LoadJob, "leave", _leave_without_mark, "load async abort 1"
+    ),
+    "a closed job lets others write": Mutant(
+        LoadJob, "enter", _enter_always, "load async abort 1", WORLDS["patient"]
     ),
     "loads follow nothing": Mutant(
         loads, "LoadJob", _FollowsNothing, "load async abort 1", WORLDS["patient"]
@@ -230,16 +277,45 @@ MUTANTS = {
         WORLDS["short of time"],
     ),
     "slabs of loads are free before their copies have passed": Mutant(
-        Slab, "release_after", lambda self, _: self.release(), "load async finish 1"
+        Slab,
+        "release_after",
+        lambda self, _: self.release(),
+        "load async finish 1",
+        WORLDS["refused"],
     ),
     "a pool looks at no mark when a slab is returned": Mutant(
         SlabPool,
         "take_back",
         lambda self, memory, _=None: self._put_back(memory),
         "load async finish 1",
+        WORLDS["refused"],
     ),
     "a pool looks at no mark when it needs a slab": Mutant(
-        slabs, "_is_done", lambda _: True, "load async finish 1"
+        slabs, "_is_done", lambda _: True, "load async finish 1", WORLDS["refused"]
+    ),
+    "leases end before their copies have passed": Mutant(
+        loader, "_is_past", lambda _: True, "load async finish 1"
+    ),
+    "kept payloads make room before their copies have passed": Mutant(
+        loader, "_is_past", lambda _: True, "load async finish 1", WORLDS["kept"]
+    ),
+    "leases of a cancelled load end before their copies have passed": Mutant(
+        Loader, "_advance", _advance_without_cancelled, "load async abort 1"
+    ),
+    "leases of a lost connection end before their copies have passed": Mutant(
+        Loader, "_await", lambda *_: True, "load async lost 1"
+    ),
+    "leases do not protect from those who need room": Mutant(
+        Residents, "_is_free", lambda *_: True, "load async finish 1", WORLDS["kept"]
+    ),
+    "an arena is unmapped while it is registered": Mutant(
+        Loader, "_leave", _leave_registered, "load async shutdown 2", WORLDS["registering"]
+    ),
+    "an arena stays registered": Mutant(
+        Windows, "_register", _register_for_ever, "load async shutdown 2", WORLDS["registering"]
+    ),
+    "windows are read before they are registered": Mutant(
+        Windows, "has", _has_at_once, "load async finish 1", WORLDS["registering"]
     ),
     "chunks are saved before their copies have passed": Mutant(
         Saver, "_hand_over", _hand_over_at_once, "save finish 0"
@@ -261,6 +337,15 @@ MUTANTS = {
     "loads are not closed at the end": Mutant(
         Loader, "close", lambda _: None, "load async shutdown 1"
     ),
+    "threads of the core go on after the end": Mutant(
+        Core, "close", lambda *_: True, "load async shutdown 1"
+    ),
+    "the arena stays at the end": Mutant(
+        InsideAgent, "_unmap", lambda _: None, "load async shutdown 1"
+    ),
+    "connections stay open at the end": Mutant(
+        Loader, "_leave", lambda *_: None, "load async shutdown 1"
+    ),
 }
 STRIDES = (13, 3, 1)
 """Most mutants are found by few interleavings; the others are looked for more densely."""
@@ -270,8 +355,9 @@ STRIDES = (13, 3, 1)
 def test_a_fence_that_is_missing_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant = MUTANTS[name]
     monkeypatch.setattr(mutant.owner, mutant.name, mutant.instead)
-    with pytest.raises(Found):
+    with pytest.raises(Found) as found:
         _look(mutant)
+    assert not isinstance(found.value.__cause__, (AttributeError, NameError, TypeError))
 
 
 def _look(mutant: Mutant) -> None:

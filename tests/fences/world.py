@@ -5,20 +5,25 @@ Source of the order: vLLM 0.31-0.33, ``execute_model`` in ``v1/worker/gpu_model_
 that whatever is in a wrong place, or of other weights, or too late, is seen.
 """
 
+import gc
 import logging
 import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
-from objkv.transfer.loading.fetch import Cuts
 
+from objkv.agent import arena, fill, queue, residents
+from objkv.agent.core import CoreLimits
+from objkv.agent.fill import Cuts
+from objkv.agent.residents import Residents
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import frame_pages, open_payload, read_header
 from objkv.config import Config
@@ -33,11 +38,19 @@ from objkv.stores.base import PruneStore
 from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
-from objkv.transfer import slabs as slabs_module
-from objkv.transfer.loading import queue as queue_module
-from objkv.transfer.loading.loads import LoadLimits
+from objkv.transfer.loading import loader
+from objkv.transfer.loading.loader import Loader
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
-from tests.fences.device import GONE, Hands, Stream, WatchedLane, WatchedPool
+from objkv.transfer.registration import DeviceFrames
+from tests.fences.device import (
+    GONE,
+    Hands,
+    Stream,
+    WatchedInside,
+    WatchedLane,
+    WatchedPool,
+    release_spoiled,
+)
 from tests.fences.stage import Broken, Stage, the_stage
 from tests.fences.stores import GateStore, SharedIndex
 from tests.support.paged_cache import paged_group
@@ -48,6 +61,11 @@ GROUP = GroupIdentity("full", None, ("l0", "l1"), heads=1, content=8, block_size
 GEOMETRY = Geometry((GROUP,), CHUNK, BLOCK, tp_size=1)
 TOKENS = list(range(CHUNK * CHUNKS_MAX))
 NUM_BLOCKS = 27
+PAGE = 4096
+_HEADER_BYTES = 2048
+"""Room for a header in the first of two parts, so that it has one frame and not both."""
+_CELLS, _BOARD_BYTES = PAGE // 32, PAGE
+"""Of an arena, so that it has few windows."""
 POISON = 250.0
 """What blocks hold whose owner has written nothing."""
 
@@ -81,7 +99,12 @@ class Knobs:
     roomy: bool = False
     """Whether there are blocks for everybody in most steps, and the worker is told so."""
     load_threads: int = 1
-    load_lanes: int = 2
+    arena_pages: int = 0
+    """Memory of the arena; 0: as much as a worker has by default."""
+    keeps: bool = False
+    """Whether payloads stay in the arena after their last lease. If not, they are spoiled."""
+    frames: str = "in place"
+    """How a device reads the arena: in place, registering, or refused."""
     cores: int = 2
     """Of the host: half as many threads load at once while each is quick."""
     save_threads: int = 1
@@ -128,7 +151,7 @@ class Engine:
     def __init__(self, knobs: Knobs, seed: int) -> None:
         self.knobs = knobs
         dice = random.Random(seed)
-        self.pools = WatchedPool.begin()
+        self.pools, self.insides = WatchedPool.begin(), WatchedInside.begin()
         self.compute = Stream("compute", late=knobs.late)
         self.hands = Hands(NUM_BLOCKS)
         self.recorder = MemoryRecorder()
@@ -204,6 +227,11 @@ class Engine:
         else:
             self._release(request)
             del self.requests[name]
+
+    def lose_connection(self) -> None:
+        """The loader's connection fails. Whoever waits for it is told."""
+        self.insides[-1].connections[-1].is_lost = True
+        self.sides[-1]._loader.cancel("unknown")
 
     def update_weights(self) -> None:
         """In place, between steps; requests under way neither load nor save any more."""
@@ -459,15 +487,14 @@ class Engine:
             self.store, None, self.index, settings, self.recorder, clock=lambda: the_stage().now
         )
         self.keys.append(cache)
-        cuts = Cuts(step_spans_max=knobs.spans, span_bytes_min=1)
         with ExitStack() as stack:
             for module, name, value in (
-                (wiring, "open_lane", self._open_lane),
-                (wiring, "_LOAD_LANES", knobs.load_lanes),
-                (queue_module, "_processors", lambda: knobs.cores),
+                (wiring, "open_lane", partial(self._open_lane, "save lane")),
+                (wiring, "ArenaLane", partial(self._open_lane, "load lane", loads=True)),
+                (wiring, "InsideAgent", self._open_inside),
+                (wiring, "Loader", self._open_loader),
                 (wiring, "SlabPool", WatchedPool),
-                (slabs_module, "SlabPool", WatchedPool),
-                (wiring, "LoadLimits", partial(LoadLimits, cuts=cuts)),
+                (queue, "_processors", lambda: knobs.cores),
             ):
                 stack.enter_context(patch.object(module, name, value))
             side = make_worker_side(
@@ -499,13 +526,32 @@ class Engine:
         layouts.spread = planned  # type: ignore[method-assign]
         self.sides.append(side)
 
-    def _open_lane(self, device: torch.device, *, urgent: bool = False) -> WatchedLane:
-        name = "load lane" if urgent else "save lane"
+    def _open_lane(self, name: str, *_: torch.device, loads: bool = False) -> WatchedLane:
         knobs = self.knobs
         stream = Stream(name, late=knobs.late, seconds=knobs.copy_s)
-        lane = WatchedLane(stream, self.hands, self.compute, loads=urgent)
+        lane = WatchedLane(stream, self.hands, self.compute, loads=loads)
         self.lanes.append(lane)
         return lane
+
+    def _open_inside(
+        self, cache: ChunkCache, nbytes: int, limits: CoreLimits, recorder: MemoryRecorder
+    ) -> WatchedInside:
+        knobs = self.knobs
+        nbytes = knobs.arena_pages * PAGE or nbytes
+        limits = replace(limits, cuts=Cuts(parts_max=knobs.spans, part_bytes_min=1))
+        is_in_place = not self._has_device_frames
+        return WatchedInside(cache, nbytes, limits, recorder, is_in_place=is_in_place)
+
+    def _open_loader(self, *given: Any, inside: WatchedInside, **named: Any) -> Loader:
+        if self._has_device_frames:
+            slabs = WatchedPool("load", count=2, slab_bytes=PAGE)
+            pin = inside.register if self.knobs.frames == "registering" else _refuse
+            named["on_device"] = DeviceFrames(slabs, pin, window_bytes=PAGE)
+        return Loader(*given, inside=inside, **named)
+
+    @property
+    def _has_device_frames(self) -> bool:
+        return self.knobs.late and self.knobs.frames != "in place"
 
     # What is left.
 
@@ -516,6 +562,8 @@ class Engine:
         for pool in self.pools:
             if pool.leased or pool.free != pool.total or not pool.adds_up:
                 raise Broken(f"slabs are left leased: {pool!r}")
+        for inside in self.insides:
+            self._check_inside(inside)
         if self.index._leases:
             raise Broken(f"leases are left: {sorted(self.index._leases)}")
         for keys in self.keys:
@@ -526,6 +574,15 @@ class Engine:
         for epoch in range(self.epoch + 1):
             for record in self.index.scan(namespace(epoch)):
                 self._check_stored(epoch, record.prefix_hash)
+
+    def _check_inside(self, inside: WatchedInside) -> None:
+        payloads = inside.core.residents
+        if payloads.leased() or not payloads.check():
+            raise Broken(f"payloads are left leased: {payloads!r}")
+        if inside.registered:
+            raise Broken("an arena is left registered")
+        if inside.arena.fd >= 0:
+            raise Broken("an arena is left mapped")
 
     def _check_stored(self, epoch: int, prefix_hash: bytes) -> None:
         paths = [entry.key for entry in self.inner.scan(namespace(epoch))]
@@ -544,6 +601,10 @@ class Engine:
             for place in range(BLOCKS):
                 if not bool((values[place] == _bits(content(epoch, chunk, layer, place))).all()):
                     raise Broken(f"stored wrong: chunk {chunk}, layer {layer}, weights {epoch}")
+
+
+def _refuse(address: int, nbytes: int) -> Any:
+    raise RuntimeError("no memory is registered")
 
 
 @cache
@@ -591,11 +652,23 @@ def play(stage: Stage, life: Callable[[Engine], None], knobs: Knobs, seed: int) 
         engine.shut_down()
 
     _TOLD.clear()
-    stage.play(main)
-    (engine,) = engines
-    if _TOLD:
-        raise Broken(f"logged as an error: {_TOLD}")
-    engine.check()
+    release = Residents._release if knobs.keeps else release_spoiled
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(Residents, "_release", release))
+        stack.enter_context(patch.object(fill, "_HEADER_BYTES", _HEADER_BYTES))
+        for module in (arena, residents, loader):
+            stack.enter_context(patch.object(module, "BOARD_BYTES", _BOARD_BYTES))
+        for module in (arena, residents):
+            stack.enter_context(patch.object(module, "CELLS", _CELLS))
+        stage.play(main)
+        (engine,) = engines
+        if _TOLD:
+            raise Broken(f"logged as an error: {_TOLD}")
+        engine.check()
+    if stage.alarms:
+        raise Broken(f"{len(stage.alarms)} alarms are left open")
+    if _files() > files:
+        gc.collect()
     if _files() > files:
         raise Broken(f"{_files() - files} files are left open")
     return engine

@@ -248,7 +248,6 @@ class Loader(Loads):
         if is_stuck:
             logger.warning("copies of loads did not finish on the device, going on")
             return
-        self._alarm.close()
         if self._on_device is not None and not self._on_device.join(self._limits.join_s):
             logger.warning("memory of the agent is still being unlocked, going on")
 
@@ -289,7 +288,10 @@ class Loader(Loads):
                     logger.exception("loads failed unexpectedly")
                     self._lose()
         finally:
-            self._lose()
+            try:
+                self._lose()
+            finally:
+                self._alarm.close()
 
     def _step(self) -> None:
         """Do what can be done now, then sleep until there is more."""
