@@ -546,7 +546,9 @@ class Engine:
         if self._has_device_frames:
             slabs = WatchedPool("load", count=2, slab_bytes=PAGE)
             pin = inside.register if self.knobs.frames == "registering" else _refuse
-            named["on_device"] = DeviceFrames(slabs, pin, window_bytes=PAGE)
+            frames = named["on_device"] = DeviceFrames(slabs, pin, window_bytes=PAGE)
+            # Windows are registered while loads read them, as with a node's agent.
+            frames.prepare = lambda: None  # type: ignore[method-assign]
         return Loader(*given, inside=inside, **named)
 
     @property
