@@ -1,0 +1,51 @@
+"""A core inside the process: when its memory goes."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.paged_cache import Replica, StuckStore, stores, wait_until
+
+
+def open_files() -> set[str]:
+    """What each descriptor of this process is, by its number."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            found.add(f"{number} {os.readlink(f'/proc/self/fd/{number}')}")
+        except FileNotFoundError:  # the listing's own
+            pass
+    return found
+
+
+@pytest.fixture
+def stuck() -> Iterator[StuckStore]:
+    store = StuckStore()
+    yield store
+    store.go.set()
+
+
+def test_the_end_leaves_no_file_and_no_memory() -> None:
+    store, index = stores()
+    before = open_files()
+    replica = Replica(store, index, seed=1)
+    replica.save(range(1))
+    assert not replica.load(range(1), 9).failed
+    replica.close()
+    assert replica.inside.arena.fd < 0
+    assert not open_files() - before
+
+
+def test_memory_that_a_thread_on_the_network_writes_goes_when_it_ends(stuck: StuckStore) -> None:
+    _, index = stores()
+    before = open_files()
+    replica = Replica(stuck, index, seed=1, join_s=0.01)
+    replica.save(range(1))
+    replica.loader.submit(replica.load_plan(range(1), 9))
+    stuck.asked.wait()
+    replica.close()
+    assert replica.inside.arena.fd >= 0
+    stuck.go.set()
+    wait_until(lambda: replica.inside.arena.fd < 0)
+    wait_until(lambda: not open_files() - before)
