@@ -1,4 +1,4 @@
-"""What the core fetches next, and by how many threads at once.
+"""The order in which the core fetches payloads, and the number of threads at once.
 
 Half as many threads as CPU cores begin at once. A payload that takes at least twice its usual CPU
 time is waiting for the store, so another thread may begin. If the one that ended last was slow, all

@@ -25,7 +25,6 @@ from objkv.agent.client import AgentConnection, AgentRefused
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
 from objkv.agent.http.listener import check_address
-from objkv.agent.launch import AgentRuns, AgentSocket, failure_of, start_agent
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentParts, AgentServer
@@ -33,6 +32,7 @@ from objkv.agent.spill.disk import Disk, DiskFolder
 from objkv.agent.unsaved.requested import RequestedPuts
 from objkv.agent.unsaved.requests import PutRequests
 from objkv.assembly.backends import Backends, check_backends, is_far, open_backends, open_room
+from objkv.assembly.launch import AgentRuns, AgentSocket, failure_of, start_agent
 from objkv.assembly.seal import open_seal
 from objkv.background import JOIN_S
 from objkv.cache.chunks import CacheSettings, ChunkCache

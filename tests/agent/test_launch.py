@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from objkv.agent import launch
 from objkv.agent.client import AgentConnection
-from objkv.agent.launch import AgentRuns, AgentSocket, failure_of, is_listening, start_agent
+from objkv.assembly import launch
 from objkv.assembly.agent import AgentLink, NodeAgent
+from objkv.assembly.launch import AgentRuns, AgentSocket, failure_of, is_listening, start_agent
 from objkv.config import Config
 from objkv.config.node import agent_environment, agent_socket, http_path
 from objkv.errors import ConfigError
@@ -66,8 +66,8 @@ def test_an_agent_that_cannot_be_ended_keeps_its_socket(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one in another container."""
-    monkeypatch.setattr("objkv.agent.launch._agent_at", lambda path: 0)
-    monkeypatch.setattr("objkv.agent.launch._REPLACE_S", 0.05)
+    monkeypatch.setattr("objkv.assembly.launch._agent_at", lambda path: 0)
+    monkeypatch.setattr("objkv.assembly.launch._REPLACE_S", 0.05)
     path = agent_socket(config)
     assert path is not None
     old, new = AgentSocket(path), AgentSocket(path, replace=True)

@@ -17,10 +17,10 @@ from objkv.agent.arena import CellState
 from objkv.agent.calls import AgentCalls, AgentIndex
 from objkv.agent.client import AgentConnection
 from objkv.agent.fill import Wanted
-from objkv.agent.launch import AgentRuns, AgentSocket
 from objkv.agent.messages import VERSION
 from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason
+from objkv.assembly.launch import AgentRuns, AgentSocket
 from objkv.codec.payload import Claim
 from objkv.errors import TransferError
 from objkv.index.sqlite.index import SqliteIndex
@@ -317,7 +317,7 @@ def test_an_agent_whose_address_is_taken_replaces_none(tmp_path: Path) -> None:
 def test_an_agent_that_is_stopped_is_not_replaced_and_keeps_nobody_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("objkv.agent.launch._REPLACE_S", 0.1)
+    monkeypatch.setattr("objkv.assembly.launch._REPLACE_S", 0.1)
     settings = {"bulk_url": f"file://{tmp_path}/c", "index_url": f"sqlite://{tmp_path}/i"}
     with AgentProcess(settings) as old:
         old.freeze()

@@ -374,7 +374,7 @@ class Pools:
 
     slab_bytes: int
     load_slabs: int
-    """Slabs by way of which a device reads what it cannot read in an arena."""
+    """They hold what a device cannot read in an arena."""
     save_slabs: int
     arena_bytes: int
     """Memory for loads of this worker's own; 0 with a node agent."""
