@@ -246,6 +246,17 @@ class AgentConnection:
             raise
 
 
+def is_listening(path: Path) -> bool:
+    """Whether an agent accepts connections."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.settimeout(1.0)
+            sock.connect(str(path))
+    except OSError:
+        return False
+    return True
+
+
 def _socket(call_s: float) -> socket.socket:
     """Return a socket whose calls wait ``call_s`` at most. Raises ``TransferError``."""
     try:

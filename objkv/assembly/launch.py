@@ -14,6 +14,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Final
 
+from objkv.agent.client import is_listening
 from objkv.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -193,17 +194,6 @@ def _agent_at(path: Path) -> int:
             return 0
         pid, uid, _ = _PEER.unpack(peer)
         return int(pid) if uid == os.geteuid() else 0
-
-
-def is_listening(path: Path) -> bool:
-    """Whether an agent accepts connections."""
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-            sock.settimeout(1.0)
-            sock.connect(str(path))
-    except OSError:
-        return False
-    return True
 
 
 def start_agent(path: Path, environ: Mapping[str, str], idle_s: int = IDLE_EXIT_S) -> None:

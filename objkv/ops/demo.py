@@ -20,7 +20,7 @@ from typing import Final, Literal, Self
 import httpx
 from pydantic import BaseModel, ConfigDict
 
-from objkv.assembly.launch import is_listening
+from objkv.agent.client import is_listening
 from objkv.config import Config, load_config, make_private
 from objkv.config.node import agent_socket
 from objkv.errors import ConfigError

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from objkv.agent.client import AgentConnection
+from objkv.agent.client import AgentConnection, is_listening
 from objkv.assembly import launch
 from objkv.assembly.agent import AgentLink, NodeAgent
-from objkv.assembly.launch import AgentRuns, AgentSocket, failure_of, is_listening, start_agent
+from objkv.assembly.launch import AgentRuns, AgentSocket, failure_of, start_agent
 from objkv.config import Config
 from objkv.config.node import agent_environment, agent_socket, http_path
 from objkv.errors import ConfigError

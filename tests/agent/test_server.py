@@ -16,12 +16,11 @@ from objkv.agent import messages as m
 from objkv.agent import server as server_module
 from objkv.agent.arena import CellState
 from objkv.agent.calls import AgentCalls, AgentDocuments, AgentIndex, NodeCalls
-from objkv.agent.client import AgentConnection
+from objkv.agent.client import AgentConnection, is_listening
 from objkv.agent.outbox import AgentSaves, Outbox
 from objkv.agent.prefetch import PrefetchOrder
 from objkv.agent.residents import MissReason
 from objkv.agent.server import ServerLimits
-from objkv.assembly.launch import is_listening
 from objkv.cache.chunks import SaveOutcome
 from objkv.cache.switch import SWITCH_PATH
 from objkv.codec.payload import read_header

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from objkv.assembly.launch import is_listening
+from objkv.agent.client import is_listening
 from tests.support.paged_cache import PATIENCE_S, wait_until
 from tests.support.servers.process import freeze
 

@@ -16,11 +16,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from objkv.agent.arena import CellState
-from objkv.agent.client import AgentConnection
+from objkv.agent.client import AgentConnection, is_listening
 from objkv.agent.fill import Wanted
 from objkv.agent.outbox import Outbox
 from objkv.agent.queue import Urgency
-from objkv.assembly.launch import is_listening
 from objkv.cache.chunks import shard_record
 from objkv.codec.payload import header_bytes_needed, read_claimed, read_header
 from objkv.errors import TransferError
