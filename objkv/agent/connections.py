@@ -18,6 +18,7 @@ from objkv.cache.chunks import ChunkCache
 from objkv.errors import TransferError
 from objkv.telemetry import Recorder
 
+_OF_AN_AGENT = "agent_"
 _COUNTED_BY_READERS = frozenset(("load_bytes", "load_corrupt", "load_errors", "load_ghosts"))
 
 
@@ -228,14 +229,14 @@ class InsideConnection:
 
 
 class _Uncounted:
-    """Drops what the readers of the same process count themselves."""
+    """Drops what readers of the same process count themselves, and what only an agent reports."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
     def count(self, name: str, amount: float = 1) -> None:
         """See ``Recorder``."""
-        if name not in _COUNTED_BY_READERS:
+        if name not in _COUNTED_BY_READERS and not name.startswith(_OF_AN_AGENT):
             self._recorder.count(name, amount)
 
     def observe(self, name: str, value: float) -> None:

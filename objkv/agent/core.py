@@ -359,7 +359,7 @@ class Core:
             self._recorder.count("load_bytes", fill.header.nbytes)
             where = "hot_load_bytes" if fill.is_hot else "bulk_load_bytes"
             self._recorder.count(where, fill.header.nbytes)
-            seconds = monotonic() - began if fill.is_whole else None
+            seconds = monotonic() - began - fill.waited_s if fill.is_whole else None
             self._cache.note_load(claim, fill.header, hot=wanted.record.hot, seconds=seconds)
         return MissReason.NONE
 

@@ -11,6 +11,7 @@ arrive before the last layers of any.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,8 @@ class Fill:
     """The stored payload's header, once it is verified."""
     is_complete = False
     """Whether the whole payload is in the arena."""
+    waited_s = 0.0
+    """How long the fetch has waited for memory."""
     is_hot = False
     """Whether bytes came from the hot store."""
     _is_encrypted = False
@@ -240,7 +243,9 @@ class Fill:
         self.is_hot = True
 
     def _allot(self, nbytes: int, spare: int = 0) -> memoryview:
+        began = monotonic()
         room = self._residents.allot(self._one, nbytes, spare, until=self._room_until)
+        self.waited_s += monotonic() - began
         if room is None:
             raise NoRoomError(f"no room for {nbytes} bytes in the arena")
         self._place = room

@@ -21,6 +21,8 @@ from objkv.agent.residents import Resident
 
 _OVERDUE_SHARE = 1 / 4
 """A load between steps is overdue after this share of its time."""
+_LATE_S = 0.2
+"""A thread hangs if it has not ended so long after its payload's deadline."""
 _PATIENCE_MIN_S = 3e-4
 _USUAL_TASKS = 8
 """Decay of the average CPU time: a task this many tasks ago has a third of the newest's weight."""
@@ -156,12 +158,12 @@ class Pace:
         self._progress = 0.0
 
     def all_late(self, threads: int) -> bool:
-        """Whether all ``threads`` work beyond their payloads' deadlines. Then a file system hangs,
-        its calls cannot be cancelled, and to queue more is pointless."""
+        """Whether all ``threads`` work well beyond their payloads' deadlines, because a file system
+        hangs whose calls cannot be cancelled. To queue more is pointless then."""
         if len(self._begun) < threads:
             return False
         now = monotonic()
-        return all(deadline < now for _, deadline in self._begun.values())
+        return all(deadline + _LATE_S < now for _, deadline in self._begun.values())
 
     def may_begin(self) -> bool:
         """Whether another thread may begin."""
