@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -12,10 +13,8 @@ def open_files() -> set[str]:
     """What each descriptor of this process is, by its number."""
     found = set()
     for number in os.listdir("/proc/self/fd"):
-        try:
+        with suppress(FileNotFoundError):  # the listing's own
             found.add(f"{number} {os.readlink(f'/proc/self/fd/{number}')}")
-        except FileNotFoundError:  # the listing's own
-            pass
     return found
 
 
