@@ -113,7 +113,7 @@ class Arena:
         self.view = memoryview(mapping)
         """``[nbytes]`` bytes of format ``B``."""
         self.board = Board(self.view)
-        self._mapping = mapping
+        self._mapping: mmap.mmap | None = mapping
         self._writable = writable
 
     @classmethod
@@ -172,9 +172,12 @@ class Arena:
             return
         os.close(fd)
         self.board = Board(memoryview(bytes(BOARD_BYTES)))
-        with suppress(BufferError):  # with its last part
-            self.view.release()
-            self._mapping.close()
+        mapping, self._mapping = self._mapping, None
+        view, self.view = self.view, memoryview(b"")
+        with suppress(BufferError):  # with its last part, which is not this object's
+            view.release()
+            if mapping is not None:
+                mapping.close()
 
     def __repr__(self) -> str:
         kind = "writable" if self._writable else "read-only"

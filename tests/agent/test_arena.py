@@ -1,6 +1,7 @@
 import mmap
 import os
 import random
+from contextlib import suppress
 
 import pytest
 from hypothesis import settings
@@ -70,6 +71,27 @@ def test_an_arena_that_is_too_large_is_a_wrong_setting() -> None:
 def test_an_arena_of_no_page_is_a_wrong_setting() -> None:
     with pytest.raises(ConfigError, match="agent_memory_bytes"):
         Arena.create(PAGE - 1)
+
+
+def test_an_arena_that_is_closed_is_unmapped_with_its_last_part() -> None:
+    arena = Arena.create(PAGE)
+    inode = os.fstat(arena.fd).st_ino
+    part = arena.view[-PAGE:]
+    arena.close()
+    assert part[0] == 0
+    assert inode in inodes()
+    part.release()
+    assert inode not in inodes()
+    arena.close()
+
+
+def inodes() -> set[int]:
+    """Of the files that this process has open or mapped."""
+    found = set[int]()
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the listing's own
+            found.add(os.fstat(int(number)).st_ino)
+    return found
 
 
 def test_two_threads_that_close_an_arena_close_its_descriptor_once(

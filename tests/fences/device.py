@@ -292,12 +292,12 @@ class WatchedInside(InsideAgent):
 
     _all: "list[WatchedInside]"
 
-    def __init__(self, *given: Any, is_in_place: bool) -> None:
+    def __init__(self, *given: Any, is_in_place: bool, register_s: float) -> None:
         """``is_in_place``: whether the device reads everything without registering it."""
         super().__init__(*given)
         self.base = np.frombuffer(self.arena.view, np.uint8).ctypes.data
         self.end = self.base + self.arena.nbytes
-        self._is_in_place = is_in_place
+        self._is_in_place, self._register_s = is_in_place, register_s
         self.registered: list[tuple[int, int]] = []
         self.connections: list[WatchedConnection] = []
         WatchedInside._all.append(self)
@@ -311,7 +311,7 @@ class WatchedInside(InsideAgent):
 
     def register(self, address: int, nbytes: int) -> Callable[[], None]:
         """The device may read this part."""
-        the_stage().pause("register")
+        the_stage().wait("register", lambda: False, self._register_s)
         part = (address, address + nbytes)
         self.registered.append(part)
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tests.fences.lives import COPY_S, Life, at_random, knobs_of, situations
+from tests.fences.lives import COPY_S, REGISTER_S, Life, at_random, knobs_of, situations
 from tests.fences.schedules import Random, Recorded, explore
 from tests.fences.stage import Broken, on_stage
 from tests.fences.world import Engine, Knobs, listening, play
@@ -26,7 +26,7 @@ WORLDS = {
     "many threads": Knobs(load_threads=2, cores=4, spans=2),
     "scarce": Knobs(copy_s=COPY_S, load_threads=2, cores=4, arena_pages=2),
     "kept": Knobs(copy_s=COPY_S, arena_pages=2, keeps=True),
-    "registering": Knobs(frames="registering"),
+    "registering": Knobs(frames="registering", register_s=REGISTER_S),
     "registered": Knobs(frames="registering", arena_pages=2),
     "refused": Knobs(copy_s=COPY_S, frames="refused"),
     "early": Knobs(copy_s=COPY_S, writes_early=True),

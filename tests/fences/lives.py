@@ -9,6 +9,7 @@ from tests.fences.world import CHUNKS_MAX, Engine, Knobs
 STEPS_MAX = 2_000
 COPY_S = 0.03
 """Of a slow copy. A replica that waits for nothing else looks at each of them."""
+REGISTER_S = 0.5
 Life = Callable[[Engine], None]
 
 
@@ -130,6 +131,7 @@ def knobs_of(seed: int) -> Knobs:
         arena_pages=dice.choice((0, 2, 4, 5)),
         keeps=dice.random() < 0.3,
         frames=dice.choice(("in place", "registering", "refused")),
+        register_s=dice.choice((0.0, REGISTER_S)),
         cores=dice.choice((2, 4)),
         save_threads=dice.choice((1, 2)),
         drain_ms=dice.choice((0, 0, 30, 5_000)),

@@ -105,6 +105,8 @@ class Knobs:
     """Whether payloads stay in the arena after their last lease. If not, they are spoiled."""
     frames: str = "in place"
     """How a device reads the arena: in place, registering, or refused."""
+    register_s: float = 0.0
+    """How long it takes to register a page."""
     cores: int = 2
     """Of the host: half as many threads load at once while each is quick."""
     save_threads: int = 1
@@ -540,7 +542,14 @@ class Engine:
         nbytes = knobs.arena_pages * PAGE or nbytes
         limits = replace(limits, cuts=Cuts(parts_max=knobs.spans, part_bytes_min=1))
         is_in_place = not self._has_device_frames
-        return WatchedInside(cache, nbytes, limits, recorder, is_in_place=is_in_place)
+        return WatchedInside(
+            cache,
+            nbytes,
+            limits,
+            recorder,
+            is_in_place=is_in_place,
+            register_s=knobs.register_s,
+        )
 
     def _open_loader(self, *given: Any, inside: WatchedInside, **named: Any) -> Loader:
         if self._has_device_frames:
