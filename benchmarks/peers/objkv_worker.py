@@ -118,7 +118,7 @@ class ObjkvWorker(Worker):
             self._threads, config.load_queue_max, is_paced=True, waits_for_room=True
         )
         nbytes = count * (-(-size // PAGE) + 1) * PAGE
-        inside = InsideAgent(self._cache, nbytes, limits, NullRecorder())
+        inside = self._inside = InsideAgent(self._cache, nbytes, limits, NullRecorder())
         self._loader = Loader(
             {0: paged},
             ArenaLane(),
@@ -158,6 +158,9 @@ class ObjkvWorker(Worker):
             if shards is not None
         ]
         assert len(moves) == len(names)
+        residents = self._inside.core.residents
+        for key in list(residents._by_key):  # what was got before is fetched again
+            residents.forget(key)
         self._loader.submit(LoadPlan(names[0], NAMESPACE, tuple(moves), sync=False))
         until = monotonic() + WAIT_S
         while not (outcomes := self._loader.take_finished(sync=False)):
