@@ -19,7 +19,7 @@ from objkv.errors import TransferError
 from objkv.telemetry import Recorder
 
 _OF_AN_AGENT = "agent_"
-_COUNTED_BY_READERS = frozenset(("load_bytes", "load_corrupt", "load_errors", "load_ghosts"))
+_COUNTED_BY_READERS = frozenset(("load_bytes", "load_corrupt", "load_ghosts"))
 
 
 class ArenaLease(NamedTuple):
@@ -149,12 +149,17 @@ class InsideAgent:
         self.core.on_ended = self._unmap
 
     def connect(self) -> "InsideConnection":
-        """Return a new connection. Raises ``TransferError`` after ``close``."""
+        """Return a new connection. Raises ``TransferError`` after ``close``, and if no descriptor
+        is free."""
         with self._lock:
             if self._closed:
                 raise TransferError("the worker's loads are closed")
+            try:
+                connection = InsideConnection(self.core, self.arena, self._ended)
+            except OSError as exc:
+                raise TransferError(f"no alarm for loads: {exc}") from exc
             self._open += 1
-        return InsideConnection(self.core, self.arena, self._ended)
+        return connection
 
     def close(self, seconds: float) -> bool:
         """End the core's threads, for at most ``seconds``. The arena is unmapped when the last

@@ -12,7 +12,7 @@ from threading import Condition, Lock, Thread
 from time import monotonic, thread_time
 
 from objkv.agent.arena import Arena, CellState
-from objkv.agent.fill import WHOLE, Cuts, Fill, NoRoomError, Source, Staging, Wanted
+from objkv.agent.fill import WHOLE, Cuts, Fill, GivenUpError, NoRoomError, Source, Staging, Wanted
 from objkv.agent.queue import Due, FetchJob, Pace, Turns, Urgency
 from objkv.agent.residents import MissReason, Resident, Residents, Waiter
 from objkv.agent.spill.disk import Disk
@@ -86,6 +86,8 @@ class Core:
         self._changed = Condition(Lock())
         self._turns, self._pace = Turns(), Pace(None if limits.is_paced else limits.threads)
         self._prefetching, self._is_watched = 0, False
+        self._is_paced = False
+        """Whether the last look for a job found one that others have to end before."""
         self._closed = self._draining = False
         self._known: dict[tuple[str, str], tuple[LayerSpec, ...]] = {}
         self._running = limits.threads
@@ -120,10 +122,11 @@ class Core:
             if lease is None:
                 return MissReason.NO_ROOM
             resident, is_new = lease
+            resident.deadline = max(resident.deadline, due.deadline)
             is_lost = is_new and not self._queue(client, resident, one, due)
             if not is_new and self.residents.is_filling(resident):
                 if self._is_stuck():
-                    self.residents.release(resident, client)
+                    self.residents.release(resident)
                     return MissReason.NO_ROOM
                 self._turns.hasten(resident, due)
             self._changed.notify()
@@ -175,10 +178,17 @@ class Core:
         return f"<Core {self.residents!r}, {len(self._turns)} waiting>"
 
     def _queue(self, client: Waiter, one: Resident, wanted: Wanted, due: Due) -> bool:
+        if len(self._turns) >= self._limits.queue_max:
+            self._turns.discard(self.residents.give_up)
         if self._closed or len(self._turns) >= self._limits.queue_max or self._is_stuck():
             return False
         self._turns.add(client, one, wanted, due)
         return True
+
+    def _drop_abandoned(self) -> None:
+        """End queued payloads that no client wants any more, with their memory."""
+        with self._changed:
+            self._turns.discard(self.residents.give_up)
 
     def _is_stuck(self) -> bool:
         return self._pace.all_late(self._limits.threads)
@@ -210,7 +220,7 @@ class Core:
 
     def _pause(self, staging: Staging) -> None:
         """Wait for a change. While payloads wait for others, one thread also watches the time."""
-        if self._turns.next_urgency() is None or self._pace.may_begin():
+        if not self._is_paced:
             if not self._changed.wait(_IDLE_S if staging else None):
                 staging.clear()
         elif self._is_watched:
@@ -220,24 +230,27 @@ class Core:
             self._changed.wait(self._pace.wait_s())
             self._is_watched = False
 
-    def _end(self, job: FetchJob, rest: Fill | None, busy_s: float) -> None:
+    def _end(self, job: FetchJob, rest: FetchJob | None, busy_s: float) -> None:
         """End a job, or queue the rest of it."""
         with self._changed:
             self._pace.end(busy_s)
             if job.urgency is Urgency.PREFETCH:
                 self._prefetching -= 1
             if rest is not None and not self._closed:
-                self._turns.add_rest(job, rest)
+                deadline = max(rest.deadline, job.one.deadline)
+                self._turns.add_rest(rest._replace(deadline=deadline))
                 rest = None
             self._changed.notify()
         if rest is not None:
-            self.residents.failed(job.one, MissReason.CLOSED, rest.layers)
+            layers = 0 if rest.fill is None else rest.fill.layers
+            self.residents.failed(job.one, MissReason.CLOSED, layers)
 
     def _take(self) -> FetchJob | None:
         """Return the next job; None if there is none, or only prefetches, and the other threads are
         kept for loads."""
         urgency = self._turns.next_urgency()
-        if urgency is None or self._closed or not self._pace.may_begin():
+        self._is_paced = urgency is not None and not self._pace.may_begin()
+        if urgency is None or self._closed or self._is_paced:
             return None
         if urgency is Urgency.PREFETCH:
             if self._prefetching >= max(1, self._limits.threads * 3 // 4):
@@ -249,8 +262,8 @@ class Core:
             self._changed.notify()
         return job
 
-    def _run(self, job: FetchJob, staging: Staging) -> Fill | None:
-        """Fill one payload, or a part of it: returns the fill if it goes on. Every fault is a
+    def _run(self, job: FetchJob, staging: Staging) -> FetchJob | None:
+        """Fill one payload, or a part of it: returns the job if it goes on. Every fault is a
         miss."""
         if self.residents.give_up(job.one):
             return None
@@ -270,20 +283,33 @@ class Core:
             reason = exc.reason
         except NoRoomError:
             reason = MissReason.NO_ROOM
+        except GivenUpError:
+            if self.residents.give_up(job.one):
+                return None
+            reason = MissReason.STORE  # for who came meanwhile
         except Exception:  # a dead thread would hang every later load
             self._recorder.count("load_errors")
             logger.exception("payload not loaded, unexpectedly key=%s", key.path())
         layers = 0 if fill is None else fill.layers
-        if reason is not MissReason.NONE:
+        if reason is MissReason.NONE:
+            if fill is not None and not fill.is_complete:
+                return job._replace(fill=fill)
+            self.residents.ready(job.one, layers)
+            if not job.one.is_unused:
+                self._keep(job.one)
+                self.residents.unsaved.seen_again(job.one.key)
+        elif self._is_worth_another_try(job, reason, layers):
+            self.residents.retract(job.one)
+            return job._replace(deadline=job.one.deadline, fill=None)
+        else:
             self.residents.failed(job.one, reason, layers)
-            return None
-        if fill is not None and not fill.is_complete:
-            return fill
-        self.residents.ready(job.one, layers)
-        if not job.one.is_unused:
-            self._keep(job.one)
-            self.residents.unsaved.seen_again(job.one.key)
         return None
+
+    def _is_worth_another_try(self, job: FetchJob, reason: MissReason, layers: int) -> bool:
+        """Whether a fetch failed at the deadline of one client, and another has more time. Not if
+        readers know a part of the payload: another try may bring other bytes."""
+        is_over = job.one.deadline <= max(job.deadline, monotonic())
+        return not layers and not is_over and reason in (MissReason.LATE, MissReason.STORE)
 
     def _new_fill(self, job: FetchJob, source: Source | None = None) -> Fill:
         key, limits = job.wanted.claim.key, self._limits
@@ -296,6 +322,7 @@ class Core:
             source=source,
             cuts=limits.cuts if job.urgency is Urgency.IN_STEP else WHOLE,
             room_until=job.deadline if limits.waits_for_room else 0.0,
+            make_room=self._drop_abandoned,
         )
 
     def _from_disk(self, job: FetchJob, staging: Staging) -> Fill | None:
@@ -344,8 +371,8 @@ class Core:
             self._recorder.count("load_corrupt")
             self._reject(wanted, corrupt=True)
             return MissReason.CORRUPT
-        except NoRoomError:
-            return MissReason.NO_ROOM
+        except (NoRoomError, GivenUpError):
+            raise
         except ObjkvError as exc:
             self._recorder.count("load_errors")
             self._trouble.failed(exc)

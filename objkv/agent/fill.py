@@ -71,6 +71,10 @@ class Cuts:
 WHOLE = Cuts(parts_max=1)
 
 
+class GivenUpError(TransferError):
+    """No client wants the payload any more."""
+
+
 class NoRoomError(TransferError):
     """The arena has no memory for the payload."""
 
@@ -123,6 +127,7 @@ class Fill:
         source: Source | None = None,
         cuts: Cuts = WHOLE,
         room_until: float = 0.0,
+        make_room: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -130,10 +135,11 @@ class Fill:
             source: where to read it instead of from the stores. Frames are announced only when all
                 are verified: after a fault the stores' bytes may come to other places.
             room_until: how long to wait for memory, by ``monotonic``.
+            make_room: called, often, while it waits.
         """
         self._one, self.wanted, self._source = one, wanted, source
         self._residents, self._cache, self._known = residents, cache, known
-        self._room_until = room_until
+        self._room_until, self._make_room = room_until, make_room
         is_plain = source is not None or wanted.record.codec == "none"
         self._is_direct = is_plain and cache.seal is None
         self._nbytes = wanted.record.nbytes if source is None else source.nbytes
@@ -244,7 +250,9 @@ class Fill:
 
     def _allot(self, nbytes: int, spare: int = 0) -> memoryview:
         began = monotonic()
-        room = self._residents.allot(self._one, nbytes, spare, until=self._room_until)
+        room = self._residents.allot(
+            self._one, nbytes, spare, until=self._room_until, make_room=self._make_room
+        )
         self.waited_s += monotonic() - began
         if room is None:
             raise NoRoomError(f"no room for {nbytes} bytes in the arena")
@@ -253,6 +261,8 @@ class Fill:
 
     def _arrived(self, nbytes: int) -> None:
         """Verify the frames that are complete after the first ``nbytes``."""
+        if self._one.leases <= 1 and self._source is None:  # the lease is this fetch's own
+            raise GivenUpError("the load was given up")
         if self.header is None and nbytes >= _LENGTH_BYTES:
             self._open(nbytes)
         header = self.header

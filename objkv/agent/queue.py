@@ -9,6 +9,7 @@ interpreter's lock (2026-11).
 
 import os
 from collections import deque
+from collections.abc import Callable
 from enum import IntEnum
 from heapq import heappop, heappush
 from itertools import count
@@ -91,10 +92,9 @@ class Turns:
             FetchJob(*due[:2], turn, next(self._numbers), one, wanted, due.deadline, overdue)
         )
 
-    def add_rest(self, job: FetchJob, fill: Fill) -> None:
+    def add_rest(self, job: FetchJob) -> None:
         """Queue the rest of a payload, behind the beginnings of others of its urgency."""
-        number = next(self._numbers)
-        self._push(job._replace(priority=job.priority + 1, number=number, fill=fill))
+        self._push(job._replace(priority=job.priority + 1, number=next(self._numbers)))
 
     def hasten(self, one: Resident, due: Due) -> None:
         """Another client waits for a payload too: if it is queued, the more urgent of both
@@ -109,6 +109,11 @@ class Turns:
             self._push(
                 job._replace(urgency=urgency, priority=priority, number=number, deadline=deadline)
             )
+
+    def discard(self, given_up: Callable[[Resident], bool]) -> None:
+        """Remove the payloads that are ``given_up``."""
+        for one in [one for one in self._jobs if given_up(one)]:
+            del self._jobs[one]
 
     def next_urgency(self) -> Urgency | None:
         """Return the urgency of the next one; None if there is none."""

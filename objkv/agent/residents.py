@@ -20,6 +20,8 @@ from objkv.codec.payload import Claim
 from objkv.index.base import ShardRecord
 from objkv.telemetry import Recorder
 
+_ROOM_LOOK_S = 0.05
+"""How often a fetch that waits for memory looks for payloads that nobody wants any more."""
 _AHEAD_SHARE = 4
 """Divisor: prefetched payloads that nothing has read take at most this fraction of the arena."""
 
@@ -68,6 +70,8 @@ class Resident:
     """Whether it was offered to the disk. ``Spill`` sets it, without the lock."""
     is_listed: bool = True
     """Whether new readers may find it."""
+    deadline: float = 0.0
+    """The latest one of those who opened it. ``Core`` sets it, without the lock."""
     waiters: set[Waiter] = field(default_factory=set)
 
 
@@ -236,26 +240,36 @@ class Residents:
         return self._arena.view[one.offset : one.offset + one.nbytes]
 
     def allot(
-        self, one: Resident, nbytes: int, spare: int = 0, *, until: float = 0.0
+        self,
+        one: Resident,
+        nbytes: int,
+        spare: int = 0,
+        *,
+        until: float = 0.0,
+        make_room: Callable[[], None] = lambda: None,
     ) -> memoryview | None:
         """Give a payload that is being filled its memory, evicting others if need be. None if the
         arena is full, also after waiting for leases to end, or closed.
 
         ``spare``: further bytes of memory that are not the payload's. ``until``: how long to wait,
-        by ``monotonic``.
+        by ``monotonic``. ``make_room``: called without locks, before each wait.
         """
         assert one.offset < 0
-        with self._lock:
-            offset = self._take(nbytes + spare)
-            while offset is None and not self._closed and (left := until - monotonic()) > 0:
-                self._unleased.wait(left)
+        while True:
+            with self._lock:
                 offset = self._take(nbytes + spare)
-            if offset is None:
-                self._recorder.count("agent_no_room")
-                return None
-            one.offset, one.nbytes = offset, nbytes
-            self._at[offset] = one
-        return self._arena.view[offset : offset + nbytes + spare]
+                if offset is not None:
+                    one.offset, one.nbytes = offset, nbytes
+                    self._at[offset] = one
+                    return self._arena.view[offset : offset + nbytes + spare]
+            left = until - monotonic()
+            if self._closed or left <= 0:
+                break
+            make_room()
+            with self._lock:
+                self._unleased.wait(min(left, _ROOM_LOOK_S))
+        self._recorder.count("agent_no_room")
+        return None
 
     def _take(self, nbytes: int) -> int | None:
         if self._closed:

@@ -236,7 +236,9 @@ class DeviceFrames:
         self._view, self._base = memoryview(b""), 0
 
     def attach(self, arena: Arena) -> None:
-        """Read from ``arena`` from now on."""
+        """Read from ``arena`` from now on. Windows of the same arena stay registered."""
+        if self._windows is not None and self._view is arena.view:
+            return
         self._view, self._base = arena.view, _address(arena.view)
         self._windows = Windows(
             self._base,

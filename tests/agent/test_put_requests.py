@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from objkv.agent.client import AgentConnection
-from objkv.agent.residents import MissReason
+from objkv.agent.fill import Wanted
+from objkv.agent.queue import Urgency
+from objkv.agent.residents import MissReason, Resident
 from objkv.agent.unsaved import requested
 from objkv.agent.unsaved.requests import PutRequest
 from objkv.codec.payload import read_header
@@ -20,6 +22,7 @@ from objkv.index.fields import COMING
 from objkv.index.memory import MemoryIndex
 from objkv.index.redis.index import RedisIndex
 from objkv.testing.clock import ManualClock
+from tests.agent.test_residents import Sleeper
 from tests.agent.test_server import Desk, payloads
 from tests.agent.test_unsaved import Holder, find, paths, read
 from tests.agent.test_unsaved_disk import DiskHolder
@@ -387,3 +390,23 @@ def test_requests_outlast_a_restart_of_the_index(agents: Agents, client: redis.R
     agents.hold_back(made := payloads())
     assert agents.is_coming(made)
     wait_until(lambda: len(find(agents.client, made)) == 3)
+
+
+def test_a_request_that_came_at_the_end_ends_no_lease_of_another(make: Callable[..., Pair]) -> None:
+    """An agent that is being replaced still serves its clients."""
+    pair, made = make(), payloads()
+    pair.first.commit(made)
+    node, putting = pair.first, pair.first.requested
+    assert putting is not None
+    claim = read_header(made[0]).claim
+    wait_until(lambda: claim.key.path() in node.residents.unsaved)
+    (found,) = [node.residents.unsaved.get(claim.key.path())]
+    assert found is not None
+    (one,) = node.core.open(Sleeper(), [Wanted(*found)], deadline_s=60.0, urgency=Urgency.IN_STEP)
+    assert isinstance(one, Resident)
+    putting.stop()
+    for _ in range(3):
+        putting._open_one(claim.key.path())
+        putting._run(None)
+    assert one.leases == 1
+    node.residents.release(one)

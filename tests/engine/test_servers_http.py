@@ -263,10 +263,8 @@ def test_the_trace_that_came_with_a_request_has_its_lookup_and_its_load() -> Non
     assert lookup["parent"] == load["parent"] == ABOVE
     assert lookup["attributes"]["objkv.chunks_found"] == LOADED // CHUNK
     assert load["attributes"]["objkv.bytes"] == sum(g["attributes"]["objkv.bytes"] for g in gets)
-    assert {get["attributes"]["objkv.store"] for get in gets} == {"hot"}
     assert len(gets) == LOADED // CHUNK
-    for name in ("objkv.decode", "objkv.copy"):
-        assert {part["parent"] for part in by_name[name]} == {get["id"] for get in gets}
+    assert {part["parent"] for part in by_name["objkv.copy"]} == {get["id"] for get in gets}
     assert not [span for span in spans if span["failed"]]
     # vLLM calls the request the same in its own span.
     ids = {s["attributes"]["gen_ai.request.id"] for s in (lookup, load)}

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from objkv.agent.core import Core
 from objkv.keys.identity import GroupIdentity
-from objkv.transfer.loading.loader import Loader
 from tests.connector.kv.hybrid_engine import Answer, Engine, digest, next_token
 from tests.connector.kv.hybrid_layout import Layout
+from tests.support.paged_cache import forget_all
 
 LAYOUT = Layout((("full", 0),), (4,), chunk_tokens=8)
 CHUNKS = 3
@@ -59,7 +60,9 @@ class ShakenEngine(Engine):
         lookups._limits = replace(lookups._limits, deadline_s=LOOKUP_S)
 
     def answer(self, tokens: list[int]) -> Answer:
-        """The answer to one prompt."""
+        """The answer to one prompt. What its own memory holds of earlier ones is forgotten."""
+        if (core := self._core()) is not None:
+            forget_all(core.residents)
         return self.run([tokens], max_tokens=ANSWER_TOKENS)[0]
 
     def hurry(self, world: str, seconds: float) -> Callable[[], None]:
@@ -101,13 +104,15 @@ class ShakenEngine(Engine):
 
     def is_idle(self) -> bool:
         """Whether nothing is being looked up, marked as used, or read in the background."""
-        lookups = self.scheduler.connector._scheduler._lookups
-        loader = self.worker._worker._loader
-        if isinstance(loader, Loader):
-            is_reading = loader.leased > 0
-        else:
-            is_reading = " 0/" not in repr(loader._slabs)
-        return lookups._slots._value == lookups._limits.queue_max and not is_reading
+        lookups, core = self.scheduler.connector._scheduler._lookups, self._core()
+        is_reading = self.worker._worker._loader.leased > 0
+        is_fetching = core is not None and core.residents.leased() > 0
+        is_looking = lookups._slots._value < lookups._limits.queue_max
+        return not (is_looking or is_reading or is_fetching)
+
+    def _core(self) -> Core | None:
+        inside = self.worker._worker._loader._inside
+        return None if inside is None else inside.core
 
     def is_attached(self) -> bool:
         """Whether loads have a node agent to go to."""

@@ -13,6 +13,7 @@ import torch
 from objkv.agent.connections import InsideAgent
 from objkv.agent.core import CoreLimits
 from objkv.agent.fill import Cuts
+from objkv.agent.residents import Residents
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.cache.match import stored_blocks
 from objkv.codec.payload import payload_bytes_max
@@ -181,9 +182,7 @@ class Worker:
 
     def forget(self) -> None:
         """Empty its arena, so that the next load fetches."""
-        residents = self.inside.core.residents
-        for key in list(residents._by_key):
-            residents.forget(key)
+        forget_all(self.inside.core.residents)
 
     def outcome(self, plan: LoadPlan | None = None) -> LoadOutcome:
         """The outcome of ``plan``, or of the one load between steps that is under way."""
@@ -292,6 +291,12 @@ class Replica(Worker):
     def snapshot(self) -> list[torch.Tensor]:
         """A copy of the whole paged cache."""
         return [cache.cpu().clone() for cache in self.caches]
+
+
+def forget_all(residents: Residents) -> None:
+    """Empty an arena, except for what is being read."""
+    for key in list(residents._by_key):
+        residents.forget(key)
 
 
 def wait_until(condition: Callable[[], bool], seconds_max: float = PATIENCE_S) -> None:

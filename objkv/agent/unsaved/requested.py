@@ -167,10 +167,11 @@ class RequestedPuts:
             self, [wanted], deadline_s=_READ_S, urgency=Urgency.BETWEEN_STEPS
         )
         if isinstance(lease, MissReason):
+            self._let_go([path])
             return
         with self._lock:
-            is_new = lease not in self._open
-            if is_new:
+            keeps = lease not in self._open and not self._closed.is_set()
+            if keeps:
                 self._open[lease] = wanted.record.nbytes
-        if not is_new or self._closed.is_set():
+        if not keeps:
             self._core.residents.release(lease)

@@ -187,6 +187,8 @@ class Loader(Loads):
 
     _is_moving = False
     """Whether the agent opens no more, because it is replaced."""
+    _is_kept = False
+    """Whether a device may read memory of a lost connection for ever."""
 
     def __init__(
         self,
@@ -457,7 +459,7 @@ class Loader(Loads):
             if is_ready:
                 self._done(agent, one)
             elif progress.state is CellState.FAILED:
-                self._missed(one, MissReason(progress.reason))
+                self._missed(agent, one, MissReason(progress.reason))
         except SlabsExhaustedError:
             one.is_stalled = True
         except UnwantedError:
@@ -468,6 +470,12 @@ class Loader(Loads):
             self._recorder.count("load_corrupt")
             self._fail(one, "corrupt", rejected=True)
             agent.reject(one.wanted())
+        except TransferError:
+            raise
+        except Exception:  # of this payload, such as too little memory of a device
+            self._recorder.count("load_errors")
+            logger.exception("load failed unexpectedly request=%s", job.plan.request_id)
+            self._fail(one, "failed", rejected=False)
 
     def _streams(self, one: _Reading) -> bool:
         """Whether frames are copied as they arrive: a device has one copy for a whole payload,
@@ -484,14 +492,14 @@ class Loader(Loads):
         one.job.done(one.index)
         self._settle(one.job)
 
-    def _missed(self, one: _Reading, reason: MissReason) -> None:
+    def _missed(self, agent: ArenaConnection, one: _Reading, reason: MissReason) -> None:
         if reason is MissReason.NO_ROOM:
             self._recorder.count("load_refused")
         elif reason is MissReason.MISSING:
             self._recorder.count("load_ghosts")
         elif reason is MissReason.CORRUPT:
             self._recorder.count("load_corrupt")
-        elif reason is not MissReason.LATE:
+        elif reason is not MissReason.LATE and not agent.is_inside:  # the core has counted it
             self._recorder.count("load_errors")
         self._fail(one, reason.name.lower(), rejected=reason in _REFUSED)
 
@@ -533,17 +541,21 @@ class Loader(Loads):
         if keep:
             logger.error("copies of loads did not finish on the device, keeping their memory")
             _KEPT.append(agent)
-            if self._on_device is not None:
+            self._is_kept = True
+            if self._on_device is not None and not agent.is_inside:
                 self._on_device.abandon()
         else:
             self._leave(agent)
 
     def _leave(self, agent: ArenaConnection) -> None:
-        """Close a connection whose arena nothing reads, once a device has unlocked it."""
-        if self._on_device is not None:
-            self._on_device.detach(agent.close)
-        else:
+        """Close a connection whose arena nothing reads, once a device has unlocked it. The arena
+        of this process is unlocked at the end only."""
+        if self._on_device is None or (agent.is_inside and not self._closed):
             agent.close()
+        elif agent.is_inside and self._is_kept:  # a device that hung may still read it
+            self._on_device.abandon()
+        else:
+            self._on_device.detach(agent.close)
 
     def _await(self, marks: list[Mark]) -> bool:
         """Wait until all marks have passed. Returns False if they do not, or nothing shows it."""

@@ -187,6 +187,10 @@ class AgentRig(OrderRig):
             self.wait_until(lambda: self.loader.agent not in (None, before))
             yield program
 
+    def overwrite_loads(self) -> None:
+        """Wait until no load has any memory. The agent overwrites it at once."""
+        self.settle()
+
     def settle(self) -> None:
         """Wait until the agent has nothing leased."""
         self.wait_until(lambda: self.node.core.residents.leased() == 0)

@@ -1,0 +1,165 @@
+"""Payloads that nobody wants any more, and those that somebody else still wants."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from threading import Event, Thread
+from time import monotonic
+
+import pytest
+
+from objkv.agent import connections
+from objkv.agent.arena import CellState
+from objkv.agent.connections import InsideAgent
+from objkv.agent.core import CoreLimits
+from objkv.agent.fill import Wanted
+from objkv.agent.queue import Urgency
+from objkv.agent.residents import Resident
+from objkv.errors import TransferError
+from objkv.stores.base import Arrived
+from objkv.stores.memory import MemoryStore
+from tests.agent.test_residents import Sleeper
+from tests.agent.world import PATIENCE_S, Node
+from tests.support.paged_cache import wait_until
+from tests.support.samples import TOKENS
+
+
+class SlowStore(MemoryStore):
+    """Gives the first bytes of a payload, and the rest when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go = Event(), Event()
+        self.gets = 0
+
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
+    ) -> int | None:
+        self.gets += 1
+        assert arrived is not None
+        arrived(0)
+        self.begun.set()
+        while not self.go.wait(0.005):
+            arrived(0)
+        return super().get_into(key, buffer, arrived, start)
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    node = Node(store=SlowStore(), threads=1)
+    yield node
+    store_of(node).go.set()
+    node.close()
+    assert node.residents.check()
+    assert node.residents.leased() == 0
+
+
+def store_of(node: Node) -> SlowStore:
+    assert isinstance(node.store, SlowStore)
+    return node.store
+
+
+def opened(node: Node, *wanted: Wanted, deadline_s: float = PATIENCE_S) -> list[Resident]:
+    found = node.core.open(Sleeper(), wanted, deadline_s=deadline_s, urgency=Urgency.BETWEEN_STEPS)
+    return [one for one in found if isinstance(one, Resident)]
+
+
+def settled(one: Resident) -> CellState:
+    wait_until(lambda: one.state is not CellState.FILLING)
+    return one.state
+
+
+def test_a_fetch_that_nobody_wants_any_more_leaves_its_thread(node: Node) -> None:
+    first, second, _ = node.save(TOKENS)
+    (one,) = opened(node, first)
+    assert store_of(node).begun.wait(PATIENCE_S)
+    node.residents.release(one)
+    assert settled(one) is CellState.FAILED
+    store_of(node).go.set()
+    (other,) = opened(node, second)
+    assert settled(other) is CellState.READY
+    node.residents.release(other)
+    assert node.recorder.value("load_errors") == 0
+
+
+def test_queued_payloads_that_nobody_wants_make_room_for_others(node: Node) -> None:
+    node.core._limits = replace(node.core._limits, queue_max=2)
+    busy, second, third = node.save(TOKENS)
+    (one,) = opened(node, busy)
+    assert store_of(node).begun.wait(PATIENCE_S)
+    abandoned = opened(node, second, third)
+    for gone in abandoned:
+        node.residents.release(gone)
+    store_of(node).go.set()
+    again = opened(node, second, third)
+    assert [settled(one), *map(settled, again)] == [CellState.READY] * 3
+    for lease in (one, *again):
+        node.residents.release(lease)
+
+
+def test_who_came_later_is_not_bound_by_the_first_deadline(node: Node) -> None:
+    """A load between steps that joins one within a step."""
+    wanted = node.save(TOKENS)[:1]
+    inner, failed = node.cache.get_into, Event()
+
+    def fails_once(*args: object, **more: object) -> int | None:
+        if not failed.is_set():
+            failed.set()
+            assert joined.wait(PATIENCE_S)
+            wait_until(lambda: monotonic() > ends)
+            raise TransferError("late")
+        return inner(*args, **more)  # type: ignore[arg-type]
+
+    joined = Event()
+    node.cache.get_into = fails_once  # type: ignore[method-assign,assignment]
+    store_of(node).go.set()
+    ends = monotonic() + 2.0
+    first = opened(node, *wanted, deadline_s=2.0)
+    assert failed.wait(PATIENCE_S)
+    second = opened(node, *wanted)
+    joined.set()
+    assert settled(second[0]) is CellState.READY
+    for lease in (*first, *second):
+        node.residents.release(lease)
+
+
+def test_memory_of_abandoned_rests_is_given_to_who_waits_for_it() -> None:
+    node = Node(store=SlowStore(), threads=1, memory=16_384)
+    node.core._limits = CoreLimits(1, 100, waits_for_room=True)
+    store_of(node).go.set()
+    wanted = node.save(TOKENS)
+    held = opened(node, *wanted[:2])
+    assert [settled(one) for one in held] == [CellState.READY] * 2
+    found: list[CellState] = []
+
+    def third() -> None:
+        (one,) = opened(node, wanted[2])
+        found.append(settled(one))
+        node.residents.release(one)
+
+    thread = Thread(target=third)
+    thread.start()
+    Event().wait(0.1)
+    assert not found, "the arena is full"
+    for one in held:
+        node.residents.release(one)
+    thread.join(PATIENCE_S)
+    assert found == [CellState.READY]
+    node.close()
+    assert node.residents.leased() == 0
+
+
+def test_without_a_free_descriptor_there_is_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node()
+    inside = InsideAgent(node.cache, 1 << 20, CoreLimits(1, 10), node.recorder)
+
+    def refuse() -> None:
+        raise OSError(24, "too many open files")
+
+    with monkeypatch.context() as full:
+        full.setattr(connections, "Alarm", refuse)
+        with pytest.raises(TransferError, match="too many open files"):
+            inside.connect()
+    inside.connect().close()
+    assert inside.close(PATIENCE_S)
+    assert inside.arena.fd < 0
+    node.close()
