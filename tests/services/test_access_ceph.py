@@ -202,6 +202,7 @@ def test_a_policy_that_is_taken_away_is_misses_and_drops_until_it_is_back(
     ):
 
         def loads() -> bool:
+            reader.forget()
             return not reader.load(range(2), first_block=9).failed
 
         def saves(chunks: range) -> bool:
