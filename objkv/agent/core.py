@@ -61,6 +61,8 @@ class Core:
 
     on_rejected: Callable[[str, bytes], object] = staticmethod(lambda namespace, prefix_hash: None)
     """Called for the chunk of each payload whose record was forgotten."""
+    _is_paced = False
+    """Whether the last look for a job found one that has to wait for the end of another."""
     on_ended: Callable[[], object] = staticmethod(lambda: None)
     """Called by the last of the threads, at its end."""
 
@@ -85,10 +87,8 @@ class Core:
         self._trouble = Trouble(logger, "loads")
         self._changed = Condition(Lock())
         self._turns, self._pace = Turns(), Pace(None if limits.is_paced else limits.threads)
-        self._prefetching, self._is_watched = 0, False
-        self._is_paced = False
-        """Whether the last look for a job found one that others have to end before."""
-        self._closed = self._draining = False
+        self._prefetching = 0
+        self._closed = self._draining = self._is_watched = False
         self._known: dict[tuple[str, str], tuple[LayerSpec, ...]] = {}
         self._running = limits.threads
         self._threads = [
@@ -186,7 +186,7 @@ class Core:
         return True
 
     def _drop_abandoned(self) -> None:
-        """End queued payloads that no client wants any more, with their memory."""
+        """End queued payloads without a client's lease, and free their memory."""
         with self._changed:
             self._turns.discard(self.residents.give_up)
 

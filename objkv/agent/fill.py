@@ -72,7 +72,7 @@ WHOLE = Cuts(parts_max=1)
 
 
 class GivenUpError(TransferError):
-    """No client wants the payload any more."""
+    """No client has a lease of the payload any more."""
 
 
 class NoRoomError(TransferError):

@@ -23,7 +23,7 @@ from objkv.agent.residents import Resident
 _OVERDUE_SHARE = 1 / 4
 """A load between steps is overdue after this share of its time."""
 _LATE_S = 0.2
-"""A thread hangs if it has not ended so long after its payload's deadline."""
+"""A thread hangs if it goes on for this time after its payload's deadline."""
 _PATIENCE_MIN_S = 3e-4
 _USUAL_TASKS = 8
 """Decay of the average CPU time: a task this many tasks ago has a third of the newest's weight."""

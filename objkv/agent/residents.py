@@ -21,7 +21,7 @@ from objkv.index.base import ShardRecord
 from objkv.telemetry import Recorder
 
 _ROOM_LOOK_S = 0.05
-"""How often a fetch that waits for memory looks for payloads that nobody wants any more."""
+"""How often a fetch that waits for memory looks for payloads without a client's lease."""
 _AHEAD_SHARE = 4
 """Divisor: prefetched payloads that nothing has read take at most this fraction of the arena."""
 
