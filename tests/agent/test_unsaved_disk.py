@@ -194,7 +194,7 @@ def test_a_payload_for_which_there_was_no_room_is_still_found_until_the_disk_los
     node, made = make(), payloads()
     node.keep(made)
     allot = node.residents.allot
-    node.residents.allot = lambda one, nbytes: None  # type: ignore[method-assign]
+    node.residents.allot = lambda *_, **__: None  # type: ignore[method-assign]
     assert node.read(node.find(made)) == [MissReason.NO_ROOM] * len(made)
     node.residents.allot = allot  # type: ignore[method-assign]
     assert node.unsaved == set(paths(made))

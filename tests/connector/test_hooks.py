@@ -396,7 +396,8 @@ def test_private_names_exist_in_this_vllm(name: str) -> None:
 
 def test_no_private_name_of_another_object_is_used_that_is_not_in_the_table() -> None:
     own = {"_getframe", "_job"}  # Python's, and of one class of objkv for another in its module
-    for path in Path(module.__file__).parent.rglob("*.py"):
+    folder = Path(module.__file__).parent
+    for path in (*folder.rglob("*.py"), *(folder.parent / "agent").rglob("*.py")):
         tree = ast.parse(path.read_text())
         own |= {node.attr for node in ast.walk(tree) if is_stored_on_self(node)}
         own |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}

@@ -68,13 +68,6 @@ AGENT_MUTANTS = {
         "if any(",
     ): "registering",
     mutant(
-        "copies span two windows",
-        "memory reused",
-        "transfer.devices:_pieces",
-        "until = min(end, (start // seam + 1) * seam)",
-        "until = end",
-    ): "registered",
-    mutant(
         "copies of whole blocks span two windows",
         "memory reused, whole blocks",
         "transfer.devices:DeviceLane._copy_blocks",

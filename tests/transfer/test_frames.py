@@ -22,7 +22,7 @@ from objkv.transfer.loading.loader import Loader
 from tests.support.paged_cache import IN_PARTS, Replica, same_blocks
 from tests.support.servers.quick_s3 import QuickS3
 
-AT_THE_SOCKET_MAX = 16
+AT_THE_SOCKET_MAX = 17
 AT_THE_BLOCK_MAX = 22
 
 
