@@ -154,7 +154,7 @@ def test_the_forward_thread_makes_no_network_call(config: Config, callers: list[
         theirs, mine = [THEIRS + i for i in ids], [first + i for i in ids]
         assert same_blocks(writer.caches, theirs, reader.caches, mine)
     assert reader.recorder.value("hot_hits") >= 1, "the other load may find it in memory"
-    assert any(name.startswith("objkv-load") for name in callers)
+    assert any(name.startswith("objkv-fill") for name in callers)
     assert FORWARD not in callers
     reader.close()
     planner.close()
