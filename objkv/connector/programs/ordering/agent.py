@@ -22,14 +22,12 @@ from objkv.assembly.backends import open_bulk, open_index
 from objkv.codec.payload import payload_bytes_max
 from objkv.config import load_config
 from objkv.connector.kv.metadata import StepPlan
-from objkv.connector.kv.worker import Rank, Transfers, WorkerSide
 from objkv.connector.programs.ordering.rig import OrderRig, Scenario, refuse_pin
 from objkv.connector.programs.ordering.setup import NAMESPACE, WHOLE, Pages, Setup, equal
 from objkv.errors import TransferError
 from objkv.ops.gpu_check.check import WAYS
 from objkv.ops.programs import Program
 from objkv.telemetry import MemoryRecorder
-from objkv.tracing import NO_TRACING
 from objkv.transfer.devices import driver_of
 from objkv.transfer.lanes import Lane
 from objkv.transfer.loading.loader import Loader
@@ -85,19 +83,8 @@ class AgentRig(OrderRig):
         """See ``OrderRig.open_worker``."""
         super().open_worker()
         self.saver.close(0.0)
-        setup = self.setup
         self._open_outbox()
-        config = load_config(
-            {"bulk_url": "memory:", "drain_deadline_ms": setup.drain_deadline_ms}, environ={}
-        )
-        self.worker = WorkerSide(
-            config,
-            self.geometry,
-            Rank(0, "rig", 1, writes_early=setup.writes_early),
-            {0: self.pages},
-            transfers=Transfers(self.loader, self.saver, self.target),
-            tracing=NO_TRACING,
-        )
+        self.worker = self._open_side(self.target)
 
     def _open_loader(self) -> Loader:
         """Return a loader over the agent's memory."""

@@ -31,7 +31,7 @@ from objkv.codec.payload import (
 )
 from objkv.config import load_config
 from objkv.connector.kv.metadata import StepPlan
-from objkv.connector.kv.worker import Rank, Transfers, WorkerSide
+from objkv.connector.kv.worker import Rank, SaveEnd, Transfers, WorkerSide
 from objkv.connector.model.groups import Geometry
 from objkv.connector.programs.ordering.setup import (
     CHUNK_TOKENS,
@@ -155,15 +155,20 @@ class OrderRig:
         self.cache = self.open_cache("rig")
         self.loader = self._open_loader()
         self.saver = self._open_saver(self.save_lane)
+        self.worker = self._open_side(self.cache)
+
+    def _open_side(self, target: SaveEnd) -> WorkerSide:
+        """Return the worker's side over loader and saver. ``target``: where saves end."""
+        setup = self.setup
         config = load_config(
             {"bulk_url": "memory:", "drain_deadline_ms": setup.drain_deadline_ms}, environ={}
         )
-        self.worker = WorkerSide(
+        return WorkerSide(
             config,
             self.geometry,
             Rank(0, "rig", 1, writes_early=setup.writes_early),
             {0: self.pages},
-            transfers=Transfers(self.loader, self.saver, self.cache),
+            transfers=Transfers(self.loader, self.saver, target),
             tracing=NO_TRACING,
         )
 
