@@ -17,7 +17,15 @@ from objkv.cache.chunks import shard_record
 from objkv.cache.pins import read_pins
 from objkv.codec.payload import Header, header_bytes_needed, read_header
 from objkv.errors import PayloadError
-from objkv.index.base import ChunkEntry, Record, Savings, ShardRecord, Shards, Usage
+from objkv.index.base import (
+    ChunkEntry,
+    Record,
+    Savings,
+    ShardRecord,
+    Shards,
+    Usage,
+    WithoutRequests,
+)
 from objkv.index.shapes import SHAPES_HASH, shape_path
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
@@ -29,7 +37,7 @@ _NOT_READ = "none"
 """Placeholder for a codec whose header has not been read."""
 
 
-class BulkIndex:
+class BulkIndex(WithoutRequests):
     """Implements ``PruneIndex`` over the payloads of ``store``, which it closes.
 
     ``find`` returns only values from a payload's file: ``raw_bytes`` is its length, and
@@ -141,21 +149,6 @@ class BulkIndex:
     def sight(self, names: Sequence[str], *, ttl_s: int, holder: str = "") -> list[bool]:
         """Return False for all: a folder keeps no sightings."""
         return [False] * len(names)
-
-    def holders(self, names: Sequence[str]) -> list[str]:
-        """Return no holder: a folder keeps no sightings."""
-        return [""] * len(names)
-
-    def let_go(self, names: Sequence[str], holder: str) -> None:
-        """Does nothing, see ``holders``."""
-
-    def request(self, holder: str, text: bytes) -> bool:
-        """Return False: a folder carries no requests."""
-        return False
-
-    def requests(self, holder: str, *, wait_s: float) -> list[bytes] | None:
-        """Return None, see ``request``."""
-        return None
 
     def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
         """Return whether the chunk exists. The caller writes the pin's document, which is the only

@@ -229,6 +229,26 @@ class WriteIndex(ReadIndex, Protocol):
         """
 
 
+class WithoutRequests:
+    """The part of an index that carries no requests between nodes, since one agent serves all who
+    share it."""
+
+    def holders(self, names: Sequence[str]) -> list[str]:
+        """Return no holder."""
+        return [""] * len(names)
+
+    def let_go(self, names: Sequence[str], holder: str) -> None:
+        """Do nothing, see ``holders``."""
+
+    def request(self, holder: str, text: bytes) -> bool:
+        """Return False."""
+        return False
+
+    def requests(self, holder: str, *, wait_s: float) -> list[bytes] | None:
+        """Return None."""
+        return None
+
+
 class PruneIndex(WriteIndex, Protocol):
     """An index that operators may change by hand."""
 

@@ -9,7 +9,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from objkv.index.base import ChunkEntry, Record, Savings, ShardRecord, Shards, Usage
+from objkv.index.base import (
+    ChunkEntry,
+    Record,
+    Savings,
+    ShardRecord,
+    Shards,
+    Usage,
+    WithoutRequests,
+)
 from objkv.index.fields import (
     decode_shard,
     encode_shard,
@@ -84,7 +92,7 @@ ON CONFLICT (name) DO UPDATE SET ends_s = excluded.ends_s
 """
 
 
-class SqliteIndex:
+class SqliteIndex(WithoutRequests):
     """Implements ``PruneIndex``. The first write creates the file and its folder.
 
     ``busy_ms`` bounds how long a call waits for another process's write. ``clock`` returns seconds
@@ -256,21 +264,6 @@ class SqliteIndex:
                 connection.execute(_SIGHT, (row, now + ttl_s))
             _purge(connection, now, max(len(names), _PURGE_ROWS))
         return seen
-
-    def holders(self, names: Sequence[str]) -> list[str]:
-        """Return no holder: this index has none."""
-        return [""] * len(names)
-
-    def let_go(self, names: Sequence[str], holder: str) -> None:
-        """Does nothing, see ``holders``."""
-
-    def request(self, holder: str, text: bytes) -> bool:
-        """Return False: one agent serves the machine."""
-        return False
-
-    def requests(self, holder: str, *, wait_s: float) -> list[bytes] | None:
-        """Return None, see ``request``."""
-        return None
 
     def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
         """See ``PruneIndex``."""
