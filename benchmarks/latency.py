@@ -7,6 +7,9 @@ node agent and once by the replica itself. An engine step gives each of the eigh
 duration of a step is their inter-token latency. Steps without a load are measured just before each
 load. Where loads are resident in the agent's memory, nothing is fetched: shown too.
 
+``beside`` are the steps while a process that is no engine has the agent fetch such a prompt: what
+the machine's other processor takes from this one, whoever works there.
+
 One model thread computes. The S3 server and the agent are kept on the machine's last processor,
 since on a small machine they would else take the engine's, which is not what they do beside a GPU.
 """
@@ -15,6 +18,8 @@ import argparse
 import os
 import random
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from contextlib import ExitStack
@@ -22,13 +27,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.agent import show, stores
+from objkv.agent.arena import CellState
+from objkv.agent.client import AgentConnection
+from objkv.agent.fill import Wanted
+from objkv.agent.messages import Opening, pack_opening, unpack_opening
+from objkv.agent.queue import Urgency
 from tests.engine.fleet import SAVED, SharedStore
 from tests.engine.harness import ROOT, run_replica
 from tests.engine.job import Call, Generate, Prompt, ResetPrefixCache
 from tests.support.agents import AgentProcess
 
-LENGTH = 8192
-"""Tokens of the prompt that is loaded."""
+LENGTH, CHUNK = 8192, 256
+"""Tokens of the prompt that is loaded, and of its chunks."""
+CHUNKS = LENGTH // CHUNK
 LAYERS, HEADS, CONTENT = 8, 16, 128
 NBYTES = LENGTH * LAYERS * HEADS * CONTENT * 2 * 4
 """Of the loaded KV, in float32: 1.07 GB."""
@@ -68,18 +79,67 @@ def tokens_of(seed: int, length: int) -> list[int]:
     return [source.randrange(3, 1024) for _ in range(length)]
 
 
-def measure(llm: Any, seeds: list[int], rounds: int) -> dict[str, Any]:
+class Bystander:
+    """A process that is no engine, and has the agent fetch the first prompt of this replica."""
+
+    def __init__(self, socket: str) -> None:
+        self._socket = socket
+        self._wanted: dict[str, Wanted] = {}
+        open_ = AgentConnection.open
+
+        def remember(agent: AgentConnection, wanted: list[Wanted], **how: Any) -> Any:
+            if len(self._wanted) < CHUNKS:
+                self._wanted |= {one.claim.key.path(): one for one in wanted}
+            return open_(agent, wanted, **how)
+
+        AgentConnection.open = remember  # type: ignore[method-assign, assignment]
+
+    def begin(self) -> "subprocess.Popen[bytes]":
+        """Start to fetch. The process ends when the last payload has arrived."""
+        opening = Opening(Urgency.BETWEEN_STEPS, 60_000, list(self._wanted.values()))
+        assert len(opening.wanted) == CHUNKS
+        command = [sys.executable, "-m", "benchmarks.latency", "--fetch", self._socket]
+        child = subprocess.Popen([*command, pack_opening(opening).hex()], stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        assert child.stdout.read(1)  # it is connected
+        return child
+
+
+def fetch(path: str, message: str) -> None:
+    """Have the agent fetch payloads, and wait for them."""
+    wanted = unpack_opening(bytes.fromhex(message)).wanted
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    agent = AgentConnection(Path(path), wants_arena=True)
+    sys.stdout.write("c")
+    sys.stdout.flush()
+    leases = agent.open(wanted, deadline_s=60.0, urgency=Urgency.BETWEEN_STEPS)
+    left = [lease for lease in leases if lease.progress.state is CellState.FILLING]
+    assert len(left) > CHUNKS // 2, "the prompt was resident"
+    while left:
+        agent.wait(60.0)
+        states = [agent.arena.board.read(lease.cell).state for lease in left]
+        assert CellState.FAILED not in states
+        left = [
+            one for one, state in zip(left, states, strict=True) if state is not CellState.READY
+        ]
+
+
+def measure(llm: Any, seeds: list[int], rounds: int, agent: str | None = None) -> dict[str, Any]:
     """Runs in the replica: durations of steps in seconds, without and during loads of one of the
-    prompts, which take turns."""
+    prompts, which take turns. With the socket of an ``agent``, whose memory holds one prompt, also
+    beside a process that has it fetch the first one, and then only the others are loaded."""
     from vllm import SamplingParams
 
     engine = llm.llm_engine
+    bystander = None if agent is None else Bystander(agent)
+    beside: list[float] = []
     endless = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=4096)
     one = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=1)
     alone: list[float] = []
     during: list[float] = []
     loads: list[float] = []
     for number in range(rounds * len(seeds)):
+        seed = seeds[number % len(seeds) if bystander is None else min(number, 1)]
         names = [f"d{number}-{each}" for each in range(DECODING)]
         for each, name in enumerate(names):
             prompt = {"prompt_token_ids": tokens_of(1000 + DECODING * number + each, 64)}
@@ -87,7 +147,12 @@ def measure(llm: Any, seeds: list[int], rounds: int) -> dict[str, Any]:
         for _ in range(4):
             engine.step()
         alone += [_step(engine)[0] for _ in range(ALONE_STEPS)]
-        prompt = {"prompt_token_ids": tokens_of(seeds[number % len(seeds)], LENGTH + 1)}
+        if bystander is not None and number > 1:  # the first prompt is not resident any more
+            child = bystander.begin()
+            while child.poll() is None:
+                beside.append(_step(engine)[0])
+            assert not child.returncode
+        prompt = {"prompt_token_ids": tokens_of(seed, LENGTH + 1)}
         begun = time.perf_counter()
         engine.add_request(f"l{number}", prompt, one)
         steps, loaded = [], None
@@ -102,7 +167,7 @@ def measure(llm: Any, seeds: list[int], rounds: int) -> dict[str, Any]:
         while engine.has_unfinished_requests():
             engine.step()
         assert llm.reset_prefix_cache()
-    return {"alone": alone, "during": during, "loads": loads}
+    return {"alone": alone, "during": during, "beside": beside, "loads": loads}
 
 
 def _step(engine: Any) -> tuple[float, Any]:
@@ -119,18 +184,18 @@ def replica(steps: list[Any], settings: dict[str, str], folder: Path) -> Any:
         "kv_cache_memory_bytes": NBYTES * 3 // 2,
         "max_num_seqs": DECODING + 2,
     }
-    made = SharedStore(folder / "none").job(*steps, engine=engine, chunk_tokens=256, **settings)
+    made = SharedStore(folder / "none").job(*steps, engine=engine, chunk_tokens=CHUNK, **settings)
     return run_replica(made.model_copy(update={"timeout_s": _PATIENCE_S * 6}), folder)
 
 
 def summary(answer: dict[str, list[float]]) -> dict[str, float]:
     """What one engine saw."""
-    alone, during = sorted(answer["alone"]), sorted(answer["during"])
+    alone, during, beside = (sorted(answer[name]) for name in ("alone", "during", "beside"))
 
     def at(steps: list[float], share: float) -> float:
         return steps[min(len(steps) - 1, int(share * len(steps)))]
 
-    return {
+    found = {
         "steps_alone": len(alone),
         "steps_during": len(during),
         "alone_p50_ms": 1e3 * at(alone, 0.5),
@@ -139,6 +204,15 @@ def summary(answer: dict[str, list[float]]) -> dict[str, float]:
         "p99": at(during, 0.99) / at(alone, 0.99),
         "load_gb_per_s": NBYTES / 1e9 / statistics.median(answer["loads"]),
     }
+    if beside:
+        found |= {
+            "steps_beside": len(beside),
+            "beside_p50": at(beside, 0.5) / at(alone, 0.5),
+            "beside_p99": at(beside, 0.99) / at(alone, 0.99),
+            "p50_to_beside": at(during, 0.5) / at(beside, 0.5),
+            "p99_to_beside": at(during, 0.99) / at(beside, 0.99),
+        }
+    return found
 
 
 def main() -> None:
@@ -146,7 +220,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="of two loads each")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--fetch", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.fetch:
+        fetch(*options.fetch)
+        return
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         everywhere = os.sched_getaffinity(0)
@@ -167,11 +245,12 @@ def main() -> None:
             saves += [Generate(prompts=(prompt,)), SAVED, ResetPrefixCache()]
         replica(saves, urls | {"codec": "none"}, folder)
         arguments = {"seeds": seeds, "rounds": options.rounds}
-        look = Call(function="benchmarks.latency:measure", arguments=arguments)
         sides = {name: {"agent": agent.url} for name, agent in agents.items()} | {"own": {}}
         answers: dict[str, dict[str, list[float]]] = {}
         for _ in range(2):
             for name, settings in sides.items():
+                beside = {"agent": str(agents[name].path)} if name == "agent" else {}
+                look = Call(function="benchmarks.latency:measure", arguments=arguments | beside)
                 answer = replica([look], urls | settings, folder).answers[0]
                 kept = answers.setdefault(name, {key: [] for key in answer})
                 for key, values in answer.items():
