@@ -140,6 +140,7 @@ ROWS: dict[str, list[Panel]] = {
             "Loads by their real source, and saves.",
             [
                 ("loaded, hot", rate("hot_load_bytes")),
+                ("loaded, agent", rate("arena_load_bytes")),
                 ("loaded, bulk", rate("bulk_load_bytes")),
                 ("saved", rate("save_bytes")),
                 ("promoted to hot", rate("hot_promoted_bytes")),

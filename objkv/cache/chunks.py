@@ -336,7 +336,7 @@ class ChunkCache:
         try:
             return self._index.sight(paths, ttl_s=self._settings.ttl_s, holder=holder)
         except StoreError:
-            self._recorder.count("sighting_errors")
+            self._recorder.count("agent_sighting_drops", len(paths))
             return [False] * len(paths)
 
     def record_of(self, key: ChunkKey) -> ShardRecord | None:

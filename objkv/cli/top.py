@@ -44,8 +44,8 @@ _SOURCES: Final = (
 )
 _STATE_STYLES: Final = {"up": "green", "down": "bold red", "restarted": "yellow", "new": "dim"}
 REPLICA_COLUMNS: Final = (
-    "replica", "state", ">tokens/s", ">hit", ">local", ">hot/s", ">bulk/s", ">saved/s",
-    ">refused/s", ">missed/s", ">dropped/s", ">lookup", ">load", ">run", ">wait", "notes",
+    "replica", "state", ">tokens/s", ">hit", ">local", ">agent/s", ">hot/s", ">bulk/s",
+    ">saved/s", ">refused/s", ">missed/s", ">dropped/s", ">lookup", ">load", ">run", ">wait", "notes",
 )  # fmt: skip
 NODE_COLUMNS: Final = (
     "node", "state", ">arena", ">used", ">leased", ">clients", ">in memory", ">on disk",
@@ -57,7 +57,7 @@ _DROPPED_FIRST: Final = {
 }
 """Columns omitted on a narrow terminal, the least important first."""
 _DROPPED_FOR_NOTES: Final = {
-    REPLICA_COLUMNS: (">dropped/s", ">hot/s", ">bulk/s", ">hit", ">refused/s", ">tokens/s"),
+    REPLICA_COLUMNS: (">dropped/s", ">agent/s", ">hot/s", ">bulk/s", ">hit", ">refused/s", ">tokens/s"),
     NODE_COLUMNS: (">unread", ">fetched/s", ">leased", ">used", ">in memory", ">no room/s"),
 }
 """Columns also omitted if the notes (such as why a replica is down) do not fit otherwise."""
@@ -134,7 +134,7 @@ def sort_rows(rows: Sequence[ReplicaRow], by: str) -> list[ReplicaRow]:
     measures: dict[str, Callable[[Flow], float]] = {
         "tokens": lambda flow: flow.tokens,
         "hit rate": lambda flow: flow.hit_rate or 0.0,
-        "loads": lambda flow: flow.hot_load_bytes + flow.bulk_load_bytes,
+        "loads": lambda flow: flow.load_bytes,
         "refusals": lambda flow: flow.refusals,
         "drops": lambda flow: flow.drops,
     }
@@ -155,14 +155,15 @@ def summary_lines(view: View) -> list[str]:
         lines = [
             f"{count} {'replica' if count == 1 else 'replicas'}, {down} down; hit rate -; "
             "- prompt tokens/s",
-            "loads - hot, - bulk; saves -; refused -, missed -, dropped -",
+            "loads - from agents, - hot, - bulk; saves -; refused -, missed -, dropped -",
             "no replica answers: is vllm serve running there? --endpoint URL names another",
         ]
         return lines + _stored_lines(view)
     lines = [
         f"{count} {'replica' if count == 1 else 'replicas'}, {down} down; hit rate "
         f"{_hit_rate(total)}; {total.tokens:,.0f} prompt tokens/s: {shares or 'none'}",
-        f"loads {size(round(total.hot_load_bytes))}/s hot, "
+        f"loads {size(round(total.arena_load_bytes))}/s from agents, "
+        f"{size(round(total.hot_load_bytes))}/s hot, "
         f"{size(round(total.bulk_load_bytes))}/s bulk; saves {size(round(total.save_bytes))}/s; "
         f"refused {total.refusals:.1f}/s, missed {total.misses:.1f}/s, "
         f"dropped {total.drops:.1f}/s",
@@ -198,7 +199,7 @@ def _stored_lines(view: View) -> list[str]:
 def replica_cells(row: ReplicaRow) -> list[str]:
     """One replica's row as text."""
     if row.state in ("down", "no objkv"):
-        return [row.name, row.state, *[""] * 13, row.problem or ""]
+        return [row.name, row.state, *[""] * 14, row.problem or ""]
     notes = [f"circuit open: {name.replace('_', ' ')}" for name in row.breakers_open]
     if row.switched:
         notes.insert(0, "operator's order")
@@ -209,6 +210,7 @@ def replica_cells(row: ReplicaRow) -> list[str]:
         f"{flow.tokens:,.0f}" if known else "",
         percent(flow.hit_rate) if known else "",
         percent(flow.local_tokens / flow.tokens if flow.tokens else None) if known else "",
+        _bytes(flow.arena_load_bytes) if known else "",
         _bytes(flow.hot_load_bytes) if known else "",
         _bytes(flow.bulk_load_bytes) if known else "",
         _bytes(flow.save_bytes) if known else "",

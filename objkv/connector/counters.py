@@ -45,6 +45,7 @@ COUNTERS = {
     "admission_refused_tokens": "Stored tokens computed because recomputing them measured faster.",
     "loads": "Load plans that ended, one per request and worker.",
     "load_bytes": "Payload bytes loaded and verified.",
+    "arena_load_bytes": "Payload bytes loaded from the node agent's memory.",
     "hot_load_bytes": "Payload bytes loaded from the hot store.",
     "bulk_load_bytes": "Payload bytes loaded from the bulk store.",
     "load_failures": "Load plans that failed in whole or in part.",

@@ -295,7 +295,7 @@ def test_without_an_index_a_payload_stays_in_memory(make: Callable[..., Holder])
 
     node.index.sight = down  # type: ignore[method-assign]
     node.commit(made)
-    assert node.count("sighting_errors") >= 1
+    assert node.count("agent_sighting_drops") >= 1
     assert node.unsaved == set(paths(made))
     del node.index.sight
     node.read(node.find(made))

@@ -1,6 +1,8 @@
 """The connectors' numbers as Prometheus metrics."""
 
 import pickle
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -8,6 +10,7 @@ import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
+import objkv
 from objkv.connector.counters import (
     BREAKER_GAUGES,
     BUCKETS_S,
@@ -27,6 +30,24 @@ from objkv.connector.metrics import (
 from objkv.telemetry import MemoryRecorder, is_level
 
 LABELS = {"engine": "0"}
+
+
+_LITERAL = re.compile(r"""\.(?:count|observe|level)\(\s*"(\w+)\"""")
+_COUNTED_HERE = ("transfer", "connector/kv", "cache")
+
+
+def test_every_number_that_a_worker_counts_is_a_metric() -> None:
+    """A name that the table lacks would be dropped silently."""
+    root = Path(objkv.__file__).parent
+    counted = {
+        name
+        for folder in _COUNTED_HERE
+        for file in (root / folder).rglob("*.py")
+        for name in _LITERAL.findall(file.read_text())
+    }
+    assert len(counted) > 40
+    known = KV_METRICS.counters.keys() | KV_METRICS.gauges.keys() | set(KV_METRICS.histograms)
+    assert {name for name in counted - known if not name.startswith("agent_")} == set()
 
 
 def shown() -> tuple[ObjKVPromMetrics, CollectorRegistry]:

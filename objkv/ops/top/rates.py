@@ -22,6 +22,7 @@ class Flow:
     local_tokens: float = 0.0
     hot_tokens: float = 0.0
     bulk_tokens: float = 0.0
+    arena_load_bytes: float = 0.0
     hot_load_bytes: float = 0.0
     bulk_load_bytes: float = 0.0
     save_bytes: float = 0.0
@@ -59,6 +60,11 @@ class Flow:
         if self.asked_tokens <= 0:
             return None
         return (self.hot_tokens + self.bulk_tokens) / self.asked_tokens
+
+    @property
+    def load_bytes(self) -> float:
+        """Loaded bytes, from any place."""
+        return self.arena_load_bytes + self.hot_load_bytes + self.bulk_load_bytes
 
     @property
     def lookup_ms(self) -> float | None:
@@ -137,6 +143,7 @@ class _Rates:
             local_tokens=local,
             hot_tokens=hot,
             bulk_tokens=bulk,
+            arena_load_bytes=self._total("arena_load_bytes"),
             hot_load_bytes=self._total("hot_load_bytes"),
             bulk_load_bytes=self._total("bulk_load_bytes"),
             save_bytes=self._total("save_bytes"),

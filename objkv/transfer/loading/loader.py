@@ -488,7 +488,7 @@ class Loader(Loads):
         one.job.came(nbytes)
         self._recorder.count("load_bytes", nbytes)
         if not agent.is_inside:
-            self._recorder.count("agent_load_bytes", nbytes)
+            self._recorder.count("arena_load_bytes", nbytes)
         one.job.done(one.index)
         self._settle(one.job)
 
