@@ -63,6 +63,8 @@ class Row:
     shares the bucket and the index."""
     is_fetched: bool = False
     """What is loaded under the fault is not in the node agent's memory."""
+    uses_process: bool = False
+    """The node agent fetches with a process, and payloads are large enough for it."""
 
     def cell(self, verb: Verb) -> Cell:
         """Return the cell of ``verb``."""
@@ -330,6 +332,26 @@ ROWS: tuple[Row, ...] = (
         Cell("miss", "load_corrupt"),
         UNTOUCHED_SAVE,
         is_fetched=True,
+    ),
+    Row(
+        "agent-process-killed",
+        "the node agent's fetching process is killed while it fetches",
+        "agent",
+        UNTOUCHED_HIT,
+        Cell("hit", "agent_fetch_process_losses"),
+        UNTOUCHED_SAVE,
+        is_fetched=True,
+        uses_process=True,
+    ),
+    Row(
+        "agent-process-frozen",
+        "the node agent's fetching process hangs (it is frozen)",
+        "agent",
+        UNTOUCHED_HIT,
+        Cell("miss", "load_errors"),
+        UNTOUCHED_SAVE,
+        is_fetched=True,
+        uses_process=True,
     ),
 )
 BY_NAME = {row.name: row for row in ROWS}

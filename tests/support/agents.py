@@ -73,7 +73,12 @@ class AgentProcess:
 
     def freeze(self) -> None:
         """Stop it until it gets SIGCONT."""
-        freeze(self.process)
+        freeze(self.process.pid)
+
+    def fetchers(self) -> list[int]:
+        """Its fetching processes. Each child is listed by the thread that started it."""
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        return sorted(int(pid) for task in tasks for pid in task.read_text().split())
 
     def __enter__(self) -> Self:
         return self
