@@ -5,7 +5,6 @@ import random
 import signal
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +21,6 @@ from objkv.index.base import ChunkEntry
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.telemetry import NullRecorder
-from tests.agent.test_http import Router
 from tests.agent.world import ended, pages_at
 from tests.support.agents import AgentProcess
 from tests.support.paged_cache import PATIENCE_S, wait_until
@@ -94,13 +92,6 @@ def stored(backends: Backends, codec: str) -> Iterator[Wanted]:
         yield Wanted(claim, record)
 
 
-def counted(agent: AgentProcess, name: str) -> float:
-    """One of its counters."""
-    _, text = Router(Path(f"{agent.path}.http")).ask("GET", "/metrics")
-    name = f"objkv_agent_{name}_total "
-    return sum(float(line.split()[1]) for line in text.splitlines() if line.startswith(name))
-
-
 def load(agent: AgentProcess, wanted: Sequence[Wanted]) -> int:
     """Read all payloads, as many at a time as the arena holds. The bytes of each must be right.
     Returns how many were misses."""
@@ -122,11 +113,11 @@ def load(agent: AgentProcess, wanted: Sequence[Wanted]) -> int:
 
 def served_by_processes(agent: AgentProcess, wanted: Sequence[Wanted]) -> None:
     """Load until the agent's processes make the gets."""
-    before = counted(agent, "fetch_process_gets")
+    before = agent.metrics()["fetch_process_gets_total"]
 
     def are_used() -> bool:
         assert load(agent, wanted) == 0
-        return counted(agent, "fetch_process_gets") >= before + TOGETHER
+        return agent.metrics()["fetch_process_gets_total"] >= before + TOGETHER
 
     wait_until(are_used)
 
@@ -157,8 +148,8 @@ def test_killed_processes_cost_no_payload_and_all_end_with_a_killed_agent(
                 os.kill(pid, signal.SIGKILL)
                 killed.add(pid)
             assert load(agent, wanted["none"]) == 0
-        wait_until(lambda: counted(agent, "fetch_process_losses") >= 3)
-        assert counted(agent, "load_corrupt") == 0
+        wait_until(lambda: agent.metrics()["fetch_process_losses_total"] >= 3)
+        assert agent.metrics()["load_corrupt_total"] == 0
         pids = agent.fetchers()
         agent.kill()
         for pid in pids:

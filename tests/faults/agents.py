@@ -1,20 +1,17 @@
 """A node agent over S3 and SQLite, whose replica has nothing else, and what can be done to it."""
 
 import os
-import re
 import shutil
 import signal
-import socket
 import tempfile
-from contextlib import closing
-from http.client import HTTPConnection, HTTPException
+from contextlib import closing, suppress
+from http.client import HTTPException
 from pathlib import Path
 from threading import Event
 
 from objkv.agent.arena import CellState
 from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.fill import Wanted
-from objkv.agent.http.metrics import PREFIX
 from objkv.agent.queue import Urgency
 from objkv.assembly.backends import open_bulk
 from objkv.codec.payload import Claim
@@ -133,21 +130,11 @@ class AgentPlace(Place):
         if not self.is_serving:
             return {}
         try:
-            page = self._page()
+            return self.agent.metrics()
         except (OSError, HTTPException):
             wait_for(lambda: not self.is_serving)
             assert not self.is_serving, self.agent.log()
             return {}
-        lines = re.findall(rf"^{PREFIX}(\w+) (\S+)$", page, re.MULTILINE)
-        return {name: float(value) for name, value in lines}
-
-    def _page(self) -> str:
-        with closing(HTTPConnection("agent", timeout=PATIENCE_S)) as connection:
-            connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            connection.sock.settimeout(PATIENCE_S)
-            connection.sock.connect(f"{self.agent.path}.http")
-            connection.request("GET", "/metrics")
-            return connection.getresponse().read().decode()
 
     def prepare(self, name: str) -> None:
         """Have payloads of others stored that can fill the arena."""
@@ -215,10 +202,16 @@ class AgentPlace(Place):
         return undo
 
     def _agent_unlinked(self) -> Undo:
-        """What is connected stays so."""
+        """What is connected stays so. After a while the agent has another socket there."""
         away = self._sockets / "away"
         self.agent.path.rename(away)
-        return lambda: away.rename(self.agent.path) and None
+
+        def undo() -> None:
+            with suppress(FileExistsError):  # to replace the agent's new socket would end it
+                os.link(away, self.agent.path)
+            away.unlink()
+
+        return undo
 
     def _agent_full(self) -> Undo:
         """Another client has leases of all that there is room for."""
