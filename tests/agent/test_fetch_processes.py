@@ -5,7 +5,6 @@ import random
 import signal
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -22,12 +21,12 @@ from objkv.index.base import ChunkEntry
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.telemetry import NullRecorder
-from tests.agent.test_http import Router
 from tests.agent.world import ended, pages_at
 from tests.support.agents import AgentProcess
 from tests.support.paged_cache import PATIENCE_S, wait_until
 from tests.support.samples import CHUNK, NAMESPACE, WHOLE, record_of
 from tests.support.servers.certificates import make_certificates
+from tests.support.servers.process import has_ended
 from tests.support.servers.quick_s3 import QuickS3
 
 CHUNKS, TOGETHER = 6, 2
@@ -93,19 +92,6 @@ def stored(backends: Backends, codec: str) -> Iterator[Wanted]:
         yield Wanted(claim, record)
 
 
-def children(agent: AgentProcess) -> list[int]:
-    """The agent's processes. Each child is listed by the thread that started it."""
-    tasks = Path(f"/proc/{agent.process.pid}/task").glob("*/children")
-    return sorted(int(pid) for task in tasks for pid in task.read_text().split())
-
-
-def counted(agent: AgentProcess, name: str) -> float:
-    """One of its counters."""
-    _, text = Router(Path(f"{agent.path}.http")).ask("GET", "/metrics")
-    name = f"objkv_agent_{name}_total "
-    return sum(float(line.split()[1]) for line in text.splitlines() if line.startswith(name))
-
-
 def load(agent: AgentProcess, wanted: Sequence[Wanted]) -> int:
     """Read all payloads, as many at a time as the arena holds. The bytes of each must be right.
     Returns how many were misses."""
@@ -127,11 +113,11 @@ def load(agent: AgentProcess, wanted: Sequence[Wanted]) -> int:
 
 def served_by_processes(agent: AgentProcess, wanted: Sequence[Wanted]) -> None:
     """Load until the agent's processes make the gets."""
-    before = counted(agent, "fetch_process_gets")
+    before = agent.metrics()["fetch_process_gets_total"]
 
     def are_used() -> bool:
         assert load(agent, wanted) == 0
-        return counted(agent, "fetch_process_gets") >= before + TOGETHER
+        return agent.metrics()["fetch_process_gets_total"] >= before + TOGETHER
 
     wait_until(are_used)
 
@@ -140,10 +126,10 @@ def test_processes_fetch_what_an_agent_serves(
     settings: dict[str, str], wanted: dict[str, list[Wanted]]
 ) -> None:
     with AgentProcess(settings) as agent:
-        assert children(agent) == []
+        assert agent.fetchers() == []
         for codec in CODECS:
             served_by_processes(agent, wanted[codec])
-        pids = children(agent)
+        pids = agent.fetchers()
         assert pids
         agent.end()
     assert all(has_ended(pid) for pid in pids)
@@ -157,25 +143,17 @@ def test_killed_processes_cost_no_payload_and_all_end_with_a_killed_agent(
         served_by_processes(agent, wanted["none"])
         killed = set[int]()
         while len(killed) < 3:
-            if alive := [pid for pid in children(agent) if not has_ended(pid)]:
+            if alive := [pid for pid in agent.fetchers() if not has_ended(pid)]:
                 pid = rng.choice(alive)
                 os.kill(pid, signal.SIGKILL)
                 killed.add(pid)
             assert load(agent, wanted["none"]) == 0
-        wait_until(lambda: counted(agent, "fetch_process_losses") >= 3)
-        assert counted(agent, "load_corrupt") == 0
-        pids = children(agent)
+        wait_until(lambda: agent.metrics()["fetch_process_losses_total"] >= 3)
+        assert agent.metrics()["load_corrupt_total"] == 0
+        pids = agent.fetchers()
         agent.kill()
         for pid in pids:
             wait_until(partial(has_ended, pid))
-
-
-def has_ended(pid: int) -> bool:
-    """Whether a process has ended, also if nothing has collected it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,17 @@
 """A node agent over S3 and SQLite, whose replica has nothing else, and what can be done to it."""
 
-import re
+import os
 import shutil
 import signal
-import socket
 import tempfile
-from contextlib import closing
-from http.client import HTTPConnection, HTTPException
+from contextlib import closing, suppress
+from http.client import HTTPException
 from pathlib import Path
 from threading import Event
 
 from objkv.agent.arena import CellState
-from objkv.agent.client import AgentConnection
+from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.fill import Wanted
-from objkv.agent.http.metrics import PREFIX
 from objkv.agent.queue import Urgency
 from objkv.assembly.backends import open_bulk
 from objkv.codec.payload import Claim
@@ -24,28 +22,37 @@ from objkv.telemetry import NullRecorder
 from tests.faults.places import BODIES, Place, Servers, Undo
 from tests.support.agents import AgentProcess
 from tests.support.samples import CHUNK, NAMESPACE, save
+from tests.support.servers.process import freeze, has_ended
 from tests.support.servers.spoil import Spoil, wait_for
 
 PATIENCE_S = 60.0
 ARENA_BYTES = 1 << 20
 """Room for all payloads of the toy engine that a test makes."""
+LARGE_ARENA_BYTES = 16 << 20
+"""The same where payloads are large, so that many are saved at once."""
 STORE_S = 4
 """How long an agent's calls to its store may take."""
 LEASE_MS = 1_000
 """How long nobody saves again what an agent was saving when it was killed."""
 _FILLERS = 4
 """Payloads opened at once until the arena is full."""
+_WIDTH = 8192
+"""Of large fillers: each has 1 MiB."""
 
 
 class AgentPlace(Place):
     """The agent, its stores, and the faults that they can have."""
 
-    def __init__(self, servers: Servers, *, arena_bytes: int = ARENA_BYTES) -> None:
+    def __init__(
+        self, servers: Servers, *, arena_bytes: int = ARENA_BYTES, processes: int = 0
+    ) -> None:
+        """``processes``: with which the agent fetches."""
         super().__init__(servers, "s3")
         self._sockets = Path(tempfile.mkdtemp(prefix="objkv-", dir="/tmp"))
         self._stores = self.settings | {"index_url": f"sqlite://{self.index_file}"}
         own = {
             "agent_memory_bytes": arena_bytes,
+            "agent_fetch_processes": processes,
             "codec": "none",
             "save_to_bucket": "all",
             "near_records_max": 0,
@@ -58,6 +65,7 @@ class AgentPlace(Place):
             "drain_deadline_ms": 10_000,
         }
         self._agent_settings = {name: str(value) for name, value in (self._stores | own).items()}
+        self._processes = processes
         self._fillers: list[Wanted] = []
         self._held = 0
         self._is_frozen = False
@@ -83,6 +91,21 @@ class AgentPlace(Place):
         """Leave nothing in the arena: another agent has taken over."""
         self.agent.end()
         self._renew()
+        if self._processes:
+            self._use_process()
+
+    def _use_process(self) -> None:
+        """Fetch payloads of others until a process gets them. The arena never has all of them."""
+        self._fillers = self._fillers or self._store_fillers(width=_WIDTH)
+        with closing(self._client()) as other:
+
+            def is_used() -> bool:
+                for one in self._fillers:
+                    leases = _opened(other, [one])
+                    other.release([lease.number for lease in leases])
+                return self.numbers()["agent_fetch_process_gets"] > 0
+
+            assert wait_for(is_used, bound_s=PATIENCE_S), self.agent.log()
 
     def settle(self) -> None:
         """Wait until an agent that answers has saved what it took, or failed to."""
@@ -107,36 +130,27 @@ class AgentPlace(Place):
         if not self.is_serving:
             return {}
         try:
-            page = self._page()
+            return self.agent.metrics()
         except (OSError, HTTPException):
             wait_for(lambda: not self.is_serving)
             assert not self.is_serving, self.agent.log()
             return {}
-        lines = re.findall(rf"^{PREFIX}(\w+) (\S+)$", page, re.MULTILINE)
-        return {name: float(value) for name, value in lines}
-
-    def _page(self) -> str:
-        with closing(HTTPConnection("agent", timeout=PATIENCE_S)) as connection:
-            connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            connection.sock.settimeout(PATIENCE_S)
-            connection.sock.connect(f"{self.agent.path}.http")
-            connection.request("GET", "/metrics")
-            return connection.getresponse().read().decode()
 
     def prepare(self, name: str) -> None:
         """Have payloads of others stored that can fill the arena."""
         if name == "agent-full" and not self._fillers:
-            self._fillers = self._store_fillers(int(self._agent_settings["agent_memory_bytes"]))
+            self._fillers = self._store_fillers()
 
-    def _store_fillers(self, nbytes: int) -> list[Wanted]:
-        """Store payloads of more than ``nbytes`` in all; what to open."""
-        tokens = range(CHUNK * (nbytes // 4096 + 1))
+    def _store_fillers(self, width: int = 8) -> list[Wanted]:
+        """Store more payloads than the arena has room for; what to open."""
+        nbytes = int(self._agent_settings["agent_memory_bytes"])
+        tokens = range(CHUNK * (nbytes // max(4096, 128 * width) + 1))
         stores = load_config(self._stores)
         with (
             closing(open_bulk(stores, NullRecorder())) as bulk,
             closing(SqliteIndex(self.index_file)) as index,
         ):
-            keys = save(bulk, index, tokens)
+            keys = save(bulk, index, tokens, width=width)
             records = index.lookup(NAMESPACE, [key.prefix_hash for key in keys])
         assert None not in records
         return [
@@ -188,18 +202,24 @@ class AgentPlace(Place):
         return undo
 
     def _agent_unlinked(self) -> Undo:
-        """What is connected stays so."""
+        """What is connected stays so. After a while the agent has another socket there."""
         away = self._sockets / "away"
         self.agent.path.rename(away)
-        return lambda: away.rename(self.agent.path) and None
+
+        def undo() -> None:
+            with suppress(FileExistsError):  # to replace the agent's new socket would end it
+                os.link(away, self.agent.path)
+            away.unlink()
+
+        return undo
 
     def _agent_full(self) -> Undo:
         """Another client has leases of all that there is room for."""
-        holder = AgentConnection(self.agent.path, wants_arena=True, call_s=PATIENCE_S)
+        holder = self._client()
         left = list(self._fillers)
         while left:
             part, left = left[:_FILLERS], left[_FILLERS:]
-            leases = holder.open(part, deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
+            leases = _opened(holder, part)
             states = [_state(holder, one.cell) for one in leases]
             self._held += len(leases)
             if CellState.FAILED in states:
@@ -209,6 +229,34 @@ class AgentPlace(Place):
         def undo() -> None:
             holder.close()
             self._held = 0
+
+        return undo
+
+    def _client(self) -> AgentConnection:
+        return AgentConnection(self.agent.path, wants_arena=True, call_s=PATIENCE_S)
+
+    def _agent_process_killed(self) -> Undo:
+        """Each dies when it asks S3 for a payload."""
+
+        def kill() -> None:
+            for pid in self.agent.fetchers():
+                os.kill(pid, signal.SIGKILL)
+
+        return self._spoil(Spoil("hook", frozenset({"GET"}), hook=kill))
+
+    def _agent_process_frozen(self) -> Undo:
+        """It never goes on if it got something to fetch: the agent ends it."""
+        frozen = [pid for pid in self.agent.fetchers() if not has_ended(pid)]
+        for pid in frozen:
+            freeze(pid)
+        before = self.numbers()["agent_fetch_process_gets"]
+
+        def undo() -> None:
+            if self.numbers()["agent_fetch_process_gets"] > before:
+                assert wait_for(lambda: all(map(has_ended, frozen)), bound_s=PATIENCE_S)
+            else:
+                for pid in frozen:
+                    os.kill(pid, signal.SIGCONT)
 
         return undo
 
@@ -228,6 +276,14 @@ class AgentPlace(Place):
 
 def _claim(key: ChunkKey, parent_hash: bytes, number: int) -> Claim:
     return Claim(key, parent_hash, number * CHUNK, (number + 1) * CHUNK)
+
+
+def _opened(client: AgentConnection, wanted: list[Wanted]) -> list[ArenaLease]:
+    """Leases of payloads whose fetch has ended."""
+    leases = client.open(wanted, deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
+    for lease in leases:
+        _state(client, lease.cell)
+    return leases
 
 
 def _state(holder: AgentConnection, cell: int) -> CellState:

@@ -63,6 +63,8 @@ class Row:
     shares the bucket and the index."""
     is_fetched: bool = False
     """What is loaded under the fault is not in the node agent's memory."""
+    uses_process: bool = False
+    """The node agent fetches with a process, and payloads are large enough for it."""
 
     def cell(self, verb: Verb) -> Cell:
         """Return the cell of ``verb``."""
@@ -331,7 +333,66 @@ ROWS: tuple[Row, ...] = (
         UNTOUCHED_SAVE,
         is_fetched=True,
     ),
+    Row(
+        "agent-process-killed",
+        "the node agent's fetching process is killed while it fetches",
+        "agent",
+        UNTOUCHED_HIT,
+        Cell("hit", "agent_fetch_process_losses"),
+        UNTOUCHED_SAVE,
+        is_fetched=True,
+        uses_process=True,
+    ),
+    Row(
+        "agent-process-frozen",
+        "the node agent's fetching process hangs (it is frozen)",
+        "agent",
+        UNTOUCHED_HIT,
+        Cell("miss", "load_errors"),
+        UNTOUCHED_SAVE,
+        is_fetched=True,
+        uses_process=True,
+    ),
 )
+
+
+@dataclass(frozen=True)
+class HeldRow:
+    """One fault while a lookup misses payloads that another node holds back, and has them put."""
+
+    name: str
+    what: str
+    lookup: Cell
+    """A ``hit`` is one of some chunks: those that came."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether the request waits until its own bound. If not, it does not wait at all."""
+        return self.lookup.counted == _GIVEN_UP
+
+
+_GIVEN_UP = "put_waits_given_up"
+_NOT_COME = Cell("miss", _GIVEN_UP, beside=AWAY)
+_NOT_ASKED = Cell("miss", "agent_put_request_errors")
+HELD_ROWS: tuple[HeldRow, ...] = (
+    HeldRow(
+        "holder-killed", "the other node's agent is killed before it reads the request", _NOT_COME
+    ),
+    HeldRow("holder-killed-putting", "it is killed while it puts the first payload", _NOT_COME),
+    HeldRow(
+        "holder-killed-between",
+        "it is killed after it has put the first payload",
+        Cell("hit", _GIVEN_UP, beside=AWAY),
+    ),
+    HeldRow("holder-frozen", "it hangs (it is frozen)", _NOT_COME),
+    HeldRow("holder-refused", "its store refuses puts", _NOT_COME),
+    HeldRow(
+        "request-reset", "the index resets the connection that carries the request", _NOT_ASKED
+    ),
+    HeldRow("request-unanswered", "the index takes the request, its response is lost", _NOT_ASKED),
+    HeldRow("request-index-killed", "the index is killed while the request is written", _NOT_ASKED),
+)
+
 BY_NAME = {row.name: row for row in ROWS}
 CELLS = tuple((row.name, verb, mode) for row in ROWS for verb in VERBS for mode in MODES)
 

@@ -3,24 +3,40 @@
 import re
 from pathlib import Path
 
-from tests.faults.rows import MODES, ROWS, VERBS, Cell, Row, Verb, cell_id
+from tests.faults.rows import HELD_ROWS, MODES, ROWS, VERBS, Cell, Row, Verb, cell_id
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
 BEGIN, END = "<!-- matrix: written by `make faults` -->", "<!-- end of the matrix -->"
+HELD_BEGIN, HELD_END = (
+    f"<!-- {what} put on request: written by `make faults` -->" for what in ("table of", "end of")
+)
 
 
 def page() -> str:
-    """Return the page with the current matrix."""
-    text = PAGE.read_text()
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{matrix()}{END}{after}"
+    """Return the page with the current tables."""
+    text = _replaced(PAGE.read_text(), (BEGIN, END), matrix())
+    return _replaced(text, (HELD_BEGIN, HELD_END), held())
+
+
+def _replaced(text: str, marks: tuple[str, str], table: str) -> str:
+    before, begin, rest = text.partition(marks[0])
+    _, end, after = rest.partition(marks[1])
+    return f"{before}{begin}\n{table}{end}{after}"
 
 
 def matrix() -> str:
     """Return the table: one line for each fault, because both load modes have the same outcomes."""
     lines = ["| fault | what fails | lookup | load | save |", "|---|---|---|---|---|"]
     return "\n".join(lines + [_line(row) for row in ROWS]) + "\n"
+
+
+def held() -> str:
+    """Return the table of faults while a node puts what another one misses."""
+    lines = ["| fault | what fails | the request | lookup |", "|---|---|---|---|"]
+    for row in HELD_ROWS:
+        waits = "waits for its bound" if row.waits else "does not wait"
+        lines.append(f"| `{row.name}` | {row.what} | {waits} | {_cell(row.lookup)} |")
+    return "\n".join(lines) + "\n"
 
 
 def _line(row: Row) -> str:

@@ -17,7 +17,7 @@ from tests.engine.fleet import CHUNK, CONNECTOR, NUMBERS_TOLD, PATIENT, SAVED
 from tests.engine.harness import run_replica
 from tests.engine.job import Call, Generate, Job, Prompt, ResetPrefixCache, Result, Settle, Step
 from tests.engine.prompts import prompt_of
-from tests.faults.agents import AgentPlace
+from tests.faults.agents import LARGE_ARENA_BYTES, AgentPlace
 from tests.faults.fleet import real_servers
 from tests.faults.places import HOUR_S, Place, Servers
 from tests.faults.rows import BY_NAME, CELLS, Row, Verb, cell_id
@@ -188,8 +188,10 @@ class _Row:
 
 
 def _run(fleet: Servers, row: Row, mode: str, folder: Path) -> tuple[_Row, Result]:
-    if row.world == "agent":
-        place: Place = AgentPlace(fleet, arena_bytes=64 << 20)
+    if row.uses_process:
+        place: Place = AgentPlace(fleet, arena_bytes=LARGE_ARENA_BYTES, processes=1)
+    elif row.world == "agent":
+        place = AgentPlace(fleet, arena_bytes=64 << 20)
     else:
         place = Place(fleet, row.world, direct=OWN_ENGINE.get(row.name, False))
     if row.name == "disk-full":

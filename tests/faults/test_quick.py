@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from tests.faults.agents import AgentPlace
+from tests.faults.agents import LARGE_ARENA_BYTES, AgentPlace
 from tests.faults.places import Place, Servers
 from tests.faults.rows import BY_NAME, CELLS, MODES, ROWS, Row, cell_id
 from tests.faults.seen import Lines, Seen
 from tests.faults.toy import (
     CHUNKS,
+    LARGE,
     PAYLOAD_BYTES,
     STORED_TOKENS,
     RevisedEngine,
@@ -37,8 +38,10 @@ OWN_ENGINE = {
     "sqlite-removed": False,
     "sqlite-corrupt": False,
     "model-revision": False,
-    # An arena of a size of its own.
+    # An arena of a size of its own, payloads of a size of their own.
     "agent-full": False,
+    "agent-process-killed": False,
+    "agent-process-frozen": False,
 }
 """Rows that share no engine with others; of each, whether its clients go past the proxies."""
 PATIENT: dict[str, Any] = {
@@ -109,6 +112,8 @@ def _shake(servers: Servers, row: Row, mode: str) -> dict[str, Seen]:
 def _open_place(servers: Servers, row: Row) -> Place:
     if row.world != "agent":
         return Place(servers, row.world, direct=OWN_ENGINE.get(row.name, False))
+    if row.uses_process:
+        return AgentPlace(servers, arena_bytes=LARGE_ARENA_BYTES, processes=1)
     return AgentPlace(servers, **FULL if row.name == "agent-full" else {})
 
 
@@ -116,6 +121,9 @@ def _open(place: Place, row: Row, mode: str, revision: int = 1) -> ShakenEngine:
     settings = place.settings | PATIENT | {"load_mode": mode} | row.settings
     if row.is_theirs:
         return RevisedEngine(revision, place.folder, **settings)
+    if row.uses_process:
+        settings |= {"pinned_bytes_max": 8 << 20}
+        return ShakenEngine(place.folder, layout=LARGE, **settings)
     return ShakenEngine(place.folder, **settings)
 
 

@@ -3,7 +3,7 @@
 from objkv.agent.http.metrics import TOTALS
 from objkv.connector.counters import COUNTERS
 from tests.faults import table
-from tests.faults.rows import CELLS, ROWS, VERBS, cell_id
+from tests.faults.rows import CELLS, HELD_ROWS, ROWS, VERBS, cell_id
 
 
 def test_the_page_lists_exactly_the_cells_that_are_tested() -> None:
@@ -16,6 +16,7 @@ def test_the_page_is_as_it_would_be_written() -> None:
 
 def test_every_fault_is_counted_by_a_metric_that_operators_can_see() -> None:
     counted = {row.cell(verb).counted for row in ROWS for verb in VERBS} - {""}
+    counted |= {row.lookup.counted for row in HELD_ROWS}
     assert counted <= set(COUNTERS) | {f"agent_{name}" for name in TOTALS}
 
 

@@ -20,6 +20,8 @@ from tests.connector.kv.hybrid_layout import Layout
 from tests.support.paged_cache import forget_all
 
 LAYOUT = Layout((("full", 0),), (4,), chunk_tokens=8)
+LARGE = replace(LAYOUT, head_size=2048)
+"""Payloads of 260 KiB, which fetching processes get."""
 CHUNKS = 3
 TAIL = 3
 """Tokens of a prompt after its last chunk."""
@@ -47,13 +49,13 @@ def expected(tokens: list[int]) -> list[int]:
 class ShakenEngine(Engine):
     """One replica; ``at_load`` is called once, before the next load begins."""
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
+    def __init__(self, folder: Path, *, layout: Layout = LAYOUT, **settings: Any) -> None:
         self.at_load: Callable[[], None] | None = None
         self.sync_loads: list[bool] = []
         """Of each load that was planned, whether it was within the step."""
         self._wrong: dict[str, AssertionError] = {}
         self._lengths: dict[str, int] = {}
-        super().__init__(LAYOUT, folder, **settings)
+        super().__init__(layout, folder, **settings)
         for side in (self.worker, self.scheduler.connector):
             side.get_kv_connector_stats = lambda: None  # the test reads the recorders itself
         lookups = self.scheduler.connector._scheduler._lookups

@@ -4,16 +4,19 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from http.client import HTTPConnection
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from objkv.agent.client import is_listening
+from objkv.agent.http.metrics import PREFIX
 from tests.support.paged_cache import PATIENCE_S, wait_until
 from tests.support.servers.process import freeze
 
@@ -73,7 +76,23 @@ class AgentProcess:
 
     def freeze(self) -> None:
         """Stop it until it gets SIGCONT."""
-        freeze(self.process)
+        freeze(self.process.pid)
+
+    def metrics(self) -> dict[str, float]:
+        """Its metrics, without the prefix. Raises ``OSError`` or ``HTTPException`` if it ends."""
+        with closing(HTTPConnection("agent", timeout=PATIENCE_S)) as connection:
+            connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.sock.settimeout(PATIENCE_S)
+            connection.sock.connect(f"{self.path}.http")
+            connection.request("GET", "/metrics")
+            page = connection.getresponse().read().decode()
+        lines = re.findall(rf"^{PREFIX}(\w+) (\S+)$", page, re.MULTILINE)
+        return {name: float(value) for name, value in lines}
+
+    def fetchers(self) -> list[int]:
+        """Its fetching processes. Each child is listed by the thread that started it."""
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        return sorted(int(pid) for task in tasks for pid in task.read_text().split())
 
     def __enter__(self) -> Self:
         return self

@@ -336,4 +336,5 @@ class Engine:
         """The KV of one token, or the state that it completes, ``[heads, content]``."""
         before = int.from_bytes(digest(tokens[:token])[:2], "big")
         values = [before, 100 * token + len(layer.name), tokens[token], layer.words]
-        return torch.tensor(values[: layer.words], dtype=torch.float32).view(layer.heads, -1)
+        content = torch.tensor(values[: layer.words], dtype=torch.float32).view(layer.heads, -1)
+        return content.repeat(1, self.layout.head_size) if layer.heads > 1 else content

@@ -29,6 +29,8 @@ class Layout:
     tp_size: int = 1
     dcp_size: int = 1
     dcp_interleave: int = 1
+    head_size: int = 1
+    """Numbers per token of a head, which are all equal. Of layers with one head see ``words``."""
 
     @property
     def rank_heads(self) -> int:
@@ -147,7 +149,7 @@ def _specs(layout: Layout) -> dict[str, Any]:
         plain: dict[str, Any] = {"head_size_v": 0, "dtype": torch.float32}
         plain["block_size"] = size = layer.block_size
         heads = plain | {
-            "head_size": 1,
+            "head_size": layout.head_size,
             "num_kv_heads": layout.rank_heads,
             "page_size_padded": page,
         }
@@ -179,7 +181,7 @@ def _specs(layout: Layout) -> dict[str, Any]:
 
 def _page_bytes(layout: Layout) -> int:
     """Bytes of a block of all layers of the largest group, and some more."""
-    return 24 * max(layout.block_sizes) + 32
+    return 24 * layout.head_size * max(layout.block_sizes) + 32
 
 
 def kv_cache_config(layout: Layout) -> Any:

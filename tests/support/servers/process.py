@@ -1,5 +1,6 @@
 """Servers in processes of their own: started, ended, frozen."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -42,14 +43,19 @@ def running_server(name: str, *arguments: str) -> Iterator[tuple["subprocess.Pop
             process.kill()
 
 
-def freeze(process: "subprocess.Popen[bytes]") -> None:
+def freeze(pid: int) -> None:
     """Stop a process until it gets SIGCONT. When this returns, none of its threads runs any more:
     on a busy machine they do for some milliseconds after the signal, and answer."""
-    process.send_signal(signal.SIGSTOP)
-    threads, end = Path(f"/proc/{process.pid}/task"), time.monotonic() + _STOPS_S
+    os.kill(pid, signal.SIGSTOP)
+    threads, end = Path(f"/proc/{pid}/task"), time.monotonic() + _STOPS_S
     while {_state(file) for file in threads.glob("*/stat")} != {"T"}:
         assert time.monotonic() < end, "it was not stopped in time"
         time.sleep(0.001)
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended, also if nothing has collected it."""
+    return _state(Path(f"/proc/{pid}/stat")) in ("", "Z", "X")
 
 
 def _state(stat: Path) -> str:

@@ -84,7 +84,7 @@ class RedisServer:
     def pause(self) -> None:
         """Freeze it: it accepts connections and answers nothing, as a dead host seems to."""
         assert self._process is not None
-        freeze(self._process)
+        freeze(self._process.pid)
 
     def resume(self) -> None:
         """Let a frozen server go on."""

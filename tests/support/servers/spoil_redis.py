@@ -12,6 +12,7 @@ from tests.support.servers.spoil import Spoil, Spoiler, Upstream, flipped, reset
 
 KEPT = 64
 LINE_BYTES_MAX = 64 << 10
+_TLS = b"\x16"
 
 
 class SpoilRedis(Spoiler):
@@ -97,9 +98,10 @@ class SpoilRedis(Spoiler):
 
 
 def _read_command(client: BinaryIO) -> tuple[bytes, list[bytes]] | None:
-    """The bytes of the next command, and its words; None at the end."""
+    """The bytes of the next command, and its words; None at the end, and for a greeting of TLS:
+    the server would wait for the rest of it."""
     line = client.readline(LINE_BYTES_MAX)
-    if not line:
+    if not line or line[:1] == _TLS:
         return None
     if line[:1] != b"*":
         return line, line.split() or [b""]
