@@ -75,7 +75,7 @@ WHOLE = Cuts(parts_max=1)
 
 
 class KnownShape(NamedTuple):
-    """What the payloads of one shard most probably have in common."""
+    """Properties that the payloads of one shard most probably share."""
 
     layers: tuple[LayerSpec, ...] = ()
     header_bytes: int = 0

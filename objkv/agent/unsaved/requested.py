@@ -58,7 +58,7 @@ class RequestedPuts:
         self._under_way: set[str] = set()
         """Payloads that wait to be opened, or are being read."""
         self._not_put: dict[str, None] = {}
-        """Payloads from which this node's name is to be withdrawn."""
+        """Payloads from which this node's name will be withdrawn."""
         self._open: dict[Resident, int] = {}
         """Leases of payloads that are being read, with their bytes."""
         self._pool: Pool[None] = Pool("objkv-requested", 1, self._run)
