@@ -17,10 +17,12 @@ from objkv.agent.unsaved import requested
 from objkv.agent.unsaved.requests import PutRequest
 from objkv.codec.payload import read_header
 from objkv.errors import StoreDenied, StoreUnavailable
-from objkv.index.base import Shards
+from objkv.index.base import ChunkEntry, ShardRecord, Shards
 from objkv.index.fields import COMING
 from objkv.index.memory import MemoryIndex
 from objkv.index.redis.index import RedisIndex
+from objkv.index.shapes import SHAPES_HASH
+from objkv.ops.warm.lookup import PromptLookup
 from objkv.testing.clock import ManualClock
 from tests.agent.test_residents import Sleeper
 from tests.agent.test_server import Desk, payloads
@@ -29,7 +31,7 @@ from tests.agent.test_unsaved_disk import DiskHolder
 from tests.agent.world import PATIENCE_S, WatchedStore
 from tests.support.agents import AgentProcess
 from tests.support.paged_cache import wait_until
-from tests.support.samples import NAMESPACE
+from tests.support.samples import IDENTITY, NAMESPACE
 from tests.support.servers.redis import RedisServer
 
 NONE = MissReason.NONE
@@ -423,6 +425,24 @@ def test_a_payload_is_put_once_however_many_look_for_it(make: Callable[..., Pair
     assert pair.first.saves.drain(60)
     assert pair.first.count("saves") == 8
     assert pair.first.residents.leased() == 0
+
+
+def test_a_command_may_request_payloads_too(make: Callable[..., Pair]) -> None:
+    pair, made = make(), payloads()
+    claims = [read_header(payload).claim for payload in made]
+    hashes = [claim.key.prefix_hash for claim in claims]
+    prompts = PromptLookup(pair.index, IDENTITY)
+    assert prompts.request_puts(hashes) == (0, True)
+    shapes = ChunkEntry(NAMESPACE, SHAPES_HASH, SHAPES_HASH, 0, 1)
+    empty = ShardRecord(0, 0, "none", False, "", 1)
+    pair.index.publish(shapes, dict.fromkeys((claims[0].key.field, "0.other"), empty), ttl_s=60)
+    assert prompts.request_puts(hashes) == (0, True)
+    pair.first.commit(made)
+    assert prompts.find(hashes).usable == 0
+    assert prompts.request_puts(hashes) == (3, True)
+    wait_until(lambda: prompts.find(hashes).usable == 3)
+    assert pair.first.stored == set(paths(made))
+    assert prompts.request_puts([]) == (0, True)
 
 
 # Agents as processes, over a real index and a folder.
