@@ -12,15 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from time import monotonic
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from objkv.agent.calls import NodeLookups
 from objkv.errors import StoreDenied, StoreError
 from objkv.index.base import Shards, WriteIndex
 from objkv.index.fields import COMING
 from objkv.keys.chunk import payload_path
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.telemetry import Recorder
+
+if TYPE_CHECKING:
+    from objkv.agent.calls import NodeLookups  # ``objkv warm`` needs nothing of it
 
 logger = logging.getLogger(__name__)
 _COMING_S: Final = 6.0
@@ -96,7 +98,7 @@ class PutRequests:
     def __init__(
         self,
         index: WriteIndex,
-        lookups: NodeLookups,
+        lookups: "NodeLookups",
         own: str,
         recorder: Recorder,
         *,
