@@ -12,7 +12,18 @@ from threading import Condition, Lock, Thread
 from time import monotonic, thread_time
 
 from objkv.agent.arena import Arena, CellState
-from objkv.agent.fill import WHOLE, Cuts, Fill, GivenUpError, NoRoomError, Source, Staging, Wanted
+from objkv.agent.fill import (
+    UNKNOWN,
+    WHOLE,
+    Cuts,
+    Fill,
+    GivenUpError,
+    KnownShape,
+    NoRoomError,
+    Source,
+    Staging,
+    Wanted,
+)
 from objkv.agent.queue import Due, FetchJob, Pace, Turns, Urgency
 from objkv.agent.residents import MissReason, Resident, Residents, Waiter
 from objkv.agent.spill.disk import Disk
@@ -20,7 +31,6 @@ from objkv.agent.spill.spill import Spill, SpillLimits
 from objkv.agent.unsaved.payloads import is_unsaved
 from objkv.background import join_all
 from objkv.cache.chunks import ChunkCache
-from objkv.codec.payload import LayerSpec
 from objkv.errors import ObjkvError, PayloadError, ValueTooLong
 from objkv.net.deadline import EndsBy
 from objkv.telemetry import Recorder, Trouble
@@ -29,7 +39,7 @@ logger = logging.getLogger(__name__)
 _IDLE_S = 10.0
 """After this time without a payload, a fetching thread gives its staging buffer back."""
 _KNOWN_MAX = 1024
-"""Shards whose layers are remembered, so that headers are parsed quickly."""
+"""Shards whose shape is remembered, so that headers are parsed quickly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +99,7 @@ class Core:
         self._turns, self._pace = Turns(), Pace(None if limits.is_paced else limits.threads)
         self._prefetching = 0
         self._closed = self._draining = self._is_watched = False
-        self._known: dict[tuple[str, str], tuple[LayerSpec, ...]] = {}
+        self._known: dict[tuple[str, str], KnownShape] = {}
         self._running = limits.threads
         self._threads = [
             Thread(target=self._work, name=f"objkv-fill-{n}", daemon=True)
@@ -278,7 +288,8 @@ class Core:
                 else:
                     reason = MissReason.NONE
             if fill.header is not None:
-                self._remember((key.namespace, key.field), fill.header.frames.layers)
+                known = KnownShape(fill.header.frames.layers, fill.header_bytes)
+                self._remember((key.namespace, key.field), known)
         except _MissError as exc:
             reason = exc.reason
         except NoRoomError:
@@ -318,7 +329,7 @@ class Core:
             job.wanted,
             self.residents,
             self._cache,
-            self._known.get((key.namespace, key.field), ()),
+            self._known.get((key.namespace, key.field), UNKNOWN),
             source=source,
             cuts=limits.cuts if job.urgency is Urgency.IN_STEP else WHOLE,
             room_until=job.deadline if limits.waits_for_room else 0.0,
@@ -396,11 +407,14 @@ class Core:
         self._cache.reject(key, {key.field: wanted.record}, corrupt=corrupt)
         self.on_rejected(key.namespace, key.prefix_hash)
 
-    def _remember(self, shape: tuple[str, str], layers: tuple[LayerSpec, ...]) -> None:
-        """Keep one tuple of layers per shard: the header's parser goes by its identity."""
-        if shape in self._known:
+    def _remember(self, shard: tuple[str, str], shape: KnownShape) -> None:
+        """Keep one tuple of layers per shard, since the header's parser goes by its identity, and
+        the last length of a header."""
+        known = self._known.get(shard)
+        if known is not None and known.header_bytes == shape.header_bytes:
             return
         with self._changed:
+            known = self._known.pop(shard, shape)
             while len(self._known) >= _KNOWN_MAX:
                 del self._known[next(iter(self._known))]
-            self._known[shape] = layers
+            self._known[shard] = known._replace(header_bytes=shape.header_bytes)

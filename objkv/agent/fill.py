@@ -4,6 +4,9 @@ An uncompressed payload goes from the socket to its place in the arena. Others a
 the fetching thread, and each frame is decoded to its place. A frame is announced to readers when
 it is verified. In both cases the arena holds an uncompressed, unsealed payload.
 
+A fetch that has to wait for memory waits between gets, because a get occupies a connection: before
+the first one if the size of its place is known, otherwise it gets the payload again.
+
 Payloads for which a forward pass waits come in parts, so that the first layers of all payloads
 arrive before the last layers of any.
 """
@@ -12,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -71,12 +74,31 @@ class Cuts:
 WHOLE = Cuts(parts_max=1)
 
 
+class KnownShape(NamedTuple):
+    """Properties that the payloads of one shard most probably share."""
+
+    layers: tuple[LayerSpec, ...] = ()
+    header_bytes: int = 0
+    """Length of the header that they have in the arena; 0 if it is not known."""
+
+
+UNKNOWN = KnownShape()
+
+
 class GivenUpError(TransferError):
     """No client has a lease of the payload any more."""
 
 
 class NoRoomError(TransferError):
     """The arena has no memory for the payload."""
+
+
+class _NoRoomYetError(TransferError):
+    """The arena has no memory for a payload whose get is under way."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(f"no room yet for {nbytes} bytes in the arena")
+        self.nbytes = nbytes
 
 
 class Staging:
@@ -110,6 +132,8 @@ class Fill:
     """How long the fetch has waited for memory."""
     is_hot = False
     """Whether bytes came from the hot store."""
+    header_bytes = 0
+    """Length of the payload's header in the arena, once the stored header is verified."""
     _is_encrypted = False
     _place: memoryview | None = None
     """The payload's memory in the arena."""
@@ -122,7 +146,7 @@ class Fill:
         wanted: Wanted,
         residents: Residents,
         cache: ChunkCache,
-        known: tuple[LayerSpec, ...] = (),
+        known: KnownShape = UNKNOWN,
         *,
         source: Source | None = None,
         cuts: Cuts = WHOLE,
@@ -131,7 +155,7 @@ class Fill:
     ) -> None:
         """
         Args:
-            known: the layers that the payload most probably has.
+            known: of earlier payloads of the shard.
             source: where to read it instead of from the stores. Frames are announced only when all
                 are verified: after a fault the stores' bytes may come to other places.
             room_until: how long to wait for memory, by ``monotonic``.
@@ -165,20 +189,35 @@ class Fill:
             raise NoRoomError(f"a payload of {self._nbytes} bytes is larger than the arena")
         if not self._nbytes:
             raise PayloadError("an empty payload by the record")
-        spare = not self.is_whole  # shows a payload that is too long
-        if not self._is_direct:
-            self._stored = staging.view(self._nbytes + spare)
-        else:
-            self._stored = self._place or self._allot(self._nbytes, spare)
         try:
-            is_stored = self._next_part()
-            if is_stored and self.is_whole and not self.is_complete:
-                is_stored = self._whole()
-            return is_stored
+            self._take_memory(staging)
+            while True:  # at most twice
+                began = monotonic()
+                try:
+                    is_stored = self._next_part()
+                    if is_stored and self.is_whole and not self.is_complete:
+                        is_stored = self._whole()
+                    return is_stored
+                except _NoRoomYetError as exc:
+                    self.waited_s += monotonic() - began
+                    self._allot(exc.nbytes)
+                    self._room_until, self.is_hot = 0.0, False
         finally:
             self._stored = memoryview(b"")
             if self.is_complete:
                 self._place = None
+
+    def _take_memory(self, staging: Staging) -> None:
+        """Have the buffer for the store's bytes, and the payload's place if its size is known."""
+        spare = not self.is_whole  # shows a payload that is too long
+        if self._is_direct:
+            self._stored = self._place or self._allot(self._nbytes, spare)
+            return
+        if self._place is None and (size := self._known.header_bytes):
+            size += self.wanted.record.raw_bytes
+            if size <= self._residents.total_bytes:
+                self._allot(size)
+        self._stored = staging.view(self._nbytes + spare)
 
     def _whole(self) -> bool:
         got = self._get(self._stored[: self._nbytes], 0, None)
@@ -259,6 +298,18 @@ class Fill:
         self._place = room
         return room
 
+    def _resize(self, nbytes: int) -> memoryview:
+        """Return the payload's place in the arena, of this size. Does not wait, as a get is under
+        way. No reader knows the place yet."""
+        if self._place is None or len(self._place) != nbytes:
+            self._residents.retract(self._one)
+            self._place = self._residents.take_room(self._one, nbytes)
+        if self._place is None:
+            if self._room_until > monotonic():
+                raise _NoRoomYetError(nbytes)
+            return self._allot(nbytes)
+        return self._place
+
     def _arrived(self, nbytes: int) -> None:
         """Verify the frames that are complete after the first ``nbytes``."""
         if self._one.leases <= 1 and self._source is None:  # the lease is this fetch's own
@@ -282,7 +333,7 @@ class Fill:
         if nbytes < needed:
             return
         header = read_claimed(
-            self._stored[:needed], self.wanted.claim, self._known, seal=self._cache.seal
+            self._stored[:needed], self.wanted.claim, self._known.layers, seal=self._cache.seal
         )
         if header.nbytes > self._nbytes:
             raise PayloadError(f"{header.nbytes} bytes, expected at most {self._nbytes}")
@@ -291,12 +342,13 @@ class Fill:
                 raise PayloadError(f"codec {header.codec}, expected none by the record")
             if header.nbytes != self._nbytes:  # the rest of its memory would be served too
                 raise PayloadError(f"{header.nbytes} bytes, expected {self._nbytes}")
+            self.header_bytes = header.data_start
         else:
             opened = header.opened
             self._is_encrypted = opened is not None and opened.cipher is not None
             text = plain_header(header, header.frames.raw_checksums)
-            self._pages_at = len(text)
-            self._allot(len(text) + header.raw_bytes)[: len(text)] = text
+            self._pages_at = self.header_bytes = len(text)
+            self._resize(len(text) + header.raw_bytes)[: len(text)] = text
         self.header = header
 
     def _verify(self, header: Header, frame: int) -> str:

@@ -254,14 +254,10 @@ class Residents:
         ``spare``: further bytes of memory that are not the payload's. ``until``: how long to wait,
         by ``monotonic``. ``make_room``: called without locks, before each wait.
         """
-        assert one.offset < 0
         while True:
-            with self._lock:
-                offset = self._take(nbytes + spare)
-                if offset is not None:
-                    one.offset, one.nbytes = offset, nbytes
-                    self._at[offset] = one
-                    return self._arena.view[offset : offset + nbytes + spare]
+            room = self.take_room(one, nbytes, spare)
+            if room is not None:
+                return room
             left = until - monotonic()
             if self._closed or left <= 0:
                 break
@@ -270,6 +266,17 @@ class Residents:
                 self._unleased.wait(min(left, _ROOM_LOOK_S))
         self._recorder.count("agent_no_room")
         return None
+
+    def take_room(self, one: Resident, nbytes: int, spare: int = 0) -> memoryview | None:
+        """Do what ``allot`` does, if there is memory now. None otherwise, which is not counted."""
+        assert one.offset < 0
+        with self._lock:
+            offset = self._take(nbytes + spare)
+            if offset is None:
+                return None
+            one.offset, one.nbytes = offset, nbytes
+            self._at[offset] = one
+            return self._arena.view[offset : offset + nbytes + spare]
 
     def _take(self, nbytes: int) -> int | None:
         if self._closed:

@@ -17,10 +17,12 @@ from objkv.agent.unsaved import requested
 from objkv.agent.unsaved.requests import PutRequest
 from objkv.codec.payload import read_header
 from objkv.errors import StoreDenied, StoreUnavailable
-from objkv.index.base import Shards
+from objkv.index.base import ChunkEntry, ShardRecord, Shards
 from objkv.index.fields import COMING
 from objkv.index.memory import MemoryIndex
 from objkv.index.redis.index import RedisIndex
+from objkv.index.shapes import SHAPES_HASH
+from objkv.ops.warm.lookup import PromptLookup
 from objkv.testing.clock import ManualClock
 from tests.agent.test_residents import Sleeper
 from tests.agent.test_server import Desk, payloads
@@ -29,7 +31,7 @@ from tests.agent.test_unsaved_disk import DiskHolder
 from tests.agent.world import PATIENCE_S, WatchedStore
 from tests.support.agents import AgentProcess
 from tests.support.paged_cache import wait_until
-from tests.support.samples import NAMESPACE
+from tests.support.samples import IDENTITY, NAMESPACE
 from tests.support.servers.redis import RedisServer
 
 NONE = MissReason.NONE
@@ -157,6 +159,126 @@ def test_what_its_node_has_lost_is_waited_for_only_until_it_says_so(
     assert pair.second.count("agent_put_holders_silent") == 0
     pair.second.commit(made[:1])
     assert pair.second.stored == set(paths(made[:1])), "it stays sighted"
+
+
+def refuse_puts(pair: Pair) -> None:
+    """Let the bulk store take nothing from now on."""
+
+    def refuse(*_: object) -> bool:
+        raise StoreUnavailable("down")
+
+    pair.store.put_if_absent = refuse  # type: ignore[method-assign]
+
+
+def is_withdrawn(pair: Pair, made: Sequence[bytes]) -> None:
+    """Wait until the second node knows that nothing comes, and why."""
+    wait_until(lambda: pair.look(made) == [None] * len(made))
+    wait_until(lambda: pair.index.holders(paths(made)) == [""] * len(made))
+    assert pair.second.count("agent_puts_refused") >= 1
+    assert pair.second.count("agent_puts_late") == 0
+    assert pair.second.count("agent_put_holders_silent") == 0
+    asked: list[str] = []
+    pair.index.request = lambda holder, text: bool(asked.append(holder))  # type: ignore[method-assign]
+    assert pair.look(made) == [None] * len(made)
+    assert asked == [], "it is not requested again"
+
+
+@pytest.mark.parametrize("fault", ["store", "quota"])
+def test_a_node_that_cannot_put_says_so(make: Callable[..., Pair], fault: str) -> None:
+    pair, made = make(), payloads()
+    pair.first.commit(made)
+    if fault == "store":
+        refuse_puts(pair)
+    else:
+        pair.first.cache.has_room = lambda: False  # type: ignore[method-assign]
+    assert pair.coming(made) == 3
+    is_withdrawn(pair, made)
+    assert pair.first.unsaved == set(paths(made)), "its own replicas find them still"
+    pair.second.commit(made)
+    assert pair.second.count("agent_sighted_before") == 3, "it stays sighted"
+
+
+def test_a_node_that_could_not_put_just_before_says_so(make: Callable[..., Pair]) -> None:
+    pair, made = make(), payloads()
+    pair.first.commit(made)
+    refuse_puts(pair)
+    assert pair.first.read(pair.first.find(made)) == [NONE] * 3
+    wait_until(lambda: pair.first.count("save_errors") == 3)
+    assert pair.first.saves.drain(PATIENCE_S)
+    assert pair.coming(made) == 3
+    is_withdrawn(pair, made)
+
+
+def test_what_is_evicted_before_it_was_put_is_no_longer_waited_for(
+    make: Callable[..., Pair],
+) -> None:
+    pair, made = make(), payloads()
+    pair.first.commit(made)
+    sightings = pair.first.saves._sightings
+    has_room, sightings._has_room = sightings._has_room, lambda: False
+    assert pair.coming(made) == 3
+    unsaved, requested_puts = pair.first.residents.unsaved, pair.first.requested
+    assert requested_puts is not None
+    wait_until(lambda: unsaved.has_due and not requested_puts._open)
+    for path in paths(made):
+        pair.first.residents.forget(path)
+    is_withdrawn(pair, made)
+    sightings._has_room = has_room
+
+
+def test_what_cannot_be_read_from_the_disk_now_is_no_longer_waited_for(
+    make: Callable[..., Pair], tmp_path: Path
+) -> None:
+    pair, made = make(DiskHolder, tmp_path / "disk"), payloads()
+    first = pair.first
+    assert isinstance(first, DiskHolder)
+    first.keep(made)
+    opened = first.residents.open("else", None)
+    assert opened is not None
+    assert first.residents.allot(opened[0], first.residents.total_bytes) is not None
+    assert pair.coming(made) == 3
+    is_withdrawn(pair, made)
+    assert first.unsaved == set(paths(made))
+    first.residents.failed(opened[0], MissReason.STORE)
+    first.residents.release(opened[0])
+
+
+def test_what_the_arena_lost_between_read_and_put_is_no_longer_waited_for(
+    make: Callable[..., Pair], tmp_path: Path
+) -> None:
+    pair, made = make(DiskHolder, tmp_path / "disk"), payloads()
+    first = pair.first
+    assert isinstance(first, DiskHolder)
+    first.keep(made)
+    sightings, requested_puts = first.saves._sightings, first.requested
+    assert requested_puts is not None
+    has_room = sightings._has_room
+    sightings._has_room = lambda: False
+    assert pair.coming(made) == 3
+    wait_until(lambda: all(first.residents.holds(paths(made))) and not requested_puts._open)
+    first.leave_arena(made)
+    sightings._has_room = has_room
+    sightings.wake()
+    is_withdrawn(pair, made)
+    assert first.unsaved == set(paths(made)), "the disk has them"
+
+
+def test_a_node_says_that_it_cannot_put_once_the_index_works(make: Callable[..., Pair]) -> None:
+    pair, made = make(), payloads()
+    pair.first.commit(made)
+    refuse_puts(pair)
+    failed: list[object] = []
+
+    def down(*_: object) -> None:
+        failed.append(pair)
+        raise StoreUnavailable("down")
+
+    let_go, pair.index.let_go = pair.index.let_go, down  # type: ignore[method-assign]
+    assert pair.coming(made) == 3
+    wait_until(lambda: bool(failed))
+    assert all(pair.index.holders(paths(made)))
+    pair.index.let_go = let_go  # type: ignore[method-assign]
+    is_withdrawn(pair, made)
 
 
 def test_a_node_that_has_ended_is_not_waited_for(make: Callable[..., Pair]) -> None:
@@ -303,6 +425,24 @@ def test_a_payload_is_put_once_however_many_look_for_it(make: Callable[..., Pair
     assert pair.first.saves.drain(60)
     assert pair.first.count("saves") == 8
     assert pair.first.residents.leased() == 0
+
+
+def test_a_command_may_request_payloads_too(make: Callable[..., Pair]) -> None:
+    pair, made = make(), payloads()
+    claims = [read_header(payload).claim for payload in made]
+    hashes = [claim.key.prefix_hash for claim in claims]
+    prompts = PromptLookup(pair.index, IDENTITY)
+    assert prompts.request_puts(hashes) == (0, True)
+    shapes = ChunkEntry(NAMESPACE, SHAPES_HASH, SHAPES_HASH, 0, 1)
+    empty = ShardRecord(0, 0, "none", False, "", 1)
+    pair.index.publish(shapes, dict.fromkeys((claims[0].key.field, "0.other"), empty), ttl_s=60)
+    assert prompts.request_puts(hashes) == (0, True)
+    pair.first.commit(made)
+    assert prompts.find(hashes).usable == 0
+    assert prompts.request_puts(hashes) == (3, True)
+    wait_until(lambda: prompts.find(hashes).usable == 3)
+    assert pair.first.stored == set(paths(made))
+    assert prompts.request_puts([]) == (0, True)
 
 
 # Agents as processes, over a real index and a folder.

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from objkv.errors import StoreDenied, StoreError, StoreUnavailable, ValueTooLong
+from objkv.errors import PayloadError, StoreDenied, StoreError, StoreUnavailable, ValueTooLong
 from objkv.net.deadline import EndsBy
 from objkv.stores.base import Arrived
 from objkv.stores.local import LocalStore
@@ -207,6 +207,33 @@ def test_a_get_of_a_killed_process_continues_where_it_stopped(
     assert seen == sorted(seen)
     assert fleet.recorder.value("fetch_process_losses") == 1
     assert fleet.ready() != [pid]
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_two_halves_that_do_not_match_prove_nothing_about_the_value(
+    fleet: Fleet, one_thread: ThreadPoolExecutor, is_replaced: bool
+) -> None:
+    """The second one may be of another value."""
+    (pid,) = fleet.ready()
+    fleet.store.put("held/a", value(2))
+    into = memoryview(bytearray(SIZE))
+
+    def verify(nbytes: int) -> None:
+        if into[:nbytes] != value(2)[:nbytes]:
+            raise PayloadError("the checksum does not match")
+
+    got = one_thread.submit(fleet.store.get_into, "held/a", into, verify)
+    fleet.at_half(pid)
+    if is_replaced:
+        fleet.store.put("held/a", value(3))
+    os.kill(pid, signal.SIGKILL)
+    if not is_replaced:
+        assert got.result(PATIENCE_S) == SIZE
+        return
+    with pytest.raises(StoreUnavailable, match="checksum"):
+        got.result(PATIENCE_S)
+    with pytest.raises(PayloadError):  # one value as a whole
+        fleet.own.get_into("held/a", into, verify)
 
 
 def test_a_stopped_process_is_late_then_killed_and_changes_no_byte(

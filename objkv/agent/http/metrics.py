@@ -56,7 +56,7 @@ TOTALS: Final = {
     "put_holders_silent": "Times that a node answered no request for 3 s. It gets none for 30 s.",
     "put_request_errors": "Lookups that requested nothing because the index failed.",
     "requested_puts": "Held-back payloads that other nodes requested.",
-    "requested_lost": "Payloads that other nodes requested, and that were evicted or saved before.",
+    "requested_lost": "Requested payloads that it did not put: lost, refused, or saved before.",
     "requests_invalid": "Requests of other nodes that could not be read.",
     "unsaved_dropped": "Held-back payloads that were evicted before that.",
     "unsaved_dropped_bytes": "Bytes of those.",

@@ -46,6 +46,8 @@ class _Unsaved:
     text: bytes
     """The record, as answers carry it."""
     is_due: bool = False
+    is_requested: bool = False
+    """Whether another node has requested it."""
     retry_at: float = -math.inf
 
 
@@ -61,6 +63,9 @@ class UnsavedPayloads:
         calls ``dropped`` when the disk loses it, until ``has_again`` is called."""
         self.has_again: Callable[[str], None] = lambda path: None
         """Called for each payload that is complete in the arena."""
+        self.on_not_put: Callable[[str], None] = lambda path: None
+        """Called for a requested payload that could not be saved, is not in the arena, or is lost.
+        Must not wait."""
         self._recorder, self._clock = recorder, clock
         self._lock = Lock()
         self._by_path: dict[str, _Unsaved] = {}
@@ -100,6 +105,14 @@ class UnsavedPayloads:
             chunks.setdefault(key.prefix_hash, {})[key.field] = one
             self._nbytes += record.nbytes
 
+    def requested(self, path: str) -> bool:
+        """Another node has requested a payload, see ``on_not_put``. Returns whether it is held
+        back."""
+        one = self._by_path.get(path)
+        if one is not None:
+            one.is_requested = True
+        return one is not None
+
     def seen_again(self, path: str) -> bool:
         """A held-back payload was read or made again: it and those before it in its prompt become
         due, since no other node finds the end of a prompt without its beginning. Returns whether
@@ -137,12 +150,14 @@ class UnsavedPayloads:
         with self._lock:
             if (one := self._by_path.get(path)) is not None:
                 one.is_due, one.retry_at = False, self._clock() + _RETRY_S
+        self._not_put(path, one)
 
     def absent(self, path: str) -> None:
         """A due payload is not in the arena: it is due again as soon as it is seen there."""
         with self._lock:
             if (one := self._by_path.get(path)) is not None:
                 one.is_due = False
+        self._not_put(path, one)
 
     def saved(self, path: str) -> None:
         """A payload is stored and published."""
@@ -163,6 +178,7 @@ class UnsavedPayloads:
         if one is not None:
             self._recorder.count("agent_unsaved_dropped")
             self._recorder.count("agent_unsaved_dropped_bytes", one.record.nbytes)
+        self._not_put(path, one)
 
     def find(
         self, namespace: str, hashes: Sequence[bytes], fields: tuple[str, ...], find: Find
@@ -201,6 +217,10 @@ class UnsavedPayloads:
 
     def __repr__(self) -> str:
         return f"<UnsavedPayloads {len(self._by_path)} payloads, {self._nbytes} B>"
+
+    def _not_put(self, path: str, one: _Unsaved | None) -> None:
+        if one is not None and one.is_requested:
+            self.on_not_put(path)
 
     def _record(self, namespace: str, prefix_hash: bytes, record: Record | None) -> Record | None:
         with self._lock:

@@ -12,15 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from time import monotonic
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from objkv.agent.calls import NodeLookups
 from objkv.errors import StoreDenied, StoreError
 from objkv.index.base import Shards, WriteIndex
 from objkv.index.fields import COMING
 from objkv.keys.chunk import payload_path
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.telemetry import Recorder
+
+if TYPE_CHECKING:
+    from objkv.agent.calls import NodeLookups  # ``objkv warm`` needs nothing of it
 
 logger = logging.getLogger(__name__)
 _COMING_S: Final = 6.0
@@ -29,7 +31,7 @@ _ANSWER_S: Final = 3.0
 """A holder that has answered nothing for this time is silent."""
 _SILENT_S: Final = 30.0
 """How long nothing is requested of a silent holder."""
-_CHUNKS_MAX: Final = 1024
+CHUNKS_MAX: Final = 1024
 """Per request."""
 _PENDING_MAX: Final = 65_536
 _HOLDERS_MAX: Final = 1024
@@ -56,7 +58,7 @@ class PutRequest:
         """Read a request. Raises ``ValueError``."""
         namespace, fields, hashes = text.split(b"\n", 2)
         count, rest = divmod(len(hashes), PREFIX_HASH_BYTES)
-        if len(namespace) != _NAMESPACE_CHARS or rest or not 0 < count <= _CHUNKS_MAX:
+        if len(namespace) != _NAMESPACE_CHARS or rest or not 0 < count <= CHUNKS_MAX:
             raise ValueError("an invalid request to put payloads")
         step = PREFIX_HASH_BYTES
         return cls(
@@ -96,7 +98,7 @@ class PutRequests:
     def __init__(
         self,
         index: WriteIndex,
-        lookups: NodeLookups,
+        lookups: "NodeLookups",
         own: str,
         recorder: Recorder,
         *,
@@ -197,7 +199,7 @@ class PutRequests:
         if found[first] is not None or not self._held(namespace, hashes[first : first + 1], fields):
             return first
         end = first
-        while end < len(found) and found[end] is None and end - first < _CHUNKS_MAX:
+        while end < len(found) and found[end] is None and end - first < CHUNKS_MAX:
             end += 1
         held = self._held(namespace, hashes[first:end], fields)
         wanted: defaultdict[str, dict[bytes, None]] = defaultdict(dict)

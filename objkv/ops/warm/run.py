@@ -20,7 +20,7 @@ from typing import Any
 
 from objkv.errors import ConfigError, StoreError
 from objkv.ops.warm.fleet import PrefillFleet, Seat
-from objkv.ops.warm.lookup import Found, PromptLookup
+from objkv.ops.warm.lookup import ChunkRequests, Found, PromptLookup
 from objkv.ops.warm.prefill import PrefillError, PrefillReply, PrefillRequest
 from objkv.ops.warm.report import EndpointReport, WarmReport
 
@@ -196,6 +196,7 @@ class _Under:
     """A prompt in progress."""
 
     turn: Turn
+    requests: ChunkRequests
     attempts: int = 0
     busy: int = 0
     stored: int = 0
@@ -346,7 +347,9 @@ class Warming:
                 continue
             else:
                 _, found = self._find(turn.number)
-                under = self._under[turn.number] = _Under(turn, stored=found.usable)
+                requests = ChunkRequests(self._lookup, self._clock)
+                under = _Under(turn, requests, stored=found.usable)
+                self._under[turn.number] = under
                 if found.is_all:  # stored by another client meanwhile
                     self._finish(under, found)
                     continue
@@ -408,12 +411,14 @@ class Warming:
         self._looked_s = self._clock()
         left = []
         every = list(self._finders.map(self._find, self._saving))
-        for number, (_, found) in zip(self._saving, every, strict=True):
+        for number, (hashes, found) in zip(self._saving, every, strict=True):
             under = self._under.get(number)
             if under is None:  # after an interrupt
                 continue
             if found.is_all:
                 self._finish(under, found)
+            elif why := under.requests.send(hashes[found.usable :]):
+                self._fail(under, why)
             elif self._clock() < under.saved_by_s:
                 left.append(number)
             else:

@@ -10,13 +10,13 @@ from time import monotonic, sleep
 from objkv.cache.promotion import HotLimits
 from objkv.codec.seal import Seal
 from objkv.errors import ConfigError, StoreUnavailable
-from objkv.index.base import ReadIndex, Record
+from objkv.index.base import Record, WriteIndex
 from objkv.keys.identity import Identity
 from objkv.ops.backends_view import BackendsView
 from objkv.ops.warm.chat import LocalTokenizer
 from objkv.ops.warm.endpoint import PrefillEndpoint
 from objkv.ops.warm.fleet import PrefillFleet
-from objkv.ops.warm.lookup import PromptLookup, known_identities
+from objkv.ops.warm.lookup import ChunkRequests, PromptLookup, known_identities
 from objkv.ops.warm.prefill import Prefiller, PrefillError, PrefillRequest
 from objkv.ops.warm.prepare import AskingTokenizer, Names, Prepared, Tokenize, prepare
 from objkv.ops.warm.promote import Promotion, by_use, wanted_of
@@ -43,7 +43,7 @@ class Probe:
     """
 
     bulk: ReadStore
-    index: ReadIndex
+    index: WriteIndex
     wait_s: float
     clock: Callable[[], float] = monotonic
     sleep: Callable[[float], None] = sleep
@@ -68,6 +68,8 @@ class Probe:
     def _of(self, asker: Prefiller, tokens: Sequence[int]) -> Identity:
         salt = SALT + secrets.token_hex(8)
         asked: list[int] = []
+        requests: dict[str, ChunkRequests] = {}
+        """By namespace."""
         longest = 0
         """The longest chunk requested so far; longer ones need another request."""
         ends_s = self.clock() + self.wait_s
@@ -84,6 +86,9 @@ class Probe:
                 first = lookup.hashes(asked[: identity.chunk_tokens], salt)
                 if first and any(lookup.find(first).nbytes):
                     return identity
+                own = requests.setdefault(lookup.namespace, ChunkRequests(lookup, self.clock))
+                if why := own.send(first):
+                    raise ConfigError(f"{asker.name}: {why}")
             if self.clock() >= ends_s:
                 raise ConfigError(
                     f"{asker.name} saved nothing here within {self.wait_s:.0f} s: check that it "

@@ -9,7 +9,7 @@ from itertools import count
 from time import monotonic
 from typing import Final
 
-from objkv.errors import StoreUnavailable
+from objkv.errors import PayloadError, StoreUnavailable
 from objkv.net.deadline import EndsBy, ends_s, is_trial
 from objkv.stores.base import Arrived, PruneStore, ReadStore, check_key, copy_bytes
 from objkv.stores.guarded import GuardedStore
@@ -30,7 +30,8 @@ class ProcessGets(GuardedStore):
 
     A get that finds no process is made by ``inner``, and one whose process ends is continued by
     ``inner`` where it stopped: the caller must verify what it reads, as values may be replaced
-    between the two. The counters of a process are added to ``recorder``.
+    between the two. So if ``arrived`` then raises ``PayloadError``, the get has failed, and proves
+    nothing about the value. The counters of a process are added to ``recorder``.
     """
 
     def __init__(
@@ -61,8 +62,16 @@ class ProcessGets(GuardedStore):
         else:
             self._pool.leave(lane, end_s)
             return got
-        with EndsBy(end_s):
-            return target.complete(self._inner)
+        try:
+            with EndsBy(end_s):
+                return target.complete(self._inner)
+        except PayloadError as exc:
+            if not target.at:
+                raise
+            raise StoreUnavailable(
+                f"get_into {key}: after {target.at} bytes the fetching process ended, and the rest "
+                f"does not match them: {exc}"
+            ) from exc
 
     def _follow(self, lane: FetchLane, target: "_Target", end_s: float) -> int | None:
         """Have a process make a get, and take over its bytes as they arrive."""

@@ -6,12 +6,20 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Self
 
 import pytest
 
-from objkv.errors import ConfigError, StoreUnavailable
+from objkv.agent.unsaved.requests import PutRequest
+from objkv.codec.payload import read_header
+from objkv.errors import ConfigError, StoreDenied, StoreUnavailable
+from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.memory import MemoryIndex
+from objkv.index.shapes import SHAPES_HASH
+from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import Identity
+from objkv.keys.prefix import root_hash
+from objkv.ops.warm import lookup
 from objkv.ops.warm.endpoint import EndpointLimits, PrefillEndpoint
 from objkv.ops.warm.prefill import PrefillError, PrefillReply, PrefillRequest
 from objkv.ops.warm.prompts import Chat, WarmPrompt
@@ -31,7 +39,15 @@ from tests.ops.warm.fake_vllm import (
     reset,
     status,
 )
-from tests.support.samples import CHUNK, IDENTITY, view_of
+from tests.support.samples import (
+    CHUNK,
+    IDENTITY,
+    WHOLE,
+    payload_of,
+    record_of,
+    save_identity,
+    view_of,
+)
 
 QUICK = WarmLimits(attempts_max=3, save_s=0.3, gone_s=0.3, pause_s=0.01)
 SHARED = tuple(range(100, 100 + 2 * CHUNK))
@@ -270,6 +286,99 @@ def test_an_endpoint_that_saves_elsewhere_is_found_out_before_anything_is_comput
     ):
         Run(place, server)(prompts_of(SHARED))
     assert server.real == []
+
+
+class HoldingPlace(Place):
+    """Where fake replicas save whose agent holds everything back."""
+
+    holder = "node-1"
+
+    def __init__(self, bulk: MemoryStore, index: MemoryIndex) -> None:
+        super().__init__(bulk, index)
+        self.held: dict[str, tuple[ChunkEntry, bytes]] = {}
+        self._ended = threading.Event()
+        self._agent = threading.Thread(target=self._answer)
+
+    def save(
+        self, tokens: Sequence[int], salt: str | None = None, lora: bytes | None = None
+    ) -> None:
+        save_identity(self.bulk, self.identity)
+        namespace = self.identity.namespace()
+        parent = root_hash(namespace)
+        field = f"0.{WHOLE}"
+        shapes = ChunkEntry(namespace, SHAPES_HASH, SHAPES_HASH, 0, 1)
+        empty = ShardRecord(0, 0, "none", False, "", 1)
+        self.index.publish(shapes, {field: empty}, ttl_s=3_600)
+        for number, name in enumerate(self.hashes(tokens, salt, lora)):
+            chunk = ChunkEntry(namespace, name, parent, number * CHUNK, (number + 1) * CHUNK)
+            key = ChunkKey(namespace, name, 0, WHOLE)
+            assert key.field == field
+            self.held[key.path()] = chunk, payload_of(key, chunk, tokens, "none")
+            self.index.sight([key.path()], ttl_s=3_600, holder=self.holder)
+            parent = name
+
+    def __enter__(self) -> Self:
+        """Answer requests."""
+        self.index.requests(self.holder, wait_s=0.0)  # requests are left from now on
+        self._agent.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._agent.join()
+
+    def _answer(self) -> None:
+        while not self._ended.is_set():
+            for text in self.index.requests(self.holder, wait_s=0.01) or ():
+                for path in PutRequest.unpack(text).paths():
+                    if path in self.held:
+                        self._put(path, *self.held.pop(path))
+
+    def _put(self, path: str, chunk: ChunkEntry, payload: bytes) -> None:
+        self.bulk.put_if_absent(path, payload)
+        record = record_of(read_header(payload))
+        self.index.publish(chunk, {ChunkKey.parse(path).field: record}, ttl_s=3_600)
+
+
+PATIENT = replace(QUICK, save_s=60.0)
+
+
+def test_what_an_agent_holds_back_is_requested_of_it(bulk: MemoryStore, index: MemoryIndex) -> None:
+    prompts = [SHARED + tail(number) for number in range(1, 4)]
+    with HoldingPlace(bulk, index) as place, FakeVllm(place) as server:
+        report = Run(place, server)(prompts_of(*prompts), PATIENT)
+    assert report.is_complete
+    assert (report.warmed, report.saved_chunks) == (3, 5)
+    assert [place.stored(prompt) for prompt in prompts] == [3, 3, 3]
+    assert len(server.real) == 3, "none is computed twice"
+
+
+def test_an_agent_that_reads_no_requests_is_found_out_before_anything_is_computed(
+    bulk: MemoryStore, index: MemoryIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookup, "_REFUSED_S", 0.5)
+    place = HoldingPlace(bulk, index)
+    with FakeVllm(place) as server, pytest.raises(ConfigError, match="save_to_bucket to all"):
+        Run(place, server)(prompts_of(SHARED), PATIENT)
+    assert server.real == []
+
+
+@pytest.mark.parametrize("is_denied", [True, False])
+def test_without_the_rights_to_request_it_says_so_at_once(
+    bulk: MemoryStore, index: MemoryIndex, monkeypatch: pytest.MonkeyPatch, is_denied: bool
+) -> None:
+    def request(holder: str, text: bytes) -> bool:
+        if is_denied:
+            raise StoreDenied("NOPERM")
+        return False  # the role of a reader
+
+    monkeypatch.setattr(lookup, "_REFUSED_S", 0.5)
+    monkeypatch.setattr(index, "request", request)
+    with HoldingPlace(bulk, index) as place, FakeVllm(place) as server:
+        report = Run(place, server)(prompts_of(SHARED, tail(1)), PATIENT, identity=IDENTITY)
+    assert report.failed == 2
+    assert "the role of a writer" in report.failures[0].why
+    assert report.seconds < PATIENT.save_s
 
 
 def test_an_endpoint_that_is_busy_when_it_is_probed_is_asked_again(place: Place) -> None:
