@@ -8,7 +8,7 @@ duration of a step is their inter-token latency. Steps without a load are measur
 load. Where loads are resident in the agent's memory, nothing is fetched: shown too.
 
 ``beside`` are the steps while a process that is no engine has the agent fetch such a prompt: what
-the machine's other processor takes from this one, whoever works there.
+work on the machine's other processor takes from this one.
 
 One model thread computes. The S3 server and the agent are kept on the machine's last processor,
 since on a small machine they would else take the engine's, which is not what they do beside a GPU.

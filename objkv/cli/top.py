@@ -45,7 +45,8 @@ _SOURCES: Final = (
 _STATE_STYLES: Final = {"up": "green", "down": "bold red", "restarted": "yellow", "new": "dim"}
 REPLICA_COLUMNS: Final = (
     "replica", "state", ">tokens/s", ">hit", ">local", ">agent/s", ">hot/s", ">bulk/s",
-    ">saved/s", ">refused/s", ">missed/s", ">dropped/s", ">lookup", ">load", ">run", ">wait", "notes",
+    ">saved/s", ">refused/s", ">missed/s", ">dropped/s", ">lookup", ">load", ">run", ">wait",
+    "notes",
 )  # fmt: skip
 NODE_COLUMNS: Final = (
     "node", "state", ">arena", ">used", ">leased", ">clients", ">in memory", ">on disk",
@@ -57,9 +58,11 @@ _DROPPED_FIRST: Final = {
 }
 """Columns omitted on a narrow terminal, the least important first."""
 _DROPPED_FOR_NOTES: Final = {
-    REPLICA_COLUMNS: (">dropped/s", ">agent/s", ">hot/s", ">bulk/s", ">hit", ">refused/s", ">tokens/s"),
+    REPLICA_COLUMNS: (
+        ">dropped/s", ">agent/s", ">hot/s", ">bulk/s", ">hit", ">refused/s", ">tokens/s",
+    ),
     NODE_COLUMNS: (">unread", ">fetched/s", ">leased", ">used", ">in memory", ">no room/s"),
-}
+}  # fmt: skip
 """Columns also omitted if the notes (such as why a replica is down) do not fit otherwise."""
 _NOTES_MIN = 24
 PREFIX_COLUMNS: Final = (
