@@ -367,13 +367,18 @@ class HeldRow:
 
     @property
     def waits(self) -> bool:
-        """Whether the request waits until its own bound. If not, it does not wait at all."""
+        """Whether the request waits until its own bound."""
         return self.lookup.counted == _GIVEN_UP
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether the other node gets the request. If not, nothing is waited for."""
+        return self.lookup.counted != _NOT_WRITTEN
 
-_GIVEN_UP = "put_waits_given_up"
+
+_GIVEN_UP, _NOT_WRITTEN = "put_waits_given_up", "agent_put_request_errors"
 _NOT_COME = Cell("miss", _GIVEN_UP, beside=AWAY)
-_NOT_ASKED = Cell("miss", "agent_put_request_errors")
+_NOT_ASKED = Cell("miss", _NOT_WRITTEN)
 HELD_ROWS: tuple[HeldRow, ...] = (
     HeldRow(
         "holder-killed", "the other node's agent is killed before it reads the request", _NOT_COME
@@ -385,7 +390,7 @@ HELD_ROWS: tuple[HeldRow, ...] = (
         Cell("hit", _GIVEN_UP, beside=AWAY),
     ),
     HeldRow("holder-frozen", "it hangs (it is frozen)", _NOT_COME),
-    HeldRow("holder-refused", "its store refuses puts", _NOT_COME),
+    HeldRow("holder-refused", "its store refuses puts", Cell("miss", "agent_puts_refused")),
     HeldRow(
         "request-reset", "the index resets the connection that carries the request", _NOT_ASKED
     ),

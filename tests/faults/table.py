@@ -34,7 +34,8 @@ def held() -> str:
     """Return the table of faults while a node puts what another one misses."""
     lines = ["| fault | what fails | the request | lookup |", "|---|---|---|---|"]
     for row in HELD_ROWS:
-        waits = "waits for its bound" if row.waits else "does not wait"
+        waits = "waits for its bound" if row.waits else "waits for the refusal"
+        waits = waits if row.is_asked else "does not wait"
         lines.append(f"| `{row.name}` | {row.what} | {waits} | {_cell(row.lookup)} |")
     return "\n".join(lines) + "\n"
 
