@@ -40,11 +40,12 @@ from objkv.codec.payload import payload_bytes_max
 from objkv.config import load_config
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
-from objkv.telemetry import MemoryRecorder
+from objkv.telemetry import MemoryRecorder, Recorder
 from objkv.transfer.lanes import HostLane
 from objkv.transfer.loading.arena_lane import ArenaLane
 from objkv.transfer.loading.loader import Loader
 from objkv.transfer.loading.loads import LoadLimits, Loads
+from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool
@@ -217,7 +218,7 @@ def stores(stack: ExitStack, folder: Path, *, tls: bool) -> dict[str, str]:
     }
 
 
-def saved(cache: ChunkCache, paged, recorder, slab_bytes: int) -> LoadPlan:  # type: ignore[no-untyped-def]
+def saved(cache: ChunkCache, paged: PagedGroup, recorder: Recorder, slab_bytes: int) -> LoadPlan:
     """Save the prompt; the plan that loads it."""
     slabs = SlabPool("save", count=4, slab_bytes=slab_bytes)
     limits = SaveLimits(2, 64, PATIENCE_S, "none", "bench")

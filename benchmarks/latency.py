@@ -25,6 +25,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from benchmarks.agent import show, stores
 from objkv.agent.arena import CellState
@@ -92,7 +93,7 @@ class Bystander:
                 self._wanted |= {one.claim.key.path(): one for one in wanted}
             return open_(agent, wanted, **how)
 
-        AgentConnection.open = remember  # type: ignore[method-assign, assignment]
+        mock.patch.object(AgentConnection, "open", remember).start()
 
     def begin(self) -> "subprocess.Popen[bytes]":
         """Start to fetch. The process ends when the last payload has arrived."""
@@ -195,7 +196,7 @@ def summary(answer: dict[str, list[float]]) -> dict[str, float]:
     def at(steps: list[float], share: float) -> float:
         return steps[min(len(steps) - 1, int(share * len(steps)))]
 
-    found = {
+    found: dict[str, float] = {
         "steps_alone": len(alone),
         "steps_during": len(during),
         "alone_p50_ms": 1e3 * at(alone, 0.5),
