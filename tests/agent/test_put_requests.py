@@ -224,6 +224,7 @@ def test_what_is_evicted_before_it_was_put_is_no_longer_waited_for(
         pair.first.residents.forget(path)
     is_withdrawn(pair, made)
     sightings._has_room = has_room
+    sightings.wake()  # as the end of the save would that made room
 
 
 def test_what_cannot_be_read_from_the_disk_now_is_no_longer_waited_for(
@@ -258,6 +259,7 @@ def test_what_the_arena_lost_between_read_and_put_is_no_longer_waited_for(
     wait_until(lambda: all(first.residents.holds(paths(made))) and not requested_puts._open)
     first.leave_arena(made)
     sightings._has_room = has_room
+    sightings.wake()  # as the end of the save would that made room
     sightings.wake()
     is_withdrawn(pair, made)
     assert first.unsaved == set(paths(made)), "the disk has them"
