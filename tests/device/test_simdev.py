@@ -599,6 +599,7 @@ def test_a_copy_of_two_registrations_is_refused(
     with pytest.raises(RuntimeError, match="invalid argument"):
         target.copy_(shared, non_blocking=True)
     assert "h2d" in calls(sim.counts())
+    torch.ops.simdev.settle()
     for each in undo:
         each()
 

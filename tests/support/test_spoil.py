@@ -48,6 +48,15 @@ def test_unspoiled_requests_pass_and_are_counted(s3: SpoilS3) -> None:
     assert not s3.spoiled
 
 
+def test_what_is_overlooked_is_neither_spoiled_nor_counted(s3: SpoilS3) -> None:
+    s3.overlooked = b"/bucket/b"
+    s3.spoil(Spoil("flip", GETS))
+    assert ask(s3, "GET", "b") == (200, B)
+    assert "GET" not in s3.asked
+    assert ask(s3, "GET", "a")[1] != A
+    assert s3.spoiled == {"flip": 1}
+
+
 @pytest.mark.parametrize("fault", ["reset", "unanswered", "stall"])
 def test_a_connection_ends_as_it_is_told_to(s3: SpoilS3, fault: str) -> None:
     s3.spoil(Spoil(fault, GETS))

@@ -70,6 +70,9 @@ class Spoiler(Listener):
         """Requests so far, by verb, spoiled ones included."""
         self.spoiled: Counter[str] = Counter()
         """Of those, how many met each fault."""
+        self.overlooked = b""
+        """A part of the head of requests that are neither counted nor spoiled; empty: there are
+        none. For what clients ask by the clock, whatever else they do."""
         self._rules: list[Spoil] = []
         self._matched: Counter[int] = Counter()
         self._rules_lock = threading.Lock()
@@ -97,6 +100,8 @@ class Spoiler(Listener):
         super().close()
 
     def _rule_for(self, verb: str, head: bytes) -> Spoil | None:
+        if self.overlooked and self.overlooked in head:
+            return None
         with self._rules_lock:
             self.asked[verb] += 1
             for number, rule in enumerate(self._rules):
