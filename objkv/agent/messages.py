@@ -121,6 +121,7 @@ _ENTRY = struct.Struct(f"<{PREFIX_HASH_BYTES}s{PREFIX_HASH_BYTES}sIIB")
 _OPENED = struct.Struct("<BBIIQQ")
 _FOUND = struct.Struct("<BBH")
 _FIND = struct.Struct(f"<B{_NAMESPACE_CHARS}sH")
+_STATES, _REASONS = frozenset(CellState), frozenset(MissReason)
 
 
 def kind_of(message: bytes) -> MessageKind:
@@ -235,8 +236,7 @@ def unpack_opened(message: bytes, count: int) -> list[OpenAnswer]:
     if len(message) != 1 + count * _OPENED.size:
         raise ProtocolError(f"{len(message)} bytes for {count} payloads")
     answers = [OpenAnswer._make(fields) for fields in _OPENED.iter_unpack(message[1:])]
-    states, reasons = set(CellState), set(MissReason)
-    if not all(one.state in states and one.reason in reasons for one in answers):
+    if not all(one.state in _STATES and one.reason in _REASONS for one in answers):
         raise ProtocolError("an answer in an unknown state")
     return answers
 

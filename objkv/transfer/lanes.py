@@ -4,10 +4,12 @@ A host lane, which is here, copies at once. A device lane is a stream of its own
 ``objkv.transfer.devices``: its copies run concurrently with the model's kernels, ordered by events.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from operator import itemgetter
 from threading import Lock
 from typing import Any, Protocol, TypeVar
 
@@ -285,13 +287,16 @@ class BlockRuns:
     def __init__(self, block_ids: Sequence[int]) -> None:
         assert min(block_ids) >= 0
         self.ids = block_ids
+        first, count = block_ids[0], len(block_ids)
         starts = [0]
-        starts += [at for at in range(1, len(block_ids)) if block_ids[at] != block_ids[at - 1] + 1]
+        if tuple(block_ids) != tuple(range(first, first + count)):  # most are one run
+            starts += [at for at in range(1, count) if block_ids[at] != block_ids[at - 1] + 1]
         self.runs: list[tuple[int, int, int]] = [
-            (block_ids[start], start, end - start)
-            for start, end in pairwise([*starts, len(block_ids)])
+            (block_ids[start], start, end - start) for start, end in pairwise([*starts, count])
         ]
         """First block, index in the pages, number of blocks."""
+        self.end = max(block + count for block, _, count in self.runs)
+        """Number of the block after the last one."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -334,8 +339,8 @@ class HostLane:
         2026-11-21). Many non-consecutive blocks are written with one call, which blocks all other
         threads.
         """
-        for given, array in zip(pages, layers.arrays, strict=True):
-            scatter_layer(given if recast is None else recast(given), array, placed)
+        given = pages if recast is None else [recast(one) for one in pages]
+        scatter_layers(given, layers.arrays, placed)
 
     def gather(self, layers: PagedLayers, placed: BlockRuns, pages: Sequence[torch.Tensor]) -> None:
         """See ``Lane.gather``.
@@ -358,18 +363,22 @@ class HostLane:
         return _DONE
 
 
-def scatter_layer(given: Pages, array: Pages, placed: BlockRuns) -> None:
-    """Write pages of one layer into blocks of its cache, both in host memory."""
-    assert len(given) == len(placed.ids)  # otherwise a single page would be broadcast
-    runs = placed.runs
-    if len(runs) > _RUNS_MAX:
-        array[list(placed.ids)] = given
+def scatter_layers(pages: Sequence[Pages], arrays: Sequence[Pages], placed: BlockRuns) -> None:
+    """Write pages of each layer into blocks of its cache, both in host memory."""
+    assert len(pages) == len(arrays)
+    assert set(map(len, pages)) == {len(placed)}  # otherwise a single page would be broadcast
+    if placed.end > min(map(len, arrays)):  # slicing would silently shorten a range
+        raise IndexError(f"block {placed.end - 1} of {min(map(len, arrays))}")
+    if len(placed.runs) > _RUNS_MAX:
+        for given, array in zip(pages, arrays, strict=True):
+            array[list(placed.ids)] = given
         return
-    for block, at, count in runs:
-        if block > len(array) - count:  # slicing would silently shorten the range
-            raise IndexError(f"block {block + count - 1} of {len(array)}")
-        pages = given if len(runs) == 1 else given[at : at + count]
-        np.copyto(array[block : block + count], pages)
+    for block, at, count in placed.runs:
+        # No loop in Python, which would hold the interpreter's lock for longer.
+        is_all = count == len(placed)
+        parts = pages if is_all else map(itemgetter(slice(at, at + count)), pages)
+        targets = map(itemgetter(slice(block, block + count)), arrays)
+        deque(map(np.copyto, targets, parts), maxlen=0)
 
 
 def _gather_layer(source: Pages, placed: BlockRuns, pieces: Sequence[Pages]) -> None:

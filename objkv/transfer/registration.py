@@ -13,6 +13,7 @@ import ctypes
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from threading import Condition, Thread
 from time import monotonic, sleep
 from typing import Final
@@ -285,23 +286,27 @@ class DeviceFrames:
         Any thread may call this."""
         return self._ending is None or self._ending.join(seconds)
 
-    def take(self, frames: Sequence[memoryview]) -> tuple[Sequence[memoryview], Slab | None]:
-        """Return the first of ``frames``, at least one, in memory that the device can read, and
+    def take(self, memory: memoryview, sizes: Sequence[int]) -> tuple[int, memoryview, Slab | None]:
+        """Return how many of some frames the device can read now, at least one, where they are, and
         the slab that has them, if any. The caller returns it when the device has read it.
 
         Raises ``SlabsExhaustedError`` if all slabs are being read. Never waits for the device.
-        ``frames``: consecutive frames of one payload in the arena, not empty.
+
+        Args:
+            memory: consecutive frames of one payload in the arena.
+            sizes: bytes of each frame; not empty.
         """
         windows = self._windows
         assert windows is not None
-        start, ends = _address(frames[0]), [_address(frame) + len(frame) for frame in frames]
-        if windows.has(start, ends[-1] - start):
-            return frames, None
+        start = _address(memory)
+        ends = list(accumulate(sizes, initial=start))[1:]
+        assert ends[-1] - start == len(memory)
+        if windows.has(start, len(memory)):
+            return len(sizes), memory, None
         count = _leading(ends, lambda n: windows.has(start, ends[n] - start))
         if count:
-            return frames[:count], None
+            return count, memory[: ends[count - 1] - start], None
         limit = start + self._slabs.slab_bytes
-        sizes = [len(frame) for frame in frames]
         assert ends[0] <= limit, "a frame is larger than a slab"
 
         def needs_slab(n: int) -> bool:
@@ -309,18 +314,11 @@ class DeviceFrames:
             return ends[n] <= limit and not (n and windows.has(ends[n] - sizes[n], sizes[n]))
 
         count = _leading(ends, needs_slab)
-        return self._copied(frames[:count], start, ends)
-
-    def _copied(
-        self, frames: Sequence[memoryview], start: int, ends: Sequence[int]
-    ) -> tuple[list[memoryview], Slab]:
-        """Return ``frames`` in a slab, copied in one piece."""
         slab = self._slabs.lease()
-        nbytes, at = ends[len(frames) - 1] - start, start - self._base
-        source = np.frombuffer(self._view[at : at + nbytes], np.uint8)
-        np.copyto(np.frombuffer(slab.view[:nbytes], np.uint8), source)
-        places = [end - start for end in ends[: len(frames)]]
-        return [slab.view[p - len(f) : p] for p, f in zip(places, frames, strict=True)], slab
+        given = slab.view[: ends[count - 1] - start]
+        source = np.frombuffer(memory[: len(given)], np.uint8)
+        np.copyto(np.frombuffer(given, np.uint8), source)
+        return count, given, slab
 
 
 def _address(memory: memoryview) -> int:

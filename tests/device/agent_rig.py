@@ -77,7 +77,7 @@ AGENT_MUTANTS = {
         "frames are read in place where the device refuses",
         "memory reused, whole blocks",
         _REGISTRATION + "DeviceFrames.take",
-        "if windows.has(start, ends[-1] - start):",
+        "if windows.has(start, len(memory)):",
         "if True:",
     ): "refused",
     mutant(

@@ -27,7 +27,7 @@ from objkv.transfer.loading import loader
 from objkv.transfer.loading.loader import Loader
 from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.registration import DeviceFrames
-from objkv.transfer.slabs import SlabPool
+from objkv.transfer.slabs import Slab, SlabPool
 from tests.device.agent_rig import AGENT_MUTANTS, by_agent
 from tests.device.mutants import Mutant, delay, finds, play
 from tests.support.agents import AgentProcess
@@ -102,13 +102,14 @@ def test_nothing_waits_for_the_device(sim: ModuleType, layout: CacheLayout, way:
 def test_registered_memory_is_read_in_place_and_other_memory_by_way_of_slabs(
     sim: ModuleType, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slabs, copied = list[int](), DeviceFrames._copied
+    slabs, take = list[Slab](), DeviceFrames.take
 
-    def counted(self: DeviceFrames, frames: Any, *rest: Any) -> Any:
-        slabs.append(len(frames))
-        return copied(self, frames, *rest)
+    def counted(self: DeviceFrames, memory: memoryview, sizes: list[int]) -> Any:
+        found = take(self, memory, sizes)
+        slabs.extend([found[2]] if found[2] is not None else [])
+        return found
 
-    monkeypatch.setattr(DeviceFrames, "_copied", counted)
+    monkeypatch.setattr(DeviceFrames, "take", counted)
     with agent_rig(way)(torch.device(DEVICE), delay, Setup()) as rig:
 
         def load(request: str) -> bool:

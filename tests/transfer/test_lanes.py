@@ -54,7 +54,9 @@ def scatter(
     """Write frames as the loader does, and wait for the copies."""
     source = own_source(paged)
     lane.follow(lane.mark_compute())
-    source.scatter(lane, first, frames, move, source.place(lane, move))
+    numbers = range(first, first + len(frames))
+    memory = memoryview(b"".join(frames))
+    source.scatter(lane, numbers, memory, move, source.place(lane, move))
     lane.mark().wait()
 
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from itertools import count
+from itertools import count, pairwise
 from threading import Event
 from typing import Any
 
@@ -187,11 +187,13 @@ def arena() -> Iterator[Arena]:
     arena.close()
 
 
-def frames_of(arena: Arena, *places: tuple[int, int]) -> list[memoryview]:
-    """Frames at these places, counted from the first window of payloads on."""
+def frames_of(arena: Arena, *bounds: int) -> tuple[memoryview, list[int]]:
+    """Frames between these places, counted from the first window of payloads on: their memory, and
+    the size of each."""
     base = np.frombuffer(arena.view, np.uint8).__array_interface__["data"][0] + BOARD_BYTES
     start = BOARD_BYTES + -base % WINDOW
-    return [arena.view[start + a : start + b] for a, b in places]
+    memory = arena.view[start + bounds[0] : start + bounds[-1]]
+    return memory, [b - a for a, b in pairwise(bounds)]
 
 
 @pytest.mark.parametrize("late", range(6))
@@ -202,14 +204,15 @@ def test_a_window_that_is_registered_meanwhile_loses_no_frame(
     frames.attach(arena)
     numbers = count()
     monkeypatch.setattr(Windows, "has", lambda *_: next(numbers) >= late)
-    rest = frames_of(arena, (64, 900), (1000, 2000), (2000, 3000))
-    while rest:
-        got, slab = frames.take(rest)
-        assert [bytes(a) for a in got] == [bytes(b) for b in rest[: len(got)]]
-        assert got
+    memory, sizes = frames_of(arena, 64, 1000, 2000, 3000)
+    while sizes:
+        number, got, slab = frames.take(memory, sizes)
+        assert number
+        assert len(got) == sum(sizes[:number])
+        assert bytes(got) == bytes(memory[: len(got)])
         if slab is not None:
             slab.release()
-        rest = rest[len(got) :]
+        memory, sizes = memory[len(got) :], sizes[number:]
 
 
 def test_frames_are_taken_in_place_or_by_way_of_a_slab(pins: Pins, arena: Arena) -> None:
@@ -217,30 +220,30 @@ def test_frames_are_taken_in_place_or_by_way_of_a_slab(pins: Pins, arena: Arena)
     frames = DeviceFrames(slabs, pins, window_bytes=WINDOW)
     frames.attach(arena)
     pins.gate.clear()
-    # In the first window, across two, and in the second one, with gaps between them.
-    given = frames_of(arena, (64, 9000), (9024, 3 * PAGE), (4 * PAGE - 9, 4 * PAGE + 9))
-    given += frames_of(arena, (5 * PAGE, 6 * PAGE))
+    # Two in the first window, one across two, and one in the second.
+    bounds = (3 * PAGE, 3 * PAGE + 2000, 4 * PAGE - 9, 4 * PAGE + 9, 6 * PAGE)
 
-    def taken(rest: list[memoryview], count: int, *, in_slab: bool) -> list[memoryview]:
-        got, slab = frames.take(rest)
-        assert len(got) == count
-        assert [bytes(a) for a in got] == [bytes(b) for b in rest[:count]]
+    def taken(bounds: tuple[int, ...], count: int, *, in_slab: bool) -> tuple[int, ...]:
+        memory, sizes = frames_of(arena, *bounds)
+        number, got, slab = frames.take(memory, sizes)
+        assert number == count
+        assert bytes(got) == bytes(memory[: sum(sizes[:count])])
         assert (slab is not None) == in_slab
         if slab is not None:
             with pytest.raises(SlabsExhaustedError):
-                frames.take(rest)
+                frames.take(memory, sizes)
             slab.release_after(HostMark())
-        return rest[count:]
+        return bounds[count:]
 
-    assert not taken(given[:2], 2, in_slab=True)
+    taken(bounds[:3], 2, in_slab=True)
     pins.gate.set()
     wait_until(lambda: frames.registered_bytes > 0)
     pins.gate.clear()
-    rest = taken(given, 2, in_slab=False)
-    assert not taken(rest, 2, in_slab=True)
+    rest = taken(bounds, 2, in_slab=False)
+    assert len(taken(rest, 2, in_slab=True)) == 1
     pins.gate.set()
     wait_until(lambda: frames.registered_bytes == 2 * WINDOW)
-    assert not taken(given, 4, in_slab=False)
+    assert len(taken(bounds, 4, in_slab=False)) == 1
     done = Event()
     frames.detach(done.set)
     assert frames.join(PATIENCE_S)

@@ -8,11 +8,13 @@ import numpy as np
 
 from objkv.agent.arena import Arena
 from objkv.errors import TransferError
-from objkv.transfer.lanes import BlockRuns, HostLane, PagedLayers, Pages, Recast, scatter_layer
+from objkv.transfer.lanes import BlockRuns, HostLane, PagedLayers, Pages, Recast, scatter_layers
 
 _COPY_BYTES_PER_S = 2e9
 _WAITED_S = 1e-3
-"""A copy that takes this much longer than at the speed above has waited for the interpreter."""
+"""Copies that take this much longer than at the speed above have waited for the interpreter."""
+_LAYERS_AT_ONCE = 4
+"""Layers copied before the time is taken."""
 _PIECES_MAX = 1024
 """The most pieces that one call of ``preadv`` may read into."""
 
@@ -45,11 +47,14 @@ class ArenaLane(HostLane):
         """See ``Lane.scatter``."""
         count, done = len(pages), 0
         begun = monotonic()
-        for given, array in zip(pages, layers.arrays, strict=True):
-            scatter_layer(given if recast is None else recast(given), array, placed)
-            done += 1
+        while done < count:
+            some = pages[done : done + _LAYERS_AT_ONCE]
+            given = some if recast is None else [recast(one) for one in some]
+            scatter_layers(given, layers.arrays[done : done + len(some)], placed)
+            done += len(some)
             ended = monotonic()
-            if ended - begun > _WAITED_S + given.nbytes / _COPY_BYTES_PER_S:
+            nbytes = sum([one.nbytes for one in some])
+            if ended - begun > _WAITED_S + nbytes / _COPY_BYTES_PER_S:
                 break
             begun = ended
         rest = pages[done:]
@@ -77,9 +82,9 @@ class ArenaLane(HostLane):
         room = []
         for given, array in zip(pages, layers.arrays[first:], strict=True):
             assert len(given) == len(placed.ids)  # otherwise pages would go to other blocks
+            if placed.end > len(array):
+                raise IndexError(f"block {placed.end - 1} of {len(array)}")
             for block, _, blocks in placed.runs:
-                if block > len(array) - blocks:
-                    raise IndexError(f"block {block + blocks - 1} of {len(array)}")
                 row = array[block : block + blocks]
                 # If layers share blocks, the pages of one layer do not follow each other.
                 pieces = [row] if row.flags.c_contiguous else list(row)

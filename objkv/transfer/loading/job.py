@@ -328,7 +328,7 @@ class BlockWriter:
         """``load``: move ``index`` of the job's plan."""
         self._job, self._index, self._load, self._lane = job, index, load, lane
 
-    def write(self, source: PayloadLayout, span: range, frames: Sequence[memoryview]) -> None:
+    def write(self, source: PayloadLayout, span: range, memory: memoryview) -> None:
         """Submit frames to the lane.
 
         Raises ``UnwantedError`` if the job allows no more writes, and ``CopyUnknownError`` if the
@@ -337,24 +337,24 @@ class BlockWriter:
         Args:
             source: the layout of the payload.
             span: all frames of the payload that were verified since the last call.
-            frames: the raw bytes of those that are in ``source.frames``.
+            memory: the raw bytes of those that are in ``source.frames``, one after another.
         """
+        first, end = max(span.start, source.frames.start), min(span.stop, source.frames.stop)
         job, index, lane = self._job, self._index, self._lane
         if not job.enter(index):
             raise UnwantedError("the load was given up")
         mark, layers = None, range(0)
         try:
-            if frames:
+            if first < end:
                 if self._placed is None:
                     if job.after is not None:
                         lane.follow(job.after)
                     self._placed = source.place(lane, self._load.move)
-                begin = max(span.start, source.frames.start)
-                source.scatter(lane, begin, frames, self._load.move, self._placed)
+                source.scatter(lane, range(first, end), memory, self._load.move, self._placed)
             layers = source.fills(span)
         finally:
             try:
-                if frames:
+                if first < end:
                     self.mark = mark = lane.mark()  # also after a fault: work may be submitted
             except Exception as exc:
                 raise CopyUnknownError(f"the device failed: {exc}") from exc

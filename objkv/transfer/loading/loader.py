@@ -39,6 +39,7 @@ from objkv.transfer.sources import PayloadLayouts
 
 logger = logging.getLogger(__name__)
 _LENGTH_BYTES = 8
+_NOTHING = memoryview(b"")
 _LOOK_S = 3e-4
 """How often the device is polled while it reads leased memory."""
 _IDLE_S = 5.0
@@ -48,7 +49,7 @@ WINDOW, _WINDOW_BYTES = 64, 512 << 20
 """Payloads open at once, so that one long prompt does not lease the whole arena."""
 _WINDOW_SHARE = 2
 """Divisor: of a small arena, they take at most this fraction."""
-_BATCH_BYTES = 64 << 20
+_BATCH_BYTES = 128 << 20
 """Pages copied before the thread looks for more urgent loads."""
 _TRACED_PAYLOADS_MAX = 64
 """Payloads traced per load. A long prompt has hundreds, which all look alike."""
@@ -153,22 +154,23 @@ class _Reading:
         if verify:
             for n in own:
                 frame_pages(self.header, n, payload, None)
-        pages: Sequence[memoryview] = [payload[frames.starts[n] : frames.ends[n]] for n in own]
-        while on_device is not None and pages:
-            given, slab = on_device.take(pages)
-            pages = pages[len(given) :]
-            end = own.stop - len(pages) if pages else span.stop
+        memory = payload[frames.starts[own.start] : frames.ends[own.stop - 1]] if own else _NOTHING
+        while on_device is not None and own:
+            sizes = [frames.ends[n] - frames.starts[n] for n in own]
+            count, given, slab = on_device.take(memory, sizes)
+            own, memory = own[count:], memory[len(given) :]
+            end = own.start if own else span.stop
             self._write(range(self.layers, end), given, slab)
             self.layers = end
-            if not pages:
+            if not own:
                 return
         self.layers = span.stop
-        self.writer.write(self.source, span, pages)
+        self.writer.write(self.source, span, memory)
 
-    def _write(self, span: range, pages: Sequence[memoryview], slab: Slab | None) -> None:
+    def _write(self, span: range, memory: memoryview, slab: Slab | None) -> None:
         """Give the lane frames that may be in a slab, which goes back when they are copied."""
         try:
-            self.writer.write(self.source, span, pages)
+            self.writer.write(self.source, span, memory)
         except CopyUnknownError:
             if slab is not None:
                 slab.strand()
