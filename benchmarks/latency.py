@@ -10,6 +10,11 @@ load. Where loads are resident in the agent's memory, nothing is fetched: shown 
 ``beside`` are the steps while a process that is no engine has the agent fetch such a prompt: what
 work on the machine's other processor takes from this one.
 
+``waits_...`` is the share of that time for which the engine's thread could have run, but another
+thread had its processor. ``other_threads_s_per_gb`` is the processor time of the engine's other
+threads during a load, which copy. The rest of what steps take longer is a processor that is slower
+while its neighbour works.
+
 One model thread computes. The S3 server and the agent are kept on the machine's last processor,
 since on a small machine they would else take the engine's, which is not what they do beside a GPU.
 """
@@ -24,7 +29,7 @@ import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from benchmarks.agent import show, stores
@@ -133,12 +138,12 @@ def measure(llm: Any, seeds: list[int], rounds: int, agent: str | None = None) -
 
     engine = llm.llm_engine
     bystander = None if agent is None else Bystander(agent)
-    beside: list[float] = []
     endless = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=4096)
     one = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=1)
-    alone: list[float] = []
-    during: list[float] = []
-    loads: list[float] = []
+    found: dict[str, list[float]] = {
+        name: [] for name in ("alone", "during", "beside", "loads", "other_threads_s")
+    }
+    waits: dict[str, list[float]] = {f"waits_{name}": [] for name in ("alone", "during", "beside")}
     for number in range(rounds * len(seeds)):
         seed = seeds[number % len(seeds) if bystander is None else min(number, 1)]
         names = [f"d{number}-{each}" for each in range(DECODING)]
@@ -147,28 +152,61 @@ def measure(llm: Any, seeds: list[int], rounds: int, agent: str | None = None) -
             engine.add_request(name, prompt, endless)
         for _ in range(4):
             engine.step()
-        alone += [_step(engine)[0] for _ in range(ALONE_STEPS)]
+        before = Spent.now()
+        found["alone"] += [_step(engine)[0] for _ in range(ALONE_STEPS)]
+        waits["waits_alone"].append(before.until().waits)
         if bystander is not None and number > 1:  # the first prompt is not resident any more
             child = bystander.begin()
+            before = Spent.now()
             while child.poll() is None:
-                beside.append(_step(engine)[0])
+                found["beside"].append(_step(engine)[0])
+            waits["waits_beside"].append(before.until().waits)
             assert not child.returncode
         prompt = {"prompt_token_ids": tokens_of(seed, LENGTH + 1)}
-        begun = time.perf_counter()
+        before = Spent.now()
         engine.add_request(f"l{number}", prompt, one)
-        steps, loaded = [], None
+        steps, loaded, spent = list[float](), None, before.until()
         while loaded is None:
+            if steps:
+                spent = before.until()
             seconds, outputs = _step(engine)
             steps.append(seconds)
             loaded = next((one for one in outputs if one.request_id == f"l{number}"), None)
-        loads.append(time.perf_counter() - begun)
+        found["loads"].append(before.until().wall_s)
         assert loaded.num_cached_tokens == LENGTH, loaded.num_cached_tokens
-        during += steps[:-1]  # the last one computes the prompt's last token
+        found["during"] += steps[:-1]  # the last one computes the prompt's last token
+        waits["waits_during"].append(spent.waits)
+        found["other_threads_s"].append(spent.others_s)
         engine.abort_request(names)
         while engine.has_unfinished_requests():
             engine.step()
         assert llm.reset_prefix_cache()
-    return {"alone": alone, "during": during, "beside": beside, "loads": loads}
+    return found | waits
+
+
+class Spent(NamedTuple):
+    """What the calling thread and its process have spent."""
+
+    wall_s: float
+    waiting_s: float
+    """Of this thread, for a processor."""
+    others_s: float
+    """Processor time of the process's other threads."""
+
+    @classmethod
+    def now(cls) -> "Spent":
+        """Read the clocks."""
+        ran_ns, waiting_ns, _ = map(int, Path("/proc/thread-self/schedstat").read_text().split())
+        return cls(time.perf_counter(), waiting_ns / 1e9, time.process_time() - ran_ns / 1e9)
+
+    def until(self) -> "Spent":
+        """Return what was spent since this reading."""
+        return Spent(*[b - a for a, b in zip(self, Spent.now(), strict=True)])
+
+    @property
+    def waits(self) -> float:
+        """The share of the time for which this thread waited for a processor."""
+        return self.waiting_s / max(self.wall_s, 1e-9)
 
 
 def _step(engine: Any) -> tuple[float, Any]:
@@ -177,7 +215,7 @@ def _step(engine: Any) -> tuple[float, Any]:
     return time.perf_counter() - begun, outputs
 
 
-def replica(steps: list[Any], settings: dict[str, str], folder: Path) -> Any:
+def replica(steps: list[Any], settings: dict[str, Any], folder: Path) -> Any:
     """Run an engine."""
     engine = {
         "model": str(make_model()),
@@ -204,10 +242,14 @@ def summary(answer: dict[str, list[float]]) -> dict[str, float]:
         "p50": at(during, 0.5) / at(alone, 0.5),
         "p99": at(during, 0.99) / at(alone, 0.99),
         "load_gb_per_s": NBYTES / 1e9 / statistics.median(answer["loads"]),
+        "waits_alone": statistics.median(answer["waits_alone"]),
+        "waits_during": statistics.median(answer["waits_during"]),
+        "other_threads_s_per_gb": statistics.median(answer["other_threads_s"]) / (NBYTES / 1e9),
     }
     if beside:
         found |= {
             "steps_beside": len(beside),
+            "waits_beside": statistics.median(answer["waits_beside"]),
             "beside_p50": at(beside, 0.5) / at(alone, 0.5),
             "beside_p99": at(beside, 0.99) / at(alone, 0.99),
             "p50_to_beside": at(during, 0.5) / at(beside, 0.5),
