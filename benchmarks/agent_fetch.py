@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.agent import CHUNK, HASHES, NAMESPACE, TOKENS, show, stores
-from objkv.agent.arena import CellState
 from objkv.agent.client import AgentConnection
 from objkv.agent.fill import Wanted
+from objkv.agent.memory.arena import CellState
 from objkv.agent.queue import Urgency
 from objkv.assembly.backends import open_backends
 from objkv.codec.payload import Claim, LayerSpec, Provenance, encode, read_header

@@ -33,9 +33,9 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from benchmarks.agent import show, stores
-from objkv.agent.arena import CellState
 from objkv.agent.client import AgentConnection
 from objkv.agent.fill import Wanted
+from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import Opening, pack_opening, unpack_opening
 from objkv.agent.queue import Urgency
 from tests.engine.fleet import SAVED, SharedStore

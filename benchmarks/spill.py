@@ -19,9 +19,9 @@ from pathlib import Path
 
 from benchmarks.arena import Ours
 from benchmarks.fleet.trace import SAMPLE_FILE, Request, read_trace
-from objkv.agent.arena import Arena, CellState
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.fill import Wanted
+from objkv.agent.memory.arena import Arena, CellState
 from objkv.agent.queue import Urgency
 from objkv.agent.residents import Resident
 from objkv.agent.spill.disk import FOLDER, Disk, DiskFolder

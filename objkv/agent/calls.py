@@ -14,14 +14,15 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
-from itertools import chain, count
+from itertools import chain
 from threading import Lock, local
 from time import monotonic
 from typing import Any, Final, TypeVar
 
 from objkv import errors
 from objkv.agent.client import AgentConnection
-from objkv.agent.messages import BLOCK, AnswerBlock, MessageKind, kind_of, pack_call, unpack_text
+from objkv.agent.memory.answers import AnswerBoard, Scope
+from objkv.agent.messages import MessageKind, kind_of, pack_call, unpack_text
 from objkv.agent.prefetch import Prefetches, PrefetchOrder
 from objkv.cache.switch import SWITCH_PATH
 from objkv.errors import ObjkvError, StoreDenied, StoreError, StoreUnavailable, TransferError
@@ -40,12 +41,6 @@ _PREFETCH_MAX = 1024
 _DOCUMENT = re.compile(rf"[0-9a-f]{{32}}/identity\.json|{re.escape(SWITCH_PATH)}")
 _RETRY_S = 1.0
 _CACHES_MAX = 32
-_BLOCK_BYTES = BLOCK * PREFIX_HASH_BYTES
-_KEPT_BYTES = 8 << 20
-"""Bound of remembered answers per cache."""
-_ROW_BYTES = 100
-"""Estimated bytes of a remembered record."""
-_numbers = count(1)
 _FAILURES = ("StoreUnavailable", "StoreDenied", "StoreBusy", "LeftAlone")
 _INVALID = (
     ArithmeticError,
@@ -71,12 +66,13 @@ class NearLimits:
 
 
 class AnswerBlocks:
-    """Finds chunks in ``near``, and remembers blocks as long as all their records are kept there.
-    Thread-safe."""
+    """Finds chunks in ``near``, and keeps blocks on a board as long as all their records are kept
+    there. Thread-safe."""
 
     def __init__(
         self,
         near: NearIndex,
+        board: AnswerBoard,
         namespace: str,
         fields: tuple[str, ...],
         *,
@@ -84,50 +80,39 @@ class AnswerBlocks:
     ) -> None:
         """``near`` keeps records of these fields, by the same clock."""
         self.near = near
+        self._board, self._scope = board, Scope(namespace, fields)
         self._namespace, self._fields, self._clock = namespace, fields, clock
-        self._lock = Lock()
-        self._kept: dict[bytes, AnswerBlock] = {}
-        self._max = max(1, _KEPT_BYTES // (BLOCK * _ROW_BYTES * max(1, len(fields))))
-
-    def __len__(self) -> int:
-        return len(self._kept)
 
     def find(
         self, hashes: bytes, find: Callable[[Sequence[bytes]], Sequence[Shards | None]]
-    ) -> list[AnswerBlock]:
-        """Return the blocks of the answer for these prefix hashes. ``find`` looks up those that are
-        not remembered, in one call."""
-        keys = [hashes[at : at + _BLOCK_BYTES] for at in range(0, len(hashes), _BLOCK_BYTES)]
-        now, discards = self._clock(), self.near.discards
-        ends_max = now + self.near.ttl_s
-        blocks: list[AnswerBlock | None] = list(map(self._kept.get, keys))
-        unknown: list[int] = []
-        for number, one in enumerate(blocks):
-            # An end beyond the maximum means that the clock was set back meanwhile.
-            if one is None or one.discards != discards or not now < one.ends_s <= ends_max:
-                unknown.append(number)
-        if unknown:
-            asked = [_divided(keys[number]) for number in unknown]
-            found = iter(find(list(chain.from_iterable(asked))))
-            for number, part in zip(unknown, asked, strict=True):
-                shards = [next(found) for _ in part]
-                if not any(one is None for one in shards):
-                    self._keep(keys[number], part, discards)
-                blocks[number] = AnswerBlock(b"\n".join(written_rows(shards, self._fields)))
-        return [one for one in blocks if one is not None]
+    ) -> list[bytes]:
+        """Return the text of each block of the answer for these prefix hashes. ``find`` looks up
+        those that are not kept, in one call."""
+        now, generation = self._clock(), self._board.generation(self._scope)
+        blocks = self._scope.blocks(hashes)
+        keys = list(map(self._scope.key, blocks))
+        texts = [self._read(key, now) for key in keys]
+        unknown = [number for number, text in enumerate(texts) if text is None]
+        asked = [_divided(blocks[number]) for number in unknown]
+        found = iter(find(list(chain.from_iterable(asked))) if asked else ())
+        for number, part in zip(unknown, asked, strict=True):
+            shards = [next(found) for _ in part]
+            if not any(one is None for one in shards):
+                self._keep(keys[number], part, generation)
+            texts[number] = b"\n".join(written_rows(shards, self._fields))
+        return [text for text in texts if text is not None]
 
-    def _keep(self, key: bytes, hashes: Sequence[bytes], discards: int) -> None:
+    def _read(self, key: bytes, now: float) -> bytes | None:
+        found = self._board.find(self._scope, key, now)
+        return None if found is None else self._board.read(key, found)
+
+    def _keep(self, key: bytes, hashes: Sequence[bytes], generation: int) -> None:
         kept = self.near.kept(self._namespace, hashes)
         if kept is None:
             return
         shards, ends_s = kept
         text = b"\n".join(written_rows(shards, self._fields))
-        with self._lock:
-            last = self._kept.pop(key, None)
-            while len(self._kept) >= self._max:
-                del self._kept[next(iter(self._kept))]
-            number = last.number if last and last.text == text else next(_numbers)
-            self._kept[key] = AnswerBlock(text, number, ends_s, discards)
+        self._board.write(key, text, (ends_s - self.near.ttl_s, ends_s), generation)
 
 
 def _divided(hashes: bytes) -> list[bytes]:
@@ -160,7 +145,10 @@ class NodeLookups:
     """Answers ``find`` from near caches of ``index``. Thread-safe."""
 
     def __init__(self, index: WriteIndex, limits: NearLimits) -> None:
+        """Raises ``ConfigError`` if the system gives no memory to share."""
         self._index, self._limits = _WrittenIndex(index), limits
+        self.board = AnswerBoard.create()
+        """Remembered answers, which replicas read."""
         self._lock = Lock()
         self._caches: OrderedDict[tuple[str, tuple[str, ...]], AnswerBlocks] = OrderedDict()
 
@@ -175,7 +163,7 @@ class NodeLookups:
         with self._lock:
             cache = self._caches.get((namespace, fields))
             if cache is None:
-                cache = AnswerBlocks(self._open(fields), namespace, fields)
+                cache = AnswerBlocks(self._open(fields), self.board, namespace, fields)
                 self._caches[namespace, fields] = cache
                 if len(self._caches) > _CACHES_MAX:
                     self._caches.popitem(last=False)
@@ -187,11 +175,16 @@ class NodeLookups:
         """Discard the kept records of a chunk."""
         for cache in self._caches_of(namespace):
             cache.near.invalidate(namespace, prefix_hash)
+        self.board.discard(namespace)
 
     def doubt(self, namespace: str, prefix_hashes: Sequence[bytes]) -> None:
         """Look chunks up again, although they were missing just now."""
         for cache in self._caches_of(namespace):
             cache.near.doubt(namespace, prefix_hashes)
+
+    def close(self) -> None:
+        """Close the board. Idempotent."""
+        self.board.close()
 
     def _caches_of(self, namespace: str) -> list[AnswerBlocks]:
         with self._lock:

@@ -9,22 +9,24 @@ import os
 import select
 import socket
 import struct
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from threading import Lock
 from typing import TypeVar
 
-from objkv.agent.arena import CELLS, Arena
 from objkv.agent.connections import ArenaLease, lease_of
 from objkv.agent.fill import Wanted
+from objkv.agent.memory.answers import AnswerBoard, Scope
+from objkv.agent.memory.arena import CELLS, Arena
 from objkv.agent.messages import (
     MESSAGE_BYTES_MAX,
     OPEN_MAX,
     RELEASE_MAX,
     VERSION,
     CommitStatus,
-    FoundBlocks,
     Hello,
     MessageKind,
     Opening,
@@ -37,7 +39,9 @@ from objkv.agent.messages import (
     pack_opening,
     pack_rejection,
     pack_release,
+    read_block,
     unpack_committed,
+    unpack_found,
     unpack_opened,
     unpack_text,
 )
@@ -45,11 +49,16 @@ from objkv.agent.queue import Urgency
 from objkv.background import Alarm, wait_for
 from objkv.errors import StoreUnavailable, TransferError
 from objkv.index.base import Shards
+from objkv.keys.prefix import PREFIX_HASH_BYTES
 
 T = TypeVar("T")
+FoundBlock = tuple[Shards | None, ...]
+"""The records of a block of chunks."""
 CALL_S = 2.0
 """How long an answer may take. The agent answers within microseconds, unless it is stopped or the
 machine is very busy."""
+KNOWN_MAX = 256
+"""Decoded blocks that a client remembers: about 3 MB."""
 
 
 class AgentRefused(TransferError):
@@ -75,7 +84,8 @@ class AgentConnection:
         self._lock = Lock()
         self._is_lost = False
         self._arena: Arena | None = None
-        self._blocks = FoundBlocks()
+        self._board: AnswerBoard | None = None
+        self._known: dict[bytes, tuple[int, FoundBlock]] = {}
         self.alarm: Alarm | None = None
         """Rings when a payload that is being filled makes progress."""
         sock = self._sock = _socket(call_s)
@@ -98,11 +108,13 @@ class AgentConnection:
                 raise AgentRefused(f"the agent at {self._path} refused: {unpack_text(message)}")
             if not message or kind_of(message) is not MessageKind.WELCOME:
                 raise ProtocolError(f"the process at {self._path} is not an agent")
-            if len(descriptors) != 2 * wants_arena:
+            if len(descriptors) != 1 + wants_arena:
                 raise ProtocolError(f"{len(descriptors)} descriptors from the agent")
             if wants_arena:
                 self._arena = Arena.join(descriptors.pop(0))
                 self.alarm = Alarm(descriptors.pop())
+            else:
+                self._board = AnswerBoard.join(descriptors.pop())
         finally:
             for fd in descriptors:
                 os.close(fd)
@@ -163,19 +175,53 @@ class AgentConnection:
     ) -> list[Shards | None]:
         """Look up chunks, see ``ReadIndex.find``. Raises ``StoreUnavailable`` if the agent has no
         answer, also because its index has none."""
-        found: list[Shards | None] = []
-        step = find_max(len(fields))
-        for start in range(0, len(hashes), step):
-            part = hashes[start : start + step]
-            question = pack_find(namespace, part, fields)
-            with self._lock:  # answers refer to earlier ones, so they are read in order
-                answer = self._exchange(question)
-                if self._read(partial(kind_of, answer)) is not MessageKind.FAILED:
-                    read = partial(self._blocks.read, answer, len(part), fields)
-                    found += self._read(read)
-                    continue
+        scope = Scope(namespace, fields)
+        parts = scope.blocks(b"".join(hashes))
+        now = time.time()
+        blocks = [self._kept(scope, part, fields, now) for part in parts]
+        unknown = [number for number, block in enumerate(blocks) if block is None]
+        at_once = max(1, find_max(len(fields)) // scope.chunks)
+        for first in range(0, len(unknown), at_once):
+            numbers = unknown[first : first + at_once]
+            answers = self._ask(namespace, [parts[number] for number in numbers], fields)
+            for number, block in zip(numbers, answers, strict=True):
+                blocks[number] = block
+        return list(chain.from_iterable(block for block in blocks if block is not None))
+
+    def _kept(
+        self, scope: Scope, part: bytes, fields: tuple[str, ...], now: float
+    ) -> FoundBlock | None:
+        """Return a block of an answer if it is in shared memory."""
+        if self._board is None:
+            return None
+        key = scope.key(part)
+        found = self._board.find(scope, key, now)
+        if found is None:
+            return None
+        known = self._known.get(key)
+        if known is not None and known[0] == found[0]:
+            return known[1]
+        text = self._board.read(key, found)
+        if text is None:
+            return None
+        block = self._read(partial(read_block, text, len(part) // PREFIX_HASH_BYTES, fields))
+        if len(self._known) >= KNOWN_MAX:
+            self._known.clear()
+        self._known[key] = found[0], block
+        return block
+
+    def _ask(
+        self, namespace: str, parts: Sequence[bytes], fields: tuple[str, ...]
+    ) -> list[FoundBlock]:
+        """Ask the agent for some blocks of prefix hashes."""
+        answer = self._call(pack_find(namespace, parts, fields))
+        if self._read(partial(kind_of, answer)) is MessageKind.FAILED:
             raise StoreUnavailable(f"lookup by the agent: {unpack_text(answer)}")
-        return found
+        texts = self._read(partial(unpack_found, answer, len(parts)))
+        return [
+            self._read(partial(read_block, text, len(part) // PREFIX_HASH_BYTES, fields))
+            for text, part in zip(texts, parts, strict=True)
+        ]
 
     def call(self, message: bytes) -> bytes:
         """Send a message of ``objkv.agent.calls`` and return the answer."""
@@ -200,6 +246,8 @@ class AgentConnection:
             self.alarm.close()
         if self._arena is not None:
             self._arena.close()
+        if self._board is not None:
+            self._board.close()
 
     def __repr__(self) -> str:
         return f"<AgentConnection {self._path}{'' if self.is_open else ', lost'}>"

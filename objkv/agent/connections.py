@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import NamedTuple, Protocol
 
-from objkv.agent.arena import ALL_FRAMES, Arena, Board, CellState, Progress
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.fill import Wanted
+from objkv.agent.memory.arena import ALL_FRAMES, Arena, Board, CellState, Progress
 from objkv.agent.messages import OpenAnswer, ProtocolError
 from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason, Resident

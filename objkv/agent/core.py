@@ -11,7 +11,6 @@ from functools import partial
 from threading import Condition, Lock, Thread
 from time import monotonic, thread_time
 
-from objkv.agent.arena import Arena, CellState
 from objkv.agent.fill import (
     UNKNOWN,
     WHOLE,
@@ -24,6 +23,7 @@ from objkv.agent.fill import (
     Staging,
     Wanted,
 )
+from objkv.agent.memory.arena import Arena, CellState
 from objkv.agent.queue import Due, FetchJob, Pace, Turns, Urgency
 from objkv.agent.residents import MissReason, Resident, Residents, Waiter
 from objkv.agent.spill.disk import Disk

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import Final, NamedTuple
 
-from objkv.agent.arena import CellState
 from objkv.agent.fill import Wanted
+from objkv.agent.memory.answers import RECORD_BYTES
+from objkv.agent.memory.arena import CellState
 from objkv.agent.residents import MissReason
 from objkv.codec.payload import Claim
 from objkv.errors import ObjkvError, TransferError
@@ -27,14 +28,10 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.keys.topology import Shard
 
-VERSION: Final = 2
+VERSION: Final = 3
 MESSAGE_BYTES_MAX: Final = 65_536
 OPEN_MAX: Final = 256
 """Payloads in one ``open``."""
-BLOCK: Final = 32
-"""Chunks per block of an answer. The last one may have fewer."""
-SENT_MAX: Final = 256
-"""Blocks that a client remembers: about 3 MB."""
 _NAMESPACE_CHARS = 32
 _RECORD_BYTES_MAX = 400
 """An encoded shard record is shorter."""
@@ -119,7 +116,6 @@ _COMMIT = struct.Struct("<BQQ")
 _OPENING = struct.Struct(f"<BBI{_NAMESPACE_CHARS}sHH")
 _ENTRY = struct.Struct(f"<{PREFIX_HASH_BYTES}s{PREFIX_HASH_BYTES}sIIB")
 _OPENED = struct.Struct("<BBIIQQ")
-_FOUND = struct.Struct("<BBH")
 _FIND = struct.Struct(f"<B{_NAMESPACE_CHARS}sH")
 _STATES, _REASONS = frozenset(CellState), frozenset(MissReason)
 
@@ -287,7 +283,7 @@ def unpack_committed(message: bytes) -> CommitStatus:
 
 def find_max(fields: int) -> int:
     """Return how many chunks one FIND may ask for, so that question and answer fit."""
-    return (MESSAGE_BYTES_MAX - 1024) // max(PREFIX_HASH_BYTES, _RECORD_BYTES_MAX // 2 * fields)
+    return (MESSAGE_BYTES_MAX - 1024) // max(PREFIX_HASH_BYTES, RECORD_BYTES * fields)
 
 
 def pack_find(namespace: str, hashes: Sequence[bytes], fields: Sequence[str]) -> bytes:
@@ -314,95 +310,25 @@ def unpack_find(message: bytes) -> tuple[str, bytes, tuple[str, ...]]:
     return _namespace(name), hashes, fields
 
 
-# Answers to lookups come in blocks of chunks, because prompts that begin alike have equal blocks
-# from the start on. The agent numbers the blocks that it remembers, and a client that has read one
-# gets only its number.
+def pack_found(texts: Sequence[bytes]) -> bytes | None:
+    """Return the answer to FIND with the text of each block, or None if it would be too long."""
+    message = bytes((MessageKind.FOUND,)) + b";".join(texts)
+    return message if len(message) <= MESSAGE_BYTES_MAX else None
 
 
-class AnswerBlock(NamedTuple):
-    """One block of an answer."""
-
-    text: bytes
-    number: int = 0
-    """Names its text as long as the agent runs. 0: it is not remembered."""
-    ends_s: float = 0.0
-    """When its first record ends."""
-    discards: int = 0
-    """``NearIndex.discards`` before its records were read."""
+def unpack_found(message: bytes, count: int) -> list[bytes]:
+    """Read the text of each of ``count`` blocks."""
+    _expect(message, MessageKind.FOUND)
+    texts = message[1:].split(b";")
+    if len(texts) != count:
+        raise ProtocolError(f"{len(texts)} blocks instead of {count}")
+    return texts
 
 
-class SentBlocks:
-    """The blocks that one client remembers, as its agent knows. For one thread."""
-
-    def __init__(self) -> None:
-        self._sent: set[int] = set()
-
-    def pack(self, blocks: Sequence[AnswerBlock]) -> bytes | None:
-        """Return the answer, or None if it would be too long."""
-        numbers = [one.number for one in blocks]
-        # After this answer the client may have to remember all of its blocks besides the others.
-        forget = len(self._sent) + len(numbers) > SENT_MAX
-        sent: set[int] = set() if forget else self._sent
-        fresh: set[int] = set()
-        texts = []
-        for text, number, _, _ in blocks:
-            if number not in sent and number not in fresh:
-                texts.append(text)
-                if number:
-                    fresh.add(number)
-        head = struct.pack(
-            f"<BBH{len(numbers)}Q", MessageKind.FOUND, forget, len(numbers), *numbers
-        )
-        message = head + b";".join(texts)
-        if len(message) > MESSAGE_BYTES_MAX:
-            return None
-        sent |= fresh
-        self._sent = sent
-        return message
-
-
-class FoundBlocks:
-    """The client's side of ``SentBlocks``. For one thread at a time.
-
-    Records are decoded when they are read, and not again while their block is remembered.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Shards | None, ...]] = {}
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def read(self, message: bytes, count: int, fields: tuple[str, ...]) -> list[Shards | None]:
-        """Read the answer for ``count`` chunks, in the order in which answers came. Raises
-        ``ProtocolError``."""
-        if kind_of(message) is not MessageKind.FOUND:
-            raise ProtocolError(f"{kind_of(message).name} instead of FOUND")
-        try:
-            _, forget, number = _FOUND.unpack_from(message)
-            numbers = struct.unpack_from(f"<{number}Q", message, _FOUND.size)
-        except struct.error as exc:
-            raise ProtocolError(f"an invalid answer: {exc}") from exc
-        if forget:
-            self._known.clear()
-        at = _FOUND.size + 8 * len(numbers)
-        texts = iter(message[at:].split(b";") if len(message) > at else ())
-        found: list[Shards | None] = []
-        for number in numbers:
-            block = self._known.get(number)
-            if block is None:
-                block = _read_block(next(texts, b""), min(BLOCK, count - len(found)), fields)
-                if number:
-                    self._known[number] = block
-            found += block
-        if len(found) != count or next(texts, None) is not None or len(self._known) > SENT_MAX:
-            raise ProtocolError(f"{len(found)} records for {count} chunks")
-        return found
-
-
-def _read_block(text: bytes, count: int, fields: tuple[str, ...]) -> tuple[Shards | None, ...]:
+def read_block(text: bytes, count: int, fields: tuple[str, ...]) -> tuple[Shards | None, ...]:
+    """Read the records of a block of ``count`` chunks."""
     texts = text.split(b"\n")
-    if count <= 0 or len(texts) != count * len(fields):
+    if len(texts) != count * len(fields):
         raise ProtocolError(f"{len(texts)} records for {count} chunks")
     rows = zip(*[iter(texts)] * len(fields), strict=True)
     return tuple(

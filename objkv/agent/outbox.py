@@ -13,8 +13,8 @@ from time import monotonic
 
 import numpy as np
 
-from objkv.agent.arena import PAGE, check_seals, seal_size
 from objkv.agent.client import AgentConnection
+from objkv.agent.memory.arena import PAGE, check_seals, seal_size
 from objkv.agent.messages import CommitStatus
 from objkv.cache.chunks import InFlightSaves, SaveOutcome
 from objkv.cache.speed import LinkSpeed

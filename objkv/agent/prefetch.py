@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Final
 
-from objkv.agent.arena import CellState
 from objkv.agent.core import Core
 from objkv.agent.fill import Wanted
+from objkv.agent.memory.arena import CellState
 from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason, Resident
 from objkv.codec.payload import Claim

@@ -13,7 +13,7 @@ from threading import Condition, Lock
 from time import monotonic
 from typing import Protocol
 
-from objkv.agent.arena import BOARD_BYTES, CELLS, Arena, CellState, Extents, Progress
+from objkv.agent.memory.arena import BOARD_BYTES, CELLS, Arena, CellState, Extents, Progress
 from objkv.agent.ranking import Ranking
 from objkv.agent.unsaved.payloads import UnsavedPayloads
 from objkv.codec.payload import Claim

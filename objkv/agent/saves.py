@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from threading import Lock
 from time import monotonic
 
-from objkv.agent.arena import ALL_FRAMES
+from objkv.agent.memory.arena import ALL_FRAMES
 from objkv.agent.messages import CommitStatus
 from objkv.agent.residents import MissReason, Resident, Residents
 from objkv.agent.unsaved.payloads import unsaved_record

@@ -16,22 +16,22 @@ from dataclasses import dataclass
 from functools import partial
 from threading import Lock, Thread
 
-from objkv.agent.arena import Arena, CellState
 from objkv.agent.calls import NodeCalls, NodeLookups
 from objkv.agent.connections import LeaseHolder
 from objkv.agent.core import Core
+from objkv.agent.memory.arena import Arena, CellState
 from objkv.agent.messages import (
     MESSAGE_BYTES_MAX,
     VERSION,
     MessageKind,
     OpenAnswer,
     ProtocolError,
-    SentBlocks,
     find_max,
     kind_of,
     pack_call,
     pack_committed,
     pack_failure,
+    pack_found,
     pack_opened,
     pack_text,
     unpack_commit,
@@ -81,7 +81,6 @@ class AgentSession(LeaseHolder):
         self.outbox = memoryview(b"")
         self.busy = Lock()
         """Held while a message is processed."""
-        self.sent = SentBlocks()
 
     def end_unused(self) -> None:
         """Receive nothing more from a client that has no lease. Messages that it has sent are
@@ -279,7 +278,8 @@ class AgentServer:
             text = f"this agent speaks version {VERSION} of the protocol, not {hello.version}"
             client.sock.send(pack_text(MessageKind.REFUSED, text))
             return False
-        descriptors = [self._parts.arena.fd, client.alarm.fileno()] if hello.wants_arena else []
+        arena, board = self._parts.arena.fd, self._parts.lookups.board.fd
+        descriptors = [arena, client.alarm.fileno()] if hello.wants_arena else [board]
         socket.send_fds(client.sock, [bytes((MessageKind.WELCOME,))], descriptors)
         return True
 
@@ -337,7 +337,7 @@ class AgentServer:
             found = unsaved.find(namespace, some, fields, look_up)
             return requests.complete(namespace, some, fields, found) if requests else found
 
-        answer = client.sent.pack(lookups.blocks(namespace, fields).find(hashes, find))
+        answer = pack_found(lookups.blocks(namespace, fields).find(hashes, find))
         if answer is None:
             raise StoreError("the answer is too long")
         return answer

@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import Self, cast
 from uuid import uuid4
 
-from objkv.agent.arena import PAGE, Arena
 from objkv.agent.calls import (
     AgentCalls,
     AgentDocuments,
@@ -25,6 +24,7 @@ from objkv.agent.client import AgentConnection, AgentRefused
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
 from objkv.agent.http.listener import check_address
+from objkv.agent.memory.arena import PAGE, Arena
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentParts, AgentServer
@@ -329,6 +329,7 @@ class NodeAgent:
             logger.warning("clients dropped at shutdown count=%d", self.server.clients)
         self.core.close(min(self._config.load_deadline_ms / 1000, max(0.0, end - monotonic())))
         self.server.close()
+        self.lookups.close()
         self.saves.close(max(0.0, end - monotonic()))
         self._cache.close(1.0)
         self._backends.close()

@@ -59,8 +59,6 @@ class NearIndex(GuardedIndex):
         self._lock = Lock()
         self._book = _Book("")
         self._asking: list[_Asking] = []
-        self.discards = 0
-        """Changes whenever records are discarded before their time, except to make room."""
 
     def __repr__(self) -> str:
         kept = f"{len(self._book.records)}/{self._records_max} records for {self.ttl_s:g} s"
@@ -102,7 +100,6 @@ class NearIndex(GuardedIndex):
         """Discard all knowledge of these chunks, stored or missing, including results of lookups in
         flight."""
         with self._lock:
-            self.discards += 1
             for asking in self._asking:
                 if asking.book.namespace == namespace:
                     asking.spoiled.update(prefix_hashes)
@@ -136,14 +133,12 @@ class NearIndex(GuardedIndex):
         """From now on keep records that are found with exactly these fields and that are
         ``complete``. Discards all kept records."""
         with self._lock:
-            self.discards += 1
             self._fields, self._complete = frozenset(fields), complete
             self._book = _Book(self._book.namespace)
 
     def clear(self) -> None:
         """Discard all kept records, and results of lookups in flight."""
         with self._lock:
-            self.discards += 1
             self._book = _Book(self._book.namespace)
 
     def _kept(
@@ -205,7 +200,6 @@ class NearIndex(GuardedIndex):
     def _ask(self, namespace: str) -> Iterator["_Asking"]:
         with self._lock:
             if self._book.namespace != namespace:
-                self.discards += 1
                 self._book = _Book(namespace)
             asking = _Asking(self._book)
             self._asking.append(asking)

@@ -21,7 +21,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from objkv.agent.arena import Arena
+from objkv.agent.memory.arena import Arena
 from objkv.background import join_all
 from objkv.transfer.devices import SEAM_BYTES, driver_of
 from objkv.transfer.slabs import Slab, SlabPool

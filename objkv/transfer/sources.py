@@ -39,10 +39,8 @@ class PayloadLayout:
         self.layer_bytes = tuple(layer.nbytes for layer in self.layers)
         """Decoded bytes of each frame."""
         each = len(shape.parts) or 1
-        self.filled = range(
-            each * (part.take.layer_start - own.layer_start),
-            each * (part.take.layer_end - own.layer_start),
-        )
+        taken = part.take.layer_start - own.layer_start, part.take.layer_end - own.layer_start
+        self.filled = range(each * taken[0], each * taken[1])
         """The rank's layers that the payload fills. Each part of a state counts as a layer."""
         skipped = each * (part.take.layer_start - part.source.layer_start)
         self.frames = range(skipped, skipped + len(self.filled))
@@ -105,7 +103,7 @@ class PayloadLayout:
         """Return views of the pages of each of some consecutive frames, counted from the first one
         that is read."""
         begin = self._ends[start]
-        if len(memory) != self._ends[end] - begin:  # numpy would ignore what is too much
+        if len(memory) != self._ends[end] - begin:  # numpy would ignore bytes beyond the end
             raise PayloadError(f"{len(memory)} bytes of {end - start} frames")
         if self._is_uniform:  # one call for all frames takes a third of the time
             shape, word = self._forms[start]

@@ -1,25 +1,28 @@
-"""Answers to lookups by remembered blocks: always what a lookup without memory returns."""
+"""Answers to lookups in shared memory: always what a lookup without them returns."""
 
-from collections.abc import Sequence
+import itertools
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from threading import Event, Thread
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from objkv.agent import messages
 from objkv.agent.calls import AnswerBlocks
+from objkv.agent.memory.answers import BLOCK_MAX, TEXT_AT, TEXT_BYTES_MAX, AnswerBoard, Scope
 from objkv.agent.messages import (
-    BLOCK,
     MESSAGE_BYTES_MAX,
-    AnswerBlock,
-    FoundBlocks,
-    MessageKind,
-    ProtocolError,
-    SentBlocks,
     find_max,
     pack_find,
+    pack_found,
+    read_block,
     unpack_find,
+    unpack_found,
 )
+from objkv.errors import TransferError
 from objkv.index.base import ChunkEntry, ShardRecord, Shards
 from objkv.index.fields import WrittenShards, encode_shard, written_rows
 from objkv.index.memory import MemoryIndex
@@ -41,17 +44,24 @@ def record(number: int) -> ShardRecord:
 
 
 class World:
-    """An index, what an agent remembers of it, and one client."""
+    """An index, what an agent keeps of it, and clients that read it."""
 
     def __init__(self) -> None:
         self.now = 1e9
         self.index = MemoryIndex(clock=lambda: self.now)
         self.asked = 0
-        near = NearIndex(
+        self.board = AnswerBoard.create()
+        self.near = NearIndex(
             self.index, records_max=1000, ttl_s=TTL_S, fields=FIELDS, clock=lambda: self.now
         )
-        self.blocks = AnswerBlocks(near, NAMESPACE, FIELDS, clock=lambda: self.now)
-        self.sent, self.found = SentBlocks(), FoundBlocks()
+        self.blocks = AnswerBlocks(self.near, self.board, NAMESPACE, FIELDS, clock=lambda: self.now)
+        self.scope = Scope(NAMESPACE, FIELDS)
+        self.reader = AnswerBoard.join(os.dup(self.board.fd))
+
+    def close(self) -> None:
+        """Close both sides."""
+        self.board.close()
+        self.reader.close()
 
     def publish(self, number: int, version: int = 0) -> None:
         """Store a chunk."""
@@ -59,25 +69,55 @@ class World:
         shards = {name: record(number + 1000 * version) for name in FIELDS}
         self.index.publish(entry, shards, ttl_s=3_600)
 
-    def message(self, numbers: Sequence[int]) -> bytes:
-        """The agent's answer."""
-        asked = b"".join(hashed(number) for number in numbers)
-        message = self.sent.pack(self.blocks.find(asked, self._find))
-        assert message is not None
-        return message
+    def invalidate(self, number: int) -> None:
+        """What the agent does when a record has changed."""
+        self.near.invalidate(NAMESPACE, hashed(number))
+        self.board.discard(NAMESPACE)
 
     def find(self, numbers: Sequence[int]) -> list[Shards | None]:
-        """Look up chunks as a client does."""
-        return self.found.read(self.message(numbers), len(numbers), FIELDS)
+        """Look up chunks by a message."""
+        texts = self.blocks.find(joined(numbers), self.look_up)
+        return self._read(numbers, unpack_found(pack_found(texts) or b"", len(texts)))
 
-    def _find(self, hashes: Sequence[bytes]) -> Sequence[Shards | None]:
+    def kept(self, numbers: Sequence[int]) -> list[Shards | None] | None:
+        """Read the same from the board; None if it lacks a block."""
+        texts = []
+        for block in self.scope.blocks(joined(numbers)):
+            key = self.scope.key(block)
+            found = self.reader.find(self.scope, key, self.now)
+            text = None if found is None else self.reader.read(key, found)
+            if text is None:
+                return None
+            texts.append(text)
+        return self._read(numbers, texts)
+
+    def look_up(self, hashes: Sequence[bytes]) -> Sequence[Shards | None]:
+        """Ask the near cache."""
         self.asked += len(hashes)
-        return self.blocks.near.find(NAMESPACE, hashes, FIELDS)
+        return self.near.find(NAMESPACE, hashes, FIELDS)
+
+    def _read(self, numbers: Sequence[int], texts: Sequence[bytes]) -> list[Shards | None]:
+        blocks = self.scope.blocks(joined(numbers))
+        both = zip(texts, blocks, strict=True)
+        return [one for text, part in both for one in read_block(text, len(part) // 20, FIELDS)]
+
+
+def joined(numbers: Sequence[int]) -> bytes:
+    """Prefix hashes, one after another."""
+    return b"".join(map(hashed, numbers))
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.close()
+
+
+def plain(found: Sequence[Shards | None] | None) -> list[dict[str, ShardRecord] | None]:
+    """The records, decoded."""
+    assert found is not None
+    return [None if one is None else dict(one) for one in found]
 
 
 @given(st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=50), max_size=8), st.data())
@@ -85,106 +125,157 @@ def world() -> World:
 def test_repeated_lookups_find_what_is_stored(
     questions: list[list[int]], data: st.DataObject
 ) -> None:
-    world = World()
-    stored = data.draw(st.sets(st.integers(0, 60)))
-    for number in stored:
-        world.publish(number)
-    for question in questions:
-        for _ in range(data.draw(st.integers(1, 3))):
+    with closing(World()) as world:
+        stored = data.draw(st.sets(st.integers(0, 60)))
+        for number in stored:
+            world.publish(number)
+        for question in questions:
             due = [dict.fromkeys(FIELDS, record(n)) if n in stored else None for n in question]
-            assert [None if one is None else dict(one) for one in world.find(question)] == due
+            for _ in range(data.draw(st.integers(1, 3))):
+                assert plain(world.find(question)) == due
+            if None not in due:
+                assert plain(world.kept(question)) == due
+            else:
+                assert world.kept(question) is None
 
 
-def test_what_a_client_has_read_is_not_sent_again(world: World) -> None:
-    numbers = range(3 * BLOCK + 5)
+def test_what_was_looked_up_is_read_without_a_message(world: World) -> None:
+    numbers = range(3 * BLOCK_MAX + 5)
     for number in numbers:
         world.publish(number)
-    first = [world.find(numbers) for _ in range(3)][-1]
-    world.asked = 0
-    message = world.message(numbers)
-    assert len(message) == 4 + 8 * 4, "a number for each block"
-    assert world.asked == 0
-    again = world.found.read(message, len(numbers), FIELDS)
-    assert all(one is two for one, two in zip(first, again, strict=True))
+    first = world.find(numbers)
+    assert world.asked == len(numbers)
+    assert plain(world.kept(numbers)) == plain(first)
+    assert plain(world.kept(numbers[: 2 * BLOCK_MAX])) == plain(first[: 2 * BLOCK_MAX])
+    world.find(numbers)
+    assert world.asked == len(numbers)
 
 
 def test_a_longer_prompt_asks_only_for_its_new_blocks(world: World) -> None:
-    for number in range(4 * BLOCK):
+    for number in range(4 * BLOCK_MAX):
         world.publish(number)
-    for _ in range(2):
-        world.find(range(2 * BLOCK))
+    world.find(range(2 * BLOCK_MAX))
     world.asked = 0
-    assert len(world.find(range(4 * BLOCK))) == 4 * BLOCK
-    assert world.asked == 2 * BLOCK
+    assert len(world.find(range(4 * BLOCK_MAX))) == 4 * BLOCK_MAX
+    assert world.asked == 2 * BLOCK_MAX
 
 
 @pytest.mark.parametrize("change", ["invalidated", "ended", "clock set back"])
 def test_a_block_ends_with_its_records(world: World, change: str) -> None:
-    for number in range(BLOCK):
+    numbers = range(BLOCK_MAX)
+    for number in numbers:
         world.publish(number)
-    for _ in range(3):
-        world.find(range(BLOCK))
+    world.find(numbers)
     world.publish(3, version=1)
-    found = world.find(range(BLOCK))[3]
-    assert found is not None
-    assert found[FIELDS[0]] == record(3)  # as a near cache does
+    assert plain(world.kept(numbers))[3] == dict.fromkeys(FIELDS, record(3))  # as in a near cache
     if change == "invalidated":
-        world.blocks.near.invalidate(NAMESPACE, hashed(3))
+        world.invalidate(3)
     else:
-        world.now += TTL_S + 1 if change == "ended" else -10 * TTL_S
+        world.now += TTL_S if change == "ended" else -1
+    assert world.kept(numbers) is None
+    if change == "clock set back":
+        world.now -= TTL_S  # the near cache sees it, too
     for _ in range(3):
-        found = world.find(range(BLOCK))[3]
-        assert found is not None
-        assert found[FIELDS[0]] == record(1003)
+        assert plain(world.find(numbers))[3] == dict.fromkeys(FIELDS, record(1003))
+    assert plain(world.kept(numbers))[3] == dict.fromkeys(FIELDS, record(1003))
 
 
-def test_a_record_that_is_discarded_while_it_is_looked_up_is_not_remembered(world: World) -> None:
-    for number in range(BLOCK):
+def test_a_record_that_is_discarded_while_it_is_looked_up_is_not_kept(world: World) -> None:
+    numbers = range(BLOCK_MAX)
+    for number in numbers:
         world.publish(number)
-    world.find(range(BLOCK))
 
     def find(hashes: Sequence[bytes]) -> Sequence[Shards | None]:
-        found = world.blocks.near.find(NAMESPACE, hashes, FIELDS)
+        found = world.look_up(hashes)
         world.publish(3, version=1)
-        world.blocks.near.invalidate(NAMESPACE, hashed(3))
+        world.invalidate(3)
         return found
 
-    world.now += TTL_S + 1
-    world.blocks.find(b"".join(map(hashed, range(BLOCK))), find)
-    found = world.find(range(BLOCK))[3]
+    world.blocks.find(joined(numbers), find)
+    assert world.kept(numbers) is None
+    assert plain(world.find(numbers))[3] == dict.fromkeys(FIELDS, record(1003))
+
+
+def test_other_namespaces_keep_their_answers_and_answer_no_others(world: World) -> None:
+    numbers = range(5)
+    for number in numbers:
+        world.publish(number)
+    world.find(numbers)
+    other = Scope("f" * 32, FIELDS)
+    assert other.key(joined(numbers)) != world.scope.key(joined(numbers))
+    assert Scope(NAMESPACE, FIELDS[:1]).key(b"") != world.scope.key(b"")
+    world.board.discard("f" * 32)
+    assert world.kept(numbers) is not None
+
+
+def test_what_is_too_long_or_damaged_is_not_read(world: World) -> None:
+    key = world.scope.key(b"x")
+    span, now = (0.0, 2e9), world.now
+    world.board.write(key, bytes(TEXT_BYTES_MAX + 1), span, 0)
+    assert world.reader.find(world.scope, key, now) is None
+    world.board.write(key, bytes(range(256)) * 100, span, 0)
+    found = world.reader.find(world.scope, key, now)
     assert found is not None
-    assert found[FIELDS[0]] == record(1003)
+    memory = mmap.mmap(world.board.fd, 0, prot=mmap.PROT_READ)
+    at = memory.find(key)
+    assert at > 0
+    for place in range(at, at + 400):
+        with patched(world.board, place):
+            now_found = world.reader.find(world.scope, key, now)
+            assert now_found is None or world.reader.read(key, now_found) is None
+            assert world.reader.read(key, found) is None or place < at + TEXT_AT
+    assert world.reader.read(key, found) is not None
+    world.board.write(key, b"another text", span, 0)
+    assert world.reader.read(key, found) is None, "it was written anew"
 
 
-def test_both_sides_forget_together(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "SENT_MAX", 3)
-    for number in range(6 * BLOCK):
-        world.publish(number)
-    for turn in range(20):
-        start = turn % 5 * BLOCK
-        numbers = range(start, start + BLOCK)
-        assert world.find(numbers) == [dict.fromkeys(FIELDS, record(n)) for n in numbers]
-        assert len(world.found) <= 3
+@contextmanager
+def patched(board: AnswerBoard, place: int) -> Iterator[None]:
+    """A board with a bit flipped."""
+    board._view[place] ^= 1
+    yield
+    board._view[place] ^= 1
 
 
-def test_the_agent_remembers_a_bounded_number_of_blocks(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(world.blocks, "_max", 2)
-    for number in range(5 * BLOCK):
-        world.publish(number)
-    for _ in range(3):
-        assert None not in map(type, world.find(range(5 * BLOCK)))
-    assert len(world.blocks) == 2
+def test_a_reader_never_sees_half_of_what_is_written(world: World) -> None:
+    key, ended = world.scope.key(b"x"), Event()
+    texts = [bytes([n]) * (1000 + 500 * n) for n in range(20)]
+
+    def write() -> None:
+        for text in itertools.cycle(texts):
+            world.board.write(key, text, (0.0, 2e9), 0)
+            if ended.is_set():
+                return
+
+    writer = Thread(target=write)
+    writer.start()
+    seen = set()
+    for _ in range(20_000):
+        found = world.reader.find(world.scope, key, world.now)
+        text = None if found is None else world.reader.read(key, found)
+        if text is not None:
+            assert text in texts
+            seen.add(text)
+    ended.set()
+    writer.join()
+    assert seen
 
 
-def test_an_answer_that_is_too_long_is_none_and_changes_nothing() -> None:
-    sent, found = SentBlocks(), FoundBlocks()
-    assert sent.pack([AnswerBlock(bytes(MESSAGE_BYTES_MAX), 7)]) is None
-    text = b"\n".join(written_rows([dict.fromkeys(FIELDS, record(1))], FIELDS))
-    message = sent.pack([AnswerBlock(text, 7)])
-    assert message is not None
-    assert found.read(message, 1, FIELDS) == [dict.fromkeys(FIELDS, record(1))]
+def test_a_board_of_another_kind_is_refused() -> None:
+    for nbytes in (0, 4096):
+        fd = os.memfd_create("x", os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, nbytes)
+        with pytest.raises(TransferError, match="answers"):
+            AnswerBoard.join(fd)
+    with pytest.raises(TransferError, match="answers"):
+        AnswerBoard.join(os.open(os.devnull, os.O_RDONLY))
+
+
+def test_a_replica_cannot_write_answers(world: World) -> None:
+    with pytest.raises(PermissionError):
+        mmap.mmap(world.board.fd, 0)
+    with pytest.raises(TypeError):
+        world.reader._view[0] = 1
 
 
 def test_the_largest_lookup_fits_both_ways() -> None:
@@ -194,8 +285,10 @@ def test_the_largest_lookup_fits_both_ways() -> None:
         assert step >= 1
         largest = ShardRecord(10**9, 10**9, "blosc", False, "f" * 32, 10**9)
         rows = written_rows([dict.fromkeys(fields, largest)] * step, fields)
-        texts = [b"\n".join(rows[at : at + BLOCK]) for at in range(0, step, BLOCK)]
-        assert SentBlocks().pack([AnswerBlock(text) for text in texts]) is not None
+        each = Scope(NAMESPACE, fields).chunks
+        texts = [b"\n".join(rows[at : at + each]) for at in range(0, step, each)]
+        assert max(map(len, texts)) <= TEXT_BYTES_MAX
+        assert pack_found(texts) is not None
         question = pack_find(NAMESPACE, [bytes(20)] * step, fields)
         assert unpack_find(question) == (NAMESPACE, bytes(20 * step), fields)
 
@@ -209,13 +302,5 @@ def test_rows_are_the_same_however_they_are_held() -> None:
     assert rows == [b"\n" + texts[FIELDS[1]]] * 4 + [b"\n"]
 
 
-@given(st.lists(st.binary(max_size=120), max_size=3), st.integers(1, 40))
-@settings(max_examples=300)
-def test_nonsense_is_a_protocol_error(messages: list[bytes], count: int) -> None:
-    found = FoundBlocks()
-    for message in messages:
-        for one in (message, bytes((MessageKind.FOUND, 0, 1, 0)) + message):
-            try:
-                assert len(found.read(one, count, FIELDS)) == count
-            except ProtocolError:
-                continue
+def test_an_answer_that_is_too_long_is_none() -> None:
+    assert pack_found([bytes(MESSAGE_BYTES_MAX)]) is None

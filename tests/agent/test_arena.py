@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from objkv.agent.arena import (
+from objkv.agent.memory.arena import (
     BOARD_BYTES,
     PAGE,
     Arena,
@@ -106,7 +106,7 @@ def test_two_threads_that_close_an_arena_close_its_descriptor_once(
             arena.close()
 
     fd = arena.fd
-    monkeypatch.setattr("objkv.agent.arena.os.close", close)
+    monkeypatch.setattr("objkv.agent.memory.arena.os.close", close)
     arena.close()
     monkeypatch.undo()
     os.close(fd)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from objkv.agent import core
-from objkv.agent.arena import CellState
 from objkv.agent.fill import Staging, Wanted
+from objkv.agent.memory.arena import CellState
 from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason, Resident
 from objkv.codec.payload import encode, frame_pages, read_header

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from objkv.agent.arena import PAGE, CellState
 from objkv.agent.client import AgentConnection
 from objkv.agent.fill import Wanted
 from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
+from objkv.agent.memory.arena import PAGE, CellState
 from objkv.agent.messages import CommitStatus
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.queue import Urgency

@@ -8,9 +8,9 @@ from functools import partial
 
 import pytest
 
-from objkv.agent.arena import CellState
 from objkv.agent.client import AgentConnection
 from objkv.agent.fill import Wanted
+from objkv.agent.memory.arena import CellState
 from objkv.agent.queue import Urgency
 from objkv.assembly import fetchers
 from objkv.assembly.backends import Backends, open_backends

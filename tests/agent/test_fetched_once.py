@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from objkv.agent.arena import CellState
+from objkv.agent.memory.arena import CellState
 from tests.agent.world import RIGHT, Node, ended, opened, pages_at
 from tests.support.servers.quick_s3 import QuickS3, Request
 from tests.support.servers.s3_stores import s3_store

@@ -8,10 +8,10 @@ from time import monotonic
 import pytest
 
 from objkv.agent import connections
-from objkv.agent.arena import CellState
 from objkv.agent.connections import InsideAgent
 from objkv.agent.core import CoreLimits
 from objkv.agent.fill import Wanted
+from objkv.agent.memory.arena import CellState
 from objkv.agent.queue import Urgency
 from objkv.agent.residents import Resident
 from objkv.errors import TransferError

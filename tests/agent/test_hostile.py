@@ -12,8 +12,8 @@ from objkv.agent import core as core_module
 from objkv.agent import messages as m
 from objkv.agent import saves as saves_module
 from objkv.agent import server as server_module
-from objkv.agent.arena import CellState
 from objkv.agent.fill import Wanted
+from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import CommitStatus
 from objkv.agent.prefetch import Prefetches, PrefetchOrder
 from objkv.agent.queue import Urgency

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from objkv.agent import messages as m
-from objkv.agent.arena import CellState
 from objkv.agent.fill import Wanted
+from objkv.agent.memory.arena import CellState
 from objkv.agent.residents import MissReason
 from objkv.codec.payload import Claim
 from objkv.errors import StoreUnavailable
@@ -126,7 +126,8 @@ READERS: list[Callable[[bytes], object]] = [
     lambda message: m.unpack_opened(message, 2),
     m.unpack_release,
     m.unpack_find,
-    lambda message: m.FoundBlocks().read(message, 2, FIELDS),
+    lambda message: m.unpack_found(message, 2),
+    lambda text: m.read_block(text, 2, FIELDS),
     m.unpack_commit,
     m.unpack_committed,
     m.unpack_text,

@@ -12,9 +12,9 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from objkv.agent.arena import CELLS, PAGE, CellState, Progress
 from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.fill import Wanted
+from objkv.agent.memory.arena import CELLS, PAGE, CellState, Progress
 from objkv.agent.messages import CommitStatus
 from objkv.agent.outbox import Outbox
 from objkv.agent.prefetch import Prefetches, PrefetchOrder

@@ -6,8 +6,8 @@ from threading import Event, Lock
 import pytest
 
 from objkv.agent import queue
-from objkv.agent.arena import CellState
 from objkv.agent.fill import Cuts, Wanted
+from objkv.agent.memory.arena import CellState
 from objkv.agent.queue import Pace, Urgency
 from objkv.agent.residents import MissReason
 from tests.agent.test_residents import Sleeper

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from objkv.agent import residents as module
-from objkv.agent.arena import PAGE, Arena, CellState
+from objkv.agent.memory.arena import PAGE, Arena, CellState
 from objkv.agent.residents import MissReason, Resident, Residents
 from objkv.codec.payload import Claim
 from objkv.index.base import ShardRecord

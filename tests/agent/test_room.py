@@ -7,9 +7,9 @@ from typing import Literal
 
 import pytest
 
-from objkv.agent.arena import CellState
 from objkv.agent.core import CoreLimits
 from objkv.agent.fill import Cuts, Wanted
+from objkv.agent.memory.arena import CellState
 from objkv.agent.queue import Urgency
 from objkv.agent.residents import Resident
 from objkv.codec.payload import encode, read_header

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from objkv.agent import calls as calls_module
+from objkv.agent import client as client_module
 from objkv.agent import messages as m
 from objkv.agent import server as server_module
-from objkv.agent.arena import CellState
 from objkv.agent.calls import AgentCalls, AgentDocuments, AgentIndex, NodeCalls
 from objkv.agent.client import AgentConnection, is_listening
+from objkv.agent.memory.arena import CellState
 from objkv.agent.outbox import AgentSaves, Outbox
 from objkv.agent.prefetch import PrefetchOrder
 from objkv.agent.residents import MissReason
@@ -25,6 +26,7 @@ from objkv.cache.chunks import SaveOutcome
 from objkv.cache.switch import SWITCH_PATH
 from objkv.codec.payload import read_header
 from objkv.errors import StoreBusy, StoreDenied, StoreUnavailable, TransferError
+from objkv.index import near as near_module
 from objkv.index.base import Savings
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
@@ -249,6 +251,49 @@ def test_lookups_are_answered_from_one_near_cache(node: Node, calls: AgentCalls)
     assert index.lookup(NAMESPACE, hashes)[0] is None
     assert index.lookup(NAMESPACE, hashes)[1] == node.index.lookup(NAMESPACE, hashes)[1]
     assert index.find(NAMESPACE, [], [key.field]) == []
+
+
+def test_what_one_replica_looked_up_others_read_without_a_message(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(near_module, "SETTLE_S", 0)  # others' shards could follow until then
+    wanted, sent = node.save(), list[bytes]()
+    field = wanted[0].claim.key.field
+    hashes = [one.claim.key.prefix_hash for one in wanted]
+    push = AgentConnection._push
+
+    def counted(self: AgentConnection, message: bytes) -> None:
+        sent.append(message)
+        push(self, message)
+
+    monkeypatch.setattr(AgentConnection, "_push", counted)
+    clients = [node.connect(wants_arena=False) for _ in range(3)]
+    due = [{field: one.record} for one in wanted]
+    for client in clients:
+        for _ in range(2):
+            found = client.find(NAMESPACE, hashes, (field,))
+            assert [None if one is None else dict(one) for one in found] == due
+    assert len(sent) == 1, "the first lookup of the first one"
+    node.lookups.invalidate(NAMESPACE, hashes[0])
+    for client in clients:
+        client.find(NAMESPACE, hashes, (field,))
+    assert len(sent) == 2
+    node.connect().find(NAMESPACE, hashes, (field,))
+    assert len(sent) == 3, "who has the arena has no answers"
+
+
+def test_a_client_remembers_a_bounded_number_of_blocks(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(near_module, "SETTLE_S", 0)
+    monkeypatch.setattr(client_module, "KNOWN_MAX", 2)
+    wanted = node.save()
+    field, client = wanted[0].claim.key.field, node.connect(wants_arena=False)
+    for count in (1, 2, 3, 1, 2, 3):
+        hashes = [one.claim.key.prefix_hash for one in wanted[:count]]
+        assert None not in client.find(NAMESPACE, hashes, (field,))
+        assert None not in client.find(NAMESPACE, hashes, (field,))
+        assert len(client._known) <= 2
 
 
 @pytest.mark.parametrize("is_missing", [True, False])

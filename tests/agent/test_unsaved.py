@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from objkv.agent.arena import CellState
 from objkv.agent.client import AgentConnection
 from objkv.agent.fill import Wanted
+from objkv.agent.memory.arena import CellState
 from objkv.agent.prefetch import Matched, Prefetches, PrefetchOrder
 from objkv.agent.residents import MissReason
 from objkv.agent.unsaved.payloads import is_unsaved

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from objkv.agent import client as client_module
-from objkv.agent.arena import CellState
 from objkv.agent.calls import AgentCalls, AgentIndex
 from objkv.agent.client import AgentConnection
 from objkv.agent.fill import Wanted
+from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import VERSION
 from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason

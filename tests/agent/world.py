@@ -10,12 +10,12 @@ from itertools import count
 from pathlib import Path
 from threading import Lock
 
-from objkv.agent.arena import Arena, CellState, Progress
 from objkv.agent.calls import NearLimits, NodeCalls, NodeLookups
 from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.fill import Wanted
 from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
+from objkv.agent.memory.arena import Arena, CellState, Progress
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.queue import Urgency
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
@@ -150,6 +150,7 @@ class Node:
             client.close()
         if self.server is not None:
             self.server.close()
+        self.lookups.close()
         self.saves.close(PATIENCE_S)
         shutil.rmtree(self.folder)
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
-from objkv.agent.arena import PAGE
 from objkv.agent.client import AgentConnection
+from objkv.agent.memory.arena import PAGE
 from objkv.agent.messages import CommitStatus, unpack_opening
 from objkv.agent.outbox import Outbox
 from objkv.agent.queue import Urgency

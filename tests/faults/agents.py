@@ -9,9 +9,9 @@ from http.client import HTTPException
 from pathlib import Path
 from threading import Event
 
-from objkv.agent.arena import CellState
 from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.fill import Wanted
+from objkv.agent.memory.arena import CellState
 from objkv.agent.queue import Urgency
 from objkv.assembly.backends import open_bulk
 from objkv.codec.payload import Claim

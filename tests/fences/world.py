@@ -20,9 +20,10 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from objkv.agent import arena, fill, queue, residents
+from objkv.agent import fill, queue, residents
 from objkv.agent.core import CoreLimits
 from objkv.agent.fill import Cuts
+from objkv.agent.memory import arena
 from objkv.agent.residents import Residents
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import frame_pages, open_payload, read_header

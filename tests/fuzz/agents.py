@@ -13,8 +13,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from objkv.agent import messages as m
-from objkv.agent.arena import CellState
 from objkv.agent.client import AgentConnection
+from objkv.agent.memory.answers import AnswerBoard, Scope
+from objkv.agent.memory.arena import CellState
 from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason
 from objkv.errors import StoreUnavailable, TransferError
@@ -66,16 +67,15 @@ HELLO = m.pack_hello(m.Hello(m.VERSION, wants_arena=False))
 _SHARDS: list[Any] = [{FIELDS[0]: shard()}, None, {FIELDS[0]: shard(), FIELDS[1]: shard()}]
 
 
-def _answer(shards: Sequence[Shards | None], fields: tuple[str, ...], number: int = 0) -> bytes:
-    text = b"\n".join(written_rows(shards, fields))
-    return m.SentBlocks().pack([m.AnswerBlock(text, number)]) or b""
+def _answer(shards: Sequence[Shards | None], fields: tuple[str, ...]) -> bytes:
+    return m.pack_found([b"\n".join(written_rows(shards, fields))]) or b""
 
 
 ANSWERS = [
     m.pack_opened([m.OpenAnswer(CellState.READY, MissReason.NONE, 1, 0, 4096, 512)] * 2),
     m.pack_opened([m.OpenAnswer(CellState.FAILED, MissReason.LATE, 0, 0, 0, 0)] * 2),
     _answer(_SHARDS[:2], FIELDS[:1]),
-    _answer(_SHARDS[1:], FIELDS, 7),
+    _answer(_SHARDS[1:], FIELDS),
     m.pack_committed(m.CommitStatus.ACCEPTED),
     m.pack_call("[]", m.MessageKind.RESULT),
     m.pack_text(m.MessageKind.REFUSED, "no"),
@@ -116,17 +116,22 @@ def _again(message: bytes) -> None:
         require(isinstance(m.unpack_text(message), str), "no text")
 
 
+def _read(message: bytes, fields: tuple[str, ...]) -> tuple[Shards | None, ...]:
+    (text,) = m.unpack_found(message, 1)
+    return m.read_block(text, 2, fields)
+
+
 def _found(message: bytes) -> None:
     for fields in (FIELDS[:1], FIELDS):
         try:
-            found = m.FoundBlocks().read(message, 2, fields)
+            found = _read(message, fields)
         except m.ProtocolError:
             continue
         for shards in found:
             if shards is not None:
                 require(isinstance(shards, WrittenShards), "no shards")
                 require(set(shards) <= set(fields), "other fields")
-        again = m.FoundBlocks().read(_answer(found, fields), 2, fields)
+        again = _read(_answer(found, fields), fields)
         rows = [written_rows(one, fields) for one in (found, again)]
         require(rows[0] == rows[1], "other records")
 
@@ -233,6 +238,7 @@ class _Liar:
     def __init__(self) -> None:
         self.path = Path(Node().folder) / "liar"
         self.answers: list[bytes] = []
+        self.board = AnswerBoard.create()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(self.path))
         self._listener.listen(8)
@@ -243,7 +249,8 @@ class _Liar:
             sock, _ = self._listener.accept()
             with sock:
                 sock.recv(1000)
-                sock.send(bytes((m.MessageKind.WELCOME,)))
+                welcome = bytes((m.MessageKind.WELCOME,))
+                socket.send_fds(sock, [welcome], [self.board.fd])
                 for answer in list(self.answers):
                     if not sock.recv(m.MESSAGE_BYTES_MAX):
                         break
@@ -260,9 +267,13 @@ def _check_client(answer: bytes) -> str | None:
         _liars.append(_Liar())
     liar = _liars[0]
     liar.answers = [answer or b"\xff"] * 3
+    kind, scope = answer[:1], Scope(NAMESPACE, FIELDS[:1])
+    liar.board.discard(NAMESPACE)
+    if kind == b"\x08" and len(answer) % 2:  # the same, in shared memory
+        key, generation = scope.key(b"".join(HASHES[:2])), liar.board.generation(scope)
+        liar.board.write(key, answer[1:], (0.0, 1e12), generation)
     client = AgentConnection(liar.path, call_s=_PATIENCE_S)
     try:
-        kind = answer[:1]
         if kind in (b"\x08", b"\x09"):
             found = client.find(NAMESPACE, HASHES[:2], FIELDS[:1])
             require(len(found) == 2, "another number of answers")

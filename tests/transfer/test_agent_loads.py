@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from objkv.agent.arena import PAGE
 from objkv.agent.client import AgentConnection
+from objkv.agent.memory.arena import PAGE
 from objkv.agent.residents import Resident, Residents
 from objkv.errors import StoreUnavailable, TransferError
 from objkv.transfer.lanes import HostLane, Lane
@@ -394,7 +394,6 @@ def test_where_copies_wait_for_the_interpreter_the_rest_is_read_at_once(
         return preadv(fd, buffers, offset)
 
     monkeypatch.setattr(arena_lane, "_WAITED_S", -1.0)
-    monkeypatch.setattr(arena_lane, "_LAYERS_AT_ONCE", 1)
     monkeypatch.setattr(arena_lane, "_PIECES_MAX", pieces)
     monkeypatch.setattr(arena_lane.os, "preadv", counted)
     assert not world.reader.load(range(4), 1).failed_blocks

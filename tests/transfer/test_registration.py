@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from objkv.agent.arena import BOARD_BYTES, PAGE, Arena
+from objkv.agent.memory.arena import BOARD_BYTES, PAGE, Arena
 from objkv.transfer import devices
 from objkv.transfer.devices import CudaDriver, CudaRuntime, TorchDriver
 from objkv.transfer.lanes import HostMark

@@ -105,7 +105,6 @@ def test_copies_that_wait_for_the_interpreter_are_right_in_any_order(
     reader: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arena_lane, "_WAITED_S", -1e9)
-    monkeypatch.setattr(arena_lane, "_LAYERS_AT_ONCE", 1)
     all_loaded(MODEL, ShapeOfReplica(), ShapeOfReplica(layout=reader))
 
 

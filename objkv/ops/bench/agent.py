@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from objkv.agent.arena import CellState
 from objkv.agent.client import AgentConnection, is_listening
 from objkv.agent.fill import Wanted
+from objkv.agent.memory.arena import CellState
 from objkv.agent.outbox import Outbox
 from objkv.agent.queue import Urgency
 from objkv.cache.chunks import shard_record

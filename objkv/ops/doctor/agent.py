@@ -7,8 +7,8 @@ import stat
 from contextlib import closing, suppress
 from pathlib import Path
 
-from objkv.agent.arena import PAGE, Arena
 from objkv.agent.client import AgentConnection
+from objkv.agent.memory.arena import PAGE, Arena
 from objkv.agent.spill.disk import FOLDER
 from objkv.config import Config
 from objkv.config.node import agent_socket, host_bytes

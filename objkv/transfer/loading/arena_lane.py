@@ -6,7 +6,7 @@ from time import monotonic
 
 import numpy as np
 
-from objkv.agent.arena import Arena
+from objkv.agent.memory.arena import Arena
 from objkv.errors import TransferError
 from objkv.transfer.lanes import BlockRuns, HostLane, PagedLayers, Pages, Recast, scatter_layers
 
@@ -14,7 +14,6 @@ _COPY_BYTES_PER_S = 2e9
 _WAITED_S = 1e-3
 """Copies that take this much longer than at the speed above have waited for the interpreter."""
 _LAYERS_AT_ONCE = 4
-"""Layers copied before the time is taken."""
 _PIECES_MAX = 1024
 """The most pieces that one call of ``preadv`` may read into."""
 
@@ -30,6 +29,8 @@ class ArenaLane(HostLane):
 
     def __init__(self) -> None:
         self._fd, self._base, self._end = -1, 0, 0
+        self._at_once = 1
+        """Layers copied before the time is taken: one where the last copies waited."""
 
     def attach(self, arena: Arena) -> None:
         """Copy from ``arena`` from now on."""
@@ -48,15 +49,16 @@ class ArenaLane(HostLane):
         count, done = len(pages), 0
         begun = monotonic()
         while done < count:
-            some = pages[done : done + _LAYERS_AT_ONCE]
+            some = pages[done : done + self._at_once]
             given = some if recast is None else [recast(one) for one in some]
             scatter_layers(given, layers.arrays[done : done + len(some)], placed)
             done += len(some)
             ended = monotonic()
             nbytes = sum([one.nbytes for one in some])
             if ended - begun > _WAITED_S + nbytes / _COPY_BYTES_PER_S:
+                self._at_once = 1
                 break
-            begun = ended
+            self._at_once, begun = _LAYERS_AT_ONCE, ended
         rest = pages[done:]
         if rest and not self._read(rest, layers, done, placed, recast):
             super().scatter(rest, layers.cut(range(done, count)), placed, recast)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from threading import Lock, Thread
 from time import monotonic, sleep
 
-from objkv.agent.arena import BOARD_BYTES, CellState, Progress
 from objkv.agent.connections import ArenaConnection, ArenaLease, InsideAgent
 from objkv.agent.fill import Wanted
+from objkv.agent.memory.arena import BOARD_BYTES, CellState, Progress
 from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason
 from objkv.background import Alarm, join_all, wait_for

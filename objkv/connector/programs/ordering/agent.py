@@ -13,8 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, cast
 
-from objkv.agent.arena import PAGE
 from objkv.agent.client import AgentConnection
+from objkv.agent.memory.arena import PAGE
 from objkv.agent.outbox import AgentSaves, Outbox
 from objkv.agent.residents import Resident, Residents
 from objkv.assembly.agent import NodeAgent

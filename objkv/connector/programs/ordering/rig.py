@@ -15,9 +15,9 @@ from typing import Any, Final, Self, cast
 import numpy as np
 import torch
 
-from objkv.agent.arena import BOARD_BYTES
 from objkv.agent.connections import InsideAgent
 from objkv.agent.core import CoreLimits
+from objkv.agent.memory.arena import BOARD_BYTES
 from objkv.assembly.backends import open_bulk, open_index
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import (

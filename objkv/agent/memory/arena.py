@@ -45,6 +45,16 @@ def check_seals(fd: int, *, writable: bool) -> bool:
     return fcntl.fcntl(fd, _GET_SEALS) & seals == seals
 
 
+def map_sealed(fd: int, nbytes: int) -> mmap.mmap:
+    """Size and map a new memfd, which gets no other writers. Children do not inherit the mapping.
+    Raises ``OSError`` and ``OverflowError``."""
+    os.ftruncate(fd, nbytes)
+    mapping = mmap.mmap(fd, nbytes)
+    mapping.madvise(mmap.MADV_DONTFORK)
+    fcntl.fcntl(fd, _ADD_SEALS, _READ_ONLY)
+    return mapping
+
+
 class CellState(IntEnum):
     """State of a cell's payload."""
 
@@ -128,11 +138,8 @@ class Arena:
         except OSError as exc:
             raise ConfigError(f"the system makes no memfd ({exc}): set agent to off") from exc
         try:
-            os.ftruncate(fd, total)
-            mapping = mmap.mmap(fd, total)
-            mapping.madvise(mmap.MADV_DONTFORK)
+            mapping = map_sealed(fd, total)
             _use_huge_pages(mapping)
-            fcntl.fcntl(fd, _ADD_SEALS, _READ_ONLY)
         except (OSError, OverflowError) as exc:
             os.close(fd)
             why = getattr(exc, "strerror", None) or "too large"

@@ -1,0 +1,1 @@
+"""Memory that an agent writes and replicas read."""

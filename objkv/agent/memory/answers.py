@@ -1,0 +1,168 @@
+"""Answers to lookups in memory that the agent writes and replicas read.
+
+So a replica needs no message for chunks that were looked up before on its node: two wake-ups of
+processes take longer than all the rest of a lookup. Answers come in blocks of chunks, because
+prompts that begin alike have equal blocks from the start on. Only blocks whose chunks are all
+stored are kept, until their first record ends.
+"""
+
+import mmap
+import os
+import struct
+from collections.abc import Sequence
+from threading import Lock
+from typing import Final
+
+from xxhash import xxh3_64_intdigest, xxh3_128_digest
+
+from objkv.agent.memory.arena import PAGE, check_seals, map_sealed
+from objkv.errors import ConfigError, TransferError
+from objkv.keys.prefix import PREFIX_HASH_BYTES
+
+BLOCK_MAX: Final = 32
+"""Chunks per block, or as many as fit. The last one of a prompt may have fewer."""
+RECORD_BYTES: Final = 200
+"""Bound of a record's text."""
+_SLOTS = 512
+_SLOT_BYTES = 32_768
+_KEY_BYTES = 16
+_WORDS = PAGE // 8
+_HEAD = struct.Struct(f"<{_KEY_BYTES}sQddIQ")
+_CHECK = struct.Struct("<Q")
+TEXT_AT: Final = _HEAD.size + _CHECK.size
+"""Position of a text in its slot."""
+TEXT_BYTES_MAX: Final = _SLOT_BYTES - TEXT_AT
+"""Longer texts are not kept, as those of very many shards."""
+_TOTAL = PAGE + _SLOTS * _SLOT_BYTES
+
+
+class Scope:
+    """Lookups of one namespace and some shard fields."""
+
+    def __init__(self, namespace: str, fields: Sequence[str]) -> None:
+        self.word = _word_of(namespace)
+        """Position of the namespace's generation on the board."""
+        self._text = "\n".join((namespace, *fields, "")).encode()
+        fitting = TEXT_BYTES_MAX // (RECORD_BYTES * max(1, len(fields)))
+        self.chunks = max(1, min(BLOCK_MAX, fitting))
+        """Chunks per block."""
+
+    def blocks(self, hashes: bytes) -> list[bytes]:
+        """Divide prefix hashes, one after another, into those of each block."""
+        step = self.chunks * PREFIX_HASH_BYTES
+        return [hashes[at : at + step] for at in range(0, len(hashes), step)]
+
+    def key(self, block: bytes) -> bytes:
+        """Return the key of a block of prefix hashes."""
+        return xxh3_128_digest(self._text + block)
+
+
+def _word_of(namespace: str) -> int:
+    return xxh3_64_intdigest(namespace.encode()) % _WORDS
+
+
+class AnswerBoard:
+    """One mapping of the answers: a slot for each block, found by its key. The agent's is writable,
+    a replica's is not. Thread-safe.
+
+    A reader checks what it has copied, so it may read while the agent writes. The first page has
+    the generations: a namespace's answers of an earlier one are void.
+    """
+
+    def __init__(self, fd: int, mapping: mmap.mmap) -> None:
+        self.fd = fd
+        """The memfd. This object closes it."""
+        self._view = memoryview(mapping)
+        self._words = self._view[:PAGE].cast("Q")
+        self._lock = Lock()
+
+    @classmethod
+    def create(cls) -> "AnswerBoard":
+        """Make an empty one. No memory is taken until it is written. Raises ``ConfigError`` if the
+        system refuses."""
+        try:
+            fd = os.memfd_create("objkv-answers", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as exc:
+            raise ConfigError(f"the system makes no memfd ({exc}): set agent to off") from exc
+        try:
+            return cls(fd, map_sealed(fd, _TOTAL))
+        except OSError as exc:
+            os.close(fd)
+            raise ConfigError(f"no memory for answers ({exc}): set agent to off") from exc
+
+    @classmethod
+    def join(cls, fd: int) -> "AnswerBoard":
+        """Map the answers that an agent sent. Takes over ``fd``. Raises ``TransferError`` unless
+        they have the right size and cannot shrink, which would kill their readers."""
+        try:
+            if not check_seals(fd, writable=False) or os.fstat(fd).st_size != _TOTAL:
+                raise TransferError("the agent's answers are not sealed, or have an invalid size")
+            return cls(fd, mmap.mmap(fd, _TOTAL, prot=mmap.PROT_READ))
+        except OSError as exc:
+            os.close(fd)
+            raise TransferError(f"the agent's answers cannot be mapped: {exc}") from exc
+        except TransferError:
+            os.close(fd)
+            raise
+
+    def generation(self, scope: Scope) -> int:
+        """Return a number that changes with ``discard``."""
+        return self._words[scope.word]
+
+    def discard(self, namespace: str) -> None:
+        """Void the answers of a namespace."""
+        with self._lock:
+            self._words[_word_of(namespace)] += 1
+
+    def write(self, key: bytes, text: bytes, span: tuple[float, float], generation: int) -> None:
+        """Keep a block's answer, unless it is too long.
+
+        Args:
+            span: from when until when it is valid, in seconds since the epoch.
+            generation: that of its scope before its records were looked up.
+        """
+        if len(text) > TEXT_BYTES_MAX:
+            return
+        at = _place(key)
+        head = _HEAD.pack(key, generation, *span, len(text), xxh3_64_intdigest(text))
+        with self._lock:
+            self._view[at : at + len(head)] = bytes(len(head))
+            self._view[at + TEXT_AT : at + TEXT_AT + len(text)] = text
+            self._view[at + _HEAD.size : at + TEXT_AT] = _CHECK.pack(xxh3_64_intdigest(head))
+            self._view[at : at + len(head)] = head
+
+    def find(self, scope: Scope, key: bytes, now: float) -> tuple[int, int] | None:
+        """Return the checksum and the length of a block's text, or None if no valid answer is
+        kept."""
+        at = _place(key)
+        copy = bytes(self._view[at : at + TEXT_AT])
+        found, generation, begins_s, ends_s, nbytes, checksum = _HEAD.unpack_from(copy)
+        # A begin in the future means that the clock was set back meanwhile.
+        if found != key or generation != self._words[scope.word] or not begins_s <= now < ends_s:
+            return None
+        (check,) = _CHECK.unpack_from(copy, _HEAD.size)
+        if check != xxh3_64_intdigest(copy[: _HEAD.size]) or nbytes > TEXT_BYTES_MAX:
+            return None
+        return checksum, nbytes
+
+    def read(self, key: bytes, found: tuple[int, int]) -> bytes | None:
+        """Return the text of a block that was ``found``, or None if it has been replaced
+        since."""
+        checksum, nbytes = found
+        at = _place(key) + TEXT_AT
+        text = bytes(self._view[at : at + nbytes])
+        return text if xxh3_64_intdigest(text) == checksum else None
+
+    def close(self) -> None:
+        """Close the descriptor. The memory is unmapped with the last reference to this object,
+        because another thread may still read it. Idempotent."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __repr__(self) -> str:
+        return f"<AnswerBoard of {_SLOTS} blocks>"
+
+
+def _place(key: bytes) -> int:
+    return PAGE + int.from_bytes(key[:4], "little") % _SLOTS * _SLOT_BYTES
