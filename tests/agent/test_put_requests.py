@@ -474,14 +474,21 @@ class Agents:
 
     def hold_back(self, made: Sequence[bytes]) -> None:
         """Hand payloads to the first, until the index names it as their holder."""
-        wait_until(lambda: self._reads_requests())
+        wait_until(self._reads_requests)
         for payload in made:
             self.desk.hand_over(payload)
         wait_until(lambda: all(self.index.holders(paths(made))))
 
     def _reads_requests(self) -> bool:
-        """Whether both agents have a stream."""
-        return len(list(self.index._client.scan_iter("objkv:q:*"))) == 2
+        """Whether both agents have a stream, and have read from it: only then do they give their
+        names to what they make."""
+        streams = list(self.index._client.scan_iter("objkv:q:*"))
+        for name in streams:
+            self.index.request(name.decode().rpartition(":")[2], b"not a request")
+        return len(streams) == 2 and all(
+            agent.metrics().get("requests_invalid_total", 0.0) > 0
+            for agent in (self.first, self.second)
+        )
 
     def is_coming(self, made: Sequence[bytes]) -> bool:
         claims = [read_header(payload).claim for payload in made]
