@@ -64,7 +64,7 @@ class Fork:
         """Its exit status, or None while it runs, or while another thread waits for it."""
         with suppress(subprocess.TimeoutExpired):
             return self.wait(0)
-        return None
+        return self.returncode  # which another thread may just have read
 
     def send_signal(self, number: int) -> None:
         """Send a signal, unless it is known to have ended."""

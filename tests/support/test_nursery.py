@@ -98,3 +98,5 @@ def test_several_threads_can_wait_for_it(fork: Callable[..., Fork]) -> None:
     for thread in threads:
         thread.join(PATIENCE_S)
     assert ends == [-signal.SIGTERM] * 3
+    with one._lock:  # as a thread has it that also waited
+        assert one.poll() == -signal.SIGTERM
