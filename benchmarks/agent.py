@@ -200,7 +200,7 @@ def main() -> None:
         cache = ChunkCache(backends.bulk, None, backends.index, settings, recorder)
         slab_bytes = payload_bytes_max(paged.layers)
         plan = saved(cache, paged, recorder, slab_bytes)
-        agent = stack.enter_context(AgentProcess(urls | {"agent_memory_bytes": "2GiB"}))
+        agent = stack.enter_context(AgentProcess(urls | {"agent_memory_bytes": "2GiB"}, fresh=True))
         limits = LoadLimits(4096, PATIENCE_S, PATIENCE_S)
         own = InsideLoads(
             cache,

@@ -130,7 +130,7 @@ class Side:
     def __init__(self, stack: ExitStack, settings: dict[str, str], processes: int) -> None:
         own = {"agent_memory_bytes": ARENA, "agent_fetch_processes": str(processes)}
         self.processes = processes
-        self.agent = stack.enter_context(AgentProcess(settings | own))
+        self.agent = stack.enter_context(AgentProcess(settings | own, fresh=True))
         self.client = AgentConnection(self.agent.path, wants_arena=True, call_s=PATIENCE_S)
 
     def fetched(self) -> float:

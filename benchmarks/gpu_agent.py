@@ -237,7 +237,7 @@ def resident(
         with ExitStack() as inner:
             caches = caches_of(device, form)
             agent = inner.enter_context(
-                AgentProcess({**settings, "agent_memory_bytes": LARGE_ARENA})
+                AgentProcess({**settings, "agent_memory_bytes": LARGE_ARENA}, fresh=True)
             )
             side = Side(inner, settings, caches, agent)
             prompts = stored(settings, caches)
@@ -401,7 +401,7 @@ def decode(
     caches = caches_of(device, "NHD")
     prompts = stored(settings, caches)
     small, large = (
-        stack.enter_context(AgentProcess({**settings, "agent_memory_bytes": nbytes}))
+        stack.enter_context(AgentProcess({**settings, "agent_memory_bytes": nbytes}, fresh=True))
         for nbytes in (SMALL_ARENA, LARGE_ARENA)
     )
     sides = {

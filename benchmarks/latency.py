@@ -275,7 +275,9 @@ def main() -> None:
         urls = stores(stack, folder, tls=True)
         small, large = str(NBYTES * 5 // 4), str(NBYTES * 5 // 2)
         agents = {
-            name: stack.enter_context(AgentProcess(urls | {"agent_memory_bytes": nbytes}))
+            name: stack.enter_context(
+                AgentProcess(urls | {"agent_memory_bytes": nbytes}, fresh=True)
+            )
             for name, nbytes in (("agent", small), ("resident", large))
         }
         os.sched_setaffinity(0, everywhere)

@@ -6,6 +6,7 @@ python scripts/draw_dashboard.py http://127.0.0.1:9090 --minutes 5 --out docs/im
 import argparse
 import json
 import math
+import re
 import time
 import urllib.parse
 import urllib.request
@@ -18,6 +19,7 @@ from matplotlib.figure import Figure
 DASHBOARD = Path(__file__).parents[1] / "examples" / "monitoring" / "objkv-dashboard.json"
 COLORS = ("#3b6ea8", "#2a9d8f", "#e9a23b", "#c8553d", "#7a5195", "#8d99ae")
 INK, PALE = "#2b2f36", "#6b7280"
+LABEL = re.compile(r"\{\{\s*(\w+)\s*\}\}")
 UNITS = {"Bps": ("B/s", 1024), "bytes": ("B", 1024), "cps": ("/s", 1000), "s": ("s", 1000)}
 Series = list[tuple[str, list[float], list[float]]]
 
@@ -37,6 +39,11 @@ def filled(expression: str) -> str:
     return expression.replace("$__rate_interval", "30s")
 
 
+def named(legend: str, labels: dict[str, str]) -> str:
+    """The name of one line. Labels that it lacks are left out, as Grafana does."""
+    return " ".join(LABEL.sub(lambda found: labels.get(found[1], ""), legend).split())
+
+
 def series(url: str, panel: dict[str, Any], start: float, end: float) -> Series:
     """The lines of one panel."""
     found: Series = []
@@ -51,9 +58,7 @@ def series(url: str, panel: dict[str, Any], start: float, end: float) -> Series:
             step=step,
         )
         for row in rows:
-            name = target["legendFormat"]
-            for label, value in row["metric"].items():
-                name = name.replace(f"{{{{{label}}}}}", value)
+            name = named(target["legendFormat"], row["metric"])
             values = [float(value) for _, value in row["values"]]
             times = [(moment - start) / 60 for moment, _ in row["values"]]
             found.append((name, times, values))

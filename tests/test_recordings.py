@@ -1,4 +1,5 @@
-"""The recorder of terminals: what was shown is in the picture, and nothing in it can act."""
+"""Pictures of the documents: what was shown by a terminal is in its picture, and nothing in it can
+act; lines of the dashboard are named as Grafana does."""
 
 import importlib.util
 import sys
@@ -7,6 +8,8 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
+
+from scripts.draw_dashboard import named
 
 ROOT = Path(__file__).parents[1]
 SIZE = (40, 4)
@@ -89,3 +92,13 @@ def test_recordings_in_the_docs_can_be_drawn(picture: Path) -> None:
     root = ET.fromstring(picture.read_text())  # noqa: S314  # of this repository
     assert root.tag.endswith("}svg")
     assert not [element for element in root.iter() if element.tag.endswith("}script")]
+
+
+def test_labels_that_a_line_of_the_dashboard_lacks_are_left_out() -> None:
+    labels = {"model": "llama", "tenant": "acme"}
+    assert named("{{model}} {{tenant}}", labels) == "llama acme"
+    assert named("{{model}} {{tenant}}", {"model": "llama"}) == "llama"
+    assert named("{{ model }} {{tenant}}", {"tenant": "acme"}) == "acme"
+    assert named("{{tenant}}", {}) == ""
+    assert named("p99", labels) == "p99"
+    assert named("{{model}}", {"model": "{{tenant}}", "tenant": "acme"}) == "{{tenant}}"

@@ -7,7 +7,7 @@ back are saved when they are seen a second time, see ``objkv.agent.unsaved``.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from threading import Lock
+from threading import Event, Lock
 from time import monotonic
 
 from objkv.agent.memory.arena import ALL_FRAMES
@@ -33,6 +33,8 @@ from objkv.telemetry import Recorder
 logger = logging.getLogger(__name__)
 _LENGTH_BYTES = 8
 _CHOOSERS_MAX = 64
+_LOOK_S = 0.05
+"""How often ``drain`` looks at payloads that are due while there is no room to save them."""
 _SHARE = 4
 """Divisor: payloads that wait to be saved lease at most this fraction of the arena."""
 
@@ -91,6 +93,8 @@ class NodeSaves:
         the index has its record."""
         self._leased_bytes = 0
         """Bytes of payloads that wait for a thread, or are being saved."""
+        self._has_released = Event()
+        """Set when a save has ended."""
         self._unsaved = residents.unsaved
         self._sightings = Sightings(
             cache, self._unsaved, self._save_due, lambda: self._has_turns, recorder
@@ -144,6 +148,7 @@ class NodeSaves:
         self.residents.release(save.resident)
         if self._unsaved.has_due:
             self._sightings.wake()
+        self._has_released.set()
 
     def encode(self, save: CommittedSave) -> tuple[memoryview, Header]:
         """Return the payload in its stored form."""
@@ -174,13 +179,17 @@ class NodeSaves:
         that were not seen again do not count."""
         end = monotonic() + seconds
         while True:
+            self._has_released.clear()
             was_idle = not self._unsaved.has_due
             for part in (self._sightings, self._pool):
                 if not part.drain(max(0.0, end - monotonic())):
                     return False
             is_idle = not self._unsaved.has_due  # one may have become due meanwhile
-            if (was_idle and is_idle) or self._pool.is_closed or monotonic() >= end:
+            left_s = end - monotonic()
+            if (was_idle and is_idle) or self._pool.is_closed or left_s <= 0:
                 return is_idle
+            if not is_idle:
+                self._has_released.wait(min(left_s, _LOOK_S))
 
     def close(self, drain_s: float) -> None:
         """Drain within the bound, then stop. Idempotent."""

@@ -306,6 +306,7 @@ def test_a_request_that_waits_for_a_prefetch_makes_it_urgent(node: Node) -> None
     wait_until(lambda: len(order) == 1)  # the other thread is kept for loads
     prefetched += client.open(wanted[-1:], deadline_s=0.001, urgency=ahead)
     (lease,) = client.open(wanted[-1:], deadline_s=PATIENCE_S, urgency=Urgency.IN_STEP)
+    wait_until(lambda: len(order) == 2)
     gate.set()
     assert ended(client, lease).state is CellState.READY, "the later deadline counts"
     assert order[1] == wanted[-1].claim.key.path()

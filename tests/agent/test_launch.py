@@ -313,7 +313,7 @@ def test_closing_takes_no_time_to_wait_for(config: Config, tmp_path: Path) -> No
 
 def test_the_command_says_where_it_serves_and_ends_in_order(tmp_path: Path) -> None:
     settings = {"bulk_url": f"file://{tmp_path}/c", "index_url": f"sqlite://{tmp_path}/i"}
-    with AgentProcess(settings) as agent:
+    with AgentProcess(settings, fresh=True) as agent:
         wait_until(lambda: f"serving {agent.path}" in agent.log())
         again = subprocess.run(
             [sys.executable, "-m", "objkv", "agent", "--socket", str(agent.path)],

@@ -29,7 +29,7 @@ from tests.agent.test_server import Desk, payloads
 from tests.agent.test_unsaved import Holder, find, paths, read
 from tests.agent.test_unsaved_disk import DiskHolder
 from tests.agent.world import PATIENCE_S, WatchedStore
-from tests.support.agents import AgentProcess
+from tests.support.agents import AgentProcess, await_names
 from tests.support.paged_cache import wait_until
 from tests.support.samples import IDENTITY, NAMESPACE
 from tests.support.servers.redis import RedisServer
@@ -474,14 +474,10 @@ class Agents:
 
     def hold_back(self, made: Sequence[bytes]) -> None:
         """Hand payloads to the first, until the index names it as their holder."""
-        wait_until(lambda: self._reads_requests())
+        await_names(self.index, self.first, self.second)
         for payload in made:
             self.desk.hand_over(payload)
         wait_until(lambda: all(self.index.holders(paths(made))))
-
-    def _reads_requests(self) -> bool:
-        """Whether both agents have a stream."""
-        return len(list(self.index._client.scan_iter("objkv:q:*"))) == 2
 
     def is_coming(self, made: Sequence[bytes]) -> bool:
         claims = [read_header(payload).claim for payload in made]

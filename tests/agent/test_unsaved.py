@@ -14,7 +14,8 @@ from objkv.agent.fill import Wanted
 from objkv.agent.memory.arena import CellState
 from objkv.agent.prefetch import Matched, Prefetches, PrefetchOrder
 from objkv.agent.residents import MissReason
-from objkv.agent.unsaved.payloads import is_unsaved
+from objkv.agent.saves import NodeSaves
+from objkv.agent.unsaved.payloads import UnsavedPayloads, is_unsaved
 from objkv.cache.chunks import SaveOutcome
 from objkv.codec.payload import read_header
 from objkv.errors import StoreBusy, StoreUnavailable, TransferError
@@ -320,6 +321,30 @@ def test_payloads_that_come_together_share_a_round_trip(make: Callable[..., Hold
     gate.set()
     assert node.saves.drain(PATIENCE_S)
     assert sizes == [1, 8]
+
+
+def test_a_due_payload_that_nothing_saves_is_waited_for_without_spinning(
+    make: Callable[..., Holder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, made = make(), payloads()
+    node.commit(made)
+    monkeypatch.setattr(NodeSaves, "_has_turns", False)
+    node.read(node.find(made))
+    assert node.residents.unsaved.has_due
+    looks, has_due = list[bool](), UnsavedPayloads.has_due
+
+    def counted(unsaved: UnsavedPayloads) -> bool:
+        looks.append(has_due.fget(unsaved))  # type: ignore[attr-defined]
+        return looks[-1]
+
+    monkeypatch.setattr(UnsavedPayloads, "has_due", property(counted))
+    assert not node.saves.drain(0.5)
+    assert all(looks)
+    assert len(looks) < 50, "a spinning thread looks some thousand times"
+    monkeypatch.undo()
+    node.saves._sightings.wake()
+    assert node.saves.drain(PATIENCE_S)
+    assert node.stored == set(paths(made))
 
 
 def test_a_save_that_failed_is_tried_at_the_next_read(make: Callable[..., Holder]) -> None:

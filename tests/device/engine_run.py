@@ -371,7 +371,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="objkv-") as folder, ExitStack() as stack:
         agent = None
         if by_agent:
-            agent = stack.enter_context(AgentProcess(_stores(folder) | AGENT))
+            agent = stack.enter_context(AgentProcess(_stores(folder) | AGENT, fresh=True))
         engine = Engine(load_mode, folder, agent)
         for number, mutant in enumerate(mutants):
             if mutant is None:

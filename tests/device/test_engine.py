@@ -57,7 +57,7 @@ FOUND = {
         pytest.param("async", marks=pytest.mark.wide),
         pytest.param("layerwise", marks=pytest.mark.wide),
         "async-agent",
-        "layerwise-agent",
+        pytest.param("layerwise-agent", marks=pytest.mark.wide),
     ],
 )
 def test_answers_from_late_copies_are_those_of_a_cold_run(

@@ -20,7 +20,7 @@ from tests.engine.loglines import PACKAGE
 from tests.support.servers.redis import wait_until
 
 if TYPE_CHECKING:
-    from tests.engine.nursery import Fork
+    from tests.support.nursery import Fork
 
 # Who waits for the end of whom, from the inside: each has time to see the one before it give up.
 DRAIN_S = 60

@@ -22,7 +22,7 @@ from typing import Self
 
 from tests.engine.endings import WORKER_S
 from tests.engine.job import Job, Result
-from tests.engine.nursery import Fork, Nursery
+from tests.support.nursery import Fork, Nursery
 
 ROOT = Path(__file__).resolve().parents[2]
 REPLICA = "tests.engine.replica"
@@ -141,7 +141,7 @@ def _start(job: Job, files: tuple[str, str], log_file: Path) -> subprocess.Popen
 @functools.cache
 def nursery() -> Nursery:
     """What this process forks replicas off."""
-    return Nursery(ROOT, _environment_of(Job(steps=())))
+    return Nursery(ROOT, _environment_of(Job(steps=())), ("tests.engine.preloaded",))
 
 
 def environment() -> dict[str, str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from objkv.index.redis.index import RedisIndex
 from objkv.index.sqlite.index import SqliteIndex
 from tests.engine.cache import Values, scenario
 from tests.engine.fleet import CHUNK, SAVED, SharedStore
@@ -14,7 +15,7 @@ from tests.engine.harness import ReplicaFailed, run_replica, run_replicas
 from tests.engine.job import Call, Generate, Job, ResetPrefixCache, Settle, Step
 from tests.engine.prompts import prompt_of
 from tests.engine.test_shapes_tp import TWO_RANKS
-from tests.support.agents import AgentProcess, agent_folder
+from tests.support.agents import AgentProcess, agent_folder, await_names
 from tests.support.paged_cache import wait_until
 from tests.support.servers.redis import valkey_server
 
@@ -139,6 +140,8 @@ def held_back_elsewhere(folder: Path) -> Values:
         shared = settings(store) | {"index_url": f"{server.url}/0", "save_to_bucket": "reused"}
         shared |= {"lookup_deadline_ms": "20000"}
         with AgentProcess(shared) as first, AgentProcess(shared) as second:
+            with closing(RedisIndex(server.client())) as index:
+                await_names(index, first, second)
             made = run_replica(job(store, first, *GENERATE, SAVED), folder)
             once = len(store.payloads())
             patient = job(store, second, *GENERATE, admission="always")

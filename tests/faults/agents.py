@@ -34,6 +34,8 @@ STORE_S = 4
 """How long an agent's calls to its store may take."""
 LEASE_MS = 1_000
 """How long nobody saves again what an agent was saving when it was killed."""
+FROZEN_S = 0.3
+"""How long this process's clients wait for an agent that cannot answer, instead of two seconds."""
 _FILLERS = 4
 """Payloads opened at once until the arena is full."""
 _WIDTH = 8192
@@ -194,8 +196,10 @@ class AgentPlace(Place):
     def _agent_frozen(self) -> Undo:
         self.agent.freeze()
         self._is_frozen = True
+        self.servers.agent_sockets.hurry(FROZEN_S)
 
         def undo() -> None:
+            self.servers.agent_sockets.hurry()
             self.agent.process.send_signal(signal.SIGCONT)
             self._is_frozen = False
 

@@ -8,6 +8,7 @@ import botocore.auth
 import pytest
 from botocore.retries.standard import ExponentialBackoff
 
+from objkv.agent import client
 from objkv.agent.calls import AgentCalls
 from objkv.agent.outbox import AgentSaves
 from objkv.assembly import call_times
@@ -22,7 +23,7 @@ from objkv.stores.redis import RedisStore
 from objkv.stores.s3 import signing as s3_signing
 from objkv.transfer.loading import loader
 from objkv.transfer.saver import Saver
-from tests.faults.places import Calls, Clock, Servers, running_servers
+from tests.faults.places import AgentSockets, Calls, Clock, Servers, running_servers
 
 _PATIENT_MS = 60_000
 
@@ -41,10 +42,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     """Real servers behind proxies that spoil; this process's clients read a clock that can be
     moved, and what they ask SQLite is counted."""
-    clock, files = Clock(), Calls()
+    clock, files, sockets = Clock(), Calls(), AgentSockets()
     with pytest.MonkeyPatch.context() as patch:
         _lead(patch, clock)
         patch.setattr(SqliteFile, "read", files.counting(SqliteFile.read))
+        patch.setattr(client, "_socket", sockets.opening(client._socket))
         # A session reads the client's models from files each time, 100 ms of a core.
         session = boto3.session.Session()
         patch.setattr(boto3.session, "Session", lambda: session)
@@ -52,7 +54,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         patch.setattr(call_times, "READ_FLOOR_S", 0.5)
         patch.setattr(call_times, "CONNECT_FLOOR_S", 0.5)
         with running_servers(tmp_path_factory.mktemp("faults"), clock) as running:
-            running.files = files
+            running.files, running.agent_sockets = files, sockets
             yield running
 
 

@@ -1,10 +1,13 @@
 """Where the toy engine's payloads and records are, and what can be done to these places."""
 
 import itertools
+import math
 import resource
 import shutil
 import signal
+import socket
 import sqlite3
+import struct
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -14,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from threading import Lock
 from typing import Any, ParamSpec, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import redis
 
@@ -86,6 +90,35 @@ class Calls:
         return counted
 
 
+class AgentSockets:
+    """The sockets by which this process waits for node agents."""
+
+    def __init__(self) -> None:
+        self._usual: WeakKeyDictionary[socket.socket, float] = WeakKeyDictionary()
+        """The bound of each, in seconds."""
+        self._hurry_s = math.inf
+
+    def opening(self, open_one: Callable[[float], socket.socket]) -> Callable[[float], Any]:
+        """``open_one``, of whose sockets none waits long while there is a hurry."""
+
+        def opened(call_s: float) -> socket.socket:
+            sock = open_one(min(call_s, self._hurry_s))
+            self._usual[sock] = call_s
+            return sock
+
+        return opened
+
+    def hurry(self, seconds: float = math.inf) -> None:
+        """Let none wait longer than this, those that are open already too. Without it, all wait as
+        long as usual again."""
+        self._hurry_s = seconds
+        for sock, usual_s in list(self._usual.items()):
+            bound = struct.pack("ll", *divmod(int(1e6 * min(usual_s, seconds)), 1_000_000))
+            with suppress(OSError):  # it is closed
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bound)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bound)
+
+
 class S3Server(Protocol):
     """What S3 is for the matrix: somewhere, and mortal."""
 
@@ -143,6 +176,7 @@ class Servers:
     numbers: Iterator[int] = field(default_factory=itertools.count)
     files: Calls = field(default_factory=Calls)
     """What this process asked SQLite."""
+    agent_sockets: AgentSockets = field(default_factory=AgentSockets)
 
     def __post_init__(self) -> None:
         # Read by the clock, so by no verb that is tested.

@@ -1,5 +1,6 @@
 """Node agents as processes of their own."""
 
+import functools
 import os
 import re
 import shutil
@@ -17,32 +18,53 @@ from typing import Self
 
 from objkv.agent.client import is_listening
 from objkv.agent.http.metrics import PREFIX
+from objkv.index.redis.index import RedisIndex
+from tests.support.nursery import Fork, Nursery
 from tests.support.paged_cache import PATIENCE_S, wait_until
 from tests.support.servers.process import freeze
+
+ROOT = Path(__file__).parents[2]
 
 
 class AgentProcess:
     """``objkv agent`` over some stores. As a context manager it ends with its block."""
 
     def __init__(
-        self, settings: Mapping[str, str], *, path: Path | None = None, options: Sequence[str] = ()
+        self,
+        settings: Mapping[str, str],
+        *,
+        path: Path | None = None,
+        options: Sequence[str] = (),
+        fresh: bool = False,
     ) -> None:
         """``settings``: names and values. ``path``: by default in a new folder with a short name,
-        since a socket's path may have 107 bytes. ``options``: of the command."""
+        since a socket's path may have 107 bytes. ``options``: of the command. ``fresh``: as a
+        service starts it, not as a fork."""
         self.folder = Path(tempfile.mkdtemp(prefix="objkv-", dir="/tmp"))
         self.path = path or self.folder / "agent.sock"
         self.log_file = self.folder / "log"
+        self.log_file.touch()
         ours = {f"OBJKV_{name.upper()}": value for name, value in settings.items()}
-        others = {n: v for n, v in os.environ.items() if not n.startswith("OBJKV_")}
+        command = ("objkv", "agent", "--socket", str(self.path), *options)
+        self.process = (self._start if fresh else self._fork)(command, _environment() | ours)
+        self._await()
+
+    def _fork(self, command: Sequence[str], environment: dict[str, str]) -> Fork:
+        return _nursery().fork(
+            *command, environment=environment, log=self.log_file, folder=self.folder
+        )
+
+    def _start(
+        self, command: Sequence[str], environment: dict[str, str]
+    ) -> "subprocess.Popen[bytes]":
         with self.log_file.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "objkv", "agent", "--socket", str(self.path), *options],
-                env=others | ours,
+            return subprocess.Popen(
+                [sys.executable, "-m", *command],
+                env=environment,
                 cwd=self.folder,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
-        self._await()
 
     def _await(self) -> None:
         def is_up() -> bool:
@@ -105,6 +127,36 @@ class AgentProcess:
     ) -> None:
         self.kill()
         shutil.rmtree(self.folder)
+
+
+def await_names(index: RedisIndex, *agents: AgentProcess) -> None:
+    """Wait until all agents over this index have read from their streams of requests: only then do
+    they give their names to what they hold back."""
+
+    def have_read() -> bool:
+        streams = list(index._client.scan_iter("objkv:q:*"))
+        for name in streams:
+            index.request(name.decode().rpartition(":")[2], b"not a request")
+        refused = [agent.metrics().get("requests_invalid_total", 0.0) for agent in agents]
+        return len(streams) == len(agents) and min(refused) > 0
+
+    wait_until(have_read)
+
+
+def _environment() -> dict[str, str]:
+    return {n: v for n, v in os.environ.items() if not n.startswith("OBJKV_")}
+
+
+@functools.cache
+def _nursery() -> Nursery:
+    """What this process forks agents off."""
+    modules = (
+        "objkv.cli.agent",
+        "objkv.stores.s3.client",
+        "objkv.stores.s3.store",
+        "objkv.index.redis.index",
+    )
+    return Nursery(ROOT, _environment(), modules)
 
 
 @contextmanager

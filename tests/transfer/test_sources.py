@@ -170,6 +170,17 @@ def test_a_dcp_rank_that_is_missing_is_a_miss() -> None:
         assert other.ranks[1].load(index).failed
 
 
+RANKS_MAX = 8
+"""Of a replica of any shape: more are more of the same."""
+EXAMPLES = 40
+"""In CI the same on the host and on the device, which differ in when a copy is made."""
+
+
+def of_few_ranks(shape: ShapeOfReplica) -> ShapeOfReplica:
+    """The shape with as many stages of a pipeline as leave it few enough ranks."""
+    return replace(shape, pp=min(shape.pp, RANKS_MAX // shape.tp))
+
+
 def dealt(shape: ShapeOfReplica, dcp: int) -> ShapeOfReplica:
     """The shape with DCP as far as its TP size and the model's chunk allow."""
     return replace(shape, dcp=min(dcp, shape.tp, 16 // shape.block_size))
@@ -182,11 +193,11 @@ shapes = st.builds(
     block_size=st.sampled_from([2, 4, 8, 16]),
     layout=st.sampled_from(sorted(LAYOUTS)),
     codec=st.sampled_from(["none", "lz4", "blosc"]),
-)
+).map(of_few_ranks)
 
 
 @given(st.sampled_from([1, 2, 4, 8]), shapes, shapes, st.integers(0, 7), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 def test_any_shape_reads_any_other_from_any_block_on(
     heads: int, writer: ShapeOfReplica, reader: ShapeOfReplica, skip: int, sync: bool
 ) -> None:
@@ -206,7 +217,7 @@ dealt_shapes = st.builds(dealt, shapes, st.sampled_from([1, 2, 4]))
 
 
 @given(dealt_shapes, dealt_shapes, st.integers(0, 7), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 def test_any_shape_with_dcp_reads_any_other_from_any_block_on(
     writer: ShapeOfReplica, reader: ShapeOfReplica, skip: int, sync: bool
 ) -> None:
@@ -227,7 +238,7 @@ def test_any_shape_with_dcp_reads_any_other_from_any_block_on(
 
 
 @given(dealt_shapes, dealt_shapes, st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 def test_a_flipped_bit_of_what_a_rank_needs_is_never_loaded(
     writer: ShapeOfReplica, reader: ShapeOfReplica, data: st.DataObject
 ) -> None:

@@ -4,7 +4,7 @@ import json
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -61,15 +61,24 @@ class Place:
         self, tokens: Sequence[int], salt: str | None = None, lora: bytes | None = None
     ) -> None:
         save_identity(self.bulk, self.identity)
+        for key, chunk in self.chunks(tokens, salt, lora):
+            self.save_chunk(key, chunk, payload_of(key, chunk, tokens, "none"))
+
+    def chunks(
+        self, tokens: Sequence[int], salt: str | None, lora: bytes | None
+    ) -> Iterator[tuple[ChunkKey, ChunkEntry]]:
+        """Key and entry of each chunk of a prompt, in its order."""
         namespace = self.identity.namespace()
         parent = root_hash(namespace)
         for number, name in enumerate(self.hashes(tokens, salt, lora)):
             chunk = ChunkEntry(namespace, name, parent, number * CHUNK, (number + 1) * CHUNK)
-            key = ChunkKey(namespace, name, 0, WHOLE)
-            payload = payload_of(key, chunk, tokens, "none")
-            self.bulk.put_if_absent(key.path(), payload)
-            self.index.publish(chunk, {key.field: record_of(read_header(payload))}, ttl_s=3_600)
+            yield ChunkKey(namespace, name, 0, WHOLE), chunk
             parent = name
+
+    def save_chunk(self, key: ChunkKey, chunk: ChunkEntry, payload: bytes) -> None:
+        """Store a payload and publish it."""
+        self.bulk.put_if_absent(key.path(), payload)
+        self.index.publish(chunk, {key.field: record_of(read_header(payload))}, ttl_s=3_600)
 
 
 class FakeVllm:

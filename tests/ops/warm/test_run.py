@@ -11,14 +11,12 @@ from typing import Self
 import pytest
 
 from objkv.agent.unsaved.requests import PutRequest
-from objkv.codec.payload import read_header
 from objkv.errors import ConfigError, StoreDenied, StoreUnavailable
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.memory import MemoryIndex
 from objkv.index.shapes import SHAPES_HASH
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import Identity
-from objkv.keys.prefix import root_hash
 from objkv.ops.warm import lookup
 from objkv.ops.warm.endpoint import EndpointLimits, PrefillEndpoint
 from objkv.ops.warm.prefill import PrefillError, PrefillReply, PrefillRequest
@@ -42,9 +40,7 @@ from tests.ops.warm.fake_vllm import (
 from tests.support.samples import (
     CHUNK,
     IDENTITY,
-    WHOLE,
     payload_of,
-    record_of,
     save_identity,
     view_of,
 )
@@ -295,7 +291,7 @@ class HoldingPlace(Place):
 
     def __init__(self, bulk: MemoryStore, index: MemoryIndex) -> None:
         super().__init__(bulk, index)
-        self.held: dict[str, tuple[ChunkEntry, bytes]] = {}
+        self.held: dict[str, tuple[ChunkKey, ChunkEntry, bytes]] = {}
         self._ended = threading.Event()
         self._agent = threading.Thread(target=self._answer)
 
@@ -303,19 +299,12 @@ class HoldingPlace(Place):
         self, tokens: Sequence[int], salt: str | None = None, lora: bytes | None = None
     ) -> None:
         save_identity(self.bulk, self.identity)
-        namespace = self.identity.namespace()
-        parent = root_hash(namespace)
-        field = f"0.{WHOLE}"
-        shapes = ChunkEntry(namespace, SHAPES_HASH, SHAPES_HASH, 0, 1)
+        shapes = ChunkEntry(self.identity.namespace(), SHAPES_HASH, SHAPES_HASH, 0, 1)
         empty = ShardRecord(0, 0, "none", False, "", 1)
-        self.index.publish(shapes, {field: empty}, ttl_s=3_600)
-        for number, name in enumerate(self.hashes(tokens, salt, lora)):
-            chunk = ChunkEntry(namespace, name, parent, number * CHUNK, (number + 1) * CHUNK)
-            key = ChunkKey(namespace, name, 0, WHOLE)
-            assert key.field == field
-            self.held[key.path()] = chunk, payload_of(key, chunk, tokens, "none")
+        for key, chunk in self.chunks(tokens, salt, lora):
+            self.index.publish(shapes, {key.field: empty}, ttl_s=3_600)
+            self.held[key.path()] = key, chunk, payload_of(key, chunk, tokens, "none")
             self.index.sight([key.path()], ttl_s=3_600, holder=self.holder)
-            parent = name
 
     def __enter__(self) -> Self:
         """Answer requests."""
@@ -332,12 +321,7 @@ class HoldingPlace(Place):
             for text in self.index.requests(self.holder, wait_s=0.01) or ():
                 for path in PutRequest.unpack(text).paths():
                     if path in self.held:
-                        self._put(path, *self.held.pop(path))
-
-    def _put(self, path: str, chunk: ChunkEntry, payload: bytes) -> None:
-        self.bulk.put_if_absent(path, payload)
-        record = record_of(read_header(payload))
-        self.index.publish(chunk, {ChunkKey.parse(path).field: record}, ttl_s=3_600)
+                        self.save_chunk(*self.held.pop(path))
 
 
 PATIENT = replace(QUICK, save_s=60.0)

@@ -1,17 +1,17 @@
-"""Replicas as forks of a process that has imported vLLM: one second each instead of twenty.
+"""Processes as forks of one that has imported what they need: replicas with vLLM in one second
+instead of twenty, node agents in a tenth instead of one and a half.
 
-Each is a whole process with an engine of its own, in the environment that it is given before vLLM
-looks at it, and it ends as any Python process does. What it shares with the others is what is
-decided as Python starts: the seed of its hashes. A replica for which that matters, or that is to be
-several processes, is started afresh.
+Each is a whole process, in the environment that it is given before it does anything, and it ends as
+any Python process does. What it shares with the others is what is decided as Python starts: the
+seed of its hashes. A process for which that matters, or that is to be several, is started afresh.
 
-``python -m tests.engine.nursery`` serves; what starts it holds its standard input open.
+``python -m tests.support.nursery FD MODULE...`` serves; what starts it holds its standard input
+open.
 """
 
 import atexit
 import gc
 import json
-import multiprocessing
 import os
 import runpy
 import select
@@ -20,61 +20,94 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 
 class Fork:
-    """A process like ``subprocess.Popen``'s, as far as a replica needs it."""
+    """A process like ``subprocess.Popen``'s, as far as tests need it. Thread-safe."""
 
     def __init__(self, connection: socket.socket, what: str) -> None:
         self._connection = connection
         self._lines = connection.makefile("r")
         self._what = what
-        self._status: int | None = None
+        self._lock = threading.Lock()
+        self.returncode: int | None = None
+        """Its exit status, negative for a signal; None before ``wait`` or ``poll`` returned it."""
         pid = self._lines.readline()
         if not pid:
-            raise RuntimeError("vLLM could not be imported, see above; no replica can be forked")
+            raise RuntimeError(f"modules could not be imported, see above; {what} cannot be forked")
         self.pid = int(pid)
 
     def wait(self, timeout: float | None = None) -> int:
         """Its exit status, negative for a signal. Raises ``subprocess.TimeoutExpired``."""
-        if self._status is None:
-            if not select.select([self._connection], [], [], timeout)[0]:
-                assert timeout is not None
-                raise subprocess.TimeoutExpired(self._what, timeout)
-            self._status = int(self._lines.readline() or -signal.SIGKILL)
-            self._lines.close()
-            self._connection.close()
-        return self._status
+        end = None if timeout is None else time.monotonic() + timeout
+        if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
+            raise subprocess.TimeoutExpired(self._what, timeout or 0.0)
+        try:
+            if self.returncode is None:
+                left = None if end is None else max(0.0, end - time.monotonic())
+                if not select.select([self._connection], [], [], left)[0]:
+                    raise subprocess.TimeoutExpired(self._what, timeout or 0.0)
+                self.returncode = int(self._lines.readline() or -signal.SIGKILL)
+                self._lines.close()
+                self._connection.close()
+            return self.returncode
+        finally:
+            self._lock.release()
 
     def poll(self) -> int | None:
-        """Its exit status, or None while it runs."""
+        """Its exit status, or None while it runs, or while another thread waits for it."""
         with suppress(subprocess.TimeoutExpired):
             return self.wait(0)
-        return None
+        return self.returncode  # which another thread may just have read
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it is known to have ended."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL. ``wait`` returns when it has ended."""
+        self.send_signal(signal.SIGKILL)
 
 
 class Nursery:
     """The process that is forked; it starts when the first fork is wanted, and ends with this."""
 
-    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
-        """``folder`` is the working directory; ``environment`` what Python starts with."""
+    def __init__(
+        self, folder: Path, environment: Mapping[str, str], modules: Sequence[str]
+    ) -> None:
+        """``folder`` is the working directory; ``environment`` what Python starts with; ``modules``
+        what it imports: threads that one of them starts are not in the forks."""
         self._folder = folder
         self._environment = dict(environment)
+        self._modules = tuple(modules)
         self._lock = threading.Lock()
         self._address = ""
         self._process: subprocess.Popen[bytes] | None = None
 
-    def fork(self, module: str, *arguments: str, environment: Mapping[str, str], log: Path) -> Fork:
-        """Run a module as ``python -m`` would, in a session of its own."""
+    def fork(
+        self,
+        module: str,
+        *arguments: str,
+        environment: Mapping[str, str],
+        log: Path,
+        folder: Path | None = None,
+    ) -> Fork:
+        """Run a module as ``python -m`` would, in a session of its own. ``folder``: its working
+        directory, if it is not that of the others."""
         with self._lock:
             self._start()
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(self._address)
         told = {"module": module, "arguments": arguments, "log": str(log)}
+        told["folder"] = str(folder or self._folder)
         connection.sendall(json.dumps(told | {"environment": dict(environment)}).encode() + b"\n")
         return Fork(connection, module)
 
@@ -86,7 +119,7 @@ class Nursery:
             listener.listen()
             self._address = listener.getsockname()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.engine.nursery", str(listener.fileno())],
+                [sys.executable, "-m", __name__, str(listener.fileno()), *self._modules],
                 cwd=self._folder,
                 env=self._environment,
                 pass_fds=(listener.fileno(),),
@@ -96,46 +129,11 @@ class Nursery:
             )
 
 
-def _preload() -> None:
+def _preload(modules: Sequence[str]) -> None:
     gc.disable()
-    import vllm.distributed.elastic_ep.elastic_execute
-    import vllm.entrypoints.launchers.cli_args
-    import vllm.entrypoints.openai.api_server
-    import vllm.lora.request
-    import vllm.model_executor.layers.quantization.online.base
-    import vllm.model_executor.models.llama
-    import vllm.v1.attention.backends.cpu_attn
-    import vllm.v1.core.sched.scheduler
-    import vllm.v1.worker.cpu_worker
-    from vllm import LLM
-
-    # vLLM starts a process of 10 s to look at each class of model, so that CUDA is not initialised.
-    # There is none here, and the replica imports the class anyway.
-    from vllm.model_executor.models import registry
-
-    import objkv.connector.kv.connector  # noqa: F401
-
-    assert hasattr(registry, "_run_in_subprocess")
-    registry._run_in_subprocess = lambda look: look()
-
-    # vLLM looks for its kernels in every module, in each engine anew; once is enough.
-    from vllm.platforms import current_platform
-
-    current_platform.register_triton_kernel_overrides()
-    vars(current_platform)["register_triton_kernel_overrides"] = lambda: None
-
-    # Engines of servers and ranks are forks too; on CPUs vLLM starts Python anew for each.
-    from vllm.v1.engine import utils
-    from vllm.v1.executor import multiproc_executor
-
-    for module in (utils, multiproc_executor):
-        assert hasattr(module, "get_mp_context")
-        module.get_mp_context = lambda: multiprocessing.get_context("fork")
-
-    assert LLM
-    assert vllm.lora.request
-    gc.freeze()  # Millions of objects that live as long as the process; vLLM collects often,
-    gc.unfreeze = lambda: None  # also as it ends, after it has unfrozen them.
+    for module in modules:
+        import_module(module)
+    gc.freeze()  # Millions of objects that live as long as the process.
     gc.enable()
 
 
@@ -177,6 +175,7 @@ def _become(told: dict[str, Any]) -> None:
         os.dup2(source, target)
     os.close(nothing)
     os.close(log)
+    os.chdir(told["folder"])
     os.environ.clear()
     os.environ.update(told["environment"])
     sys.argv[1:] = told["arguments"]
@@ -193,7 +192,7 @@ def _become(told: dict[str, Any]) -> None:
 def main() -> None:
     """Serve until standard input ends."""
     listener = socket.socket(fileno=int(sys.argv[1]))
-    _preload()
+    _preload(sys.argv[2:])
     if told := _serve(listener):
         _become(told)
 
