@@ -97,22 +97,16 @@ class AnswerBlocks:
         found = iter(find(list(chain.from_iterable(asked))) if asked else ())
         for number, part in zip(unknown, asked, strict=True):
             shards = [next(found) for _ in part]
-            if not any(one is None for one in shards):
-                self._keep(keys[number], part, generation)
-            texts[number] = b"\n".join(written_rows(shards, self._fields))
+            text = texts[number] = b"\n".join(written_rows(shards, self._fields))
+            ends_s = self.near.kept_until(self._namespace, part, shards)
+            if ends_s is not None:
+                span = ends_s - self.near.ttl_s, ends_s
+                self._board.write(keys[number], text, span, generation)
         return [text for text in texts if text is not None]
 
     def _read(self, key: bytes, now: float) -> bytes | None:
         found = self._board.find(self._scope, key, now)
         return None if found is None else self._board.read(key, found)
-
-    def _keep(self, key: bytes, hashes: Sequence[bytes], generation: int) -> None:
-        kept = self.near.kept(self._namespace, hashes)
-        if kept is None:
-            return
-        shards, ends_s = kept
-        text = b"\n".join(written_rows(shards, self._fields))
-        self._board.write(key, text, (ends_s - self.near.ttl_s, ends_s), generation)
 
 
 def _divided(hashes: bytes) -> list[bytes]:
@@ -144,11 +138,9 @@ def _written(fields: tuple[str, ...], shards: Shards) -> WrittenShards:
 class NodeLookups:
     """Answers ``find`` from near caches of ``index``. Thread-safe."""
 
-    def __init__(self, index: WriteIndex, limits: NearLimits) -> None:
-        """Raises ``ConfigError`` if the system gives no memory to share."""
-        self._index, self._limits = _WrittenIndex(index), limits
-        self.board = AnswerBoard.create()
-        """Remembered answers, which replicas read."""
+    def __init__(self, index: WriteIndex, limits: NearLimits, board: AnswerBoard) -> None:
+        """``board``: remembered answers, which replicas read. This object closes it."""
+        self._index, self._limits, self.board = _WrittenIndex(index), limits, board
         self._lock = Lock()
         self._caches: OrderedDict[tuple[str, tuple[str, ...]], AnswerBlocks] = OrderedDict()
 

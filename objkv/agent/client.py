@@ -192,7 +192,7 @@ class AgentConnection:
         self, scope: Scope, part: bytes, fields: tuple[str, ...], now: float
     ) -> FoundBlock | None:
         """Return a block of an answer if it is in shared memory."""
-        if self._board is None:
+        if self._board is None or self._is_lost:
             return None
         key = scope.key(part)
         found = self._board.find(scope, key, now)

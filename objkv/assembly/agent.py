@@ -7,7 +7,7 @@ import socket
 import sys
 from pathlib import Path
 from threading import Event
-from time import monotonic, sleep
+from time import monotonic, sleep, time
 from types import TracebackType
 from typing import Self, cast
 from uuid import uuid4
@@ -24,6 +24,7 @@ from objkv.agent.client import AgentConnection, AgentRefused
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
 from objkv.agent.http.listener import check_address
+from objkv.agent.memory.answers import VOUCH_S, AnswerBoard
 from objkv.agent.memory.arena import PAGE, Arena
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
@@ -178,7 +179,7 @@ class NodeAgent:
         self._requested: RequestedPuts | None = None
         self._open(path, recorder, replace)
         self.saves = NodeSaves(self._cache, self.core.residents, self._save_limits(), recorder)
-        self.lookups = NodeLookups(self._backends.index, self._near_limits())
+        self.lookups = NodeLookups(self._backends.index, self._near_limits(), self._board)
         self.saves.on_saved = self.core.on_rejected = self.lookups.invalidate
         index = self._backends.index
         prefetches = Prefetches(self.core, index, self._backends.bulk)
@@ -229,6 +230,7 @@ class NodeAgent:
                     host_bytes(),
                 )
             self.arena = Arena.create(max(PAGE, nbytes))
+            self._board = AnswerBoard.create()
             self._cache = self._open_cache(recorder)
             self.core = self._open_core(recorder)
             holder = self._socket.replaced
@@ -285,7 +287,9 @@ class NodeAgent:
         """Serve until ``ended`` is set, or no client has been connected for ``idle_s``."""
         sys.setswitchinterval(_SWITCH_S)
         used = monotonic()
+        self._board.vouch(time() + VOUCH_S)
         while not ended.wait(_LOOK_S if idle_s is None else min(_LOOK_S, idle_s / 2)):
+            self._board.vouch(time() + VOUCH_S)
             if self.server.clients:
                 used = monotonic()
             elif idle_s is not None and monotonic() - used >= idle_s:

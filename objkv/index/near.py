@@ -115,19 +115,20 @@ class NearIndex(GuardedIndex):
                 for prefix_hash in prefix_hashes:
                     self._book.missing.pop(prefix_hash, None)
 
-    def kept(
-        self, namespace: str, prefix_hashes: Sequence[bytes]
-    ) -> tuple[list[Shards], float] | None:
-        """Return the kept records of these chunks, and the time at which the first of them ends.
-        None if one of them is not kept. Records that ended may be among them."""
+    def kept_until(
+        self, namespace: str, prefix_hashes: Sequence[bytes], found: Sequence[Shards | None]
+    ) -> float | None:
+        """Return when the first of these records ends, or None unless just these objects are kept.
+        Records that ended may be among them."""
         book = self._book
         if book.namespace != namespace:
             return None
         get = book.records.get
         kept = [one for prefix_hash in prefix_hashes if (one := get(prefix_hash)) is not None]
-        if not kept or len(kept) < len(prefix_hashes):
+        if len(kept) < len(prefix_hashes):
             return None
-        return [one.shards for one in kept], min(one.ends_s for one in kept)
+        are_these = all(one.shards is shards for one, shards in zip(kept, found, strict=True))
+        return min(one.ends_s for one in kept) if kept and are_these else None
 
     def keep_only(self, fields: Collection[str], complete: Callable[[Shards], bool]) -> None:
         """From now on keep records that are found with exactly these fields and that are

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from objkv.codec.payload import LayerSpec, check_layers, payload_bytes_max
-from objkv.errors import PayloadError
 from objkv.keys.states import part_names
 from objkv.keys.topology import Part, Shard, TokenPart, cover
 from objkv.transfer.lanes import ARRAY_WORDS, Lane, PagedLayers, Pages, Recast
@@ -104,7 +103,7 @@ class PayloadLayout:
         that is read."""
         begin = self._ends[start]
         if len(memory) != self._ends[end] - begin:  # numpy would ignore bytes beyond the end
-            raise PayloadError(f"{len(memory)} bytes of {end - start} frames")
+            raise ValueError(f"{len(memory)} bytes of {end - start} frames")
         if self._is_uniform:  # one call for all frames takes a third of the time
             shape, word = self._forms[start]
             return list(np.ndarray((end - start, *shape), word, memory))

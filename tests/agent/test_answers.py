@@ -51,6 +51,7 @@ class World:
         self.index = MemoryIndex(clock=lambda: self.now)
         self.asked = 0
         self.board = AnswerBoard.create()
+        self.board.vouch(2e9)
         self.near = NearIndex(
             self.index, records_max=1000, ttl_s=TTL_S, fields=FIELDS, clock=lambda: self.now
         )
@@ -194,6 +195,29 @@ def test_a_record_that_is_discarded_while_it_is_looked_up_is_not_kept(world: Wor
     world.blocks.find(joined(numbers), find)
     assert world.kept(numbers) is None
     assert plain(world.find(numbers))[3] == dict.fromkeys(FIELDS, record(1003))
+
+
+def test_records_of_another_cache_are_not_kept(world: World) -> None:
+    """One that is not used any more, and missed that they have changed."""
+    numbers = range(BLOCK_MAX)
+    for number in numbers:
+        world.publish(number)
+    world.near.find(NAMESPACE, [hashed(number) for number in numbers], FIELDS)
+    world.publish(3, version=1)
+    world.board.discard(NAMESPACE)
+    world.blocks.find(joined(numbers), lambda hashes: world.index.find(NAMESPACE, hashes, FIELDS))
+    assert world.kept(numbers) is None
+
+
+def test_an_agent_that_hangs_vouches_for_nothing(world: World) -> None:
+    numbers = range(BLOCK_MAX)
+    for number in numbers:
+        world.publish(number)
+    world.find(numbers)
+    world.board.vouch(world.now + 1)
+    assert world.kept(numbers) is not None
+    world.board.vouch(world.now)
+    assert world.kept(numbers) is None
 
 
 def test_other_namespaces_keep_their_answers_and_answer_no_others(world: World) -> None:

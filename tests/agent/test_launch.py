@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,9 @@ from objkv.assembly.agent import AgentLink, NodeAgent
 from objkv.assembly.launch import AgentRuns, AgentSocket, failure_of, start_agent
 from objkv.config import Config
 from objkv.config.node import agent_environment, agent_socket, http_path
-from objkv.errors import ConfigError
+from objkv.errors import ConfigError, TransferError
+from objkv.index.base import ChunkEntry, ShardRecord
+from objkv.index.sqlite.index import SqliteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
 from objkv.telemetry import MemoryRecorder
@@ -344,3 +347,32 @@ def test_a_client_of_an_agent_that_is_gone_or_stuck_learns_it_in_time(
         assert time.monotonic() - begun < PATIENCE_S
         client.close()
         agent.process.send_signal(signal.SIGCONT)
+
+
+def test_lookups_of_an_agent_that_is_stuck_fail_soon(tmp_path: Path) -> None:
+    """Although its answers are in shared memory."""
+    settings = {"bulk_url": f"file://{tmp_path}/c", "index_url": f"sqlite://{tmp_path}/i"}
+    field, hashes = "0.L0-1_H0-1", [bytes(20)]
+    with closing(SqliteIndex(tmp_path / "i")) as index:
+        entry = ChunkEntry(NAMESPACE, hashes[0], hashes[0], 0, 16)
+        record = ShardRecord(1, 1, "none", False, "0" * 32, 1)
+        index.publish(entry, {field: record}, ttl_s=3600)
+    with (
+        AgentProcess(settings) as agent,
+        closing(AgentConnection(agent.path, call_s=PATIENCE_S)) as client,
+    ):
+
+        def finds() -> bool:
+            try:
+                return client.find(NAMESPACE, hashes, (field,)) == [{field: record}]
+            except TransferError:
+                return False
+
+        assert finds()
+        client._push = lambda message: pytest.fail("a message")  # type: ignore[method-assign]
+        assert finds()
+        del client._push
+        client._sock.settimeout(0.2)
+        agent.freeze()
+        wait_until(lambda: not finds())
+        assert client.has_ended()

@@ -15,6 +15,7 @@ from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.fill import Wanted
 from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
+from objkv.agent.memory.answers import AnswerBoard
 from objkv.agent.memory.arena import Arena, CellState, Progress
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.queue import Urgency
@@ -34,6 +35,8 @@ from objkv.telemetry import MemoryRecorder
 from tests.support.samples import NAMESPACE, TOKENS, save
 
 PATIENCE_S = 60.0
+FAR_S = 1e12
+"""No time since the epoch is as late."""
 _numbers = count()
 MEMORY = 1 << 20
 
@@ -91,7 +94,10 @@ class Node:
             NodeSaveLimits(2, saves_max, PATIENCE_S, codec, far=True, holds_back=holds_back),
             self.recorder,
         )
-        self.lookups = NodeLookups(self.index, NearLimits(1000, 30.0, miss_ttl_s))
+        self.lookups = NodeLookups(
+            self.index, NearLimits(1000, 30.0, miss_ttl_s), AnswerBoard.create()
+        )
+        self.lookups.board.vouch(FAR_S)
         self.saves.on_saved = self.core.on_rejected = self.lookups.invalidate
         self.requests: PutRequests | None = None
         self.requested: RequestedPuts | None = None

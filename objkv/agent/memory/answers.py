@@ -23,10 +23,12 @@ BLOCK_MAX: Final = 32
 """Chunks per block, or as many as fit. The last one of a prompt may have fewer."""
 RECORD_BYTES: Final = 200
 """Bound of a record's text."""
-_SLOTS = 512
+_SLOTS = 1024
 _SLOT_BYTES = 32_768
 _KEY_BYTES = 16
 _WORDS = PAGE // 8
+VOUCH_S: Final = 3.0
+"""For how long an agent that runs vouches for its answers at a time."""
 _HEAD = struct.Struct(f"<{_KEY_BYTES}sQddIQ")
 _CHECK = struct.Struct("<Q")
 TEXT_AT: Final = _HEAD.size + _CHECK.size
@@ -58,7 +60,7 @@ class Scope:
 
 
 def _word_of(namespace: str) -> int:
-    return xxh3_64_intdigest(namespace.encode()) % _WORDS
+    return 1 + xxh3_64_intdigest(namespace.encode()) % (_WORDS - 1)
 
 
 class AnswerBoard:
@@ -66,12 +68,13 @@ class AnswerBoard:
     a replica's is not. Thread-safe.
 
     A reader checks what it has copied, so it may read while the agent writes. The first page has
-    the generations: a namespace's answers of an earlier one are void.
+    the time until which the agent vouches for its answers, since one that hangs cannot void them,
+    and the generations: a namespace's answers of an earlier one are void.
     """
 
     def __init__(self, fd: int, mapping: mmap.mmap) -> None:
         self.fd = fd
-        """The memfd. This object closes it."""
+        """The memfd, which this object closes. -1 for a reader."""
         self._view = memoryview(mapping)
         self._words = self._view[:PAGE].cast("Q")
         self._lock = Lock()
@@ -97,13 +100,16 @@ class AnswerBoard:
         try:
             if not check_seals(fd, writable=False) or os.fstat(fd).st_size != _TOTAL:
                 raise TransferError("the agent's answers are not sealed, or have an invalid size")
-            return cls(fd, mmap.mmap(fd, _TOTAL, prot=mmap.PROT_READ))
+            return cls(-1, mmap.mmap(fd, _TOTAL, prot=mmap.PROT_READ))
         except OSError as exc:
-            os.close(fd)
             raise TransferError(f"the agent's answers cannot be mapped: {exc}") from exc
-        except TransferError:
+        finally:
             os.close(fd)
-            raise
+
+    def vouch(self, until_s: float) -> None:
+        """State that all answers which are not void are right, until then at most. In seconds since
+        the epoch."""
+        self._words[0] = int(1000 * until_s)
 
     def generation(self, scope: Scope) -> int:
         """Return a number that changes with ``discard``."""
@@ -134,6 +140,8 @@ class AnswerBoard:
     def find(self, scope: Scope, key: bytes, now: float) -> tuple[int, int] | None:
         """Return the checksum and the length of a block's text, or None if no valid answer is
         kept."""
+        if self._words[0] <= 1000 * now:
+            return None
         at = _place(key)
         copy = bytes(self._view[at : at + TEXT_AT])
         found, generation, begins_s, ends_s, nbytes, checksum = _HEAD.unpack_from(copy)
