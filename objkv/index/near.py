@@ -118,8 +118,8 @@ class NearIndex(GuardedIndex):
     def kept_until(
         self, namespace: str, prefix_hashes: Sequence[bytes], found: Sequence[Shards | None]
     ) -> float | None:
-        """Return when the first of these records ends, or None unless just these objects are kept.
-        Records that ended may be among them."""
+        """Return when the first of these records ends, or None unless just these are kept. Records
+        that ended may be among them."""
         book = self._book
         if book.namespace != namespace:
             return None
@@ -127,8 +127,10 @@ class NearIndex(GuardedIndex):
         kept = [one for prefix_hash in prefix_hashes if (one := get(prefix_hash)) is not None]
         if len(kept) < len(prefix_hashes):
             return None
-        are_these = all(one.shards is shards for one, shards in zip(kept, found, strict=True))
-        return min(one.ends_s for one in kept) if kept and are_these else None
+        for one, shards in zip(kept, found, strict=True):
+            if one.shards is not shards and one.shards != shards:  # equal if a chunk is named twice
+                return None
+        return min((one.ends_s for one in kept), default=None)
 
     def keep_only(self, fields: Collection[str], complete: Callable[[Shards], bool]) -> None:
         """From now on keep records that are found with exactly these fields and that are

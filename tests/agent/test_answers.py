@@ -140,6 +140,12 @@ def test_repeated_lookups_find_what_is_stored(
                 assert world.kept(question) is None
 
 
+def test_a_chunk_that_is_named_twice_is_kept(world: World) -> None:
+    world.publish(0)
+    world.find([0, 0])
+    assert plain(world.kept([0, 0])) == [dict.fromkeys(FIELDS, record(0))] * 2
+
+
 def test_what_was_looked_up_is_read_without_a_message(world: World) -> None:
     numbers = range(3 * BLOCK_MAX + 5)
     for number in numbers:
