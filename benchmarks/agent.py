@@ -118,9 +118,8 @@ def load_once(loads: Loads, plan: LoadPlan) -> float:
     """Load the prompt; the seconds it took."""
     begun = time.perf_counter()
     loads.submit(plan)
-    while not (done := loads.take_finished(sync=False)):
-        time.sleep(0.001)
-    assert not done[0].failed_blocks
+    loads.wait_over(PATIENCE_S)
+    assert not loads.take_finished(sync=False)[0].failed_blocks
     return time.perf_counter() - begun
 
 
@@ -170,7 +169,7 @@ def held(work: Callable[[], float]) -> Held:
     """Run a load beside a counting thread."""
     counting = Counting()
     before, begun = counting.count, time.perf_counter()
-    time.sleep(ALONE_S)
+    time.sleep(ALONE_S)  # it counts alone
     rate = (counting.count - before) / (time.perf_counter() - begun)
     alone_s = counting.p99_s(begun, time.perf_counter())
     before, begun = counting.count, time.perf_counter()

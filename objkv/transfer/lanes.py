@@ -339,8 +339,11 @@ class HostLane:
         2026-11-21). Many non-consecutive blocks are written with one call, which blocks all other
         threads.
         """
-        given = pages if recast is None else [recast(one) for one in pages]
-        scatter_layers(given, layers.arrays, placed)
+        if recast is None:
+            scatter_layers(pages, layers.arrays, placed)
+            return
+        for given, array in zip(pages, layers.arrays, strict=True):  # one copy in memory at a time
+            scatter_layers([recast(given)], [array], placed)
 
     def gather(self, layers: PagedLayers, placed: BlockRuns, pages: Sequence[torch.Tensor]) -> None:
         """See ``Lane.gather``.
@@ -365,8 +368,9 @@ class HostLane:
 
 def scatter_layers(pages: Sequence[Pages], arrays: Sequence[Pages], placed: BlockRuns) -> None:
     """Write pages of each layer into blocks of its cache, both in host memory."""
-    assert len(pages) == len(arrays)
-    assert set(map(len, pages)) == {len(placed)}  # otherwise a single page would be broadcast
+    # No assertion: a layer would be left out, or a single page broadcast.
+    if len(pages) != len(arrays) or set(map(len, pages)) != {len(placed)}:
+        raise ValueError(f"pages of {len(pages)} layers for {len(placed)} blocks of {len(arrays)}")
     if placed.end > min(map(len, arrays)):  # slicing would silently shorten a range
         raise IndexError(f"block {placed.end - 1} of {min(map(len, arrays))}")
     if len(placed.runs) > _RUNS_MAX:

@@ -15,7 +15,16 @@ from objkv.errors import ConfigError
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.topology import Part
 from objkv.transfer.devices import open_lane
-from objkv.transfer.lanes import HostLane, Lane, PagedLayers, Recast, as_words, deal_tokens
+from objkv.transfer.lanes import (
+    BlockRuns,
+    HostLane,
+    Lane,
+    PagedLayers,
+    Recast,
+    as_words,
+    deal_tokens,
+    scatter_layers,
+)
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import ChunkMove
 from objkv.transfer.sources import PayloadLayout
@@ -111,6 +120,19 @@ def read(lane: Lane, cache: torch.Tensor, ids: Sequence[int], chunks: int = 1) -
     lane.gather(one_layer(cache), lane.place(ids), out)
     lane.mark().wait()
     return torch.cat([piece.view(cache.dtype).view(shape) for piece in out])
+
+
+def test_pages_that_do_not_match_their_blocks_or_layers_are_refused() -> None:
+    """Otherwise a layer would be left out, or one page written to many blocks."""
+    arrays = [np.zeros((8, 2, 4, 2), np.int64) for _ in range(2)]
+    pages = [np.ones((2, 2, 4, 2), np.int64) for _ in range(2)]
+    placed = BlockRuns((3, 4))
+    for wrong in (pages[:1], [pages[0], pages[1][:1]], []):
+        with pytest.raises(ValueError, match="pages of"):
+            scatter_layers(wrong, arrays, placed)
+    assert not any(array.any() for array in arrays)
+    scatter_layers(pages, arrays, placed)
+    assert all(array[3:5].all() and array.sum() == pages[0].sum() for array in arrays)
 
 
 def test_caches_may_lie_in_memory_in_any_order(lane: Lane, device: torch.device) -> None:
