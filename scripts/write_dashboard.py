@@ -143,6 +143,7 @@ ROWS: dict[str, list[Panel]] = {
                 ("loaded, agent", rate("arena_load_bytes")),
                 ("loaded, bulk", rate("bulk_load_bytes")),
                 ("saved", rate("save_bytes")),
+                ("taken by the agent", rate("save_accepted_bytes")),
                 ("promoted to hot", rate("hot_promoted_bytes")),
             ],
             unit="Bps",

@@ -30,8 +30,9 @@ def ask(url: str, max_tokens: int = 8, **asked: Any) -> dict[str, Any]:
 
 
 def saved(url: str) -> int:
-    """Return how many chunks the replica has saved or found stored, from its metrics."""
-    names = ("vllm:objkv_saves_total", "vllm:objkv_save_existed_total")
+    """Return how many of the replica's chunks other replicas find, from its metrics."""
+    saves = ("saves_accepted", "saves", "save_existed")
+    names = tuple(f"vllm:objkv_{name}_total" for name in saves)
     lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
     return int(sum(float(line.split()[-1]) for line in lines if line.startswith(names)))
 
@@ -40,7 +41,7 @@ def wait_until_saved(url: str, chunks: int, asked: dict[str, Any]) -> None:
     """Wait for background saves. The engine updates their metrics at its next step."""
     until = time.monotonic() + SAVED_S
     while saved(url) < chunks and time.monotonic() < until:
-        time.sleep(0.5)
+        time.sleep(0.1)
         ask(url, **(asked | {"prompt": "Hello", "max_tokens": 1}))
 
 

@@ -50,8 +50,9 @@ def tick(url: str) -> None:
 def forget(url: str, chunks: int) -> None:
     """Empty the replica's own cache after it has saved ``chunks`` chunks."""
     until = time.monotonic() + SAVED_S
-    while metric(url, "vllm:objkv_saves_total") < chunks and time.monotonic() < until:
-        time.sleep(0.5)
+    saves = ("vllm:objkv_saves_total", "vllm:objkv_saves_accepted_total")
+    while metric(url, *saves) < chunks and time.monotonic() < until:
+        time.sleep(0.1)
         tick(url)
     while not httpx.post(f"{url}/reset_prefix_cache", timeout=60).json()["success"]:
         time.sleep(0.5)

@@ -5,6 +5,7 @@ python ask.py http://127.0.0.1:8001 http://127.0.0.1:8002 [--model NAME]
 
 import argparse
 import time
+from collections import Counter
 from typing import Any
 
 import httpx
@@ -12,6 +13,18 @@ import httpx
 DOCUMENT = " ".join(f"Shelf {shelf} holds {shelf * 7 % 90} boxes." for shelf in range(300))
 QUESTIONS = ("How many boxes are on shelf 12?", "Which shelves hold more than 80 boxes?")
 SAVED_S = 60.0
+PREFIX = "vllm:objkv_"
+FINDABLE = ("saves_accepted_total", "saves_total", "save_existed_total")
+"""Counters of chunks that other replicas find: the node's agent has them, or the store has."""
+REASONS = (
+    "lookup_deadlines_total",
+    "lookup_errors_total",
+    "lookup_refused_total",
+    "admission_refused_total",
+    "load_failures_total",
+    "load_refused_total",
+    "adapters_unknown_total",
+)
 
 
 def ask(url: str, model: str, prompt: str, max_tokens: int = 16) -> dict[str, Any]:
@@ -23,19 +36,45 @@ def ask(url: str, model: str, prompt: str, max_tokens: int = 16) -> dict[str, An
     return answer
 
 
-def saved(url: str) -> int:
-    """Return how many chunks the replica has saved or found stored, from its metrics."""
-    names = ("vllm:objkv_saves_total", "vllm:objkv_save_existed_total")
-    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
-    return int(sum(float(line.split()[-1]) for line in lines if line.startswith(names)))
+def metrics(url: str) -> tuple[Counter[str], dict[str, str]]:
+    """Return objkv's counters of the replica and the meaning of each, by name."""
+    counters, texts = Counter[str](), dict[str, str]()
+    for line in httpx.get(f"{url}/metrics", timeout=60).text.splitlines():
+        if line.startswith(f"# HELP {PREFIX}"):
+            name, _, text = line.removeprefix(f"# HELP {PREFIX}").partition(" ")
+            texts[name] = text
+        elif line.startswith(PREFIX):
+            labelled, _, value = line.removeprefix(PREFIX).rpartition(" ")
+            counters[labelled.partition("{")[0]] += int(float(value))
+    return counters, texts
 
 
-def wait_until_saved(url: str, model: str, chunks: int) -> None:
+def findable(url: str) -> int:
+    """Return how many chunks of the replica's prompts other replicas find."""
+    counters, _ = metrics(url)
+    return sum(counters[name] for name in FINDABLE)
+
+
+def wait_until_findable(url: str, model: str, chunks: int) -> None:
     """Wait for background saves. The engine updates their metrics at its next step."""
     until = time.monotonic() + SAVED_S
-    while saved(url) < chunks and time.monotonic() < until:
-        time.sleep(0.5)
+    while findable(url) < chunks:
+        if time.monotonic() >= until:
+            print(f"{url}: {findable(url)} of {chunks} chunks were saved within {SAVED_S:.0f} s")
+            return
+        time.sleep(0.1)
         ask(url, model, "Hello", max_tokens=1)
+
+
+def print_reasons(url: str, before: Counter[str]) -> None:
+    """Print what the replica counted since ``before`` that explains why it loaded nothing."""
+    after, texts = metrics(url)
+    grown = after - before
+    for name in REASONS:
+        if grown[name]:
+            print(f"  {name} +{grown[name]}: {texts.get(name, '')}")
+    if not any(grown[name] for name in REASONS):
+        print("  the replica found nothing stored: objkv match --explain says why, and its log")
 
 
 def main() -> None:
@@ -46,7 +85,7 @@ def main() -> None:
     given = parser.parse_args()
     for number, url in enumerate(given.urls):
         question = QUESTIONS[number % len(QUESTIONS)]
-        before = saved(url)
+        before, _ = metrics(url)
         started = time.monotonic()
         answer = ask(url, given.model, f"{DOCUMENT}\n\n{question}\n")
         seconds = time.monotonic() - started
@@ -56,8 +95,11 @@ def main() -> None:
             f"{url}: {cached} of {usage['prompt_tokens']} prompt tokens were cached, "
             f"{seconds:.2f} s"
         )
+        if not cached and number:
+            print_reasons(url, before)
         # A chunk has 256 tokens by default.
-        wait_until_saved(url, given.model, before + (usage["prompt_tokens"] - cached) // 256)
+        computed = (usage["prompt_tokens"] - cached) // 256
+        wait_until_findable(url, given.model, sum(before[name] for name in FINDABLE) + computed)
 
 
 if __name__ == "__main__":

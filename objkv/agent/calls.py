@@ -165,9 +165,14 @@ class NodeLookups:
 
     def invalidate(self, namespace: str, prefix_hash: bytes) -> None:
         """Discard the kept records of a chunk."""
+        self.published(namespace, prefix_hash)
+        self.board.discard(namespace)
+
+    def published(self, namespace: str, prefix_hash: bytes) -> None:
+        """Look up a chunk in the index again, which has a new record of it. The board keeps its
+        answers, none of which is that a chunk is missing."""
         for cache in self._caches_of(namespace):
             cache.near.invalidate(namespace, prefix_hash)
-        self.board.discard(namespace)
 
     def doubt(self, namespace: str, prefix_hashes: Sequence[bytes]) -> None:
         """Look chunks up again, although they were missing just now."""

@@ -127,10 +127,10 @@ class AgentSaves:
         if status is CommitStatus.ACCEPTED:
             self._in_flight.keep(claim.key.path())
             self.accepted(claim.key)
-            return SaveOutcome.SAVED
+            return SaveOutcome.ACCEPTED
         if status is CommitStatus.KEPT:  # not accepted yet: other nodes do not find it
             self._in_flight.keep(claim.key.path())
-            return SaveOutcome.SAVED
+            return SaveOutcome.ACCEPTED
         if status is CommitStatus.REPEATED:
             return SaveOutcome.EXISTED
         if status is CommitStatus.SHED:

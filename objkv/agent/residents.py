@@ -204,11 +204,14 @@ class Residents:
             one.leases += 1
             return one
 
-    def hold_back(self, one: Resident, claim: Claim, record: ShardRecord) -> None:
-        """Leave a complete, leased payload without a save until it is seen again."""
+    def note_unsaved(
+        self, one: Resident, claim: Claim, record: ShardRecord, *, is_due: bool
+    ) -> None:
+        """Let lookups find a complete, leased payload that no store has. ``is_due``: False to leave
+        it without a save until it is seen again."""
         with self._lock:
             if one.is_listed:
-                self.unsaved.add(claim, record)
+                self.unsaved.add(claim, record, is_due=is_due)
 
     def release(self, one: Resident, waiter: Waiter | None = None) -> None:
         """End a lease. ``waiter``: a client that holds no other lease of it."""

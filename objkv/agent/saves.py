@@ -89,8 +89,8 @@ class NodeSaves:
             "saves", limits.threads, cache, recorder, late=self._late, saved=self._saved
         )
         self.on_saved: Callable[[str, bytes], object] = lambda namespace, prefix_hash: None
-        """Called for the chunk of a payload that was held back and is saved now: from then on only
-        the index has its record."""
+        """Called for the chunk of a payload that was saved: from then on only the index has its
+        record."""
         self._leased_bytes = 0
         """Bytes of payloads that wait for a thread, or are being saved."""
         self._has_released = Event()
@@ -138,6 +138,10 @@ class NodeSaves:
                 self._cache.end_save(key)
                 self.residents.release(resident)
                 return refusal
+        # Replicas find it from now on: lookups know it before the client does.
+        self.residents.note_unsaved(
+            resident, header.claim, unsaved_record(header), is_due=True
+        )
         return status if self._begin(resident, header.claim) else CommitStatus.NO_ROOM
 
     def released(self, save: CommittedSave) -> None:
@@ -247,7 +251,9 @@ class NodeSaves:
 
     def _hold_back(self, resident: Resident, header: Header) -> CommitStatus:
         """Leave a payload in the arena, and count it across the fleet."""
-        self.residents.hold_back(resident, header.claim, unsaved_record(header))
+        self.residents.note_unsaved(
+            resident, header.claim, unsaved_record(header), is_due=False
+        )
         self._cache.end_save(header.claim.key)
         self.residents.release(resident)
         self._recorder.count("agent_held_back")

@@ -180,7 +180,7 @@ class NodeAgent:
         self._open(path, recorder, replace)
         self.saves = NodeSaves(self._cache, self.core.residents, self._save_limits(), recorder)
         self.lookups = NodeLookups(self._backends.index, self._near_limits(), self._board)
-        self.saves.on_saved = self.core.on_rejected = self.lookups.invalidate
+        self.saves.on_saved, self.core.on_rejected = self.lookups.published, self.lookups.invalidate
         index = self._backends.index
         prefetches = Prefetches(self.core, index, self._backends.bulk)
         calls = NodeCalls(index, self._backends.bulk, prefetches, ttl_s=config.ttl_s)

@@ -8,8 +8,8 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Final
@@ -207,8 +207,10 @@ def start_agent(path: Path, environ: Mapping[str, str], idle_s: int = IDLE_EXIT_
     try:
         if log.exists() and log.stat().st_size > _LOG_BYTES_MAX:
             log.unlink()
-        with open(log, "ab", opener=_private) as output:
-            # By a shell that ends at once, so that this process has no child to wait for.
+        with open(log, "ab", opener=_private) as output, _all_cores():
+            # By a shell that ends at once, so that this process has no child to wait for. Not in a
+            # session of its own: Linux divides processors between sessions (autogroups), and then
+            # threads of vLLM that spin with sched_yield kept an agent waiting for up to 0.9 s.
             subprocess.run(
                 ["/bin/sh", "-c", '"$@" &', "sh", *command, "--idle-exit", f"{idle_s}s"],
                 check=True,
@@ -216,12 +218,26 @@ def start_agent(path: Path, environ: Mapping[str, str], idle_s: int = IDLE_EXIT_
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,
+                process_group=0,
                 cwd="/",
             )
     except (OSError, subprocess.SubprocessError) as exc:
         raise ConfigError(f"the agent cannot be started ({exc}): set agent to off") from exc
     logger.info("agent started socket=%s log=%s", path, log)
+
+
+@contextmanager
+def _all_cores() -> Iterator[None]:
+    """Let processes that this thread starts run on all cores that the container allows. Workers are
+    often bound to a few of them, where an agent would compete with the model."""
+    own = os.sched_getaffinity(0)
+    with suppress(OSError):  # a sandbox may forbid it
+        os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.sched_setaffinity(0, own)
 
 
 def _private(name: str, flags: int) -> int:

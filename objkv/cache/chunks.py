@@ -192,6 +192,9 @@ class SaveOutcome(Enum):
     """Outcome of one save."""
 
     SAVED = "saved"
+    ACCEPTED = "accepted"
+    """The node's agent has a copy, which the node's replicas find, and saves it or holds it back.
+    """
     EXISTED = "existed"
     """Another writer's payload already existed; its record was published."""
 

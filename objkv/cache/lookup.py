@@ -5,12 +5,13 @@ has replied or the deadline has passed. From then on it returns the same answer;
 grows, only its new part is looked up. A failed, late or refused lookup is "no match".
 """
 
+import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from math import inf
-from threading import BoundedSemaphore
+from threading import BoundedSemaphore, Event
 from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -18,9 +19,10 @@ from objkv.background import Pool
 from objkv.errors import StoreError
 from objkv.index.base import ReadIndex, Shards
 from objkv.index.fields import COMING
-from objkv.telemetry import Recorder
+from objkv.telemetry import Recorder, Trouble
 from objkv.tracing import NO_TRACING, Span, Tracing
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Records = tuple[Shards | None, ...]
 """The found shards of each chunk of a prompt, in order."""
@@ -117,10 +119,11 @@ class LookupService:
         self._limits = limits
         self._clock = clock
         self._tracing = tracing
-        self._slots = BoundedSemaphore(limits.queue_max)
+        self._slots, self._ended = BoundedSemaphore(limits.queue_max), Event()
         # Started here, because starting takes longer than the rest of ``ask``.
         self._pool: Pool[_Job[Any]] = Pool("objkv-lookup", _THREADS, _Job.run)
         self._memos: dict[str, _Memo] = {}
+        self._trouble = Trouble(logger, "lookups")
 
     def ask(
         self, request_id: str, namespace: str, hashes: Hashes, trace: str | None = None
@@ -186,12 +189,10 @@ class LookupService:
         return self._submit(run) is not None
 
     def wait(self, seconds: float) -> None:
-        """Block at most ``seconds`` until a pending lookup finishes. Return at once if there is
-        none. For a thread without other work."""
-        futures = [memo.future for memo in self._memos.values() if memo.future is not None]
-        # A finished lookup may belong to a request that is not polled for a while.
-        if awaited := [future for future in futures if not future.done()]:
-            wait(awaited, seconds, FIRST_COMPLETED)
+        """Block until a job ends, for at most ``seconds``. Returns at once if one has ended since
+        the last call. For a thread without other work."""
+        self._ended.wait(seconds)
+        self._ended.clear()
 
     def wait_for(self, request_id: str, seconds: float) -> bool:
         """Block at most ``seconds`` until the request's pending lookup finishes. Return whether it
@@ -255,8 +256,12 @@ class LookupService:
         if not self._pool.put((queued,)):  # closed
             self._slots.release()
             return None
-        queued.future.add_done_callback(lambda _: self._slots.release())
+        queued.future.add_done_callback(self._note_end)
         return queued.future
+
+    def _note_end(self, future: Future[T]) -> None:
+        self._slots.release()
+        self._ended.set()
 
     def _poll(self, memo: _Memo) -> None:
         assert memo.future is not None
@@ -265,11 +270,14 @@ class LookupService:
         elif memo.future.cancelled() or self.is_late(memo.deadline):
             memo.future.cancel()
             self._recorder.count("lookup_deadlines")
+            late = TimeoutError(f"no answer within {self._limits.deadline_s:g} s")
+            self._trouble.failed(late)
             self._answer(memo, memo.no_match)
 
     def _take(self, memo: _Memo, future: Future[list[Shards | None]]) -> None:
         error = future.exception()
         if error is None:
+            self._trouble.worked()
             found = future.result()
             self._answer(memo, memo.known + tuple([None if r is COMING else r for r in found]))
             memo.coming = _count_coming(found)

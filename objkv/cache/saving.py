@@ -171,6 +171,9 @@ class SavePool(Generic[Item]):
         if outcome is SaveOutcome.SAVED:
             self._recorder.count("saves")
             self._recorder.count("save_bytes", header.nbytes)
+        elif outcome is SaveOutcome.ACCEPTED:
+            self._recorder.count("saves_accepted")
+            self._recorder.count("save_accepted_bytes", header.nbytes)
         else:
             self._recorder.count("save_existed")
         self._saved(header, seconds, outcome)

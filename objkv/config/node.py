@@ -21,6 +21,8 @@ _REPLICAS_OWN: Final = frozenset(
     }
 )
 """Settings that replicas of one agent may have different."""
+_BINDS_THREADS: Final = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
+"""Variables by which OpenMP, which vLLM preloads, binds a process to the cores of one worker."""
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _CONTAINER_CORES = Path("/sys/fs/cgroup/cpu.max")
 _PATH_BYTES_MAX = 70
@@ -54,7 +56,8 @@ def http_path(path: Path) -> Path:
 def agent_environment(config: Config) -> dict[str, str]:
     """Return the environment of an agent with these settings, whatever sources they came from."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
-    environ.pop(CONFIG_FILE_VARIABLE, None)
+    for name in (CONFIG_FILE_VARIABLE, *_BINDS_THREADS):
+        environ.pop(name, None)
     for name in sorted(config.model_fields_set - {"agent"}):
         value = getattr(config, name)
         if value is not None:

@@ -1,7 +1,8 @@
-"""Payloads that are only on this node, because nothing has needed them a second time yet.
+"""Payloads that are only on this node: they are being saved, or nothing has needed them a second
+time yet.
 
-Most payloads are never read again, so putting each of them to a bucket costs more than it saves. A
-held-back payload is found and read on its node like any other. It is saved when it is read or
+Both are found and read on their node like any other. Most payloads are never read again, so putting
+each of them to a bucket costs more than it saves. One that is held back is saved when it is read or
 made again, here or on another node, and lost when arena and disk evict it before that, or when the
 agent ends.
 """
@@ -52,7 +53,7 @@ class _Unsaved:
 
 
 class UnsavedPayloads:
-    """The held-back payloads of one arena. Thread-safe. Never waits, and holds its lock while it
+    """Those of one arena. Thread-safe. Never waits, and holds its lock while it
     calls nothing, so callers may hold theirs."""
 
     def __init__(self, recorder: Recorder, *, clock: Callable[[], float] = monotonic) -> None:
@@ -95,11 +96,13 @@ class UnsavedPayloads:
         one = self._by_path.get(path)
         return None if one is None else (one.claim, one.record)
 
-    def add(self, claim: Claim, record: ShardRecord) -> None:
-        """Hold a payload back. ``record``: of ``unsaved_record``."""
-        key, one = claim.key, _Unsaved(claim, record, encode_shard(record))
+    def add(self, claim: Claim, record: ShardRecord, *, is_due: bool) -> None:
+        """Add a payload. ``record``: of ``unsaved_record``. ``is_due``: whether it is being saved
+        already, and not held back."""
+        key, one = claim.key, _Unsaved(claim, record, encode_shard(record), is_due)
         with self._lock:
-            self._remove(key.path())
+            if (before := self._remove(key.path())) is not None:
+                one.is_requested = before.is_requested
             self._by_path[key.path()] = one
             chunks = self._by_chunk.setdefault(key.namespace, {})
             chunks.setdefault(key.prefix_hash, {})[key.field] = one

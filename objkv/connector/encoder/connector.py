@@ -77,7 +77,7 @@ def open_encoder_scheduler(
     roles = EncoderRoles(
         loads=transfer.is_ec_consumer,
         saves=saving,
-        steps_overlap=vllm_config.max_concurrent_batches > 1,
+        steps_in_flight=max(1, vllm_config.max_concurrent_batches),
     )
     reader = OutputReader(open_cache(config, backends, writer, recorder), recorder)
     limits = FetchLimits(

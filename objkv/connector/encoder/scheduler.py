@@ -27,6 +27,7 @@ from objkv.connector.encoder.items import (
 from objkv.connector.guard import guarded
 from objkv.connector.model.adapters import Adapters
 from objkv.connector.namespace import ReplicaNamespace
+from objkv.connector.pacing import EmptySteps
 from objkv.keys.encoder import EncoderIdentity
 from objkv.stores.base import WriteStore
 from objkv.telemetry import MemoryRecorder, added
@@ -40,9 +41,6 @@ logger = logging.getLogger(__name__)
 
 _LOCAL_MAX = 16_384
 """Most names of vLLM's own outputs to remember. A forgotten one may be loaded needlessly."""
-_EMPTY_STEP_S, _BESIDE_STEPS_S = 1e-3, 1e-4
-"""How long an empty step waits for an output: if it is the only step, and if another step may be in
-progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +49,8 @@ class EncoderRoles:
 
     loads: bool
     saves: bool
-    steps_overlap: bool = False
-    """Whether a step may be scheduled before the previous one has ended."""
+    steps_in_flight: int = 1
+    """How many steps may be scheduled before the first one ends."""
 
 
 class EncoderSchedulerSide:
@@ -71,6 +69,7 @@ class EncoderSchedulerSide:
         recorder: MemoryRecorder,
     ) -> None:
         self._roles, self._fetcher, self._recorder = roles, fetcher, recorder
+        self._steps = EmptySteps(roles.steps_in_flight)
         self._reported: dict[str, float] = {}
         # No adapter is read if adapters do not change encoder outputs.
         self.adapters = Adapters(fetcher.submit if form.tower_lora else _do_nothing)
@@ -163,13 +162,14 @@ class EncoderSchedulerSide:
             self._loads.pop(identifier, None)
         plan = EncoderPlan(self.namespace, tuple(self._loads.values()), self._saves)
         self._saves = {}
-        if output.total_num_scheduled_tokens:  # otherwise workers may ignore the plan
-            self._loads = {}
         self._promised.clear()
         self._asking = None
-        if not output.total_num_scheduled_tokens:
-            # vLLM spins on empty steps while it waits. Release the GIL for the fetch threads.
-            self._fetcher.wait(_BESIDE_STEPS_S if self._roles.steps_overlap else _EMPTY_STEP_S)
+        computes = bool(output.total_num_scheduled_tokens)
+        if computes:  # otherwise workers may ignore the plan
+            self._loads = {}
+        else:
+            self._fetcher.wait(self._steps.wait_s)
+        self._steps.planned(busy=computes)
         return plan
 
     def update(self, output: "ECConnectorOutput") -> None:

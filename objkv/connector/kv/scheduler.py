@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from time import monotonic, sleep
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from objkv.cache.lookup import LookupService, Records
@@ -27,6 +27,7 @@ from objkv.connector.kv.saves import BlockTrust, SavePlanner
 from objkv.connector.kv.timing import PutWaits, Timing
 from objkv.connector.model.groups import Geometry
 from objkv.connector.namespace import ReplicaNamespace
+from objkv.connector.pacing import EmptySteps
 from objkv.index.base import Shards
 from objkv.index.near import NearIndex
 from objkv.keys.identity import Identity
@@ -42,9 +43,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-_EMPTY_STEP_S, _BESIDE_STEPS_S = 1e-3, 1e-4
-"""How long an empty step waits for the index: if it is the only step, and while another step is in
-progress."""
 _MATCH_WAIT_S = 1e-3
 """How long a scheduling pass waits for lookups of new requests, all of them together. A request
 whose lookup is late waits for the next pass, which is a whole step. The wait costs nothing while
@@ -178,6 +176,7 @@ class SchedulerSide:
         self._put_waits = PutWaits(lookups, timing, geometry.chunk_tokens, recorder)
         self._held, self._sync_loads, self._wait_left_s = set[str](), False, _MATCH_WAIT_S
         self._waiting: int | None = None
+        self._is_delayed, self._steps = False, EmptySteps(roles.steps_in_flight)
         self.may_reuse: Callable[[], bool] = lambda: True
         """Returns whether the next step may give blocks of running requests to others."""
         self.adapters, self.events = requests.adapters, NoEvents()
@@ -205,6 +204,7 @@ class SchedulerSide:
         found = self._match(request, computed)
         if found[0] is None and self._await_lookup(request.request_id):
             found = self._match(request, computed)
+        self._is_delayed |= found[0] is None
         if found[0]:
             self._loads.promise(request.request_id, computed, sync=not found[1])
         return found
@@ -333,6 +333,7 @@ class SchedulerSide:
         self._trust.next_step(output)
         self._sync_gate.planned(plan.loads)
         self._waiting, self._wait_left_s = None, _MATCH_WAIT_S  # once per scheduling pass
+        is_delayed, self._is_delayed = self._is_delayed, False
         self._timing.step_planned(output.num_scheduled_tokens.values(), plan.loads)
         for load in plan.loads:
             if load.sync:
@@ -340,14 +341,12 @@ class SchedulerSide:
         if self._roles.saves:
             plan.saves = self._planned_saves(output)
         plan.may_reuse = self.may_reuse()
-        empty = not output.total_num_scheduled_tokens
-        if empty and not self._loads.in_progress:
-            # vLLM spins on empty steps while it waits. Release the GIL for the lookup threads.
-            seconds = _BESIDE_STEPS_S if self._timing.steps > 1 else _EMPTY_STEP_S
-            self._lookups.wait(seconds)
-            if len(self._put_waits):  # perhaps no lookup is in progress
-                sleep(seconds)
-        plan.idle = empty and self._loads.in_progress
+        computes = bool(output.total_num_scheduled_tokens)
+        if is_delayed and not computes:  # loads that end meanwhile are reported with this step
+            self._lookups.wait(self._steps.wait_s)
+        elif not computes and not self._steps.others_run:
+            plan.idle = self._loads.in_progress
+        self._steps.planned(busy=computes or plan.idle)
         self.events.planned(plan, self._requests.get)
 
     def end_step(self) -> "tuple[KVCacheEvent, ...]":

@@ -110,7 +110,8 @@ def open_scheduler_side(
         backends.index,
         records_max=config.near_records_max,
         ttl_s=config.near_ttl_ms / 1000,
-        miss_ttl_s=config.near_miss_ttl_ms / 1000,
+        # An agent remembers misses itself, until it has taken the chunk for a save.
+        miss_ttl_s=config.near_miss_ttl_ms / 1000 if link is None else 0.0,
         fields=geometry.all_fields(),
     )
     side = make_scheduler_side(

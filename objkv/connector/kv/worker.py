@@ -18,6 +18,7 @@ from objkv.config import Config
 from objkv.connector.guard import guarded
 from objkv.connector.kv.metadata import LostLoad, StepPlan, StepReport
 from objkv.connector.model.groups import Geometry
+from objkv.connector.pacing import EMPTY_STEP_S
 from objkv.keys.chunk import ChunkKey
 from objkv.tracing import Tracing
 from objkv.transfer.lanes import Mark
@@ -27,8 +28,6 @@ from objkv.transfer.plan import LoadOutcome, LoadPlan
 from objkv.transfer.saver import Saver
 
 logger = logging.getLogger(__name__)
-_IDLE_WAIT_S = 2e-3
-"""How long a step with nothing to compute waits for a load."""
 _BACKGROUND_S = 1.0
 """How long a shutdown waits for optional work, such as a copy to the hot store."""
 
@@ -233,8 +232,7 @@ class WorkerSide:
     @guarded(None)
     def _take_loads(self, plan: StepPlan) -> None:
         if plan.idle and not self._lost:
-            # vLLM spins on empty steps, which would take CPU time and the GIL from the load.
-            self._loader.wait_over(_IDLE_WAIT_S)
+            self._loader.wait_over(EMPTY_STEP_S)
         lost, self._lost = self._lost, []
         for load in lost:
             outcome = LoadOutcome(load.request_id, load.blocks, frozenset())

@@ -146,7 +146,7 @@ class _Rates:
             arena_load_bytes=self._total("arena_load_bytes"),
             hot_load_bytes=self._total("hot_load_bytes"),
             bulk_load_bytes=self._total("bulk_load_bytes"),
-            save_bytes=self._total("save_bytes"),
+            save_bytes=self._total("save_bytes") + self._total("save_accepted_bytes"),
             refusals=sum(map(self._total, _REFUSALS)),
             misses=sum(map(self._total, _MISSES)),
             drops=sum(map(self._total, _DROPS)),

@@ -109,13 +109,13 @@ class Loads:
             job.cancel()
 
     def wait_over(self, seconds: float) -> None:
-        """Block until a load between steps is over, for at most ``seconds``. For a thread with
-        nothing to compute."""
+        """Block until a load between steps is over, for at most ``seconds``. Returns at once if
+        there is none. For a thread with nothing to compute."""
         end = monotonic() + seconds
         while (left_s := end - monotonic()) > 0:
             self._over.clear()
             jobs = [job for job in self._jobs.values() if not job.plan.sync]
-            if any(job.poll() for job in jobs):
+            if not jobs or any(job.poll() for job in jobs):
                 return
             # Copies to a device end without a call, so they are polled.
             self._over.wait(min(left_s, _LOOK_S) if any(j.is_over() for j in jobs) else left_s)

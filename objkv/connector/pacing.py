@@ -1,0 +1,39 @@
+"""How long a step with nothing to compute may wait for what its requests need.
+
+While requests wait for a lookup or a load and nothing else can run, vLLM makes empty steps in a
+loop. On a machine with few cores that loop takes the processor from the agent and the threads that
+it waits for. So an empty step sleeps until one of them has ended.
+"""
+
+from typing import Final
+
+EMPTY_STEP_S: Final = 0.02
+"""How long an empty step waits. A connector does not see new requests, so one that arrives may wait
+this long."""
+_BESIDE_STEPS_S: Final = 1e-4
+"""While another step computes, whose result must not wait. Lets other threads have the GIL."""
+
+
+class EmptySteps:
+    """For the scheduler's thread only. vLLM may plan several steps before the first one ends, and
+    then waits for the oldest. Source: vLLM 0.31-0.33, ``step_with_batch_queue`` in
+    ``v1/engine/core.py``."""
+
+    def __init__(self, steps_in_flight: int) -> None:
+        """``steps_in_flight``: how many steps may be planned before the first one ends."""
+        self._steps_in_flight = steps_in_flight
+        self._since_busy = steps_in_flight
+
+    @property
+    def others_run(self) -> bool:
+        """Whether a step that computes or waits may be in progress."""
+        return self._since_busy < self._steps_in_flight - 1
+
+    @property
+    def wait_s(self) -> float:
+        """How long the scheduler may wait in the empty step that it plans now."""
+        return _BESIDE_STEPS_S if self.others_run else EMPTY_STEP_S
+
+    def planned(self, *, busy: bool) -> None:
+        """Record a planned step. ``busy``: whether it computes, or a worker waits in it."""
+        self._since_busy = 0 if busy else self._since_busy + 1
