@@ -139,9 +139,7 @@ class NodeSaves:
                 self.residents.release(resident)
                 return refusal
         # Replicas find it from now on: lookups know it before the client does.
-        self.residents.note_unsaved(
-            resident, header.claim, unsaved_record(header), is_due=True
-        )
+        self.residents.note_unsaved(resident, header.claim, unsaved_record(header), is_due=True)
         return status if self._begin(resident, header.claim) else CommitStatus.NO_ROOM
 
     def released(self, save: CommittedSave) -> None:
@@ -251,9 +249,7 @@ class NodeSaves:
 
     def _hold_back(self, resident: Resident, header: Header) -> CommitStatus:
         """Leave a payload in the arena, and count it across the fleet."""
-        self.residents.note_unsaved(
-            resident, header.claim, unsaved_record(header), is_due=False
-        )
+        self.residents.note_unsaved(resident, header.claim, unsaved_record(header), is_due=False)
         self._cache.end_save(header.claim.key)
         self.residents.release(resident)
         self._recorder.count("agent_held_back")

@@ -3,6 +3,7 @@
 import itertools
 import mmap
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from threading import Event, Thread
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from objkv.agent.calls import AnswerBlocks
+from objkv.agent.calls import AnswerBlocks, NearLimits, NodeLookups
 from objkv.agent.memory.answers import BLOCK_MAX, TEXT_AT, TEXT_BYTES_MAX, AnswerBoard, Scope
 from objkv.agent.messages import (
     MESSAGE_BYTES_MAX,
@@ -185,6 +186,22 @@ def test_a_block_ends_with_its_records(world: World, change: str) -> None:
     for _ in range(3):
         assert plain(world.find(numbers))[3] == dict.fromkeys(FIELDS, record(1003))
     assert plain(world.kept(numbers))[3] == dict.fromkeys(FIELDS, record(1003))
+
+
+def test_a_save_leaves_answers_about_stored_chunks_on_the_board(world: World) -> None:
+    """A node that saves all the time would otherwise ask for everything again."""
+    lookups = NodeLookups(world.index, NearLimits(1000, TTL_S, 0.5), world.board)
+    for number in range(4):
+        world.publish(number)
+    hashes = joined(range(4))
+    blocks = lookups.blocks(NAMESPACE, FIELDS)
+    blocks.find(hashes, lambda some: lookups.find(NAMESPACE, some, FIELDS))
+    key = world.scope.key(hashes)
+    assert world.board.find(world.scope, key, time.time()) is not None
+    lookups.published(NAMESPACE, hashed(9))
+    assert world.board.find(world.scope, key, time.time()) is not None
+    lookups.invalidate(NAMESPACE, hashed(9))
+    assert world.board.find(world.scope, key, time.time()) is None
 
 
 def test_a_record_that_is_discarded_while_it_is_looked_up_is_not_kept(world: World) -> None:

@@ -240,6 +240,28 @@ def test_the_first_replica_starts_an_agent_for_all(config: Config) -> None:
     assert log.count("agent ready") == 1
 
 
+def test_an_agent_runs_on_all_cores_and_shares_them_with_its_replicas(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers are bound to cores, by affinity and by variables of OpenMP, which they preload."""
+    path = agent_socket(config)
+    assert path is not None
+    monkeypatch.setenv("GOMP_CPU_AFFINITY", "0")
+    everywhere = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(everywhere)})
+    try:
+        start_agent(path, agent_environment(config))
+        assert os.sched_getaffinity(0) == {min(everywhere)}
+    finally:
+        os.sched_setaffinity(0, everywhere)
+    wait_until(lambda: is_listening(path))
+    pid = launch._agent_at(path)
+    assert os.sched_getaffinity(pid) >= everywhere
+    assert b"GOMP_CPU_AFFINITY" not in Path(f"/proc/{pid}/environ").read_bytes()
+    assert os.getsid(pid) == os.getsid(0), "Linux divides processors between sessions"
+    assert os.getpgid(pid) != os.getpgid(0), "Ctrl-C at a terminal is for the replica"
+
+
 def test_an_agent_that_cannot_start_is_an_error_with_its_reason(config: Config) -> None:
     folder = Path(config.bulk_url.removeprefix("file://"))
     folder.parent.mkdir(exist_ok=True)

@@ -448,7 +448,7 @@ def payloads(tokens: list[int] | None = None) -> list[bytes]:
 def test_what_was_handed_over_is_saved_and_resident(node: Node, desk: Desk) -> None:
     made, taken = payloads(), list[ChunkKey]()
     desk.saves.accepted = taken.append
-    assert [desk.hand_over(payload) for payload in made] == [SaveOutcome.SAVED] * 3
+    assert [desk.hand_over(payload) for payload in made] == [SaveOutcome.ACCEPTED] * 3
     assert node.saves.drain(PATIENCE_S)
     keys = [read_header(payload).claim.key for payload in made]
     assert [node.store.get(key.path()) for key in keys] == made
@@ -486,7 +486,7 @@ def test_no_wrong_payload_is_saved(
             desk.saves.save(header.claim, slab.view[: len(bad)], header)
     assert node.saves.drain(PATIENCE_S)
     assert not list(node.store.scan(""))
-    assert desk.hand_over(good) is SaveOutcome.SAVED, "it can be saved later"
+    assert desk.hand_over(good) is SaveOutcome.ACCEPTED, "it can be saved later"
 
 
 def test_a_client_that_goes_at_once_loses_nothing(node: Node, desk: Desk) -> None:
@@ -521,7 +521,7 @@ def test_an_overloaded_or_full_store_is_reported(node: Node, desk: Desk) -> None
     desk.now = 100.0
     assert desk.saves.has_room()
     node.cache.has_room = lambda: True  # type: ignore[method-assign]
-    assert desk.hand_over(third) is SaveOutcome.SAVED
+    assert desk.hand_over(third) is SaveOutcome.ACCEPTED
 
 
 def test_an_outbox_that_could_shrink_is_refused(node: Node) -> None:

@@ -138,7 +138,7 @@ def test_what_was_seen_once_is_found_on_its_node_and_stored_nowhere(
     node, made = make(), payloads()
     taken = list[ChunkKey]()
     node.desk.saves.accepted = taken.append
-    assert node.commit(made) == [SaveOutcome.SAVED] * 3
+    assert node.commit(made) == [SaveOutcome.ACCEPTED] * 3
     assert not node.stored
     assert of_index(node, made) == [None] * 3
     assert taken == [], "no other node can load it, so no router is told"
@@ -148,6 +148,53 @@ def test_what_was_seen_once_is_found_on_its_node_and_stored_nowhere(
     assert node.residents.leased() == 0
     assert node.count("agent_held_back") == 3
     assert node.residents.unsaved.nbytes == sum(map(len, made))
+
+
+class GatedStore(WatchedStore):
+    """Puts nothing before ``gate`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+
+    def put_if_absent(self, key: str, value: Any) -> bool:
+        assert self.gate.wait(PATIENCE_S)
+        return super().put_if_absent(key, value)
+
+
+def test_what_the_agent_took_is_found_from_then_on_although_it_was_missing_just_now(
+    make: Callable[..., Holder],
+) -> None:
+    store = GatedStore()
+    node, made = make(holds_back=False, store=store), payloads()
+    assert node.find(made) == []
+    for payload in made:
+        assert node.desk.hand_over(payload) is SaveOutcome.ACCEPTED
+    found = node.find(made)
+    assert [is_unsaved(one.record) for one in found] == [True] * 3, "none is stored yet"
+    assert node.read(found) == [MissReason.NONE] * 3
+    store.gate.set()
+    assert node.saves.drain(PATIENCE_S)
+    assert node.stored == set(paths(made))
+    assert [one.record for one in node.find(made)] == of_index(node, made)
+    assert not node.unsaved
+    assert node.count("agent_unsaved_due") == 0, "it was being saved when it was read"
+
+
+def test_a_save_that_fails_leaves_the_payload_to_its_node(make: Callable[..., Holder]) -> None:
+    node, made = make(holds_back=False), payloads()
+
+    def down(key: str, value: object) -> bool:
+        raise StoreUnavailable("down")
+
+    put, node.store.put_if_absent = node.store.put_if_absent, down  # type: ignore[assignment, method-assign]
+    node.commit(made)
+    assert len(node.find(made)) == 3
+    node.store.put_if_absent = put  # type: ignore[method-assign]
+    node.residents.unsaved._clock = lambda: 1e9
+    assert node.read(node.find(made)) == [MissReason.NONE] * 3
+    assert node.saves.drain(PATIENCE_S)
+    assert node.stored == set(paths(made)), "it is tried again when it is read"
 
 
 def test_what_is_read_is_stored_and_published(make: Callable[..., Holder]) -> None:
@@ -371,7 +418,7 @@ def test_a_save_that_failed_is_tried_at_the_next_read(make: Callable[..., Holder
     node.desk.close()
     node.desk = Desk(node)
     node.desk.saves.accepted = taken.append
-    assert node.commit(made) == [SaveOutcome.SAVED] * 3
+    assert node.commit(made) == [SaveOutcome.ACCEPTED] * 3
     assert (taken, node.stored) == ([], set()), "made again, and not saved: no router is told"
     now[0] = 100.0
     node.read(node.find(made))
@@ -425,7 +472,7 @@ def test_a_long_prompt_waits_for_its_turns_and_holds_no_more_leases_than_those(
 def test_over_quota_payloads_stay_in_memory(make: Callable[..., Holder]) -> None:
     node, made = make(), payloads()
     node.cache.has_room = lambda: False  # type: ignore[method-assign]
-    assert node.commit(made) == [SaveOutcome.SAVED] * 3
+    assert node.commit(made) == [SaveOutcome.ACCEPTED] * 3
     assert node.desk.saves.has_room()
     node.read(node.find(made))
     assert node.saves.drain(PATIENCE_S)

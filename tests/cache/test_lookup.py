@@ -99,13 +99,44 @@ def test_an_answer_is_awaited_without_waiting_and_then_kept(
     Timer(0.05, index.gate.set).start()
     service.wait(PATIENCE_S)
     assert index.gate.is_set()
-    service.wait(PATIENCE_S)  # returns at once: the result exists
     assert time.monotonic() - started < PATIENCE_S / 2
     records = answer(lambda: service.ask("r", NS, HASHES))
     assert isinstance(records, tuple)
     assert records == ({FIELD: SHARD}, None, None)
     assert service.ask("r", NS, HASHES) is records
     assert index.asked == [HASHES]
+
+
+def test_a_wait_notices_what_has_ended_before_it(service: LookupService, index: GatedIndex) -> None:
+    """Otherwise a lookup that ends while a step is scheduled would be noticed a wait later."""
+    index.gate.set()
+    assert service.submit(Event().set)
+    service.wait(PATIENCE_S)
+    service.ask("r", NS, HASHES)
+    assert service.wait_for("r", PATIENCE_S)
+    started = time.monotonic()
+    service.wait(PATIENCE_S)
+    assert time.monotonic() - started < PATIENCE_S / 2
+    service.wait(0.001)
+
+
+def test_late_lookups_are_logged_once_and_so_are_those_in_time_again(
+    service: LookupService, index: GatedIndex, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    for request in ("a", "b"):
+        assert service.ask(request, NS, HASHES) is None
+    clock.now += 2 * LIMITS.deadline_s
+    for request in ("a", "b"):
+        assert service.ask(request, NS, HASHES) == (None, None, None)
+    index.gate.set()
+    for name in map(str, range(10**6)):
+        if answer(lambda name=name: service.ask(name, NS, HASHES)) != (None, None, None):  # type: ignore[misc]
+            break
+        time.sleep(0.001)  # it was refused: the late ones are still in the queue
+    assert [record.message for record in caplog.records] == [
+        "lookups failing, serving without them reason=no answer within 1 s",
+        "lookups working again",
+    ]
 
 
 def test_one_requests_lookup_is_awaited_while_others_hang(

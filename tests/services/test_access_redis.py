@@ -237,10 +237,9 @@ def test_rights_that_are_taken_away_are_misses_until_they_are_back(server: Redis
         asked = itertools.count()
 
         def hit() -> bool:
-            request, found = str(next(asked)), None
-            while found is None:
+            request = str(next(asked))
+            while (found := lookups.ask(request, NAMESPACE, (HASH,))) is None:
                 lookups.wait(120.0)
-                found = lookups.ask(request, NAMESPACE, (HASH,))
             return found[0] is not None
 
         assert hit()

@@ -7,6 +7,7 @@ import pytest
 
 from objkv.cache.admission import AdmissionPolicy, ChunkSize, LoadTime
 from objkv.connector.kv.scheduler import SchedulerSide
+from objkv.connector.pacing import EMPTY_STEP_S
 from objkv.index.base import Shards
 from objkv.index.fields import COMING
 from objkv.index.memory import MemoryIndex
@@ -123,12 +124,12 @@ def test_an_empty_step_does_not_spin_while_a_request_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     side, _ = opened(AskingIndex())
-    slept: list[float] = []
-    monkeypatch.setattr("objkv.connector.kv.scheduler.sleep", slept.append)
+    waited: list[float] = []
+    monkeypatch.setattr(side._lookups, "wait", waited.append)
     side.track(request(PROMPT))
     wait_until(lambda: waits(side))
     side.plan_step(step({}, ()))
-    assert len(slept) == 1
+    assert waited == [EMPTY_STEP_S]
     side.close()
 
 

@@ -12,6 +12,7 @@ from objkv.cache.admission import LoadTime
 from objkv.connector.kv import scheduler as module
 from objkv.connector.kv.metadata import LostLoad, StepReport
 from objkv.connector.kv.scheduler import HitCounters, SchedulerSide, SyncGate
+from objkv.connector.pacing import EMPTY_STEP_S
 from objkv.index.base import ChunkEntry, ShardRecord, Shards
 from objkv.index.memory import MemoryIndex
 from objkv.telemetry import MemoryRecorder
@@ -564,7 +565,7 @@ def test_blocks_of_a_request_with_no_load_are_not_lost_but_not_saved_either(
         "_touch",
         "_preempted",
         "_planned_saves",
-        "_lookups.wait",
+        "_steps.planned",
         "may_reuse",
         "events.planned",
     ],
@@ -579,7 +580,7 @@ def test_whatever_fails_a_plan_contains_the_loads_on_which_vllm_relies(
     for part in owner.split(".") if owner else ():
         target = getattr(target, part)
     with monkeypatch.context() as fault:
-        fault.setattr(target, name, lambda *_: 1 / 0)
+        fault.setattr(target, name, lambda *_, **__: 1 / 0)
         plan = stored.plan_step(step({}, (), sync_loads=True))
     (load,) = plan.loads
     assert load.moves.blocks_from(0) == {5, 6}
@@ -642,3 +643,61 @@ def test_a_load_that_failed_is_not_tried_again_even_if_its_report_cannot_be_read
     )
     assert stored.update(output) == [one]
     assert stored.match(one, 0)[0] == 0
+
+
+def waits_of(side: SchedulerSide, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Record how long the side's empty steps wait for lookups."""
+    waited: list[float] = []
+    monkeypatch.setattr(side._lookups, "wait", waited.append)
+    return waited
+
+
+class HeldIndex(MemoryIndex):
+    """Answers no lookup before ``gate`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Event()
+
+    def find(
+        self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
+    ) -> list[Shards | None]:
+        assert self.gate.wait(PATIENCE_MS / 1000)
+        return super().find(namespace, prefix_hashes, fields)
+
+
+def test_only_an_empty_step_in_which_a_request_waits_for_its_lookup_waits_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    side = scheduler_side(index := HeldIndex(), roles={"steps_in_flight": 2})
+    waited = waits_of(side, monkeypatch)
+    side.track(one := request())
+    side.plan_step(step({}, ()))
+    assert waited == [], "no request was delayed"
+    assert side.match(one, 0)[0] is None
+    side.plan_step(step({"other": 1}, [3]))
+    assert waited == [], "another request computes"
+    for _ in range(3):
+        assert side.match(one, 0)[0] is None
+        side.plan_step(step({}, ()))
+    beside, *alone = waited
+    assert beside < EMPTY_STEP_S, "the step before it may not have ended"
+    assert alone == [EMPTY_STEP_S] * 2
+    index.gate.set()
+    wait_until(lambda: side.match(one, 0)[0] is not None)
+    side.plan_step(step({}, ()))
+    side.plan_step(step({}, ()))
+    assert len(waited) <= 4
+    side.close()
+
+
+def test_workers_wait_for_loads_in_one_empty_step_at_a_time() -> None:
+    """A new request would wait for each of those that were planned before it."""
+    publish_prompt(index := MemoryIndex(), [7] * 70)
+    roles = {"steps_in_flight": 2}
+    side = scheduler_side(index, roles=roles, load_mode="async", admission="always")
+    one = loaded(side)
+    assert not side.plan_step(step({"other": 1}, [3])).idle
+    side.plan_load(one, [[5, 6]], 64)
+    assert [side.plan_step(step({}, ())).idle for _ in range(4)] == [False, True, False, True]
+    side.close()

@@ -1,6 +1,7 @@
 """The worker's side over a real paged cache in memory, one step at a time."""
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +13,7 @@ from objkv.connector.kv import wiring
 from objkv.connector.kv import worker as worker_module
 from objkv.connector.kv.metadata import LostLoad, StepPlan
 from objkv.connector.kv.worker import Rank, WorkerSide
+from objkv.connector.pacing import EMPTY_STEP_S
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import token_digest
 from objkv.transfer.lanes import HostLane, HostMark
@@ -92,7 +94,18 @@ def test_a_step_with_nothing_to_compute_waits_for_loads_and_no_other_step_does(
     worker.results(StepPlan(), set())
     assert waited == []
     worker.results(StepPlan(idle=True), set())
-    assert waited == [worker_module._IDLE_WAIT_S]
+    assert waited == [EMPTY_STEP_S]
+
+
+def test_without_loads_nothing_is_waited_for(spoilt: tuple[WorkerSide, LoadPlan]) -> None:
+    """As in a step that was planned before the load's end was known."""
+    worker, load = spoilt
+    worker.start_loads(StepPlan(loads=(replace(load, sync=False),)))
+    worker._loader.wait_over(300)
+    assert worker.results(StepPlan(idle=True), set()).received == {load.request_id}
+    started = time.monotonic()
+    worker._loader.wait_over(300)
+    assert time.monotonic() - started < 100
 
 
 def test_waiting_for_loads_ends_with_the_first_that_is_over(
