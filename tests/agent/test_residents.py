@@ -163,11 +163,11 @@ class ResidentsMachine(RuleBasedStateMachine):
         if fill is not None:
             self.unlist(fill)
 
-    @rule(data=st.data())
-    def hold_back(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), is_due=st.booleans())
+    def note_unsaved(self, data: st.DataObject, is_due: bool) -> None:
         fill = self.some(data, filling=False, placed=True)
         if fill is not None and fill.holders and fill.one.state is CellState.READY:
-            self.residents.hold_back(fill.one, CLAIMS[fill.one.key], RECORD)
+            self.residents.note_unsaved(fill.one, CLAIMS[fill.one.key], RECORD, is_due=is_due)
             assert (fill.one.key in self.residents.unsaved) >= (fill in self.listed.values())
 
     @rule(saves=st.booleans())

@@ -135,7 +135,7 @@ ROWS: tuple[Row, ...] = (
         "redis-stalled",
         "Redis accepts and never answers (it is frozen)",
         "redis",
-        Cell("miss", "lookup_deadlines", beside=INDEX_READS),
+        Cell("miss", "lookup_deadlines", "lookups failing", beside=INDEX_READS),
         _FROM_BULK,
         _UNANNOUNCED,
         settings={"lookup_deadline_ms": 300},  # from it clients of Redis take theirs
@@ -312,7 +312,7 @@ ROWS: tuple[Row, ...] = (
         "agent",
         UNTOUCHED_HIT,
         Cell("miss", "load_errors"),
-        Cell("drop", "agent_save_errors"),
+        Cell("saved", "agent_save_errors"),
         is_fetched=True,
     ),
     Row(
@@ -321,7 +321,7 @@ ROWS: tuple[Row, ...] = (
         "agent",
         UNTOUCHED_HIT,
         Cell("miss", "load_errors"),
-        Cell("drop", "agent_save_errors"),
+        Cell("saved", "agent_save_errors"),
         is_fetched=True,
     ),
     Row(

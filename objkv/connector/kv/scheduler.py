@@ -174,9 +174,9 @@ class SchedulerSide:
         self._sync_gate = SyncGate(config.step_load_deadline_ms / 1000)
         self._hits, self._loads = HitCounters(recorder), ReliedLoads(geometry.block_tokens)
         self._put_waits = PutWaits(lookups, timing, geometry.chunk_tokens, recorder)
-        self._held, self._sync_loads, self._wait_left_s = set[str](), False, _MATCH_WAIT_S
-        self._waiting: int | None = None
-        self._is_delayed, self._steps = False, EmptySteps(roles.steps_in_flight)
+        self._held, self._sync_loads, self._is_delayed = set[str](), False, False
+        self._wait_left_s, self._waiting = _MATCH_WAIT_S, -1  # not counted in this pass
+        self._steps = EmptySteps(roles.steps_in_flight)
         self.may_reuse: Callable[[], bool] = lambda: True
         """Returns whether the next step may give blocks of running requests to others."""
         self.adapters, self.events = requests.adapters, NoEvents()
@@ -230,7 +230,7 @@ class SchedulerSide:
         return self._count_waiting() == len(self._requests)
 
     def _count_waiting(self) -> int:
-        if self._waiting is None:
+        if self._waiting < 0:
             self._waiting = self._requests.waiting()
         return self._waiting
 
@@ -332,7 +332,7 @@ class SchedulerSide:
         self._sync_loads, self.tables_ended = output.has_sync_kv_loads, []
         self._trust.next_step(output)
         self._sync_gate.planned(plan.loads)
-        self._waiting, self._wait_left_s = None, _MATCH_WAIT_S  # once per scheduling pass
+        self._waiting, self._wait_left_s = -1, _MATCH_WAIT_S  # once per scheduling pass
         is_delayed, self._is_delayed = self._is_delayed, False
         self._timing.step_planned(output.num_scheduled_tokens.values(), plan.loads)
         for load in plan.loads:
