@@ -171,12 +171,11 @@ class SchedulerSide:
         self._namespace, self._tracing, self.switch = namespace, tracing, switch
         self._trust = BlockTrust(roles.steps_in_flight, ranks=geometry.ranks)
         self._saves = SavePlanner(config, geometry, requests, self._trust, loads=roles.loads)
-        self._sync_gate = SyncGate(config.step_load_deadline_ms / 1000)
         self._hits, self._loads = HitCounters(recorder), ReliedLoads(geometry.block_tokens)
+        self._sync_gate = SyncGate(config.step_load_deadline_ms / 1000)
         self._put_waits = PutWaits(lookups, timing, geometry.chunk_tokens, recorder)
-        self._held, self._sync_loads, self._is_delayed = set[str](), False, False
-        self._wait_left_s, self._waiting = _MATCH_WAIT_S, -1  # not counted in this pass
-        self._steps = EmptySteps(roles.steps_in_flight)
+        self._held, self._sync_loads, self._is_delayed, self._waiting = set[str](), False, False, -1
+        self._wait_left_s, self._steps = _MATCH_WAIT_S, EmptySteps(roles.steps_in_flight)
         self.may_reuse: Callable[[], bool] = lambda: True
         """Returns whether the next step may give blocks of running requests to others."""
         self.adapters, self.events = requests.adapters, NoEvents()
