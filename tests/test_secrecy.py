@@ -4,7 +4,6 @@ import traceback
 
 import pytest
 
-from objkv.config.urls import passwords_in, without_password
 from objkv.errors import StoreDenied, StoreError
 from objkv.redact import KNOWN_MAX, keep_secret, without_secrets
 
@@ -60,21 +59,3 @@ def test_errors_mask_their_own_words_and_those_they_follow_from() -> None:
 def test_the_latest_secrets_are_remembered() -> None:
     keep_secret(*(f"a-secret-{number}" for number in range(KNOWN_MAX + 1)))
     assert without_secrets(f"a-secret-{KNOWN_MAX}, a-secret-0") == "***, a-secret-0"
-
-
-@pytest.mark.parametrize(
-    ("url", "passwords"),
-    [
-        ("redis://host", []),
-        ("redis://user@host", []),
-        ("redis://user:a:b@c@host/0", ["a:b@c"]),
-        ("rediss+sentinel://:x@h/0?service=s&sentinel_password=y", ["y", "x"]),
-        ("host:pass@else", ["pass"]),
-        ("file:///a:b@c", []),
-        ("memory:", []),
-    ],
-)
-def test_passwords_in_urls_are_those_that_are_not_shown(url: str, passwords: list[str]) -> None:
-    assert passwords_in(url) == passwords
-    shown = without_password(url)
-    assert not any(password in shown for password in passwords if len(password) > 1)
