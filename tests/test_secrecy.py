@@ -4,6 +4,7 @@ import traceback
 
 import pytest
 
+from objkv.config import load_config
 from objkv.errors import StoreDenied, StoreError
 from objkv.redact import KNOWN_MAX, keep_secret, without_secrets
 
@@ -34,6 +35,11 @@ def test_a_short_one_is_masked_as_a_word_only() -> None:
 )
 def test_what_signs_a_request_is_masked_though_nobody_named_it(text: str, masked: str) -> None:
     assert without_secrets(text) == masked
+
+
+def test_a_secret_is_masked_without_the_line_end_that_came_with_it() -> None:
+    load_config({"redis_password": "open-sesame\n"}, environ={})
+    assert without_secrets("AUTH open-sesame.") == "AUTH ***."
 
 
 def test_errors_mask_their_own_words_and_those_they_follow_from() -> None:

@@ -81,7 +81,8 @@ class Config(BaseModel):
 
     bulk_url: str = Field(default_factory=lambda: f"file://{cache_folder() / 'chunks'}")
     """Bulk store, which holds every chunk: ``file:///path``, ``s3://bucket/prefix`` or ``memory:``.
-    A ``file`` path must be absolute, without ``~`` or URL escapes."""
+    A ``file`` path must be absolute and is taken as it is: ``~``, ``%20``, ``?`` and ``#`` have no
+    meaning."""
     index_url: str = Field(default_factory=lambda: f"sqlite://{cache_folder() / 'index.sqlite'}")
     """Index: ``redis[s]://``, ``redis[s]+cluster://``, ``sqlite:///path``, ``memory:``, ``bulk:``
     (the folder of ``bulk_url`` is its own index; the default if you set ``bulk_url`` to a folder),
@@ -91,7 +92,8 @@ class Config(BaseModel):
     """Endpoint of an S3-compatible store. Unset: ``AWS_ENDPOINT_URL_S3`` and the other AWS
     variables."""
     s3_region: str | None = None
-    """Region of the bucket. Unset: ``AWS_REGION``, then the AWS profile."""
+    """Region of the bucket. Unset: ``AWS_REGION``, ``AWS_DEFAULT_REGION``, the AWS profile, then
+    us-east-1, with any endpoint."""
     s3_ca_bundle: Path | None = None
     """PEM file with the CA of the endpoint's certificate. Unset: ``AWS_CA_BUNDLE``, then
     certifi."""
