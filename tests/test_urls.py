@@ -233,7 +233,7 @@ def test_no_part_of_a_password_in_another_variable_is_shown(
     with patch.dict(os.environ, environ):
         text = outcome(lambda: open_s3_client(load_config({"bulk_url": "s3://b"}, environ={})))
         text += outcome(lambda: MetricsSource("http://far.example", deadline_s=1))
-        text += outcome(check_proxies)
+        text += outcome(lambda: check_proxies("https_proxy", "all_proxy"))
     assert shown(password, text) == []
 
 

@@ -315,7 +315,7 @@ def is_far(config: Config) -> bool:
     because loads from it mostly come from memory, even if its disk makes puts slow."""
     if not config.bulk_url.startswith("s3:"):
         return False
-    endpoint = s3_endpoint(config)
+    _, endpoint = s3_endpoint(config)
     return endpoint is None or endpoint.is_far
 
 

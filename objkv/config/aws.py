@@ -40,17 +40,16 @@ def check_credentials(config: Config) -> None:
             )
 
 
-def s3_endpoint(config: Config) -> Url | None:
-    """Return the endpoint of ``s3_endpoint_url`` or of AWS's variables; None if these are unset.
-    Raises ``ConfigError``."""
+def s3_endpoint(config: Config) -> tuple[str, Url | None]:
+    """Return the name of the setting with the endpoint, and its parts; None if only AWS's profile
+    may have one. Raises ``ConfigError``."""
     if config.s3_endpoint_url:
-        return parse_url("s3_endpoint_url", config.s3_endpoint_url)
-    if os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true":
-        return None
-    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
-        if text := os.environ.get(name):
-            return check_endpoint(config, text, name)
-    return None
+        return "s3_endpoint_url", parse_url("s3_endpoint_url", config.s3_endpoint_url)
+    if os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() != "true":
+        for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
+            if text := os.environ.get(name):
+                return name, check_endpoint(config, text, name)
+    return "endpoint_url of the AWS profile", None
 
 
 def check_endpoint(config: Config, text: str, name: str) -> Url:

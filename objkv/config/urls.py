@@ -46,7 +46,7 @@ _LOGIN_OF: Final = {
     "bulk_url": "s3_access_key_id and s3_secret_access_key",
     "s3_endpoint_url": "s3_access_key_id and s3_secret_access_key",
 }
-"""Where user and password belong if the URL takes none."""
+"""The settings for user and password, by setting whose URL takes none."""
 _SERVER = re.compile(
     r"//(?:(?P<login>[^/?#]*)@)?(?P<place>[^/?#@]*)(?P<path>/[^?#]*)?"
     r"(?P<query>\?[^#]*)?(?P<fragment>#.*)?",
@@ -123,7 +123,7 @@ class Url:
     shown: str
     """The URL with ``***`` for its user and password."""
     hosts: tuple[tuple[str, int], ...] = ()
-    """Each with its port, 0 if none is given. Of ``s3:`` the bucket."""
+    """Hosts and their ports, 0 for the default one; the bucket of ``s3:``."""
     path: str = ""
     """Without outer slashes."""
     root: str = field(default="", repr=False)
@@ -152,8 +152,8 @@ class Url:
 def parse_url(setting: str, text: str, name: str | None = None) -> Url:
     """Return the parts of ``text``, a URL for ``setting``, and mask its password from now on.
 
-    ``name`` is used in messages instead of ``setting``. Raises ``ValueError``, which says what is
-    wrong and how to write it, and quotes nothing of ``text``.
+    Messages contain ``name`` instead of ``setting``. Raises ``ValueError``, which names the fault
+    and the right form, and quotes nothing of ``text``.
 
     >>> parse_url("index_url", "rediss://fleet:open@redis.example:6379/0").shown
     'rediss://***@redis.example:6379/0'
@@ -285,7 +285,7 @@ def is_this_machine(host: str) -> bool:
 def parse_endpoint(text: str) -> tuple[str, Url]:
     """Return an HTTP server's URL, with ``http://`` if it names no scheme, and its parts. Raises
     ``ConfigError``, also for a proxy's URL, which clients would quote."""
-    check_proxies()
+    check_proxies("http_proxy", "https_proxy", "all_proxy")
     whole = text if "://" in text else f"http://{text}"
     try:
         return whole, parse_url("endpoint", whole)
@@ -293,10 +293,11 @@ def parse_endpoint(text: str) -> tuple[str, Url]:
         raise ConfigError(str(exc)) from None
 
 
-def check_proxies() -> None:
-    """Read the proxies in the environment, and mask their passwords. Raises ``ConfigError``."""
+def check_proxies(*names: str) -> None:
+    """Mask the passwords of the proxies in these variables, in lower case or upper case. Raises
+    ``ConfigError`` if one is not a URL."""
     for name, text in os.environ.items():
-        if name.lower() in ("http_proxy", "https_proxy", "all_proxy") and text:
+        if name.lower() in names and text:
             try:
                 parse_url("proxy", text if "://" in text else f"http://{text}", name)
             except ValueError as exc:

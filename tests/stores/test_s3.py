@@ -491,6 +491,7 @@ def test_the_client_is_made_as_the_settings_say() -> None:
     ("settings", "words"),
     [
         ({"s3_region": "eu west"}, "eu west"),
+        ({"s3_endpoint_url": "https://my_host"}, "s3_endpoint_url: the AWS client refuses it"),
         ({"s3_ca_bundle": "/no/such.pem"}, "/no/such.pem"),
     ],
 )

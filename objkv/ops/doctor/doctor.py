@@ -31,7 +31,7 @@ def check_transport(config: Config) -> list[Check]:
     checks = []
     if config.bulk_url.startswith("s3:"):
         with suppress(ConfigError):  # the check of the store reports it
-            endpoint = s3_endpoint(config) or parse_url("s3_endpoint_url", "https://s3")
+            endpoint = s3_endpoint(config)[1] or parse_url("s3_endpoint_url", "https://s3")
             checks.append(_judge("bulk", endpoint, "https"))
     if config.index_url.startswith("redis"):
         index = parse_url("index_url", config.index_url)

@@ -15,7 +15,7 @@ from typing import Final
 from objkv.cache.switch import in_force, read_switches
 from objkv.codec.seal import Seal
 from objkv.config.urls import parse_endpoint
-from objkv.errors import ConfigError, PayloadError, StoreError
+from objkv.errors import PayloadError, StoreError
 from objkv.index.base import Record
 from objkv.keys.chunk import ChunkKey
 from objkv.ops.backends_view import QUARANTINE, record_keys, stored_header
@@ -268,10 +268,7 @@ def ask_replica(
     """
     from objkv.ops.top.scrape import MetricsSource  # late: it imports httpx
 
-    try:
-        source = MetricsSource(endpoint, deadline_s=deadline_s, clock=clock, is_exact=True)
-    except ConfigError as exc:
-        raise ConfigError(f"--{exc}") from None
+    source = MetricsSource(endpoint, deadline_s=deadline_s, clock=clock, is_exact=True)
     with closing(source):
         found = source.scrape()
     shown = parse_endpoint(endpoint)[1].shown

@@ -190,9 +190,8 @@ def open_s3_client(config: Config) -> "S3Client":
     if config.s3_ca_bundle is not None and not config.s3_ca_bundle.is_file():
         raise ConfigError(f"s3_ca_bundle: file {config.s3_ca_bundle} does not exist")
     check_credentials(config)
-    s3_endpoint(config)
-    check_proxies()
-    endpoint = ""
+    check_proxies("http_proxy", "https_proxy")
+    named, endpoint = s3_endpoint(config)[0], ""
     try:
         session = boto3.session.Session(region_name=aws_region(config))
         client: S3Client = session.client(
@@ -208,8 +207,13 @@ def open_s3_client(config: Config) -> "S3Client":
     except BotoCoreError as exc:
         raise ConfigError(f"cannot create the S3 client: {exc}") from exc
     except ValueError:
-        pass  # it quotes the endpoint of a profile, so it must not be chained
-    check_endpoint(config, endpoint, "endpoint_url of the AWS profile")
+        pass  # it quotes the endpoint, so it must not be chained
+    if not endpoint:
+        raise ConfigError(
+            f"{named}: the AWS client refuses it; write http://HOST:PORT or https://HOST:PORT, the "
+            "host in letters, digits, dots and hyphens"
+        )
+    check_endpoint(config, endpoint, named)
     keep_deadlines(client)
     client.meta.events.register("before-send.s3", _refuse_malformed)
     client.meta.events.register("before-send.s3", _begin_in_time)
