@@ -71,7 +71,7 @@ _PORTS = {"redis": 6379, "cluster": 6379, "sentinel": 26379}
 def connect_redis(url: str, config: Config) -> Client:
     """Return a client that returns bytes and fits ``config``; the caller closes it.
 
-    Raises ``ConfigError`` for an unusable URL or TLS file.
+    ``url`` is valid. Raises ``ConfigError`` for an unusable TLS file.
     """
     place = parse_url("index_url", url)
     kind = place.scheme.partition("+")[2] or "redis"
