@@ -178,6 +178,13 @@ def test_without_a_key_the_network_is_the_operators_business() -> None:
     endpoint.close()
 
 
+def test_only_a_path_of_v1_is_left_out() -> None:
+    for url, name in (("http://v1", "http://v1"), ("v1:8000/v1/", "http://v1:8000")):
+        endpoint = PrefillEndpoint(url, EndpointLimits())
+        assert endpoint.name == name
+        endpoint.close()
+
+
 def test_a_check_does_not_wait_as_long_as_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint_module, "_CHECK_S", 0.2, raising=False)
     with socket.create_server(("127.0.0.1", 0)) as silent:
