@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from objkv.config import Config, load_config
-from objkv.config.urls import clear_hosts, is_this_machine
+from objkv.config.urls import is_this_machine, parse_url
 from objkv.errors import ConfigError
 from objkv.stores.s3.client import open_s3_client
 
@@ -20,17 +20,23 @@ def settings(**given: object) -> Config:
     return load_config({"bulk_url": "memory:", **given}, environ={})
 
 
+def url_of(scheme: str, *hosts: str) -> str:
+    """A URL of ``hosts``, or of the last if the scheme takes only one."""
+    named = ",".join(hosts if "+" in scheme else hosts[-1:])
+    return f"{scheme}://u:p@{named}/0{'?service=s' if 'sentinel' in scheme else ''}"
+
+
 @pytest.mark.parametrize("scheme", ["redis", "redis+cluster", "redis+sentinel"])
 @pytest.mark.parametrize("host", HERE)
 def test_this_machine_is_spoken_to_in_clear(scheme: str, host: str) -> None:
-    url = f"{scheme}://u:p@{host}:7000,{host}/0?service=s"
+    url = url_of(scheme, f"{host}:7000", host)
     assert settings(index_url=url).index_url == url
 
 
 @pytest.mark.parametrize("scheme", ["redis", "redis+cluster", "redis+sentinel"])
 @pytest.mark.parametrize("host", ELSEWHERE)
 def test_another_machine_is_not_though_it_is_one_of_several(scheme: str, host: str) -> None:
-    url = f"{scheme}://u:p@127.0.0.1,{host}:7000/0"
+    url = url_of(scheme, "127.0.0.1", f"{host}:7000")
     with pytest.raises(ConfigError) as caught:
         settings(index_url=url)
     secure = scheme.replace("redis", "rediss", 1)
@@ -59,12 +65,18 @@ def test_an_s3_endpoint_on_this_machine_may_be_http(host: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url",
-    ["redis://evil?x=@localhost", "redis://localhost:1@evil", "http://evil/@localhost",
-     "http://evil#@localhost", "HTTP://evil"],
-)  # fmt: skip
-def test_what_only_looks_like_this_machine_is_another(url: str) -> None:
-    assert clear_hosts(url) == ["evil"]
+    ("setting", "url"),
+    [
+        ("index_url", "redis://evil?x=@localhost"),
+        ("s3_endpoint_url", "http://evil/@localhost"),
+        ("s3_endpoint_url", "http://evil#@localhost"),
+        ("s3_endpoint_url", "HTTP://evil"),
+    ],
+)
+def test_what_only_looks_like_this_machine_is_refused(setting: str, url: str) -> None:
+    with pytest.raises(ValueError, match=f"{setting}: "):
+        parse_url(setting, url)
+    assert parse_url("index_url", "redis://localhost:1@evil").is_far
 
 
 @given(st.text())

@@ -87,7 +87,7 @@ def settings_for(redis: str, s3: str, keys: Path) -> dict[str, str]:
         "OBJKV_INDEX_URL": f"redis://reader:{IN_URL.replace('/', '%2F')}@{redis}/0",
         "OBJKV_ALLOW_PLAINTEXT": "true",
         "OBJKV_BULK_URL": "s3://bucket/prefix",
-        "OBJKV_S3_ENDPOINT_URL": f"http://me:{ENDPOINT_PASSWORD}@{s3}",
+        "OBJKV_S3_ENDPOINT_URL": f"http://{s3}",
         "OBJKV_S3_ACCESS_KEY_ID": KEY_ID,
         "OBJKV_S3_SECRET_ACCESS_KEY": SECRET_KEY,
         "OBJKV_S3_ADDRESSING": "path",

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from threading import Thread
 from types import TracebackType
 from typing import Self
-from urllib.parse import urlsplit
 
 from objkv.assembly.call_times import call_s
 from objkv.cache.bulk_index import BulkIndex
@@ -22,8 +21,9 @@ from objkv.config import (
     cache_folder,
     is_directory_bucket,
     local_path,
-    without_password,
+    parse_url,
 )
+from objkv.config.aws import s3_endpoint
 from objkv.config.sources import ENV_PREFIX
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import PruneIndex, WriteIndex
@@ -42,7 +42,6 @@ from objkv.stores.singleflight import SharedGets
 from objkv.telemetry import Recorder
 
 logger = logging.getLogger(__name__)
-_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 _CHECK_FACTOR = 2
 """Multiple of ``load_deadline_ms``: stores with a deadline have ended by then."""
 
@@ -183,14 +182,14 @@ def _guarded_index(
 def read_lifecycle(config: Config) -> LifecycleRules | None:
     """Return the bucket's lifecycle rules; None if the bulk store is not a bucket whose rules
     objkv can read. Raises ``StoreError``."""
-    parts = urlsplit(config.bulk_url)
-    if parts.scheme != "s3" or is_directory_bucket(parts.netloc):
+    place = parse_url("bulk_url", config.bulk_url)
+    if place.scheme != "s3" or is_directory_bucket(place.host):
         return None
     from objkv.stores.s3.client import open_s3_client
     from objkv.stores.s3.store import S3Store
 
-    client, prefix = open_s3_client(config), parts.path.strip("/")
-    store = S3Store(client, bucket=parts.netloc, prefix=prefix, multipart_bytes=1 << 30)
+    client = open_s3_client(config)
+    store = S3Store(client, bucket=place.host, prefix=place.path, multipart_bytes=1 << 30)
     with closing(store):
         return store.lifecycle()
 
@@ -214,12 +213,12 @@ def check_backends(backends: Backends, config: Config) -> None:
     """
     if config.role == "sweeper":
         raise ConfigError("role sweeper is not for replicas: set role to writer or reader")
+    public = config.public()
     ends: tuple[tuple[str, Callable[[], None], str], ...] = (
-        ("bulk store", backends.bulk.check, config.bulk_url),
-        ("index", backends.index.check, config.index_url),
+        ("bulk store", backends.bulk.check, public["bulk_url"]),
+        ("index", backends.index.check, public["index_url"]),
     )
-    for name, check, url in ends:
-        shown = without_password(url)
+    for name, check, shown in ends:
         try:
             _within(_CHECK_FACTOR * config.load_deadline_ms / 1000, check)
         except StoreDenied as exc:
@@ -314,8 +313,10 @@ def _index_place(config: Config) -> PruneIndex:
 def is_far(config: Config) -> bool:
     """Whether payloads cross a network, so that compression may pay. A directory does not count,
     because loads from it mostly come from memory, even if its disk makes puts slow."""
-    host = urlsplit(config.s3_endpoint_url or "").hostname
-    return config.bulk_url.startswith("s3:") and host not in _THIS_MACHINE
+    if not config.bulk_url.startswith("s3:"):
+        return False
+    _, endpoint = s3_endpoint(config)
+    return endpoint is None or endpoint.is_far
 
 
 _SEALING = (

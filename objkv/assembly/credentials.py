@@ -62,6 +62,11 @@ class RenewedCredentials(CredentialProvider):
                 f"redis_credentials: {self._name} must return (user, password) or (password,)"
             )
         keep_secret(words[-1])
+        if not all(word.isprintable() for word in words):
+            raise NoCredentials(
+                f"redis_credentials: {self._name} returned a line break or another control "
+                "character: remove it there"
+            )
         return words
 
 

@@ -5,9 +5,8 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from objkv.config import Config
+from objkv.config import Config, parse_url
 from objkv.config.node import agent_environment, host_cores
 from objkv.stores.base import PruneStore
 from objkv.stores.processes.pool import FetchPool, PoolLimits
@@ -25,11 +24,11 @@ _AUTO_MAX = 4
 
 def open_s3(config: Config, recorder: Recorder) -> S3Store:
     """Open the store of ``bulk_url``, a bucket. Sends nothing yet. Raises ``ConfigError``."""
-    parts = urlsplit(config.bulk_url)
+    place = parse_url("bulk_url", config.bulk_url)
     return S3Store(
         open_s3_client(config),
-        bucket=parts.netloc,
-        prefix=parts.path.strip("/"),
+        bucket=place.host,
+        prefix=place.path,
         multipart_bytes=config.s3_multipart_bytes,
         range_bytes=config.s3_range_bytes,
         ranges_max=config.s3_ranges_max,

@@ -4,15 +4,12 @@ Nothing connects before the first command, so a replica can start before its Red
 appear in no error and no repr.
 """
 
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
-from urllib.parse import parse_qsl, unquote, urlsplit
+from typing import Any, cast
 
 import redis
 from redis import exceptions
@@ -28,7 +25,7 @@ from redis.sentinel import (
 
 from objkv.assembly import call_times
 from objkv.assembly.credentials import load_credentials
-from objkv.config import Config, is_this_machine, without_password
+from objkv.config import Config, Url, is_this_machine, parse_url
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.net.deadline import ends_s
 from objkv.net.resp import DeadlinePool, keep_deadlines
@@ -60,7 +57,6 @@ class ClearSentinelConnection(_OnThisMachine, SentinelManagedConnection):
 
 
 Client = redis.Redis | redis.RedisCluster
-Kind = Literal["redis", "cluster", "sentinel"]
 CLIENT_NAME = "objkv"
 HEALTH_CHECK_S = 30
 """A connection that was idle for longer is tested with PING before it carries a command."""
@@ -69,98 +65,35 @@ RETRIES = 1
 unreachable."""
 CLUSTER_RETRIES = 3
 """Each retry rereads the topology; enough to follow a completed fail-over."""
-_EXAMPLES: dict[Kind, str] = {
-    "redis": "rediss://user@redis.example:6379/0",
-    "cluster": "rediss+cluster://user@node1.example:6379,node2.example:6379",
-    "sentinel": "rediss+sentinel://user@s1.example:26379,s2.example:26379/0?service=objkv",
-}
-_DEFAULT_PORTS: dict[Kind, int] = {"redis": 6379, "cluster": 6379, "sentinel": 26379}
-_HOST = re.compile(r"(\[[^\[\]]+\]|[^:\[\]]+)(?::(\d{1,5}))?")
-
-
-@dataclass(frozen=True, slots=True)
-class RedisUrl:
-    """The parts of an ``index_url``."""
-
-    kind: Kind
-    tls: bool
-    hosts: tuple[tuple[str, int], ...]
-    username: str | None
-    password: str | None = field(repr=False)
-    db: int = 0
-    service: str = ""
-    """Name of the primary that the Sentinels watch."""
+_PORTS = {"redis": 6379, "cluster": 6379, "sentinel": 26379}
 
 
 def connect_redis(url: str, config: Config) -> Client:
     """Return a client that returns bytes and fits ``config``; the caller closes it.
 
-    Raises ``ConfigError`` for an unusable URL or TLS file.
+    ``url`` is valid. Raises ``ConfigError`` for an unusable TLS file.
     """
-    place = parse_redis_url(url)
+    place = parse_url("index_url", url)
+    kind = place.scheme.partition("+")[2] or "redis"
+    hosts = [(host, port or _PORTS[kind]) for host, port in place.hosts]
     options = _options(place, config)
-    match place.kind:
+    match kind:
         case "redis":
-            host, port = place.hosts[0]
-            made_by = redis.SSLConnection if place.tls else redis.Connection
+            host, port = hosts[0]
+            made_by = redis.SSLConnection if place.is_tls else redis.Connection
             pool = DeadlinePool(host=host, port=port, connection_class=made_by, **options)
             return redis.Redis.from_pool(pool)
         case "sentinel":
-            if not (place.tls or config.allow_plaintext):
+            if not (place.is_tls or config.allow_plaintext):
                 options["connection_class"] = ClearSentinelConnection
-            return _sentinel(place, options, config)
-        case "cluster":
-            if not (place.tls or config.allow_plaintext):
+            return _sentinel(place, hosts, options, config)
+        case _:
+            if not (place.is_tls or config.allow_plaintext):
                 options["connection_class"] = ClearConnection
-            return cast(redis.RedisCluster, _LazyCluster(lambda: _cluster(place, options)))
+            return cast(redis.RedisCluster, _LazyCluster(lambda: _cluster(place, hosts, options)))
 
 
-def parse_redis_url(url: str) -> RedisUrl:
-    """Return the parts of ``url``. Raises ``ConfigError`` with a correct example."""
-    scheme, _, kind_name = urlsplit(url).scheme.partition("+")
-    kind = cast(Kind, kind_name or "redis")
-    if scheme not in ("redis", "rediss") or kind not in _EXAMPLES:
-        raise _wrong(url, "redis", "unknown scheme")
-    parts = urlsplit(url)
-    user, _, places = parts.netloc.rpartition("@")
-    username, _, password = user.partition(":")
-    hosts = []
-    for place in places.split(","):
-        match = _HOST.fullmatch(place)
-        port = int(match[2] or _DEFAULT_PORTS[kind]) if match else 0
-        if match is None or not 0 < port < 65_536:
-            raise _wrong(url, kind, f"{place!r} is not a host:port")
-        hosts.append((match[1].strip("[]"), port))
-    if kind == "redis" and len(hosts) > 1:
-        raise _wrong(url, "cluster", "several hosts need redis+cluster or redis+sentinel")
-    database = parts.path.strip("/")
-    if database and not re.fullmatch(r"\d{1,5}", database):
-        raise _wrong(url, kind, f"{database!r} is not a database number")
-    if kind == "cluster" and int(database or 0):
-        raise _wrong(url, kind, "a cluster has only database 0")
-    query = dict(parse_qsl(parts.query, keep_blank_values=True))
-    service = query.pop("service", "") if kind == "sentinel" else ""
-    if query or parts.fragment:
-        raise _wrong(url, kind, f"unknown {', '.join(sorted(query)) or 'fragment'}")
-    if kind == "sentinel" and not service:
-        raise _wrong(url, kind, "the service is missing")
-    return RedisUrl(
-        kind=kind,
-        tls=scheme == "rediss",
-        hosts=tuple(hosts),
-        username=unquote(username) or None,
-        password=unquote(password) or None,
-        db=int(database or 0),
-        service=service,
-    )
-
-
-def _wrong(url: str, kind: Kind, what: str) -> ConfigError:
-    shown = without_password(url)
-    return ConfigError(f"index_url {shown!r}: {what}; use the form {_EXAMPLES[kind]!r}")
-
-
-def _options(place: RedisUrl, config: Config) -> dict[str, Any]:
+def _options(place: Url, config: Config) -> dict[str, Any]:
     """Return the options of every connection.
 
     The time-outs have floors above a lookup's deadline. The lookup's caller enforces the deadline,
@@ -171,7 +104,7 @@ def _options(place: RedisUrl, config: Config) -> dict[str, Any]:
     read_s = call_times.read_s(config)
     options: dict[str, Any] = {
         **_login(place, config),
-        "db": place.db,
+        "db": int(place.path or 0),
         "client_name": CLIENT_NAME,
         "decode_responses": False,
         # Every server and proxy supports RESP2, and nothing from RESP3 is needed.
@@ -188,26 +121,26 @@ def _options(place: RedisUrl, config: Config) -> dict[str, Any]:
     return options | _tls_options(place, config)
 
 
-def _login(place: RedisUrl, config: Config) -> dict[str, Any]:
+def _login(place: Url, config: Config) -> dict[str, Any]:
     if config.redis_credentials is None:
         return {
-            "username": config.redis_username or place.username,
-            "password": config.redis_password or place.password,
+            "username": config.redis_username or place.user or None,
+            "password": config.redis_password or place.password or None,
         }
-    if place.username or place.password:
+    if place.user or place.password:
         raise ConfigError("redis_credentials is set: remove user and password from index_url")
     provider = load_credentials(config.redis_credentials, config.redis_login_s)
     return {"credential_provider": provider}
 
 
-def _tls_options(place: RedisUrl, config: Config) -> dict[str, Any]:
+def _tls_options(place: Url, config: Config) -> dict[str, Any]:
     files = {
         "redis_ca_file": ("ssl_ca_certs", config.redis_ca_file),
         "redis_cert_file": ("ssl_certfile", config.redis_cert_file),
         "redis_key_file": ("ssl_keyfile", config.redis_key_file),
     }
     given = {name: (option, path) for name, (option, path) in files.items() if path is not None}
-    if not place.tls:
+    if not place.is_tls:
         if given:
             raise ConfigError(f"{', '.join(given)}: only used with TLS; use rediss in index_url")
         return {}
@@ -226,7 +159,9 @@ def _check_readable(name: str, path: Path) -> None:
         raise ConfigError(f"{name} {path}: {exc.strerror}") from exc
 
 
-def _sentinel(place: RedisUrl, options: dict[str, Any], config: Config) -> redis.Redis:
+def _sentinel(
+    place: Url, hosts: list[tuple[str, int]], options: dict[str, Any], config: Config
+) -> redis.Redis:
     timeouts = ("socket_connect_timeout", "socket_timeout", "socket_keepalive")
     # Sentinels have their own users, so they do not receive the name and password for Redis.
     shared = {
@@ -237,12 +172,12 @@ def _sentinel(place: RedisUrl, options: dict[str, Any], config: Config) -> redis
     shared["retry"] = options["retry"]  # by default it waits for seconds before a retry
     shared |= {"username": config.sentinel_username, "password": config.sentinel_password}
     sentinel = _Sentinels(  # type: ignore[no-untyped-call]  # its base class is
-        place.hosts, sentinel_kwargs={"ssl": place.tls, **shared}
+        hosts, sentinel_kwargs={"ssl": place.is_tls, **shared}
     )
     for asked in sentinel.sentinels:
         keep_deadlines(asked.connection_pool)
     pool = _SentinelPool(  # type: ignore[no-untyped-call]  # its base class is
-        place.service, sentinel, ssl=place.tls, **options
+        place.service, sentinel, ssl=place.is_tls, **options
     )
     keep_deadlines(pool)
     return redis.Redis.from_pool(pool)
@@ -275,15 +210,17 @@ class _SentinelPool(SentinelConnectionPool, redis.BlockingConnectionPool):
     failing."""
 
 
-def _cluster(place: RedisUrl, options: dict[str, Any]) -> redis.RedisCluster:
+def _cluster(
+    place: Url, hosts: list[tuple[str, int]], options: dict[str, Any]
+) -> redis.RedisCluster:
     own = dict(options)
     for name in ("db", "retry", "health_check_interval"):
         del own[name]  # not for clusters
-    (host, port), *others = place.hosts
+    (host, port), *others = hosts
     shown = f"[{host}]" if ":" in host else host
     return redis.RedisCluster(
         # The client accepts a pool class only with a URL.
-        url=f"{'rediss' if place.tls else 'redis'}://{shown}:{port}",
+        url=f"{'rediss' if place.is_tls else 'redis'}://{shown}:{port}",
         startup_nodes=[ClusterNode(*other) for other in others],
         connection_pool_class=DeadlinePool,
         retry=Retry(ExponentialWithJitterBackoff(base=0.01, cap=0.1), CLUSTER_RETRIES),

@@ -14,14 +14,14 @@ from objkv.config.sources import (
     resolve_config,
 )
 from objkv.config.urls import (
+    Url,
     cache_folder,
-    clear_hosts,
     is_directory_bucket,
     is_this_machine,
     local_path,
     make_private,
+    parse_url,
     refuse_clear,
-    without_password,
 )
 
 __all__ = [
@@ -33,14 +33,14 @@ __all__ = [
     "Resolved",
     "Role",
     "Source",
+    "Url",
     "cache_folder",
-    "clear_hosts",
     "is_directory_bucket",
     "is_this_machine",
     "load_config",
     "local_path",
     "make_private",
+    "parse_url",
     "refuse_clear",
     "resolve_config",
-    "without_password",
 ]

@@ -9,6 +9,7 @@ from typing import Final
 
 from objkv.config.schema import Config
 from objkv.config.sources import CONFIG_FILE_VARIABLE, ENV_PREFIX
+from objkv.config.urls import local_path
 from objkv.errors import ConfigError
 
 _REPLICAS_OWN: Final = frozenset(
@@ -39,7 +40,7 @@ def agent_socket(config: Config) -> Path | None:
     if config.agent == "off":
         return None
     if config.agent != "auto":
-        return Path(config.agent.removeprefix("unix://"))
+        return local_path(config.agent)
     if any(url.startswith("memory:") for url in (config.bulk_url, config.index_url)):
         return None  # another process has its own
     kept = config.model_dump(mode="json", exclude=set(_REPLICAS_OWN))

@@ -16,20 +16,18 @@ from pydantic import (
 
 from objkv.config.units import parse_duration, parse_size
 from objkv.config.urls import (
-    BULK_SCHEMES,
-    DISK_SCHEMES,
-    INDEX_SCHEMES,
     cache_folder,
-    check_url,
     default_quota_bytes,
     is_this_machine,
     parse_address,
+    parse_url,
     refuse_clear,
-    without_password,
 )
 from objkv.redact import without_secrets
 
 _WITH_UNIT: Final = re.compile(r"[0-9][0-9.]{0,15} ?[A-Za-z]{1,3}")
+_CREDENTIAL: Final = r"^[\x21-\x7e]*$"
+_ONE_LINE: Final = r"^[^\x00-\x1f\x7f]*$"
 LoadMode = Literal["async", "layerwise", "auto"]
 CodecName = Literal["auto", "none", "lz4", "zstd", "blosc", "blosclz4"]
 AdmissionMode = Literal["auto", "always", "never"]
@@ -42,6 +40,7 @@ SECRET_SETTINGS = (
     "sentinel_password",
     "agent_token",
 )
+URL_SETTINGS: Final = ("bulk_url", "index_url", "s3_endpoint_url", "agent_disk_url")
 BASIC: Final = frozenset(
     {
         *("bulk_url", "index_url", "allow_plaintext", "tenant", "role", "ttl_s", "quota_bytes"),
@@ -82,7 +81,8 @@ class Config(BaseModel):
 
     bulk_url: str = Field(default_factory=lambda: f"file://{cache_folder() / 'chunks'}")
     """Bulk store, which holds every chunk: ``file:///path``, ``s3://bucket/prefix`` or ``memory:``.
-    A ``file`` path must be absolute, without ``~`` or URL escapes."""
+    A ``file`` path must be absolute and is taken as it is: ``~``, ``%20``, ``?`` and ``#`` have no
+    meaning."""
     index_url: str = Field(default_factory=lambda: f"sqlite://{cache_folder() / 'index.sqlite'}")
     """Index: ``redis[s]://``, ``redis[s]+cluster://``, ``sqlite:///path``, ``memory:``, ``bulk:``
     (the folder of ``bulk_url`` is its own index; the default if you set ``bulk_url`` to a folder),
@@ -92,16 +92,17 @@ class Config(BaseModel):
     """Endpoint of an S3-compatible store. Unset: ``AWS_ENDPOINT_URL_S3`` and the other AWS
     variables."""
     s3_region: str | None = None
-    """Region of the bucket. Unset: ``AWS_REGION``, then the AWS profile."""
+    """Region of the bucket. Unset: ``AWS_REGION``, ``AWS_DEFAULT_REGION``, the AWS profile, then
+    us-east-1, with any endpoint."""
     s3_ca_bundle: Path | None = None
     """PEM file with the CA of the endpoint's certificate. Unset: ``AWS_CA_BUNDLE``, then
     certifi."""
     s3_addressing: Literal["auto", "path", "virtual"] = "auto"
     """Whether the bucket is in the path or in the host name. Many servers other than AWS need
     ``path``."""
-    s3_access_key_id: str | None = Field(default=None, repr=False)
+    s3_access_key_id: str | None = Field(default=None, repr=False, pattern=_CREDENTIAL)
     """Access key. Prefer to leave it unset: the AWS client finds roles, profiles and variables."""
-    s3_secret_access_key: str | None = Field(default=None, repr=False)
+    s3_secret_access_key: str | None = Field(default=None, repr=False, pattern=_CREDENTIAL)
     """Secret of ``s3_access_key_id``."""
     s3_sse: Literal["AES256", "aws:kms"] | None = None
     """Server-side encryption to request with each put. Unset: the bucket's default."""
@@ -134,9 +135,9 @@ class Config(BaseModel):
     """PEM client certificate, if the server requires one."""
     redis_key_file: Path | None = None
     """PEM private key of ``redis_cert_file``."""
-    redis_username: str | None = None
+    redis_username: str | None = Field(default=None, pattern=_ONE_LINE)
     """User name in Redis. Overrides the one in ``index_url``."""
-    redis_password: str | None = Field(default=None, repr=False)
+    redis_password: str | None = Field(default=None, repr=False, pattern=_ONE_LINE)
     """Password in Redis. Overrides the one in ``index_url``, so that the URL contains no secret."""
     redis_credentials: str | None = Field(default=None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
     """``module:factory`` of credentials that expire, such as IAM tokens: the factory returns a
@@ -144,9 +145,9 @@ class Config(BaseModel):
     redis_login_s: int = Field(default=600, ge=1)
     """With ``redis_credentials``: how long a connection keeps its login before it logs in again. At
     most the life of a token."""
-    sentinel_username: str | None = None
+    sentinel_username: str | None = Field(default=None, pattern=_ONE_LINE)
     """User name in the Sentinels, which have users of their own."""
-    sentinel_password: str | None = Field(default=None, repr=False)
+    sentinel_password: str | None = Field(default=None, repr=False, pattern=_ONE_LINE)
     """Password in the Sentinels. They never receive ``redis_password``."""
     redis_prefix: str = Field(default="objkv", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Prefix of every key in Redis, followed by a colon. To isolate tenants from each other, give
@@ -423,29 +424,33 @@ class Config(BaseModel):
             raise ValueError("agent_listen is set: set agent_token too")
         if not self.allow_plaintext and not is_this_machine(host):
             raise ValueError(
-                f"agent_listen {self.agent_listen!r}: token and prompts would cross the network "
-                "unencrypted; use 127.0.0.1 behind a proxy with TLS, or set allow_plaintext to "
-                "true on a trusted network"
+                "agent_listen: token and prompts would cross the network unencrypted; use "
+                "127.0.0.1 behind a proxy with TLS, or set allow_plaintext to true on a trusted "
+                "network"
             )
         return self
 
     @model_validator(mode="after")
     def _urls_are_known(self) -> Self:
-        check_url("bulk_url", self.bulk_url, BULK_SCHEMES)
-        check_url("index_url", self.index_url, INDEX_SCHEMES)
-        if self.agent_disk_url is not None:
-            check_url("agent_disk_url", self.agent_disk_url, DISK_SCHEMES)
-        if self.index_url.startswith("bulk:") and not self.bulk_url.startswith("file:"):
+        urls = {
+            name: parse_url(name, value)
+            for name in URL_SETTINGS
+            if (value := getattr(self, name)) is not None
+        }
+        bulk, endpoint = urls["bulk_url"], urls.get("s3_endpoint_url")
+        if self.index_url == "bulk:" and bulk.scheme != "file":
             raise ValueError(
                 "index_url 'bulk:': only a folder can be its own index, so bulk_url must begin "
                 "with file:///"
             )
+        if bulk.scheme == "s3" and endpoint is not None and endpoint.path == bulk.host:
+            raise ValueError(
+                "s3_endpoint_url ends with the bucket of bulk_url, which objkv adds: remove it"
+            )
         if not self.allow_plaintext:
-            urls = {"index_url": self.index_url}
-            if self.bulk_url.startswith("s3:"):
-                urls["s3_endpoint_url"] = self.s3_endpoint_url or ""
-            for name, url in urls.items():
-                refuse_clear(name, url)
+            refuse_clear("index_url", urls["index_url"])
+            if bulk.scheme == "s3" and endpoint is not None:
+                refuse_clear("s3_endpoint_url", endpoint)
         return self
 
     @property
@@ -470,8 +475,8 @@ class Config(BaseModel):
         for name in ("signing_keys_command", "encryption_keys_command"):
             if out[name]:  # an argument of the command may be a password
                 out[name] = out[name].split()[0]
-        for name in ("bulk_url", "index_url", "s3_endpoint_url"):
+        for name in URL_SETTINGS:
             if out[name] is not None:
-                out[name] = without_password(out[name])
+                out[name] = parse_url(name, out[name]).shown
         # A secret may have been pasted into another setting.
         return {n: without_secrets(v) if isinstance(v, str) else v for n, v in out.items()}

@@ -17,7 +17,6 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from objkv.config.schema import SECRET_SETTINGS, Config
-from objkv.config.urls import passwords_in
 from objkv.errors import ConfigError
 from objkv.redact import keep_secret
 
@@ -37,12 +36,20 @@ _KINDS = {"int_": "an integer", "float_": "a number", "bool_": "true or false"}
 """Names of types, by the beginning of pydantic's error type."""
 _NUMBER_CHARS = 12
 _NAME = "it must have 1 to 64 letters, digits, dots, underscores or hyphens"
+_CREDENTIAL = "it must be printable ASCII, with no spaces or line breaks"
+_ONE_LINE = "it must not contain a line break or another control character"
 _FORMS = {
     "agent": "it must be off, auto, or unix:// and the absolute path of a socket, at most 101 "
     "characters, as in unix:///run/objkv/agent.sock",
     "agent_token": "it must have at least 16 printable ASCII characters, and no spaces",
     "redis_credentials": "it must be MODULE:FUNCTION",
     "redis_prefix": _NAME,
+    "redis_password": _ONE_LINE,
+    "redis_username": _ONE_LINE,
+    "s3_access_key_id": _CREDENTIAL,
+    "s3_secret_access_key": _CREDENTIAL,
+    "sentinel_password": _ONE_LINE,
+    "sentinel_username": _ONE_LINE,
     "tenant": _NAME,
 }
 """Messages about settings that do not match their pattern."""
@@ -104,12 +111,10 @@ def resolve_config(
 
 def _keep_secrets(values: Mapping[str, Any]) -> None:
     """Register secrets for masking before validation, because an error may quote them."""
-    texts = {name: value for name, value in values.items() if isinstance(value, str)}
+    texts = {name: value.strip() for name, value in values.items() if isinstance(value, str)}
     for name in SECRET_SETTINGS:
         if name != "s3_access_key_id" or len(texts.get(name, "")) >= _KEY_ID_CHARS_MIN:
             keep_secret(texts.get(name))
-    for name in ("bulk_url", "index_url", "s3_endpoint_url"):
-        keep_secret(*passwords_in(texts.get(name, "")))
 
 
 def _refuse_unknown(values: Mapping[str, Any], where: str, *, env: bool) -> None:

@@ -1,28 +1,68 @@
-"""URLs and paths in settings: checks, defaults, and masking of passwords."""
+"""The one reader of URLs in settings and options, and the paths and addresses in them.
+
+It refuses every part of a URL that would not be used. Its errors quote nothing of the URL: any part
+may belong to a password that was not escaped.
+"""
 
 import ipaddress
 import os
 import re
 import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
+from typing import Final
+from urllib.parse import unquote
 
-from objkv.redact import without_secrets
+from objkv.errors import ConfigError
+from objkv.redact import keep_secret
 
 _DEFAULT_QUOTA_BYTES = 50 << 30
-BULK_SCHEMES = ("file", "memory", "s3")
-DISK_SCHEMES = ("file",)
-_REDIS_KINDS = ("redis", "redis+cluster", "redis+sentinel")
-_TLS_KINDS = tuple(kind.replace("redis", "rediss") for kind in _REDIS_KINDS)
-INDEX_SCHEMES = ("sqlite", "bulk", "memory", *_REDIS_KINDS, *_TLS_KINDS)
+_REDIS_FORMS: Final = {
+    "redis": "redis://HOST:6379/0",
+    "redis+cluster": "redis+cluster://HOST:6379,HOST:6379",
+    "redis+sentinel": "redis+sentinel://HOST:26379,HOST:26379/0?service=NAME",
+}
+_HTTP_FORMS: Final = {"http": "http://HOST:PORT", "https": "https://HOST:PORT"}
+FORMS: Final[Mapping[str, Mapping[str, str]]] = {
+    "bulk_url": {"s3": "s3://BUCKET/PREFIX", "file": "file:///PATH", "memory": "memory:"},
+    "index_url": {
+        "sqlite": "sqlite:///PATH",
+        "bulk": "bulk:",
+        "memory": "memory:",
+        **_REDIS_FORMS,
+        **{
+            name.replace("s", "ss", 1): form.replace("s", "ss", 1)
+            for name, form in _REDIS_FORMS.items()
+        },
+    },
+    "s3_endpoint_url": _HTTP_FORMS,
+    "agent_disk_url": {"file": "file:///PATH"},
+    "endpoint": _HTTP_FORMS,
+    "proxy": {**_HTTP_FORMS, "socks5": "socks5://HOST:PORT", "socks5h": "socks5h://HOST:PORT"},
+}
+"""How each kind of URL is written, by scheme."""
+_LOGIN_OF: Final = {
+    "bulk_url": "s3_access_key_id and s3_secret_access_key",
+    "s3_endpoint_url": "s3_access_key_id and s3_secret_access_key",
+}
+"""The settings for user and password, by setting whose URL takes none."""
+_SERVER = re.compile(
+    r"//(?:(?P<login>[^/?#]*)@)?(?P<place>[^/?#@]*)(?P<path>/[^?#]*)?"
+    r"(?P<query>\?[^#]*)?(?P<fragment>#.*)?",
+    re.DOTALL,
+)
+_HOST_PORT = re.compile(r"(\[[^\[\]]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?")
+_ADDRESS_ONLY = re.compile(r"\[.*\]|[0-9]+(\.[0-9]+){3}")
+_PORTS = range(1, 65_536)
+_BUCKET = re.compile(r"(?![0-9.]+$)[A-Za-z0-9._-]{1,255}")
+_DATABASE = re.compile(r"/?([0-9]{0,5})/?")
+_SERVICE = re.compile(r"\?service=([A-Za-z0-9._-]+)")
 
 _DIRECTORY_BUCKET = ("--x-s3", "--xa-s3")
-_HOST_PORT = re.compile(r"(\[[^\[\]]+\]|[^:\[\]]+)(:\d{1,5})?")
-_PARAMETER = re.compile(r"[?&][^=&]*(?:password|secret|token)[^=&]*=([^&]*)")
 _ADDRESS = re.compile(
     r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[^\s:\[\]/@]+)):(?P<port>[0-9]{1,5})"
 )
-_PORT_MAX = 65_535
 
 
 def cache_folder() -> Path:
@@ -75,76 +115,157 @@ def is_directory_bucket(bucket: str) -> bool:
     return bucket.endswith(_DIRECTORY_BUCKET)
 
 
-def without_password(url: str) -> str:
-    """Return the URL with its passwords, if any, replaced by ``***``.
+@dataclass(frozen=True, slots=True)
+class Url:
+    """The parts of a URL."""
 
-    >>> without_password("rediss://fleet:open@redis.example:6379/0")
-    'rediss://fleet:***@redis.example:6379/0'
+    scheme: str
+    shown: str
+    """The URL with ``***`` for its user and password."""
+    hosts: tuple[tuple[str, int], ...] = ()
+    """Hosts and their ports, 0 for the default one; the bucket of ``s3:``."""
+    path: str = ""
+    """Without outer slashes."""
+    root: str = field(default="", repr=False)
+    """The URL without its path, but with its user and password."""
+    user: str = field(default="", repr=False)
+    password: str = field(default="", repr=False)
+    service: str = ""
+    """Name of the primary that the Sentinels watch."""
+
+    @property
+    def host(self) -> str:
+        """The first host, or the bucket."""
+        return self.hosts[0][0]
+
+    @property
+    def is_tls(self) -> bool:
+        """Whether connections to its hosts are encrypted."""
+        return self.scheme == "https" or self.scheme.startswith("rediss")
+
+    @property
+    def is_far(self) -> bool:
+        """Whether one of its hosts is another machine."""
+        return not all(is_this_machine(host) for host, _ in self.hosts)
+
+
+def parse_url(setting: str, text: str, name: str | None = None) -> Url:
+    """Return the parts of ``text``, a URL for ``setting``, and mask its password from now on.
+
+    Messages contain ``name`` instead of ``setting``. Raises ``ValueError``, which names the fault
+    and the right form, and quotes nothing of ``text``.
+
+    >>> parse_url("index_url", "rediss://fleet:open@redis.example:6379/0").shown
+    'rediss://***@redis.example:6379/0'
     """
-    scheme, separator, rest = _parts(url)
-    rest = _PARAMETER.sub(lambda match: match[0].removesuffix(match[1]) + "***", rest)
-    # Split at the last "@": a password without percent-encoding may contain "@" and "/".
-    login, at, place = rest.rpartition("@")
-    if not at or scheme in ("file", "sqlite"):
-        return f"{scheme}{separator}{rest}"
-    user, colon, _ = login.partition(":")
-    return f"{scheme}{separator}{user}{colon and ':***'}@{place}"
+    forms, name = FORMS[setting], name or setting
+    scheme, colon, rest = text.partition(":")
+    if not colon or scheme not in forms:
+        raise ValueError(f"{name}: {_scheme_fix(forms, text)}")
+    try:
+        if forms[scheme].endswith(":"):
+            if rest:
+                raise ValueError("nothing may follow the colon")
+            return Url(scheme, text)
+        if forms[scheme].endswith(":///PATH"):
+            if not rest.startswith("//") or not local_path(text).is_absolute() or "\0" in rest:
+                raise ValueError("the path must be absolute")
+            return Url(scheme, text)
+        return _server(setting, scheme, rest)
+    except ValueError as exc:
+        raise ValueError(f"{name}: {exc}; write {forms[scheme]}") from None
 
 
-def _parts(url: str) -> tuple[str, str, str]:
-    scheme, separator, rest = url.partition("://")
-    return (scheme, separator, rest) if separator else ("", "", url)
+def _scheme_fix(forms: Mapping[str, str], text: str) -> str:
+    scheme = text.partition("://")[0]
+    if text.startswith("/") and any(form.endswith("/PATH") for form in forms.values()):
+        return f"a path needs {'sqlite' if 'sqlite' in forms else 'file'}:// in front of it"
+    if scheme in ("s3a", "s3n") and "s3" in forms:
+        return f"write s3:// instead of {scheme}://"
+    if scheme in _HTTP_FORMS and "s3" in forms:
+        return f"write {forms['s3']}, and set s3_endpoint_url to the server, {_HTTP_FORMS[scheme]}"
+    return f"write {' or '.join(forms.values())}"
 
 
-def passwords_in(url: str) -> list[str]:
-    """Return the passwords that ``without_password`` masks."""
-    scheme, _, rest = _parts(url)
-    found = [match[1] for match in _PARAMETER.finditer(rest)]
-    login, at, _ = rest.rpartition("@")
-    if at and scheme not in ("file", "sqlite"):
-        found.append(login.partition(":")[2])
-    return [password for password in found if password]
+def _server(setting: str, scheme: str, rest: str) -> Url:
+    """Return the parts of a URL with hosts or a bucket. ``rest`` follows the colon."""
+    found = _SERVER.fullmatch(rest)
+    if found is None:
+        raise ValueError("the slashes are missing")
+    place, path, query = (found[part] or "" for part in ("place", "path", "query"))
+    tail = rest[found.end("place") :]
+    _refuse_login(setting, found["login"], tail)
+    if found["fragment"] is not None:
+        raise ValueError("a fragment (#...) is not used: remove it")
+    if not rest.isprintable() or " " in place:
+        raise ValueError("it contains a space or a control character: remove it")
+    user, _, password = (found["login"] or "").partition(":")
+    keep_secret(password)
+    hosts, service = _hosts(scheme, place), ""
+    if scheme.endswith("+sentinel"):
+        if (named := _SERVICE.fullmatch(query)) is None:
+            raise ValueError("?service= and the name of the primary must end it")
+        service = named[1]
+    elif query:
+        raise ValueError(
+            "a query (?...) is not used: remove it; region, TLS and deadlines are settings"
+        )
+    if scheme.startswith("redis"):
+        database = _DATABASE.fullmatch(path)
+        if database is None:
+            raise ValueError("the path must be the number of a database")
+        if scheme.endswith("+cluster") and int(database[1] or 0):
+            raise ValueError("a cluster has only database 0")
+    login = "" if found["login"] is None else "***@"
+    shown = f"{scheme}://{login}{place}{tail}"
+    root = f"{scheme}:{rest[: found.end('place')]}"
+    user, password = unquote(user), unquote(password)
+    return Url(scheme, shown, hosts, path.strip("/"), root, user, password, service)
 
 
-def check_url(name: str, url: str, known: tuple[str, ...]) -> None:
-    """Raise ``ValueError``, which shows the valid form, unless ``url`` is valid for ``name``."""
-    shown = without_secrets(without_password(url))  # a secret may be in the wrong setting
-    scheme, _, rest = url.partition(":")
-    if url.startswith("/"):
-        kind = "sqlite" if "sqlite" in known else "file"
-        raise ValueError(f"{name} {shown!r} is a path: write {kind}://{shown}")
-    if scheme not in known:
-        choices = f"use one of {', '.join(known)}"
-        hint = _s3_form(shown) if "s3" in known else ""
-        raise ValueError(f"{name} {shown!r}: {hint or choices}")
-    if scheme == "bulk" and rest:
-        raise ValueError(f"{name} {shown!r}: write bulk: only, the path comes from bulk_url")
-    if scheme in ("file", "sqlite"):
-        if not rest.startswith("//") or not local_path(url).is_absolute():
-            raise ValueError(f"{name} {shown!r}: write {scheme}:/// and an absolute path")
-    elif scheme not in ("memory", "bulk") and not _names_host(rest):
-        what = "bucket" if scheme == "s3" else "host"
-        raise ValueError(f"{name} {shown!r} names no {what}: write {scheme}://{what}")
-    # A wrong host is not shown: it may be part of a password that was not escaped.
-    elif "redis" in scheme and not all(map(_HOST_PORT.fullmatch, _places(url))):
-        raise ValueError(f"{name} {shown!r}: write each host as host:port, the port in digits")
+def _refuse_login(setting: str, login: str | None, tail: str) -> None:
+    """Refuse a login that is not used, or whose characters end it too early."""
+    if setting in _LOGIN_OF and (login is not None or "@" in tail):
+        raise ValueError(f"a user, a password or an @ is not used: set {_LOGIN_OF[setting]}")
+    if "@" in tail:
+        instead = ", or set redis_username and redis_password" if setting == "index_url" else ""
+        raise ValueError(
+            "user and password must be percent-encoded (% as %25, / as %2F, ? as %3F, # as %23, "
+            f"@ as %40){instead}"
+        )
 
 
-def _s3_form(url: str) -> str:
-    """Return how to write ``url``, which has no password, as a bucket; empty if it is none."""
-    scheme, _, rest = _parts(url)
-    if scheme in ("s3a", "s3n"):
-        return f"write s3://{rest}"
-    if scheme not in ("http", "https"):
-        return ""
-    host, _, path = rest.rpartition("@")[2].partition("/")
-    endpoint = f"{scheme}://{host}"
-    return f"write s3://{path.strip('/') or 'bucket'} and set s3_endpoint_url to {endpoint}"
+def _hosts(scheme: str, place: str) -> tuple[tuple[str, int], ...]:
+    """Return the hosts in ``place`` with their ports, or the bucket."""
+    if scheme == "s3":
+        if not place:
+            raise ValueError("it names no bucket")
+        if not _BUCKET.fullmatch(place):
+            raise ValueError(
+                "s3:// must be followed by a bucket, whose name has only letters, digits, dots, "
+                "underscores and hyphens; a server belongs in s3_endpoint_url"
+            )
+        return ((place, 0),)
+    hosts = []
+    for one in place.split(","):
+        found = _HOST_PORT.fullmatch(one)
+        if found is None or not (_is_host(found[1]) and int(found[2] or 1) in _PORTS):
+            raise ValueError("each host must be HOST or HOST:PORT, an IPv6 address in brackets")
+        hosts.append((found[1].strip("[]"), int(found[2] or 0)))
+    if len(hosts) > 1 and "+" not in scheme:
+        raise ValueError("it may name only one host")
+    return tuple(hosts)
 
 
-def _places(url: str) -> list[str]:
-    """Return the hosts, with their ports, of a URL that may have several."""
-    return urlsplit(url).netloc.rpartition("@")[2].split(",")
+def _is_host(name: str) -> bool:
+    """Whether a name that must be an address is one."""
+    if not _ADDRESS_ONLY.fullmatch(name):
+        return True
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
 
 
 def is_this_machine(host: str) -> bool:
@@ -161,30 +282,35 @@ def is_this_machine(host: str) -> bool:
         return False
 
 
-def clear_hosts(url: str) -> list[str]:
-    """Return the hosts in ``url`` to which traffic would cross a network without TLS.
-
-    >>> clear_hosts("redis://10.0.0.7:6379"), clear_hosts("redis://127.0.0.1:6379")
-    (['10.0.0.7'], [])
-    """
+def parse_endpoint(text: str) -> tuple[str, Url]:
+    """Return an HTTP server's URL, with ``http://`` if it names no scheme, and its parts. Raises
+    ``ConfigError``, also for a proxy's URL, which clients would quote."""
+    check_proxies("http_proxy", "https_proxy", "all_proxy")
+    whole = text if "://" in text else f"http://{text}"
     try:
-        parts = urlsplit(url)
-    except ValueError:
-        return []
-    if parts.scheme not in ("http", *_REDIS_KINDS):
-        return []
-    hosts = [re.sub(r":\d*$", "", place) for place in _places(url)]
-    return [host for host in hosts if not is_this_machine(host)]
+        return whole, parse_url("endpoint", whole)
+    except ValueError as exc:
+        raise ConfigError(str(exc)) from None
 
 
-def refuse_clear(name: str, url: str) -> None:
+def check_proxies(*names: str) -> None:
+    """Mask the passwords of the proxies in these variables, in lower case or upper case. Raises
+    ``ConfigError`` if one is not a URL."""
+    for name, text in os.environ.items():
+        if name.lower() in names and text:
+            try:
+                parse_url("proxy", text if "://" in text else f"http://{text}", name)
+            except ValueError as exc:
+                raise ConfigError(str(exc)) from None
+
+
+def refuse_clear(name: str, url: Url) -> None:
     """Raise ``ValueError``, which names the fix, if ``url`` uses another machine without TLS."""
-    if clear_hosts(url):
-        scheme = url.partition("://")[0]
-        secure = "https" if scheme.lower() == "http" else scheme.replace("redis", "rediss", 1)
+    if url.is_far and not url.is_tls:
+        secure = "https" if url.scheme == "http" else url.scheme.replace("redis", "rediss", 1)
         raise ValueError(
-            f"{name} {without_password(url)!r}: credentials and payloads would cross the network "
-            f"unencrypted; write {secure}://, or set allow_plaintext to true on a trusted network"
+            f"{name} {url.shown}: credentials and payloads would cross the network unencrypted; "
+            f"write {secure}://, or set allow_plaintext to true on a trusted network"
         )
 
 
@@ -195,13 +321,6 @@ def parse_address(address: str) -> tuple[str, int]:
     (('127.0.0.1', 9410), ('::1', 9410))
     """
     found = _ADDRESS.fullmatch(address)
-    if found is None or int(found["port"]) > _PORT_MAX:
+    if found is None or int(found["port"]) >= _PORTS.stop:
         raise ValueError("write HOST:PORT, an IPv6 address in brackets: [::1]:9410")
     return found["v6"] or found["host"], int(found["port"])
-
-
-def _names_host(rest: str) -> bool:
-    try:
-        return bool(urlsplit(rest).netloc.rpartition("@")[2])
-    except ValueError:  # brackets without an IPv6 address
-        return False

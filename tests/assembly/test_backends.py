@@ -328,7 +328,6 @@ def test_all_ends_are_closed_although_one_fails() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"index_url": "rediss://h:0"}, "is not a host:port"),
         ({"index_url": "rediss://h", "redis_ca_file": "/nowhere"}, "redis_ca_file /nowhere"),
         ({"bulk_url": "s3://b", "s3_ca_bundle": "/nowhere"}, "s3_ca_bundle"),
     ],

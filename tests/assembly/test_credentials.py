@@ -33,6 +33,13 @@ def test_whatever_a_provider_raises_is_a_server_that_is_unavailable(
         provider_that(act).get_credentials()
 
 
+@pytest.mark.parametrize("words", [("user", "token\n"), ("user\r", "token")])
+def test_a_provider_that_returns_a_line_break_is_told_so(words: tuple[str, str]) -> None:
+    with pytest.raises(redis.ConnectionError, match="m:f returned a line break") as caught:
+        provider_that(lambda: words).get_credentials()
+    assert "token" not in str(caught.value)
+
+
 def test_a_process_without_room_for_a_thread_is_a_server_that_is_unavailable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

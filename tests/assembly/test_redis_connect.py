@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from objkv.assembly.redis import connect_redis, parse_redis_url
+from objkv.assembly.redis import connect_redis
 from objkv.config import Config
 from objkv.errors import ConfigError
 
@@ -12,63 +12,6 @@ def options(url: str, **settings: object) -> dict[str, object]:
     client = connect_redis(url, Config.model_validate({"index_url": url, **settings}))
     assert isinstance(client, redis.Redis)
     return client.connection_pool.connection_kwargs
-
-
-@pytest.mark.parametrize(
-    ("url", "hosts", "db", "service", "tls"),
-    [
-        ("redis://h", (("h", 6379),), 0, "", False),
-        ("rediss://h:7000/3", (("h", 7000),), 3, "", True),
-        ("redis://[::1]:7000", (("::1", 7000),), 0, "", False),
-        (
-            "redis+cluster://a,b:2,[fe80::1]:3",
-            (("a", 6379), ("b", 2), ("fe80::1", 3)),
-            0,
-            "",
-            False,
-        ),
-        ("rediss+sentinel://a,b:2/1?service=s", (("a", 26379), ("b", 2)), 1, "s", True),
-    ],
-)
-def test_urls_are_understood(
-    url: str, hosts: tuple[tuple[str, int], ...], db: int, service: str, tls: bool
-) -> None:
-    place = parse_redis_url(url)
-    assert (place.hosts, place.db, place.service, place.tls) == (hosts, db, service, tls)
-    assert (place.username, place.password) == (None, None)
-
-
-@pytest.mark.parametrize(
-    ("url", "words"),
-    [
-        ("http://h", "unknown scheme"),
-        ("redis+socket://h", "unknown scheme"),
-        ("redis://", "not a host:port"),
-        ("redis://h:port", "not a host:port"),
-        ("redis://h:70000", "not a host:port"),
-        ("redis://h:0", "not a host:port"),
-        ("redis+cluster://a,,b", "not a host:port"),
-        ("redis://a,b", "several hosts"),
-        ("redis://h/zero", "not a database number"),
-        ("redis+cluster://h/1", "only database 0"),
-        ("redis+sentinel://h/0", "the service is missing"),
-        ("redis://h?service=s", "unknown service"),
-        ("redis://h?ssl_cert_reqs=none", "unknown ssl_cert_reqs"),
-        ("redis://h#x", "unknown fragment"),
-    ],
-)
-def test_wrong_urls_are_refused_with_a_right_one(url: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as caught:
-        parse_redis_url(url)
-    example = str(caught.value).rpartition("'")[0].rpartition("'")[2]
-    parse_redis_url(example)
-
-
-def test_errors_and_reprs_carry_no_password() -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_redis_url("redis://user:hush@h/zero")
-    assert "hush" not in str(caught.value)
-    assert "hush" not in repr(parse_redis_url("redis://user:hush@h"))
 
 
 def test_user_and_password_come_from_the_url_unless_they_are_set() -> None:

@@ -203,7 +203,7 @@ def test_endpoints_may_be_in_a_file(run: Run, tmp_path: Path, home: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--endpoint", "ftp://x"), "http://host:port"),
+        (("--endpoint", "ftp://x"), "http://HOST:PORT"),
         (("--every", "0"), "--every"),
         (("--endpoints", "/nowhere"), "/nowhere"),
         (("--endpoints", "/dev/null"), "contains no endpoint URL"),

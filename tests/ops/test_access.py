@@ -186,7 +186,6 @@ def test_no_secret_is_in_it() -> None:
         "redis_password": "hunter2",
         "s3_secret_access_key": "hunter2",
         "s3_access_key_id": "hunter2",
-        "s3_endpoint_url": "https://u:hunter2@h",
     }
     for role in ROLES:
         found = access(role, **secrets)

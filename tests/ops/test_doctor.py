@@ -205,6 +205,17 @@ def test_what_crosses_a_network_in_clear_is_a_warning(
         assert bool(check.fix) == (check.status == "warning")
 
 
+@pytest.mark.parametrize(
+    ("url", "status"), [("http://minio.svc:9000", "warning"), ("https://minio.svc:9000", "ok")]
+)
+def test_an_endpoint_of_awss_own_variables_is_judged_too(
+    url: str, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", url)
+    [check] = check_transport(Config(bulk_url="s3://b", index_url="memory:", allow_plaintext=True))
+    assert check.status == status
+
+
 def test_the_fix_names_the_scheme() -> None:
     [check] = check_transport(
         Config(

@@ -490,7 +490,8 @@ def test_the_client_is_made_as_the_settings_say() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"s3_endpoint_url": "s3.test"}, "s3.test"),
+        ({"s3_region": "eu west"}, "eu west"),
+        ({"s3_endpoint_url": "https://my_host"}, "s3_endpoint_url: the AWS client refuses it"),
         ({"s3_ca_bundle": "/no/such.pem"}, "/no/such.pem"),
     ],
 )

@@ -1,6 +1,7 @@
 """The changes since an earlier audit: its JSON document compared with this report."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -19,6 +20,7 @@ from objkv.ops.audit.report import (
     verdict,
 )
 
+_LOGIN = re.compile("//[^/]*@")
 _BYTES_MAX = 1 << 30
 """An audit of the most namespaces and tree nodes is a few MiB."""
 
@@ -91,7 +93,8 @@ def changes_since(
 
 def _doubts(then: AuditReport, now: AuditReport) -> list[str]:
     doubts = []
-    if then.bulk_url != now.bulk_url or then.index_url != now.index_url:
+    urls = [(one.bulk_url, _LOGIN.sub("//", one.index_url)) for one in (then, now)]
+    if urls[0] != urls[1]:
         doubts.append(
             f"the earlier audit is of another store or index ({then.bulk_url}, {then.index_url}), "
             "so the changes mean little"

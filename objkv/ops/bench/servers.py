@@ -10,9 +10,8 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Self
-from urllib.parse import urlsplit
 
-from objkv.config import Config, load_config
+from objkv.config import Config, load_config, parse_url
 from objkv.errors import ConfigError
 from objkv.ops.programs import ProgramFailed, die_with_parent
 
@@ -25,8 +24,8 @@ class PlainRedis:
     """A context manager with one connection to a Redis without password or TLS. For one thread."""
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        self._socket = socket.create_connection((parts.hostname, parts.port), _ANSWER_S)
+        place = parse_url("index_url", url).hosts[0]
+        self._socket = socket.create_connection(place, _ANSWER_S)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._head = memoryview(bytearray(_LINE_BYTES_MAX))
 

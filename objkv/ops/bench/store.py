@@ -14,7 +14,7 @@ from typing import Self
 
 import numpy as np
 
-from objkv.config import Config, without_password
+from objkv.config import Config
 from objkv.index.base import WriteIndex
 from objkv.ops.bench.harness import (
     SCALES,
@@ -235,10 +235,8 @@ def bench_configured(setting: BenchSetting, config: Config) -> Section:
             rows += _store(setting, hot, "hot", PAYLOAD_256_KIB)
         finally:
             hot.close()
-    places = {
-        "bulk": without_password(config.bulk_url),
-        "index": without_password(config.index_url),
-    }
+    public = config.public()
+    places = {"bulk": public["bulk_url"], "index": public["index_url"]}
     return Section("store", tuple(rows), places, ("your configured stores",))
 
 

@@ -8,9 +8,8 @@ import json
 import re
 from dataclasses import dataclass
 from typing import Any, Final, get_args
-from urllib.parse import urlsplit
 
-from objkv.config import Config, Role, is_directory_bucket
+from objkv.config import Config, Role, is_directory_bucket, parse_url
 from objkv.errors import ConfigError
 
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
@@ -109,39 +108,40 @@ def access_of(
     settings = {"role": role, "tenant": tenant or config.tenant}
     iam = acl = None
     if config.bulk_url.startswith("s3:"):
-        parts = urlsplit(config.bulk_url)
-        if not _BUCKET.fullmatch(parts.netloc):
+        place = parse_url("bulk_url", config.bulk_url)
+        if not _BUCKET.fullmatch(place.host):
             raise ConfigError("bulk_url: a policy cannot contain this bucket name")
-        is_directory = is_directory_bucket(parts.netloc)
+        is_directory = is_directory_bucket(place.host)
         if is_directory and tenant is not None:
             raise ConfigError(
                 "bulk_url: rights in a directory bucket cannot be limited to a prefix: use one "
                 "bucket per tenant"
             )
-        prefix = "/".join(filter(None, (parts.path.strip("/"), tenant)))
+        prefix = "/".join(filter(None, (place.path, tenant)))
         if not _PLAIN.fullmatch(prefix):
             raise ConfigError(
                 f"bulk_url: policies read a character of the prefix {prefix!r} as a pattern"
             )
-        settings["bulk_url"] = f"s3://{parts.netloc}/{prefix}".rstrip("/")
+        settings["bulk_url"] = f"s3://{place.host}/{prefix}".rstrip("/")
         if is_directory:
-            arn = f"arn:aws:s3express:{config.s3_region or '*'}:*:bucket/{parts.netloc}"
+            arn = f"arn:aws:s3express:{config.s3_region or '*'}:*:bucket/{place.host}"
             iam = directory_policy(role, arn, kms_key_arn=kms_key_arn)
         else:
-            iam = iam_policy(role, f"arn:aws:s3:::{parts.netloc}", prefix, kms_key_arn=kms_key_arn)
+            iam = iam_policy(role, f"arn:aws:s3:::{place.host}", prefix, kms_key_arn=kms_key_arn)
         if config.s3_acl is not None:  # a put with an ACL needs a second right
             for statement in iam["Statement"]:
                 if "s3:PutObject" in statement["Action"]:
                     statement["Action"].append("s3:PutObjectAcl")
     if config.index_url.startswith("redis"):
+        index = parse_url("index_url", config.index_url)
         settings["redis_prefix"] = "-".join(filter(None, (config.redis_prefix, tenant)))
         settings["redis_username"] = f"{settings['redis_prefix']}-{role}"
         rights = acl_rights(
             role,
             settings["redis_prefix"],
             has_hot=config.hot_payload_bytes_max > 0,
-            is_cluster="+cluster:" in config.index_url,
-            has_database=_database(config.index_url) > 0,
+            is_cluster=index.scheme.endswith("+cluster"),
+            has_database=int(index.path or 0) > 0,
         )
         # For an existing user, rules are added to its rights unless "reset" comes first.
         acl = f"user {settings['redis_username']} reset on >{PASSWORD} {rights}"
@@ -227,8 +227,3 @@ def as_text(policy: dict[str, Any]) -> str:
 
 def _allowed(sid: str, actions: list[str], *resources: str) -> dict[str, Any]:
     return {"Sid": sid, "Effect": "Allow", "Action": actions, "Resource": list(resources)}
-
-
-def _database(url: str) -> int:
-    name = urlsplit(url).path.strip("/")
-    return int(name) if name.isdecimal() else 0

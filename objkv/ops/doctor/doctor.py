@@ -5,17 +5,17 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
-from urllib.parse import urlsplit
 
 from objkv.cache.switch import read_switches
 from objkv.codec.seal import Seal
-from objkv.config import Config, Resolved, Role, clear_hosts, local_path
-from objkv.errors import ObjkvError, PayloadError, pip_install
+from objkv.config import Config, Resolved, Role, Url, local_path, parse_url
+from objkv.config.aws import s3_endpoint
+from objkv.errors import ConfigError, ObjkvError, PayloadError, pip_install
 from objkv.index.base import WriteIndex
 from objkv.ops.doctor.lifecycle import ReadRules, check_lifecycle
 from objkv.ops.doctor.probes import BAD, Area, Check, failure, probe_index_as, probe_store_as
@@ -30,33 +30,32 @@ def check_transport(config: Config) -> list[Check]:
     """One check for a store or index that is a server; a warning if its connection is in clear."""
     checks = []
     if config.bulk_url.startswith("s3:"):
-        checks.append(_judge("bulk", config.s3_endpoint_url or "https:", "https"))
+        with suppress(ConfigError):  # the check of the store reports it
+            endpoint = s3_endpoint(config)[1] or parse_url("s3_endpoint_url", "https://s3")
+            checks.append(_judge("bulk", endpoint, "https"))
     if config.index_url.startswith("redis"):
-        scheme = urlsplit(config.index_url).scheme.replace("rediss", "redis")
-        checks.append(_judge("index", config.index_url, scheme.replace("redis", "rediss")))
+        index = parse_url("index_url", config.index_url)
+        checks.append(_judge("index", index, index.scheme.replace("redis", "rediss", 1)))
     return checks
 
 
 def check_login(config: Config) -> list[Check]:
     """A warning if a Redis on another machine is used without credentials: a server that accepts
     this gives every client all rights, as user ``default``."""
-    url = config.index_url
-    if not url.startswith("redis") or not clear_hosts(url.replace("rediss", "redis", 1)):
+    url = parse_url("index_url", config.index_url)
+    if not url.is_far or url.password:
         return []
     if config.redis_password or config.redis_credentials or config.redis_cert_file:
-        return []
-    if urlsplit(url).password:
         return []
     detail = "no user and password are set: if the server answers, every client has all rights"
     fix = "create a user for each role (objkv access) and disable the user default"
     return [Check("index", "login", "warning", detail, fix)]
 
 
-def _judge(area: Area, url: str, secure: str) -> Check:
-    scheme = urlsplit(url).scheme
-    if scheme == secure:
+def _judge(area: Area, url: Url, secure: str) -> Check:
+    if url.is_tls:
         return Check(area, "transport", "ok", "TLS; the server's certificate is verified")
-    if not clear_hosts(url):
+    if not url.is_far:
         return Check(area, "transport", "ok", "unencrypted, on this machine only")
     detail = "unencrypted over the network, because allow_plaintext is set"
     return Check(area, "transport", "warning", detail, _FIX.format(secure))
@@ -307,9 +306,9 @@ def _examine_switch(patient: Patient) -> list[Check]:
 
 def _examine_reach(resolved: Resolved, area: End, other: End) -> list[Check]:
     """A warning if ``area`` is local only because its URL is not set."""
-    url = getattr(resolved.config, f"{other}_url")
+    scheme = getattr(resolved.config, f"{other}_url").partition(":")[0]
     forgotten = resolved.sources[f"{area}_url"] == "default"
-    if not forgotten or urlsplit(url).scheme in _OF_ONE_MACHINE:
+    if not forgotten or scheme in _OF_ONE_MACHINE:
         return []
     detail = f"{area}_url is not set, so it is on this machine, but {other}_url is shared"
     fix = f"set {area}_url on every replica: sharing needs a common bulk store and a common index"

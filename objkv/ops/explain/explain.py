@@ -14,8 +14,8 @@ from typing import Final
 
 from objkv.cache.switch import in_force, read_switches
 from objkv.codec.seal import Seal
-from objkv.config.urls import without_password
-from objkv.errors import ConfigError, PayloadError, StoreError
+from objkv.config.urls import parse_endpoint
+from objkv.errors import PayloadError, StoreError
 from objkv.index.base import Record
 from objkv.keys.chunk import ChunkKey
 from objkv.ops.backends_view import QUARANTINE, record_keys, stored_header
@@ -27,7 +27,6 @@ from objkv.ops.explain.causes import (
     explain_absent,
 )
 from objkv.ops.show import find_payloads, inspect_payload
-from objkv.redact import without_secrets
 from objkv.stores.base import Entry, ReadStore
 
 _AT_ONCE: Final = 16
@@ -269,13 +268,10 @@ def ask_replica(
     """
     from objkv.ops.top.scrape import MetricsSource  # late: it imports httpx
 
-    try:
-        source = MetricsSource(endpoint, deadline_s=deadline_s, clock=clock, is_exact=True)
-    except ConfigError as exc:
-        raise ConfigError(f"--{exc}") from None
+    source = MetricsSource(endpoint, deadline_s=deadline_s, clock=clock, is_exact=True)
     with closing(source):
         found = source.scrape()
-    shown = without_secrets(without_password(endpoint))
+    shown = parse_endpoint(endpoint)[1].shown
     if found.problem is not None:
         why = found.problem.removeprefix("no metrics: ")
         return ReplicaCounters(shown, {}, (), f"no metrics: {why}")

@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Final
-from urllib.parse import urlsplit
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from objkv.config.urls import is_this_machine, passwords_in, without_password
-from objkv.errors import ConfigError
-from objkv.redact import keep_secret, without_secrets
+from objkv.config.urls import parse_endpoint
+from objkv.redact import without_secrets
 
 ANSWER_BYTES_MAX: Final = 16 << 20
 """A server with hundreds of histograms sends about 1 MiB."""
@@ -50,6 +48,7 @@ class MetricsSource:
         other path of the URL unchanged. ``socket``: the Unix socket to connect to, whatever host
         the URL names. Raises ``ConfigError``."""
         self.url = _metrics_url(url, is_exact=is_exact)
+        self._place = parse_endpoint(self.url)[1]
         self._deadline_s = deadline_s
         self._clock = clock
         self._socket = socket
@@ -58,7 +57,7 @@ class MetricsSource:
         self._http = httpx.Client(
             timeout=deadline_s,
             # Servers on this machine are never reached through a proxy.
-            trust_env=not is_this_machine(urlsplit(self.url).hostname or ""),
+            trust_env=self._place.is_far,
             follow_redirects=False,
             transport=transport,
         )
@@ -71,8 +70,8 @@ class MetricsSource:
         """Host, port and path, without a password; of a node agent the path of its socket."""
         if self._socket is not None:
             return str(self._socket).removesuffix(".http")
-        parts = urlsplit(self.url)
-        return parts.netloc.rpartition("@")[2] + parts.path.removesuffix("/metrics")
+        shown = self._place.shown.partition("://")[2]
+        return shown.removeprefix("***@").removesuffix("/metrics")
 
     def scrape(self) -> Scrape:
         """Scrape once. Never raises. Ends at the deadline, or with the first read after it."""
@@ -125,19 +124,6 @@ def values_of(text: str) -> dict[str, float]:
 
 
 def _metrics_url(url: str, *, is_exact: bool) -> str:
-    keep_secret(*passwords_in(url))
-    shown = without_secrets(without_password(url))
-    whole = url if "://" in url else f"http://{url}"
-    try:
-        parts = urlsplit(whole)
-        host, _port = parts.hostname, parts.port
-        httpx.URL(whole)
-    except (ValueError, httpx.InvalidURL) as exc:
-        # No cause: its text may quote secrets of the URL.
-        raise ConfigError(f"endpoint {shown}: {without_secrets(str(exc))}") from None
-    if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
-        raise ConfigError(f"endpoint {shown}: must be http://host:port or https://host")
-    path = parts.path.rstrip("/").removesuffix("/metrics").removesuffix("/v1")
-    if is_exact and path:
-        return whole
-    return parts._replace(path=f"{path}/metrics").geturl()
+    whole, place = parse_endpoint(url)
+    path = f"/{place.path}".removesuffix("/metrics").removesuffix("/v1").rstrip("/")
+    return whole if is_exact and path else f"{place.root}{path}/metrics"

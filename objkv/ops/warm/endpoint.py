@@ -11,15 +11,14 @@ from email.utils import parsedate_to_datetime
 from threading import Lock, Thread
 from time import time
 from typing import Any, Final, TypeVar
-from urllib.parse import urlsplit
 
 import httpx
 
-from objkv.config.urls import is_this_machine, passwords_in, without_password
+from objkv.config.aws import is_plain
+from objkv.config.urls import Url, parse_endpoint
 from objkv.errors import ConfigError
 from objkv.ops.warm.prefill import PrefillError, PrefillReply, PrefillRequest
 from objkv.ops.warm.prompts import WarmPrompt
-from objkv.redact import keep_secret, without_secrets
 
 T = TypeVar("T")
 
@@ -115,10 +114,16 @@ class PrefillEndpoint:
     ) -> None:
         """``url``: with or without ``/v1``. ``model``: the one to use of several. Raises
         ``ConfigError``."""
-        self._base = _base(url, api_key is not None and not allow_plaintext)
+        place = _place(url, api_key is not None and not allow_plaintext)
+        self._base = (place.root + f"/{place.path}".removesuffix("/v1")).rstrip("/")
         self._limits = limits
         self._model = model
         self._served: Served | None = None
+        if not is_plain(api_key or ""):
+            raise ConfigError(
+                "the API key (--api-key, VLLM_API_KEY) contains a space, a line break or a "
+                "character other than ASCII: give it without"
+            )
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._loop = Loop()
         self._http = httpx.AsyncClient(
@@ -127,7 +132,7 @@ class PrefillEndpoint:
             timeout=httpx.Timeout(limits.answer_s, connect=_CONNECT_S),
             limits=httpx.Limits(max_connections=limits.at_once + 2),
             # Servers on this machine are never reached through a proxy.
-            trust_env=not is_this_machine(urlsplit(self._base).hostname or ""),
+            trust_env=place.is_far,
         )
 
     def __repr__(self) -> str:
@@ -326,24 +331,13 @@ def _served(answer: Mapping[str, Any], wanted: str | None, base: str) -> Served:
     return Served(wanted, str(models[wanted].get("root") or wanted), adapters)
 
 
-def _base(url: str, refuse_clear: bool) -> str:
-    keep_secret(*passwords_in(url))
-    shown = without_secrets(without_password(url))
-    written = url if "://" in url else f"http://{url}"
-    try:
-        parts = urlsplit(written)
-        host, _port = parts.hostname, parts.port
-        httpx.URL(written)
-    except (ValueError, httpx.InvalidURL) as exc:
-        # No cause: its text may quote secrets of the URL.
-        raise ConfigError(f"endpoint {shown}: {without_secrets(str(exc))}") from None
-    if parts.scheme not in ("http", "https") or not host:
-        raise ConfigError(f"endpoint {shown}: must be http://host:port or https://host")
-    if parts.username or parts.password:
+def _place(url: str, refuse_clear: bool) -> Url:
+    _, place = parse_endpoint(url)
+    if place.user or place.password:
         raise ConfigError("an endpoint's URL must not contain a password: use --api-key")
-    if refuse_clear and parts.scheme == "http" and not is_this_machine(host):
+    if refuse_clear and place.is_far and not place.is_tls:
         raise ConfigError(
-            f"endpoint {shown}: the API key would cross the network unencrypted: use https://, or "
-            "set allow_plaintext to true on a trusted network"
+            f"endpoint {place.shown}: the API key would cross the network unencrypted: use "
+            "https://, or set allow_plaintext to true on a trusted network"
         )
-    return written.rstrip("/").removesuffix("/v1").rstrip("/")
+    return place

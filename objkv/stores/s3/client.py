@@ -38,11 +38,17 @@ from botocore.exceptions import (
 )
 from urllib3.exceptions import HTTPError
 
-from objkv.config import Config, refuse_clear
-from objkv.config.urls import passwords_in
+from objkv.config import Config
+from objkv.config.aws import (
+    aws_region,
+    check_credentials,
+    check_endpoint,
+    is_plain,
+    s3_endpoint,
+)
+from objkv.config.urls import check_proxies
 from objkv.errors import ConfigError, StoreBusy, StoreDenied, StoreError, StoreUnavailable
 from objkv.net.deadline import EndsBy, deadline_socket, ends_s, is_trial
-from objkv.redact import keep_secret
 from objkv.stores.s3.body import BodyLost
 
 if TYPE_CHECKING:
@@ -183,23 +189,33 @@ def open_s3_client(config: Config) -> "S3Client":
     """
     if config.s3_ca_bundle is not None and not config.s3_ca_bundle.is_file():
         raise ConfigError(f"s3_ca_bundle: file {config.s3_ca_bundle} does not exist")
-    region = config.s3_region or (DEFAULT_REGION if config.s3_endpoint_url else None)
+    check_credentials(config)
+    check_proxies("http_proxy", "https_proxy")
+    named, endpoint = s3_endpoint(config)[0], ""
     try:
-        client: S3Client = boto3.session.Session().client(
+        session = boto3.session.Session(region_name=aws_region(config))
+        client: S3Client = session.client(
             "s3",
             endpoint_url=config.s3_endpoint_url,
-            region_name=region,
+            region_name=(session.region_name or DEFAULT_REGION).strip(),
             verify=None if config.s3_ca_bundle is None else str(config.s3_ca_bundle),
             aws_access_key_id=config.s3_access_key_id,
             aws_secret_access_key=config.s3_secret_access_key,
             config=_client_config(config),
         )
-        keep_secret(*passwords_in(client.meta.endpoint_url))
-        if not config.allow_plaintext:  # AWS's own settings may name an endpoint too
-            refuse_clear("the endpoint", client.meta.endpoint_url)
-    except (BotoCoreError, ValueError) as exc:
+        endpoint = client.meta.endpoint_url
+    except BotoCoreError as exc:
         raise ConfigError(f"cannot create the S3 client: {exc}") from exc
+    except ValueError:
+        pass  # it quotes the endpoint, so it must not be chained
+    if not endpoint:
+        raise ConfigError(
+            f"{named}: the AWS client refuses it; write http://HOST:PORT or https://HOST:PORT, the "
+            "host in letters, digits, dots and hyphens"
+        )
+    check_endpoint(config, endpoint, named)
     keep_deadlines(client)
+    client.meta.events.register("before-send.s3", _refuse_malformed)
     client.meta.events.register("before-send.s3", _begin_in_time)
     client.meta.events.register_first("needs-retry.s3", _repeat_in_time)
     return client
@@ -222,6 +238,19 @@ def attempt_s(client: "S3Client", deadline_s: float) -> float:
     """Return the maximum duration of one attempt of ``client`` within a call of ``deadline_s``."""
     settings: Any = client.meta.config
     return min(float(settings.connect_timeout + settings.read_timeout), deadline_s / 4)
+
+
+def _refuse_malformed(request: Any, **_: object) -> None:
+    """The client reports a header that it cannot send as it does an outage, and quotes it."""
+    headers = (request.headers.get(name) for name in ("Authorization", "X-Amz-Security-Token"))
+    texts = [
+        text.decode("latin-1") if isinstance(text, bytes) else text for text in headers if text
+    ]
+    if not all(is_plain(text.replace(" ", "")) for text in texts):
+        raise StoreDenied(
+            "the AWS credentials contain a line break or a character other than ASCII: correct "
+            "them in the AWS profile or role"
+        )
 
 
 def _begin_in_time(**_: object) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from botocore.exceptions import ClientError
 
-from objkv.config import is_directory_bucket, without_password
+from objkv.config import is_directory_bucket
 from objkv.stores.base import (
     Arrived,
     Buffer,
@@ -94,7 +94,7 @@ class S3Store:
 
     @property
     def _endpoint(self) -> str:
-        return without_password(self._client.meta.endpoint_url)
+        return str(self._client.meta.endpoint_url)
 
     @property
     def uses_tls(self) -> bool:

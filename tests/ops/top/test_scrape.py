@@ -135,6 +135,7 @@ def test_an_answer_that_drips_is_given_up_at_the_deadline() -> None:
         ("https://a/metrics", "https://a/metrics", "a"),
         ("http://a:8000/v1/", "http://a:8000/metrics", "a:8000"),
         ("http://a/models/x", "http://a/models/x/metrics", "a/models/x"),
+        ("http://metrics", "http://metrics/metrics", "metrics"),
         ("http://u:p@a:1", "http://u:p@a:1/metrics", "a:1"),
     ],
 )

@@ -147,14 +147,15 @@ def test_a_call_that_waits_ends_when_the_endpoint_is_closed(
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("ftp://host", "must be http://host:port"),
-        ("http://", "must be http://host:port"),
+        ("ftp://host", "endpoint: write http://HOST:PORT or https://HOST:PORT"),
+        ("http://", "each host must be HOST or HOST:PORT"),
         ("http://me:secret@host", "must not contain a password"),
-        ("ftp://me:secret@host", "must be http://host:port"),
-        ("http://me:secret@[::1", "endpoint http://me:\\*\\*\\*@"),
-        ("http://[::1", "Invalid IPv6 URL"),
-        ("http://host:port", "Port could not"),
-        ("http://a\u2028b", "Invalid"),
+        ("ftp://me:secret@host", "endpoint: write http://HOST:PORT"),
+        ("http://me:secret@[::1", "each host"),
+        ("http://[::1", "an IPv6 address in brackets"),
+        ("http://host:port", "each host"),
+        ("http://host/v1?x=1", "a query"),
+        ("http://a\u2028b", "a space or a control character"),
         ("http://gpu-7.example.com:8000", "would cross the network unencrypted"),
     ],
 )
@@ -164,10 +165,24 @@ def test_addresses_that_are_none_or_not_safe_are_refused(url: str, words: str) -
     assert "secret" not in str(raised.value)
 
 
+@pytest.mark.parametrize("key", ["sesame-open\n", "sesame open", "sésame-open"])
+def test_a_key_that_no_request_can_carry_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match="VLLM_API_KEY") as raised:
+        PrefillEndpoint("http://127.0.0.1:1", EndpointLimits(), api_key=key)
+    assert "open" not in str(raised.value)
+
+
 def test_without_a_key_the_network_is_the_operators_business() -> None:
     endpoint = PrefillEndpoint("gpu-7.example.com:8000", EndpointLimits())
     assert endpoint.name == "http://gpu-7.example.com:8000"
     endpoint.close()
+
+
+def test_only_a_path_of_v1_is_left_out() -> None:
+    for url, name in (("http://v1", "http://v1"), ("v1:8000/v1/", "http://v1:8000")):
+        endpoint = PrefillEndpoint(url, EndpointLimits())
+        assert endpoint.name == name
+        endpoint.close()
 
 
 def test_a_check_does_not_wait_as_long_as_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
