@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.outputs import KVConnectorOutput
 
 from objkv.config import Config
@@ -31,7 +32,7 @@ class World:
         monkeypatch.setattr(kv, "open_cache", lambda *_: None)
         connector: Any = object.__new__(ObjKVConnector)
         connector._worker, connector._link, connector._asleep = None, None, False
-        connector._vllm_config = connector._geometry = None
+        connector._shares, connector._vllm_config, connector._geometry = True, None, None
         connector._config = Config()
         connector._backends = connector._recorder = connector._published = None
         self.connector = connector
@@ -123,6 +124,42 @@ def test_if_it_cannot_take_the_cache_again_it_goes_on_without_objkv(
 
 def test_sleep_mode_is_supported_in_every_role() -> None:
     assert ObjKVConnector.supports_sleep_mode(None)  # type: ignore[arg-type]
+
+
+def test_an_engine_without_groups_matches_and_saves_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Such as one that only encodes, with the settings of its fleet. No store is opened."""
+    caplog.set_level("INFO", "objkv")
+    extra = {"bulk_url": "s3://nowhere", "index_url": "rediss://nowhere"}
+    transfer = SimpleNamespace(kv_connector_extra_config=extra, engine_id="e")
+    config: Any = SimpleNamespace(kv_transfer_config=transfer)
+    ring = SimpleNamespace(kv_cache_spec=SimpleNamespace(prefix_cacheable=False))
+    for groups in ([], [ring]):
+        cache: Any = SimpleNamespace(kv_cache_groups=groups)
+        roles = KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER
+        worker, scheduler = (ObjKVConnector(config, role, cache) for role in roles)
+        worker.register_kv_caches({})
+        asked = request()
+        scheduler.on_new_request(asked)
+        assert scheduler.get_num_new_matched_tokens(asked, 0) == (0, False)
+        scheduler.update_state_after_alloc(asked, None, 0)  # type: ignore[arg-type]
+        plan = scheduler.build_connector_meta(step({"r": 64}, [1]))
+        assert plan == StepPlan()
+        worker.bind_connector_metadata(plan)
+        worker.start_load_kv(None)  # type: ignore[arg-type]
+        worker.wait_for_save()
+        assert not worker.get_transfer_results({"r"}).finished_sending
+        assert worker.build_connector_worker_meta() is None
+        scheduler.update_connector_output(KVConnectorOutput())
+        assert scheduler.request_finished_all_groups(asked, ()) == (False, None)
+        assert not list(scheduler.take_events())
+        assert scheduler.reset_cache()
+        assert not scheduler.has_pending_block_frees()
+        worker.shutdown()
+        scheduler.shutdown()
+    told = [one for one in caplog.records if one.name.startswith("objkv")]
+    assert [one.levelname for one in told] == ["INFO"] * 2, caplog.text
 
 
 # A bug in objkv costs a miss.
