@@ -17,17 +17,21 @@ _FILE = "tokenizer.json"
 def load_tokenizer(tokenizer: Path) -> "Tokenizer":
     """Load ``tokenizer``, a ``tokenizer.json`` or a directory that contains one.
 
-    Never uses the network. Raises ``ConfigError``.
+    Never uses the network. Ignores truncation and padding with which the file was saved, as vLLM
+    does. Raises ``ConfigError``.
     """
     from tokenizers import Tokenizer  # late: most agents need none
 
     path = tokenizer / _FILE if tokenizer.is_dir() else tokenizer
     if not path.is_file():
-        raise ConfigError(f"{path} is not a file; give the path of a tokenizer.json")
+        raise ConfigError(f"{path} is not a file: name a tokenizer.json or its folder")
     try:
-        return Tokenizer.from_file(str(path))
+        loaded = Tokenizer.from_file(str(path))
     except Exception as exc:  # the library raises bare Exception for anything wrong in the file
         raise ConfigError(f"{path} is not a valid tokenizer.json") from exc
+    loaded.no_truncation()
+    loaded.no_padding()
+    return loaded
 
 
 def tokenize(text: str, tokenizer: Path) -> list[int]:
