@@ -241,12 +241,7 @@ class SchedulerSide:
             return 0, False
         tracked.accounted = tracked.local = computed
         tracked.draft_complete = True
-        if (
-            not self._roles.loads
-            or not tracked.may_load
-            or request.skip_reading_prefix_cache
-            or computed % self._geometry.block_tokens
-        ):
+        if not self._may_load(tracked) or computed % self._geometry.block_tokens:
             return None if self._roles.saves and self._requests.hashing(tracked) else 0, False
         records = self._requests.records(tracked)
         if records is None or self._put_waits.holds(tracked, computed):
@@ -255,6 +250,11 @@ class SchedulerSide:
         if usable.end <= computed:
             return 0, False
         return usable.end - computed, not usable.sync
+
+    def _may_load(self, tracked: TrackedRequest) -> bool:
+        """Whether a request may read a cache: one for prompt_logprobs must compute its prompt."""
+        skips = tracked.request.skip_reading_prefix_cache
+        return self._roles.loads and tracked.may_load and not skips
 
     def plan_load(self, request: "Request", blocks: BlockTable, tokens: int) -> None:
         """Plan the load of ``tokens`` external tokens, possibly 0, into the allocated ``blocks``.
@@ -273,8 +273,9 @@ class SchedulerSide:
                 self._loads.lose(name, blocks)
 
     def _plan_load(self, request: "Request", blocks: BlockTable, tokens: int) -> None:
-        self._hits.allocated(request)
         if tracked := self._requests.get(request.request_id):
+            if self._may_load(tracked):
+                self._hits.allocated(request)
             self._trust.add(tracked)
             self._saves.add(tracked)
         if tokens == 0:
