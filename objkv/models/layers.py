@@ -105,7 +105,8 @@ def read_layers(folder: Path) -> ModelLayers:
         drafts = drafts or 1  # its configuration does not mention them
     layers = tuple(shapes.layers())
     dtype = str(dtype).removeprefix("torch.")
-    return ModelLayers(name_model(str(folder), None), model_type, dtype, layers, drafts)
+    name = name_model(str(folder if folder.is_dir() else folder.parent), None)
+    return ModelLayers(name, model_type, dtype, layers, drafts)
 
 
 def read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -39,7 +39,14 @@ def tokenize(text: str, tokenizer: Path) -> list[int]:
 
     See ``load_tokenizer``.
     """
+    refuse_broken(text)
     return list(load_tokenizer(tokenizer).encode(text).ids)
+
+
+def refuse_broken(text: str) -> None:
+    """Raise ``ConfigError`` for text that no tokenizer takes."""
+    if not _is_plain(text):
+        raise ConfigError("the text contains half of a character (a lone surrogate)")
 
 
 class Tokenizers:
@@ -71,8 +78,7 @@ class Tokenizers:
 
     def tokens(self, text: str, place: Path) -> list[int]:
         """Return the token ids of ``text``. ``place``: see ``load_tokenizer``, also for errors."""
-        if not _is_plain(text):
-            raise ConfigError("the text contains half of a character (a lone surrogate)")
+        refuse_broken(text)
         with self._lock:
             tokenizer = self._loaded.get(place)
             if tokenizer is None:

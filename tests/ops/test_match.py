@@ -110,6 +110,14 @@ def test_truncation_and_padding_saved_with_a_tokenizer_are_ignored_as_by_vllm(
     assert LocalTokenizer(tmp_path).tokenize(WarmPrompt("p", text="a b a")) == [5, 6, 5]
 
 
+def test_text_with_half_of_a_character_is_refused(tmp_path: Path) -> None:
+    Tokenizer(models.WordLevel({"?": 0}, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match="half of a character"):
+        tokenize("a\udcff", tmp_path)
+    with pytest.raises(ConfigError, match="half of a character"):
+        LocalTokenizer(tmp_path).tokenize(WarmPrompt("p", text="a\ud800"))
+
+
 def test_a_missing_or_broken_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is not a file: name a tokenizer\.json"):
         tokenize("a", tmp_path)

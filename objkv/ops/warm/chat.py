@@ -14,7 +14,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from objkv.errors import ConfigError
-from objkv.models.tokenizer import load_tokenizer
+from objkv.models.tokenizer import load_tokenizer, refuse_broken
 from objkv.ops.warm.prompts import Chat, WarmPrompt
 
 
@@ -35,9 +35,11 @@ class LocalTokenizer:
             return list(prompt.tokens)
         if prompt.chat is None:
             assert prompt.text is not None
-            return list(self._tokenizer.encode(prompt.text).ids)
-        text = self._rendered(prompt.chat, prompt.name)
-        special = bool(prompt.chat.options.get("add_special_tokens", False))
+            text, special = prompt.text, True
+        else:
+            text = self._rendered(prompt.chat, prompt.name)
+            special = bool(prompt.chat.options.get("add_special_tokens", False))
+        refuse_broken(text)
         return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
 
     def _rendered(self, chat: Chat, name: str) -> str:
