@@ -10,6 +10,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -30,6 +31,7 @@ from objkv.connector.hooks import (
     follow_sleep,
     free_failed,
     holds_nothing,
+    release_worker,
 )
 from objkv.connector.kv.events import open_event_log, watch_saves, with_stored
 from objkv.connector.kv.metadata import StepPlan
@@ -42,6 +44,7 @@ from objkv.connector.metrics import ObjKVPromMetrics, ObjKVStats
 from objkv.connector.model.identity import read_geometry, warn_of_outer_policy
 from objkv.connector.model.parts import shares_any
 from objkv.connector.wiring import open_cache, open_checked_backends, writer_name
+from objkv.errors import ConfigError
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.registration import reads_agents
 
@@ -61,6 +64,13 @@ logger = logging.getLogger(__name__)
 _NO_MATCH: tuple[int | None, bool] = (0, False)
 
 
+def _outer_transfer() -> "KVTransferConfig | None":
+    """Return the settings of the engine that calls, or None if they are not known. A connector
+    inside another one has its own."""
+    current = get_current_vllm_config_or_none()
+    return None if current is None else current.kv_transfer_config
+
+
 class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
     """Shares the KV of prompts with every replica that uses the same stores and the same model.
 
@@ -78,6 +88,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | NothingShared | None = None
         self._worker: WorkerSide | None = None
         self._asleep = False
+        self._outer_transfer = _outer_transfer()
         self._shares = shares_any(kv_cache_config)
         if not self._shares:
             if role == KVConnectorRole.SCHEDULER:
@@ -89,7 +100,12 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._backends, self._published = watch_saves(self._open_backends(), vllm_config)
         warn_of_outer_policy(vllm_config, self._config)
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = side = self._open_scheduler(vllm_config)
+            try:
+                side = self._open_scheduler(vllm_config)
+            except Exception:
+                release_worker(vllm_config)  # or the next engine would get it
+                raise
+            self._scheduler = side
             log = open_event_log(vllm_config, kv_cache_config, self._geometry, self._config)
             side.events = log
             headroom = BlockHeadroom(
@@ -128,11 +144,29 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Open the worker's side with this rank's paged cache. Raises ``ConfigError`` for a layout
         that objkv cannot read."""
+        self._refuse_other_engine()
         if not self._shares:
             return
         self._kv_caches = kv_caches
-        self._open_worker()
+        try:
+            self._open_worker()
+        except Exception:
+            if self._worker is None:
+                release_worker(self._vllm_config)  # or the next engine would get this one
+            raise
         follow_sleep(self, patches=self._config.vllm_patches)
+
+    def _refuse_other_engine(self) -> None:
+        """Raise ``ConfigError`` if vLLM passes the cache of another engine than that for which it
+        has made this connector. A process has one, and keeps that of an engine that failed to
+        start. Source: vLLM 0.31-0.33, ``distributed/kv_transfer/kv_transfer_state.py``."""
+        mine, theirs = self._outer_transfer, _outer_transfer()
+        if mine is not None and theirs is not None and theirs is not mine:
+            raise ConfigError(
+                "vLLM still has the objkv connector of another engine in this process, which runs "
+                "or failed to start: start each engine in a process of its own, or shut the other "
+                "one down and call vllm.distributed.kv_transfer.ensure_kv_transfer_shutdown()"
+            )
 
     def _open_worker(self) -> None:
         writer = writer_name(self)
