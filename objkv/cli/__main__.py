@@ -16,7 +16,7 @@ def _open_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    if isinstance(sys.stdin, TextIOWrapper):  # whoever parses the text refuses what is not text
+    if isinstance(sys.stdin, TextIOWrapper):  # commands refuse input that is not text
         sys.stdin.reconfigure(errors="surrogateescape")
 
 

@@ -35,9 +35,8 @@ from objkv.connector.hooks import (
 )
 from objkv.connector.kv.events import open_event_log, watch_saves, with_stored
 from objkv.connector.kv.metadata import StepPlan
-from objkv.connector.kv.nothing_shared import NothingShared
 from objkv.connector.kv.saves import BlockHeadroom
-from objkv.connector.kv.scheduler import SchedulerSide
+from objkv.connector.kv.scheduler import NothingShared, SchedulerSide
 from objkv.connector.kv.wiring import open_scheduler_side, open_worker_side
 from objkv.connector.kv.worker import WorkerSide
 from objkv.connector.metrics import ObjKVPromMetrics, ObjKVStats
@@ -95,17 +94,21 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
                 self._scheduler = NothingShared()
                 logger.info("this engine has no KV cache to share, loading and saving no KV")
             return
+        try:
+            self._open(vllm_config, role, kv_cache_config)
+        except Exception:
+            release_worker(vllm_config)  # or the next engine would get it
+            raise
+
+    def _open(
+        self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
+    ) -> None:
         self._geometry = read_geometry(vllm_config, kv_cache_config, self._config)
         self._link = self._reach_agent(vllm_config)
         self._backends, self._published = watch_saves(self._open_backends(), vllm_config)
         warn_of_outer_policy(vllm_config, self._config)
         if role == KVConnectorRole.SCHEDULER:
-            try:
-                side = self._open_scheduler(vllm_config)
-            except Exception:
-                release_worker(vllm_config)  # or the next engine would get it
-                raise
-            self._scheduler = side
+            self._scheduler = side = self._open_scheduler(vllm_config)
             log = open_event_log(vllm_config, kv_cache_config, self._geometry, self._config)
             side.events = log
             headroom = BlockHeadroom(

@@ -29,7 +29,7 @@ class LoadJob:
     """State of one plan on one worker. Thread-safe."""
 
     request_ended = False
-    """Whether nothing waits for the load any more, so that what it lacks is no failure."""
+    """Whether nothing waits for the load any more, so that it cannot fail."""
     _failed_chunk: int | None = None
     _nbytes = 0
     _first: float | None = None
