@@ -1,12 +1,14 @@
 """Settings: which source wins, what is refused, what messages say, what is kept secret."""
 
 import os
+import pwd
 import shutil
 import traceback
 from pathlib import Path
 
 import pytest
 
+from objkv.assembly.backends import open_backends
 from objkv.config import (
     Config,
     load_config,
@@ -16,11 +18,12 @@ from objkv.config import (
 )
 from objkv.config.schema import BASIC, TOPICS
 from objkv.config.sources import _SERVICE_LINK
-from objkv.connector.model.weights import DigestCache
+from objkv.connector.model.weights import DigestCache, local_folder, open_digests
 from objkv.errors import ConfigError
 from objkv.ops.demo import DemoFolder
 from objkv.ops.runs import Checkpoint, checkpoint_file
 from objkv.redact import without_secrets
+from objkv.telemetry import NullRecorder
 
 
 @pytest.fixture
@@ -44,6 +47,32 @@ def test_later_sources_win_and_each_setting_knows_its_source(file: Path) -> None
 
 def test_the_environment_names_the_file(file: Path) -> None:
     assert load_config(environ={"OBJKV_CONFIG_FILE": str(file)}).codec == "lz4"
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(file: Path) -> None:
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert load_config(environ={"OBJKV_CONFIG_FILE": str(file)}).codec == "lz4"
+
+
+def test_without_a_home_only_what_lies_there_by_default_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As in a container whose user id has no entry in passwd."""
+
+    def unknown(number: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with pytest.raises(ConfigError, match="has no home folder: set HOME or XDG_CACHE_HOME"):
+        load_config(environ={})
+    given = {"OBJKV_BULK_URL": f"file://{tmp_path}"}
+    config = load_config(environ=given | {"OBJKV_INDEX_URL": "bulk:"})
+    with open_backends(config, NullRecorder()) as backends:
+        assert backends.bulk.get("none") is None
+    assert open_digests() is None
+    assert local_folder("~somebody/model", None) is None
 
 
 def test_a_given_file_replaces_the_environments(file: Path) -> None:

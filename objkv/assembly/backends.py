@@ -7,7 +7,7 @@ the two take a second.
 
 import logging
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from threading import Thread
 from types import TracebackType
@@ -292,8 +292,11 @@ def _bulk_place(config: Config, recorder: Recorder, *, of_agent: bool) -> PruneS
 
 def _folder(url: str) -> LocalStore:
     # The default folder is private, because it holds data from this user's prompts. In other
-    # folders the umask decides.
-    return LocalStore(local_path(url), private=cache_folder())
+    # folders the umask decides. A user without a home has no default folder.
+    private = None
+    with suppress(ConfigError):
+        private = cache_folder()
+    return LocalStore(local_path(url), private=private)
 
 
 def _index_place(config: Config) -> PruneIndex:

@@ -14,7 +14,7 @@ from objkv.assembly.seal import open_seal
 from objkv.cache.promotion import HotLimits
 from objkv.config import Config, Resolved, resolve_config
 from objkv.errors import ConfigError
-from objkv.keys.identity import Identity, seals_of
+from objkv.keys.identity import Identity, name_model, seals_of
 from objkv.ops.backends_view import BackendsView
 from objkv.ops.listing import find_identity
 from objkv.ops.warm import endpoint, engine
@@ -216,7 +216,7 @@ def _base(options: WarmOptions) -> frozenset[str]:
     """Return the names of the base model, for endpoints that do not report them."""
     names = {options.served_model, options.model}
     if options.model is not None:
-        names.add(Path(options.model).name)
+        names.add(Path(name_model(options.model, None)).name)
     return frozenset(name for name in names if name is not None)
 
 

@@ -54,7 +54,7 @@ def _read(backends: Backends, text: str) -> Document:
     path = Path(text)
     if path.exists() and not path.is_dir():  # a pipe too, as in diff <(kubectl logs a) NS
         try:
-            return parse_document(path.read_text(encoding="utf-8"), text)
+            return parse_document(path.read_text(encoding="utf-8-sig"), text)
         except OSError as exc:
             raise ConfigError(f"{path}: {exc.strerror}") from exc
         except UnicodeDecodeError as exc:

@@ -1,6 +1,7 @@
 """``objkv gpu-check``: whether objkv is right and fast on this machine's GPU, as a report."""
 
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -58,7 +59,7 @@ def _model(name: str | None, *, is_random: bool) -> str | None:
     if is_random and name is not None:
         raise ConfigError("--model: --random and --simulated bring a model of their own")
     if name is not None and name.startswith(("/", ".", "~")):
-        folder = Path(name).expanduser()
+        folder = Path(os.path.expanduser(name))
         if not (folder / "config.json").is_file():
             raise ConfigError(f"--model {name}: this folder has no config.json")
         return str(folder)

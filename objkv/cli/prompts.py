@@ -71,7 +71,7 @@ def _read(path: Path | None) -> str:
             raise ConfigError("no prompt given; use --tokens FILE or pipe token ids to stdin")
         return sys.stdin.read()
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except OSError as exc:
         raise ConfigError(f"{path}: {exc.strerror}") from exc
     except UnicodeDecodeError as exc:

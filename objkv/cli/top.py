@@ -440,7 +440,7 @@ def _urls(given: list[str] | None, file: Path | None) -> list[str]:
     urls = list(given or ())
     if file is not None:
         try:
-            lines = file.read_text(encoding="utf-8").splitlines()
+            lines = file.read_text(encoding="utf-8-sig").splitlines()
         except (OSError, ValueError) as exc:
             raise ConfigError(f"{file}: {exc}") from exc
         urls += [line.strip() for line in lines if line.strip() and not line.startswith("#")]

@@ -66,9 +66,18 @@ _ADDRESS = re.compile(
 
 
 def cache_folder() -> Path:
-    """Return ``$XDG_CACHE_HOME/objkv`` or ``~/.cache/objkv``, which the user's replicas share."""
+    """Return ``$XDG_CACHE_HOME/objkv`` or ``~/.cache/objkv``, which the user's replicas share.
+
+    Raises ``ConfigError`` for a user without a home, such as an id that a container was given.
+    """
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "objkv"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "objkv"
+    except RuntimeError:
+        raise ConfigError(
+            f"user {os.getuid()} has no home folder: set HOME or XDG_CACHE_HOME to a folder in "
+            "which it may write"
+        ) from None
 
 
 def make_private(folder: Path) -> None:

@@ -32,7 +32,7 @@ _QUOTA = {
     "sweep_errors": "Automatic sweeps that failed.",
 }
 COUNTERS = {
-    "queries": "Requests to which vLLM gave blocks. A preempted request counts again.",
+    "queries": "Requests that may load and got blocks. A preempted request counts again.",
     "query_tokens": "Tokens of those requests: local, loaded and computed.",
     "local_hit_tokens": "Tokens of those requests that were in the replica's own prefix cache.",
     "hits": "Requests with something to load.",
@@ -48,12 +48,12 @@ COUNTERS = {
     "arena_load_bytes": "Payload bytes loaded from the node agent's memory.",
     "hot_load_bytes": "Payload bytes loaded from the hot store.",
     "bulk_load_bytes": "Payload bytes loaded from the bulk store.",
-    "load_failures": "Load plans that failed in whole or in part.",
+    "load_failures": "Load plans that failed in whole or in part while their request waited.",
     "load_failed_blocks": "Blocks recomputed after a failed load.",
     "load_ghosts": "Indexed payloads that were missing from the store.",
     "load_corrupt": "Payloads refused because of their length, claim or checksum.",
     "load_errors": "Loads that failed for another reason, such as a store, deadline or slab.",
-    "load_given_up": "Payloads not read to their end because their request no longer waited.",
+    "load_given_up": "Payloads not read to their end because nothing waited for them any more.",
     "load_refused": "Chunks not loaded because the queue was full.",
     "lookup_errors": "Lookups that failed in the index.",
     "lookup_deadlines": "Lookups that exceeded their deadline.",

@@ -21,6 +21,7 @@ from vllm.v1.request import RequestStatus
 from objkv.connector.guard import guarded
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
 
@@ -35,6 +36,7 @@ PATCHED = {
     "add_lora": _CORE,
     "remove_lora": _CORE,
     "reset_encoder_cache": _CORE,
+    "reset_prefix_cache": _CORE,
     "sleep": _WORKER,
     "wake_up": _WORKER,
     "discard": _WORKER,
@@ -107,6 +109,18 @@ def free_failed(manager: "KVCacheManager", requests: Iterable["Request"]) -> Non
         waits = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
         if waits and request.num_computed_tokens == 0:
             manager.free(request)
+
+
+def release_worker(vllm_config: "VllmConfig") -> None:
+    """Have vLLM forget this process's worker connector if it was made for ``vllm_config``, whose
+    engine fails to start. vLLM would give it to the next engine. Source: vLLM 0.31-0.33,
+    ``ensure_kv_transfer_initialized`` in ``distributed/kv_transfer/kv_transfer_state.py``."""
+    from vllm.distributed.kv_transfer import kv_transfer_state as state
+
+    if state.has_kv_transfer_group():
+        made_for = getattr(state.get_kv_transfer_group(), "_vllm_config", None)
+        if made_for is not None and made_for.kv_transfer_config is vllm_config.kv_transfer_config:
+            state.ensure_kv_transfer_shutdown()
 
 
 def holds_nothing(manager: "KVCacheManager | None") -> bool:
@@ -184,6 +198,8 @@ class EngineHooks:
         self._side = side
         self._manager = manager
         _engine_hooks.add(self)
+        if patches:
+            wrap("reset_prefix_cache", after=_on_prefix_reset)
         wrapped = patches and [
             wrap("collective_rpc", after=_on_call),
             wrap("add_lora", before=_on_adapter),
@@ -208,6 +224,21 @@ class EngineHooks:
         without a call to the connector."""
         if not self._side.open and holds_no_prefix(self._manager()):
             self._side.reset(clean=True)
+
+    def prefix_reset(self) -> None:
+        """Explain why vLLM fails to drop the blocks of all requests, if it has failed.
+
+        It preempts those that run. Requests that wait for a load keep their blocks, and so do ended
+        ones until they are saved. A paused engine makes no steps, so it never learns that a load
+        has ended. Source: vLLM 0.32, ``reset_prefix_cache`` in ``v1/core/sched/scheduler.py``, and
+        ``_finish_pause`` in ``v1/engine/core.py``.
+        """
+        manager = self._manager()
+        if manager is not None and not holds_nothing(manager):
+            logger.warning(
+                "vLLM cannot drop blocks that a load, a save or a step still uses, so this call "
+                "fails: call it again, after pause_generation(mode='keep') once the engine resumed"
+            )
 
     @guarded(None)
     def adapter_loaded(self, lora_request: Any) -> None:
@@ -284,6 +315,12 @@ def _on_adapter(lora_request: Any, **_more: Any) -> None:
 def _on_adapter_removed(lora_id: int, **_more: Any) -> None:
     for hooks in list(_engine_hooks):
         hooks.adapter_unloaded(lora_id)
+
+
+def _on_prefix_reset(reset_running_requests: bool = False, *_args: Any, **_more: Any) -> None:
+    if reset_running_requests:
+        for hooks in list(_engine_hooks):
+            hooks.prefix_reset()
 
 
 def _on_encoder_reset(*_args: Any, **_more: Any) -> None:

@@ -8,7 +8,10 @@ specifies it.
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
+
+from objkv.errors import ConfigError
 
 FORMAT = 1
 HASH_SCHEME = "sha256-chain-1"
@@ -108,6 +111,18 @@ class Identity:
     def namespace(self) -> str:
         """Return the first 16 bytes of the SHA-256 of the canonical document, as 32 hex digits."""
         return hashlib.sha256(self.canonical()).hexdigest()[:NAMESPACE_HEX]
+
+
+def name_model(model: str, model_id: str | None) -> str:
+    """Return the name of a model in identities: ``model_id``, the last component of a local path,
+    or the hub id. ``.`` and ``..`` are called as the folder is. Raises ``ConfigError`` if the
+    folder has no name, which is true of ``/``."""
+    if model_id or not (path := Path(model)).is_dir():
+        return model_id or model
+    name = path.resolve().name if path.name in ("", "..") else path.name
+    if not name:
+        raise ConfigError(f"the folder {model!r} has no name for its model: set model_id")
+    return name
 
 
 def sealed_extra(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from objkv.errors import ConfigError
+from objkv.keys.identity import name_model
 
 CacheKind = Literal[
     "full", "sliding_window", "chunked_local", "mla", "mamba", "indexed", "compressed", "cross"
@@ -103,7 +104,9 @@ def read_layers(folder: Path) -> ModelLayers:
     if model_type.startswith(("qwen3_next", "qwen3_5")):
         drafts = drafts or 1  # its configuration does not mention them
     layers = tuple(shapes.layers())
-    return ModelLayers(folder.name, model_type, str(dtype).removeprefix("torch."), layers, drafts)
+    dtype = str(dtype).removeprefix("torch.")
+    name = name_model(str(folder if folder.is_dir() else folder.parent), None)
+    return ModelLayers(name, model_type, dtype, layers, drafts)
 
 
 def read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -17,17 +17,21 @@ _FILE = "tokenizer.json"
 def load_tokenizer(tokenizer: Path) -> "Tokenizer":
     """Load ``tokenizer``, a ``tokenizer.json`` or a directory that contains one.
 
-    Never uses the network. Raises ``ConfigError``.
+    Never uses the network. Ignores truncation and padding with which the file was saved, as vLLM
+    does. Raises ``ConfigError``.
     """
     from tokenizers import Tokenizer  # late: most agents need none
 
     path = tokenizer / _FILE if tokenizer.is_dir() else tokenizer
     if not path.is_file():
-        raise ConfigError(f"{path} is not a file; give the path of a tokenizer.json")
+        raise ConfigError(f"{path} is not a file: name a tokenizer.json or its folder")
     try:
-        return Tokenizer.from_file(str(path))
+        loaded = Tokenizer.from_file(str(path))
     except Exception as exc:  # the library raises bare Exception for anything wrong in the file
         raise ConfigError(f"{path} is not a valid tokenizer.json") from exc
+    loaded.no_truncation()
+    loaded.no_padding()
+    return loaded
 
 
 def tokenize(text: str, tokenizer: Path) -> list[int]:
@@ -35,7 +39,14 @@ def tokenize(text: str, tokenizer: Path) -> list[int]:
 
     See ``load_tokenizer``.
     """
+    refuse_broken(text)
     return list(load_tokenizer(tokenizer).encode(text).ids)
+
+
+def refuse_broken(text: str) -> None:
+    """Raise ``ConfigError`` for text that no tokenizer takes."""
+    if not _is_plain(text):
+        raise ConfigError("the text contains half of a character (a lone surrogate)")
 
 
 class Tokenizers:
@@ -67,8 +78,7 @@ class Tokenizers:
 
     def tokens(self, text: str, place: Path) -> list[int]:
         """Return the token ids of ``text``. ``place``: see ``load_tokenizer``, also for errors."""
-        if not _is_plain(text):
-            raise ConfigError("the text contains half of a character (a lone surrogate)")
+        refuse_broken(text)
         with self._lock:
             tokenizer = self._loaded.get(place)
             if tokenizer is None:

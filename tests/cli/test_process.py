@@ -161,3 +161,57 @@ def test_an_interrupt_ends_with_130(home: Path) -> None:
     assert process.stderr.read() == "objkv: interrupted\n"
     assert process.stdout is not None
     process.stdout.close()
+
+
+def ran_by_a_shell(
+    home: Path, arguments: str, **environ: str
+) -> subprocess.CompletedProcess[bytes]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("OBJKV_")}
+    return subprocess.run(  # noqa: S602  # what the shell leaves open is what is tested
+        f"{OBJKV} {arguments}",
+        shell=True,
+        env={**own, "XDG_CACHE_HOME": str(home), **environ},
+        capture_output=True,
+        timeout=280,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ("ls >&-", 0),
+        ("ls --json >&- 2>&-", 0),
+        ("doctor >&-", 0),
+        ("completion bash >&-", 0),
+        ("--version <&- >&- 2>&-", 0),
+        ("match <&-", 2),
+    ],
+)
+def test_streams_that_the_caller_has_closed_are_no_error(
+    home: Path, arguments: str, code: int
+) -> None:
+    ran = ran_by_a_shell(home, arguments)
+    assert ran.returncode == code, ran.stderr
+    assert ran.stderr == (b"objkv: the prompt is empty (no token ids)\n" if code else b"")
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shown"), [("ascii", b"mod\\xe8le\\u2192"), ("latin-1", b"mod\xe8le\\u2192")]
+)
+def test_characters_that_the_output_lacks_are_escaped(
+    home: Path, encoding: str, shown: bytes
+) -> None:
+    environ = {"PYTHONIOENCODING": encoding, "OBJKV_MODEL_ID": "modèle→"}
+    ran = ran_by_a_shell(home, "doctor", **environ)
+    assert ran.returncode == 0, ran.stderr
+    assert shown in ran.stdout
+
+
+def test_input_that_is_no_text_is_said(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_bytes(b"\xff")
+    strict = {"PYTHONIOENCODING": "utf-8:strict"}
+    ran = ran_by_a_shell(home, f"match < {tmp_path / 'tokens'}", **strict)
+    assert (ran.returncode, ran.stderr.split(b";")[0]) == (
+        2,
+        b"objkv: '\\udcff' is not a token id",
+    )

@@ -7,6 +7,7 @@ import logging
 import pickle
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -441,3 +442,26 @@ def test_the_switch_leaves_vllm_as_it_is(
     follow_encoder_resets(cast("Any", Side()), patches=False)
     assert [dict(owner.__dict__) for owner in (EngineCore, Worker)] == before
     assert "reset_prefix_cache(reset_connector=True)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("usage", "running", "is_said"), [(0.1, True, 1), (0.0, True, 0), (0.1, False, 0)]
+)
+def test_a_reset_that_a_load_prevents_is_explained(
+    engine: Any, caplog: pytest.LogCaptureFixture, usage: float, running: bool, is_said: int
+) -> None:
+    """vLLM raises before it asks the connector."""
+    side = Side()
+    hooks = hooks_of(side, manager(usage=usage))
+
+    def reset(_running: bool, _connector: bool) -> bool:
+        if running and usage:
+            raise RuntimeError("remote KV transfer")
+        return not usage
+
+    engine.scheduler = SimpleNamespace(reset_prefix_cache=reset)
+    with suppress(RuntimeError):
+        engine.reset_prefix_cache(reset_running_requests=running, reset_connector=True)
+    assert caplog.text.count("vLLM cannot drop blocks") == is_said
+    assert side.resets == []
+    del hooks

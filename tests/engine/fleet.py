@@ -133,7 +133,8 @@ def drain_saves(llm: Any) -> bool:
 def _drain(_worker: Any) -> bool:
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    return not has_kv_transfer_group() or get_kv_transfer_group()._worker._saver.drain(300)
+    worker = get_kv_transfer_group()._worker if has_kv_transfer_group() else None
+    return worker is None or worker._saver.drain(300)  # None: an engine that only encodes
 
 
 _drain.objkv_keeps_weights = True  # type: ignore[attr-defined]

@@ -193,8 +193,11 @@ def test_an_image_that_the_kv_covers_is_neither_encoded_nor_loaded() -> None:
 def apart(folder: Path) -> Values:
     """One only encodes, another only reads; and each with what is not its to do."""
     store, empty = folder / "store", folder / "empty"
+    kv = {"kv_connector": fleet.CONNECTOR, "kv_role": "kv_both"}
+    kv |= {"kv_connector_extra_config": extra(store)}
+    seen = job(SEEN, transfer=encoder(store, "ec_producer"), kv=kv)  # the settings of its fleet
     values: Values = {
-        "producer": run_replica(job(SEEN, transfer=encoder(store, "ec_producer")), folder),
+        "producer": run_replica(seen, folder),
         "saved": len(payloads(store)),
         "consumer": run_replica(job(SEEN, TOLD, transfer=encoder(store, "ec_consumer")), folder),
         "alone": run_replica(job(SEEN, TOLD, transfer=encoder(empty, "ec_consumer")), folder),
@@ -206,6 +209,7 @@ def apart(folder: Path) -> Values:
 def test_a_consumer_reads_what_a_producer_saved() -> None:
     runs = apart()
     assert runs["saved"] == answer(runs["producer"])["encoded"] == 2
+    assert runs["producer"].log.count("no KV cache to share") == 1
     assert answer(runs["consumer"])["encoded"] == 0
     assert answer(runs["consumer"])["tokens"] == answer(shared()["alone"])["tokens"]
 

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from objkv.keys.identity import GroupIdentity, Identity, canonical_json, identity_path
+from objkv.errors import ConfigError
+from objkv.keys.identity import (
+    GroupIdentity,
+    Identity,
+    canonical_json,
+    identity_path,
+    name_model,
+)
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "identities.json").read_text())
 
@@ -124,3 +131,25 @@ def test_everything_but_printable_ascii_is_escaped_as_documented() -> None:
     text = '/"\\\b\t\n\f\r\x00\x1f\x7fé\U0001f600'
     escaped = rb'"/\"\\\b\t\n\f\r\u0000\u001f\u007f\u00e9\ud83d\ude00"'
     assert canonical_json(text) == escaped
+
+
+def test_a_folder_has_one_name_however_its_path_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "llama"
+    (folder / "inner").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.chdir(folder)
+    paths = [".", "./", "inner/..", "../llama", "../llama/.", str(folder), f"{folder}/"]
+    assert {name_model(path, None) for path in paths} == {"llama"}
+    monkeypatch.chdir("inner")
+    assert name_model("..", None) == "llama"
+    assert name_model(str(tmp_path / "link"), None) == "link", "as it was always called"
+    assert name_model("org/llama", None) == "org/llama"
+    assert name_model(".", "mine") == "mine"
+
+
+def test_a_model_without_a_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has no name for its model: set model_id"):
+        name_model("/", None)
+    assert name_model("/", "mine") == "mine"

@@ -8,8 +8,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from objkv.errors import ConfigError
 from objkv.index.memory import MemoryIndex
 from objkv.keys.prefix import PromptExtras
-from objkv.models.tokenizer import tokenize
+from objkv.models.tokenizer import Tokenizers, tokenize
 from objkv.ops.match import match_prompt, parse_tokens
+from objkv.ops.warm.chat import LocalTokenizer
+from objkv.ops.warm.prompts import WarmPrompt
 from objkv.stores.memory import MemoryStore
 from tests.support.samples import CHUNK, CREATED_S, IDENTITY, LEFT, NAMESPACE, TOKENS, save
 
@@ -94,8 +96,30 @@ def test_text_is_tokenized_without_a_network(tmp_path: Path) -> None:
     assert tokenize("b", tmp_path / "tokenizer.json") == [6]
 
 
+def test_truncation_and_padding_saved_with_a_tokenizer_are_ignored_as_by_vllm(
+    tmp_path: Path,
+) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 5, "b": 6, "?": 0}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=9)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert tokenize("a b a", tmp_path) == [5, 6, 5]
+    tokenizers = Tokenizers(tmp_path)
+    assert tokenizers.tokens("a b a", tokenizers.place_of("m")) == [5, 6, 5]
+    assert LocalTokenizer(tmp_path).tokenize(WarmPrompt("p", text="a b a")) == [5, 6, 5]
+
+
+def test_text_with_half_of_a_character_is_refused(tmp_path: Path) -> None:
+    Tokenizer(models.WordLevel({"?": 0}, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match="half of a character"):
+        tokenize("a\udcff", tmp_path)
+    with pytest.raises(ConfigError, match="half of a character"):
+        LocalTokenizer(tmp_path).tokenize(WarmPrompt("p", text="a\ud800"))
+
+
 def test_a_missing_or_broken_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is not a file; give the path of a tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"is not a file: name a tokenizer\.json"):
         tokenize("a", tmp_path)
     broken = tmp_path / "tokenizer.json"
     broken.write_text("{}")

@@ -13,7 +13,6 @@ from objkv.config import Config
 from objkv.connector.encoder.items import OutputForm
 from objkv.connector.model.identity import (
     further_settings,
-    model_name,
     names_media,
     read_weights,
     refuse_external_launcher,
@@ -22,7 +21,7 @@ from objkv.connector.model.media import scales_follow_media
 from objkv.connector.model.weights import local_folder
 from objkv.errors import ConfigError
 from objkv.keys.encoder import EncoderIdentity
-from objkv.keys.identity import sealed_extra
+from objkv.keys.identity import name_model, sealed_extra
 from objkv.transfer.paging import DTYPE_NAMES
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def read_encoder_identity(vllm_config: "VllmConfig", config: Config) -> EncoderI
         )
     folder = local_folder(model.model, model.revision)
     return EncoderIdentity(
-        model=model_name(vllm_config, config),
+        model=name_model(model.model, config.model_id),
         weights=read_weights(vllm_config, config, folder),
         processor=_processor(folder, model.revision),
         quantization=model.quantization,

@@ -12,7 +12,6 @@ with ``field`` and the encoding of tokens as in ``keys/prefix.py``. The identity
 import hashlib
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from objkv.codec.payload import Claim
 from objkv.config import Config
@@ -20,7 +19,7 @@ from objkv.connector.handoff.batch import HandoffConfig, ModelConfig
 from objkv.connector.model.weights import local_folder, model_digest
 from objkv.errors import ConfigError
 from objkv.keys.chunk import ChunkKey
-from objkv.keys.identity import GroupIdentity, Identity, sealed_extra
+from objkv.keys.identity import GroupIdentity, Identity, name_model, sealed_extra
 from objkv.keys.prefix import PREFIX_HASH_BYTES, encode_tokens, next_hash
 from objkv.keys.topology import Shard
 
@@ -40,8 +39,6 @@ def read_handoff_identity(config: HandoffConfig, settings: Config) -> Identity:
             "objkv cannot hand over KV if each engine calculates its own scales: turn "
             "calculate_kv_scales off"
         )
-    local = Path(model.model).is_dir()
-    name = settings.model_id or (Path(model.model).name if local else model.model)
     dtype = str(model.dtype).removeprefix("torch.")
     cache_dtype = str(config.cache_config.cache_dtype)
     size = model.get_head_size()
@@ -61,7 +58,7 @@ def read_handoff_identity(config: HandoffConfig, settings: Config) -> Identity:
         "scheme": SCHEME,
     }
     return Identity(
-        model=name,
+        model=name_model(model.model, settings.model_id),
         weights=_weights(config, settings),
         quantization=model.quantization,
         kv_dtype=dtype if cache_dtype == "auto" else cache_dtype,

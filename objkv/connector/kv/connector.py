@@ -10,6 +10,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -30,16 +31,19 @@ from objkv.connector.hooks import (
     follow_sleep,
     free_failed,
     holds_nothing,
+    release_worker,
 )
 from objkv.connector.kv.events import open_event_log, watch_saves, with_stored
 from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.kv.saves import BlockHeadroom
-from objkv.connector.kv.scheduler import SchedulerSide
+from objkv.connector.kv.scheduler import NothingShared, SchedulerSide
 from objkv.connector.kv.wiring import open_scheduler_side, open_worker_side
 from objkv.connector.kv.worker import WorkerSide
 from objkv.connector.metrics import ObjKVPromMetrics, ObjKVStats
 from objkv.connector.model.identity import read_geometry, warn_of_outer_policy
+from objkv.connector.model.parts import shares_any
 from objkv.connector.wiring import open_cache, open_checked_backends, writer_name
+from objkv.errors import ConfigError
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.registration import reads_agents
 
@@ -59,6 +63,13 @@ logger = logging.getLogger(__name__)
 _NO_MATCH: tuple[int | None, bool] = (0, False)
 
 
+def _outer_transfer() -> "KVTransferConfig | None":
+    """Return the settings of the engine that calls, or None if they are not known. A connector
+    inside another one has its own."""
+    current = get_current_vllm_config_or_none()
+    return None if current is None else current.kv_transfer_config
+
+
 class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
     """Shares the KV of prompts with every replica that uses the same stores and the same model.
 
@@ -72,25 +83,40 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         speak_as_vllm()
         self._config = load_config(self._kv_transfer_config.kv_connector_extra_config)
-        self._geometry = read_geometry(vllm_config, kv_cache_config, self._config)
         self._recorder = MemoryRecorder(sampled=HISTOGRAMS)
-        self._link = self._reach_agent(vllm_config)
-        backends = self._open_backends()
-        self._backends, self._published = watch_saves(backends, vllm_config)
-        self._scheduler: SchedulerSide | None = None
+        self._scheduler: SchedulerSide | NothingShared | None = None
         self._worker: WorkerSide | None = None
         self._asleep = False
+        self._outer_transfer = _outer_transfer()
+        self._shares = shares_any(kv_cache_config)
+        if not self._shares:
+            if role == KVConnectorRole.SCHEDULER:
+                self._scheduler = NothingShared()
+                logger.info("this engine has no KV cache to share, loading and saving no KV")
+            return
+        try:
+            self._open(vllm_config, role, kv_cache_config)
+        except Exception:
+            release_worker(vllm_config)  # or the next engine would get it
+            raise
+
+    def _open(
+        self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
+    ) -> None:
+        self._geometry = read_geometry(vllm_config, kv_cache_config, self._config)
+        self._link = self._reach_agent(vllm_config)
+        self._backends, self._published = watch_saves(self._open_backends(), vllm_config)
         warn_of_outer_policy(vllm_config, self._config)
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = self._open_scheduler(vllm_config)
+            self._scheduler = side = self._open_scheduler(vllm_config)
             log = open_event_log(vllm_config, kv_cache_config, self._geometry, self._config)
-            self._scheduler.events = log
+            side.events = log
             headroom = BlockHeadroom(
                 vllm_config, kv_cache_config, self._geometry, lambda: self._kv_cache_manager
             )
-            self._scheduler.may_reuse = headroom.is_short
+            side.may_reuse = headroom.is_short
             self._hooks = EngineHooks(
-                self._scheduler,
+                side,
                 lambda: self._kv_cache_manager,
                 patches=self._config.vllm_patches,
             )
@@ -121,9 +147,29 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Open the worker's side with this rank's paged cache. Raises ``ConfigError`` for a layout
         that objkv cannot read."""
+        self._refuse_other_engine()
+        if not self._shares:
+            return
         self._kv_caches = kv_caches
-        self._open_worker()
+        try:
+            self._open_worker()
+        except Exception:
+            if self._worker is None:
+                release_worker(self._vllm_config)  # or the next engine would get this one
+            raise
         follow_sleep(self, patches=self._config.vllm_patches)
+
+    def _refuse_other_engine(self) -> None:
+        """Raise ``ConfigError`` if vLLM passes the cache of another engine than that for which it
+        has made this connector. A process has one, and keeps that of an engine that failed to
+        start. Source: vLLM 0.31-0.33, ``distributed/kv_transfer/kv_transfer_state.py``."""
+        mine, theirs = self._outer_transfer, _outer_transfer()
+        if mine is not None and theirs is not None and theirs is not mine:
+            raise ConfigError(
+                "vLLM still has the objkv connector of another engine in this process, which runs "
+                "or failed to start: start each engine in a process of its own, or shut the other "
+                "one down and call vllm.distributed.kv_transfer.ensure_kv_transfer_shutdown()"
+            )
 
     def _open_worker(self) -> None:
         writer = writer_name(self)
@@ -237,7 +283,9 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return this worker's report: failures, durations and new records."""
-        report = self._worker.take_report() if self._worker is not None else None
+        if self._worker is None:
+            return None
+        report = self._worker.take_report()
         return guarded(report)(with_stored)(report, self._published)
 
     def get_kv_connector_stats(self) -> ObjKVStats | None:
@@ -256,7 +304,8 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker = None
         if self._scheduler is not None:
             self._scheduler.close()
-        self._backends.close()
+        if self._shares:
+            self._backends.close()
 
     # Scheduler's side.
 
@@ -273,7 +322,8 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(None)
     def on_new_request(self, request: "Request") -> None:
         """Start the lookup of the request's prompt."""
-        self._hooks.reopen()
+        if self._shares:
+            self._hooks.reopen()
         self._side().track(request)
 
     @guarded(_NO_MATCH)
@@ -361,6 +411,6 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(plan, StepPlan)
         return plan
 
-    def _side(self) -> SchedulerSide:
+    def _side(self) -> SchedulerSide | NothingShared:
         assert self._scheduler is not None
         return self._scheduler

@@ -4,6 +4,7 @@ While a lookup is in progress, calls take the same time for prompts of any lengt
 """
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -32,6 +33,9 @@ from objkv.telemetry import Recorder
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +287,7 @@ class RequestTracker:
         self._limits = LimitReader(locality, recorder)
         self._hints = HintReader(prefetch, lookups.submit, geometry.chunk_tokens, recorder)
         self._tracked: dict[str, TrackedRequest] = {}
+        self._has_met_session = False
         self.coverage = coverage or Coverage(geometry)
         """Decides which stored shards this replica can load."""
 
@@ -299,6 +304,9 @@ class RequestTracker:
             # In a resumable session vLLM removes a token of the prompt and adds tokens and images,
             # so earlier hashes would name different KV.
             tracked.may_load = tracked.may_save = False
+            if request.resumable and not self._has_met_session:
+                self._has_met_session = True
+                logger.info("sessions with streaming input are not shared")
         self.records(tracked)
         own = tracked.hashes if tracked.may_load else None
         self._hints.act(request, namespace, own)

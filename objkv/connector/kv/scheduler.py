@@ -240,12 +240,7 @@ class SchedulerSide:
             return 0, False
         tracked.accounted = tracked.local = computed
         tracked.draft_complete = True
-        if (
-            not self._roles.loads
-            or not tracked.may_load
-            or request.skip_reading_prefix_cache
-            or computed % self._geometry.block_tokens
-        ):
+        if not self._may_load(tracked) or computed % self._geometry.block_tokens:
             return None if self._roles.saves and self._requests.hashing(tracked) else 0, False
         records = self._requests.records(tracked)
         if records is None or self._put_waits.holds(tracked, computed):
@@ -254,6 +249,11 @@ class SchedulerSide:
         if usable.end <= computed:
             return 0, False
         return usable.end - computed, not usable.sync
+
+    def _may_load(self, tracked: TrackedRequest) -> bool:
+        """Whether a request may read a cache: one for prompt_logprobs must compute its prompt."""
+        skips = tracked.request.skip_reading_prefix_cache
+        return self._roles.loads and tracked.may_load and not skips
 
     def plan_load(self, request: "Request", blocks: BlockTable, tokens: int) -> None:
         """Plan the load of ``tokens`` external tokens, possibly 0, into the allocated ``blocks``.
@@ -272,8 +272,9 @@ class SchedulerSide:
                 self._loads.lose(name, blocks)
 
     def _plan_load(self, request: "Request", blocks: BlockTable, tokens: int) -> None:
-        self._hits.allocated(request)
         if tracked := self._requests.get(request.request_id):
+            if self._may_load(tracked):
+                self._hits.allocated(request)
             self._trust.add(tracked)
             self._saves.add(tracked)
         if tokens == 0:
@@ -514,3 +515,45 @@ class SchedulerSide:
         self._lookups.submit(
             lambda: index.touch(plan.namespace, plan.moves.prefix_hashes(), ttl_s=ttl_s)
         )
+
+
+class NothingShared:
+    """The side of an engine without a KV cache to share, such as one that only encodes images: it
+    matches, loads and saves nothing. See ``SchedulerSide`` for its methods."""
+
+    holds_blocks = False
+    requests_under_way: tuple[str, ...] = ()
+    tables_ended: tuple[tuple[int, ...], ...] = ()
+
+    def track(self, request: "Request") -> None:
+        """Do nothing."""
+
+    def match(self, request: "Request", computed: int) -> tuple[int | None, bool]:
+        """Return that nothing can be loaded."""
+        return 0, False
+
+    def plan_load(self, request: "Request", blocks: BlockTable, tokens: int) -> None:
+        """Do nothing."""
+
+    def plan_step(self, output: "SchedulerOutput") -> StepPlan:
+        """Return an empty plan."""
+        return StepPlan()
+
+    def end_step(self) -> "tuple[KVCacheEvent, ...]":
+        """Return no events."""
+        return ()
+
+    def update(self, output: "KVConnectorOutput") -> "list[Request]":
+        """Return no failed request."""
+        return []
+
+    def finish(self, request: "Request", blocks: BlockTable) -> bool:
+        """Return that no block must be kept."""
+        return False
+
+    def reset(self, *, clean: bool) -> bool:
+        """Return that nothing stored so far is used."""
+        return True
+
+    def close(self) -> None:
+        """Do nothing."""

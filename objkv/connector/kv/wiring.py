@@ -208,7 +208,8 @@ def open_worker_side(
     ``source``: of loads and saves, this process's own cache or its node's agent.
     ``kv_caches``: vLLM's paged cache by layer, never freed or resized here.
     """
-    use_batched_copies(next(iter(kv_caches.values())).device)
+    for device in {cache.device for cache in kv_caches.values()}:
+        use_batched_copies(device)
     rank = Rank(
         tensor_rank(vllm_config),
         writer,
@@ -265,6 +266,11 @@ def make_worker_side(
     return WorkerSide(config, geometry, rank, groups, transfers=transfers, tracing=tracing)
 
 
+def _device(groups: Mapping[int, PagedGroup]) -> torch.device:
+    """Return the device of the groups. A pipeline stage may have no layer that is shared."""
+    return next((group.device for group in groups.values()), torch.device("cpu"))
+
+
 @dataclass(frozen=True, slots=True)
 class _Host:
     """The common parts of a worker's loads and saves."""
@@ -279,7 +285,7 @@ class _Host:
     @property
     def device(self) -> torch.device:
         """The device of the paged cache."""
-        return next(iter(self.groups.values())).device
+        return _device(self.groups)
 
     @property
     def pin(self) -> Pin | None:
@@ -401,9 +407,10 @@ def plan_pools(
     ``loads_here``: False with a node agent.
     """
     # Includes room for token ids, which payloads of other replicas may contain.
-    slab_bytes = max(payload_bytes_max(g.layers, tokens=chunk_tokens) for g in groups.values())
+    each = groups.values()
+    slab_bytes = max((payload_bytes_max(g.layers, tokens=chunk_tokens) for g in each), default=0)
     bounce = 0
-    if next(iter(groups.values())).device.type != "cpu":
+    if _device(groups).type != "cpu":
         bounce = _BOUNCE_SLABS
         slab_bytes = max(slab_bytes, *map(frame_bytes_max, groups.values()))
     # One page more, because the header is a few bytes longer for another block size.
@@ -438,7 +445,7 @@ def plan_pools(
         )
     arena_bytes = arena * slab_bytes
     if loads_here:  # a payload of another shape may be larger
-        largest = max(whole_payload_bytes_max(g, tokens=chunk_tokens) for g in groups.values())
+        largest = max((whole_payload_bytes_max(g, tokens=chunk_tokens) for g in each), default=0)
         arena_bytes = max(arena_bytes, 2 * (-(-largest // _PAGE) * _PAGE + _PAGE))
     return Pools(slab_bytes, bounce, save, arena_bytes, queue_max, nbytes)
 

@@ -221,7 +221,7 @@ class WorkerSide:
     @guarded(None)
     def _end_requests(self, plan: StepPlan, finished: set[str]) -> None:
         for request_id in finished:
-            self._loader.cancel(request_id)
+            self._loader.cancel(request_id, request_ended=True)
             if request_id not in plan.held:
                 self._saver.forget(request_id)
 

@@ -25,7 +25,7 @@ from objkv.connector.model.parts import LayerPart, read_parts
 from objkv.connector.model.stages import PipelineStages, whole_groups
 from objkv.connector.model.weights import local_folder, model_digest
 from objkv.errors import ConfigError
-from objkv.keys.identity import GroupIdentity, Identity, sealed_extra
+from objkv.keys.identity import GroupIdentity, Identity, name_model, sealed_extra
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -183,7 +183,7 @@ def read_identity(vllm_config: "VllmConfig", geometry: Geometry, config: Config)
     model = vllm_config.model_config
     folder = local_folder(model.model, model.revision)
     return Identity(
-        model=model_name(vllm_config, config),
+        model=name_model(model.model, config.model_id),
         weights=read_weights(vllm_config, config, folder),
         quantization=model.quantization,
         kv_dtype=_kv_dtype(vllm_config),
@@ -194,12 +194,6 @@ def read_identity(vllm_config: "VllmConfig", geometry: Geometry, config: Config)
         tenant=config.tenant,
         extra=sealed_extra(further_settings(vllm_config), config.seals),
     )
-
-
-def model_name(vllm_config: "VllmConfig", config: Config) -> str:
-    """Return the model's name in identities, without its mount path."""
-    model = str(vllm_config.model_config.model)
-    return config.model_id or (Path(model).name if Path(model).is_dir() else model)
 
 
 def tensor_rank(vllm_config: "VllmConfig") -> int:

@@ -40,6 +40,15 @@ class LayerPart:
     """Whether the layers are a draft's."""
 
 
+def shares_any(kv_cache_config: "KVCacheConfig") -> bool:
+    """Whether any group can be shared. An engine that only encodes has none."""
+    return any(map(_is_shared, kv_cache_config.kv_cache_groups))
+
+
+def _is_shared(group: "KVCacheGroupSpec") -> bool:
+    return getattr(group.kv_cache_spec, "prefix_cacheable", True)
+
+
 def read_parts(
     kv_cache_config: "KVCacheConfig", is_draft: Callable[[str], bool]
 ) -> list[LayerPart]:
@@ -51,7 +60,7 @@ def read_parts(
     parts = [
         part
         for table, group in enumerate(kv_cache_config.kv_cache_groups)
-        if getattr(group.kv_cache_spec, "prefix_cacheable", True)
+        if _is_shared(group)
         for part in _parts_of(kv_cache_config, table, group, is_draft)
     ]
     return sorted(parts, key=lambda part: part.draft)

@@ -20,6 +20,7 @@ from pathlib import Path
 from threading import Lock
 
 from objkv.config import Config, cache_folder, make_private
+from objkv.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 _ENTRIES_MAX = 1024
@@ -109,9 +110,13 @@ class DigestCache:
             path.unlink(missing_ok=True)
 
 
-def open_digests() -> DigestCache:
-    """Return the digest cache that this user's replicas on this machine share."""
-    return DigestCache(cache_folder() / "digests")
+def open_digests() -> DigestCache | None:
+    """Return the digest cache that this user's replicas on this machine share. None for a user
+    without a home."""
+    try:
+        return DigestCache(cache_folder() / "digests")
+    except ConfigError:
+        return None
 
 
 def _read(entry: Path, kind: str, files: Sequence[FileIdentity]) -> str | None:
@@ -216,7 +221,7 @@ def local_folder(model: str, revision: str | None, file_name: str = "config.json
 
     ``file_name``: a file that every model of that kind has.
     """
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))  # raises nothing without a home
     if path.is_dir():
         return path
     from huggingface_hub import try_to_load_from_cache

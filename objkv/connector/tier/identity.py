@@ -12,7 +12,6 @@ import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +32,13 @@ from objkv.connector.model.media import kv_dtype_name
 from objkv.connector.model.weights import local_folder, model_digest
 from objkv.connector.tier.rows import RowForm
 from objkv.errors import ConfigError
-from objkv.keys.identity import FORMAT, NAMESPACE_HEX, canonical_json, sealed_extra
+from objkv.keys.identity import (
+    FORMAT,
+    NAMESPACE_HEX,
+    canonical_json,
+    name_model,
+    sealed_extra,
+)
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -306,7 +311,7 @@ def read_tier_identity(
         )
     name = given.model.name
     return TierIdentity(
-        model=config.model_id or (Path(name).name if Path(name).is_dir() else name),
+        model=name_model(name, config.model_id),
         weights=_weights(name, engine, config, options),
         kv_dtype=kv_dtype_name(given.model.dtype),
         groups=tuple(

@@ -73,7 +73,9 @@ def read_transfer(text: str, *, file: Path | None = None) -> Transfer:
 
 def _parse(text: str) -> Mapping[str, Any]:
     try:
-        given = text if text.lstrip().startswith("{") else Path(text).read_text()
+        given = (
+            text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8-sig")
+        )
         parsed = json.loads(given)
     except (OSError, ValueError) as exc:
         raise ConfigError(f"kv-transfer-config is neither JSON nor a file with it: {exc}") from exc

@@ -12,9 +12,9 @@ from typing import Any
 from jinja2 import TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import Tokenizer
 
 from objkv.errors import ConfigError
+from objkv.models.tokenizer import load_tokenizer, refuse_broken
 from objkv.ops.warm.prompts import Chat, WarmPrompt
 
 
@@ -23,15 +23,8 @@ class LocalTokenizer:
 
     def __init__(self, place: Path) -> None:
         """Raises ``ConfigError``."""
-        folder = place if place.is_dir() else place.parent
-        file = place / "tokenizer.json" if place.is_dir() else place
-        if not file.is_file():
-            raise ConfigError(f"{file} does not exist: name a tokenizer.json or its folder")
-        try:
-            self._tokenizer = Tokenizer.from_file(str(file))
-        except Exception as exc:  # the library raises bare Exception for anything wrong in the file
-            raise ConfigError(f"{file} is not a valid tokenizer.json: {exc}") from exc
-        self._folder = folder
+        self._tokenizer = load_tokenizer(place)
+        self._folder = folder = place if place.is_dir() else place.parent
         self._settings = _settings(folder / "tokenizer_config.json")
         self._source = _template(folder, self._settings)
         self._environment = _sandbox()
@@ -42,9 +35,11 @@ class LocalTokenizer:
             return list(prompt.tokens)
         if prompt.chat is None:
             assert prompt.text is not None
-            return list(self._tokenizer.encode(prompt.text).ids)
-        text = self._rendered(prompt.chat, prompt.name)
-        special = bool(prompt.chat.options.get("add_special_tokens", False))
+            text, special = prompt.text, True
+        else:
+            text = self._rendered(prompt.chat, prompt.name)
+            special = bool(prompt.chat.options.get("add_special_tokens", False))
+        refuse_broken(text)
         return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
 
     def _rendered(self, chat: Chat, name: str) -> str:

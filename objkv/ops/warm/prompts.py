@@ -70,7 +70,7 @@ def _read(files: Sequence[str]) -> Iterator[WarmPrompt]:
             yield from _lines("stdin", sys.stdin.buffer)
         elif file.endswith(".txt"):
             try:
-                yield WarmPrompt(file, text=Path(file).read_text(encoding="utf-8"))
+                yield WarmPrompt(file, text=Path(file).read_text(encoding="utf-8-sig"))
             except UnicodeDecodeError as exc:
                 raise ConfigError(f"{file}: not UTF-8 text") from exc
         else:

@@ -28,6 +28,8 @@ _LOOK_S = 1e-3
 class LoadJob:
     """State of one plan on one worker. Thread-safe."""
 
+    request_ended = False
+    """Whether nothing waits for the load any more, so that it cannot fail."""
     _failed_chunk: int | None = None
     _nbytes = 0
     _first: float | None = None
@@ -215,8 +217,11 @@ class LoadJob:
         """End the job's trace span with the outcome that ``close`` returned."""
         if not self.span.is_on:
             return
-        failed = len(outcome.failed_blocks)
-        error = f"{failed} blocks are computed instead" if failed else None
+        failed, error = len(outcome.failed_blocks), None
+        if failed:
+            error = f"{failed} blocks are computed instead"
+            if self.request_ended:
+                error = "the request ended first"
         chunks = len(set(self._chunks))
         span, self.span = self.span, NO_SPAN
         span.end(

@@ -274,9 +274,9 @@ class Loader(Loads):
         self._settle(job)
         return count
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, request_id: str, *, request_ended: bool = False) -> None:
         """See ``Loads.cancel``."""
-        super().cancel(request_id)
+        super().cancel(request_id, request_ended=request_ended)
         with self._lock:
             if not self._closed:
                 self._alarm.ring()

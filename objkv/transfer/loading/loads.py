@@ -103,9 +103,11 @@ class Loads:
                 for mark in job.wait_layer(group, layer):
                     mark.hold_compute()
 
-    def cancel(self, request_id: str) -> None:
-        """Stop fetching for an aborted request. Its outcome is still reported."""
+    def cancel(self, request_id: str, *, request_ended: bool = False) -> None:
+        """Stop fetching for a request. Its outcome is still reported. ``request_ended``: it is no
+        failure then, because nothing is recomputed."""
         if job := self._jobs.get(request_id):
+            job.request_ended = request_ended
             job.cancel()
 
     def wait_over(self, seconds: float) -> None:
@@ -159,6 +161,6 @@ class Loads:
         self._recorder.observe("load_seconds", self._clock() - job.started)
         self._recorder.count("loads")
         job.ended(outcome)
-        if outcome.failed:
+        if outcome.failed and not job.request_ended:
             self._recorder.count("load_failures")
             self._recorder.count("load_failed_blocks", len(outcome.failed_blocks))

@@ -5,14 +5,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.outputs import KVConnectorOutput
 
 from objkv.config import Config
+from objkv.connector.hooks import release_worker
 from objkv.connector.kv import connector as kv
 from objkv.connector.kv.connector import ObjKVConnector
 from objkv.connector.kv.metadata import LostLoad, StepPlan, StepReport
 from objkv.connector.kv.scheduler import SchedulerSide
 from objkv.connector.kv.worker import WorkerSide
+from objkv.errors import ConfigError
 from tests.support.paged_cache import BLOCKS, CHUNK, GROUP, Replica, paged_group, stores, wait_until
 from tests.support.sides import request, scheduler_side, step, worker_side
 
@@ -31,7 +35,8 @@ class World:
         monkeypatch.setattr(kv, "open_cache", lambda *_: None)
         connector: Any = object.__new__(ObjKVConnector)
         connector._worker, connector._link, connector._asleep = None, None, False
-        connector._vllm_config = connector._geometry = None
+        connector._outer_transfer = None
+        connector._shares, connector._vllm_config, connector._geometry = True, None, None
         connector._config = Config()
         connector._backends = connector._recorder = connector._published = None
         self.connector = connector
@@ -123,6 +128,109 @@ def test_if_it_cannot_take_the_cache_again_it_goes_on_without_objkv(
 
 def test_sleep_mode_is_supported_in_every_role() -> None:
     assert ObjKVConnector.supports_sleep_mode(None)  # type: ignore[arg-type]
+
+
+def test_an_engine_without_groups_matches_and_saves_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Such as one that only encodes, with the settings of its fleet. No store is opened."""
+    caplog.set_level("INFO", "objkv")
+    extra = {"bulk_url": "s3://nowhere", "index_url": "rediss://nowhere"}
+    transfer = SimpleNamespace(kv_connector_extra_config=extra, engine_id="e")
+    config: Any = SimpleNamespace(kv_transfer_config=transfer)
+    ring = SimpleNamespace(kv_cache_spec=SimpleNamespace(prefix_cacheable=False))
+    for groups in ([], [ring]):
+        cache: Any = SimpleNamespace(kv_cache_groups=groups)
+        roles = KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER
+        worker, scheduler = (ObjKVConnector(config, role, cache) for role in roles)
+        worker.register_kv_caches({})
+        asked = request()
+        scheduler.on_new_request(asked)
+        assert scheduler.get_num_new_matched_tokens(asked, 0) == (0, False)
+        scheduler.update_state_after_alloc(asked, None, 0)  # type: ignore[arg-type]
+        plan = scheduler.build_connector_meta(step({"r": 64}, [1]))
+        assert plan == StepPlan()
+        worker.bind_connector_metadata(plan)
+        worker.start_load_kv(None)  # type: ignore[arg-type]
+        worker.wait_for_save()
+        assert not worker.get_transfer_results({"r"}).finished_sending
+        assert worker.build_connector_worker_meta() is None
+        scheduler.update_connector_output(KVConnectorOutput())
+        assert scheduler.request_finished_all_groups(asked, ()) == (False, None)
+        assert not list(scheduler.take_events())
+        assert scheduler.reset_cache()
+        assert not scheduler.has_pending_block_frees()
+        worker.shutdown()
+        scheduler.shutdown()
+    told = [one for one in caplog.records if one.name.startswith("objkv")]
+    assert [one.levelname for one in told] == ["INFO"] * 2, caplog.text
+
+
+# One process, several engines: vLLM keeps one worker connector.
+
+
+class Kept:
+    """A worker connector that vLLM keeps."""
+
+    def __init__(self, config: Any) -> None:
+        self._vllm_config, self.ended = config, 0
+
+    def shutdown(self) -> None:
+        self.ended += 1
+
+
+def with_transfer() -> Any:
+    return SimpleNamespace(kv_transfer_config=object())
+
+
+def test_the_worker_of_an_engine_that_fails_to_start_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mine, other = with_transfer(), with_transfer()
+    kept = Kept(mine)
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", kept)
+    release_worker(other)
+    assert kept.ended == 0, "another engine may still run"
+    release_worker(mine)
+    release_worker(mine)
+    assert kept.ended == 1
+    assert not kv_transfer_state.has_kv_transfer_group()
+
+
+@pytest.mark.parametrize("role", [KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER])
+def test_an_engine_that_objkv_refuses_leaves_no_worker_behind(
+    monkeypatch: pytest.MonkeyPatch, role: KVConnectorRole
+) -> None:
+    def refuse(*_: Any, **_more: Any) -> None:
+        raise ConfigError("no")
+
+    transfer = SimpleNamespace(kv_connector_extra_config={"bulk_url": "memory:"}, engine_id="e")
+    device = SimpleNamespace(device_type="cpu")
+    config: Any = SimpleNamespace(kv_transfer_config=transfer, device_config=device)
+    kept = Kept(config)
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", kept)
+    group: Any = SimpleNamespace(kv_cache_spec=SimpleNamespace())
+    cache: Any = SimpleNamespace(kv_cache_groups=[group])
+    for name in ("read_geometry", "warn_of_outer_policy", "open_cache"):
+        monkeypatch.setattr(kv, name, lambda *_: None)
+    for name in ("open_scheduler_side", "open_worker_side"):
+        monkeypatch.setattr(kv, name, refuse)
+    with pytest.raises(ConfigError):
+        ObjKVConnector(config, role, cache).register_kv_caches({})
+    assert kept.ended == 1
+
+
+def test_the_cache_of_another_engine_is_refused(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as after an engine that failed in vLLM itself. Its stores and blocks are others."""
+    [side] = world.opened
+    world.connector._outer_transfer = object()
+    monkeypatch.setattr(kv, "get_current_vllm_config_or_none", with_transfer)
+    with pytest.raises(ConfigError, match="another engine in this process"):
+        world.connector.register_kv_caches({})
+    assert world.opened == [side]
+    assert world.load()[1] == set(), "it serves its own engine as before"
 
 
 # A bug in objkv costs a miss.

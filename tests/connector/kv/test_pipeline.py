@@ -31,7 +31,7 @@ from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePla
 from tests.connector.kv.hybrid_layout import plain_config
 from tests.support.paged_cache import BLOCKS, CHUNK, HASHES, NAMESPACE, TOKENS
 from tests.support.servers.redis import wait_until
-from tests.support.sides import worker_side
+from tests.support.sides import RECORD, worker_side
 
 try:
     from vllm.v1.core import kv_cache_planning as planning  # since 0.33
@@ -342,3 +342,22 @@ def test_every_stage_saves_and_loads_its_own_layers(
     for (_, saved), (_, loaded) in zip(workers[:2], workers[2:], strict=True):
         for name, cache in saved.items():
             assert torch.equal(cache[1 : 1 + BLOCKS], loaded[name][9 : 9 + BLOCKS])
+
+
+def test_a_stage_without_anything_to_share_starts_and_reports_loads_as_ended() -> None:
+    """Such as one of local attention alone, which starts anew at the end of every chunk. vLLM waits
+    for all ranks."""
+    local = GroupIdentity("chunked_local", CHUNK, ("c0",), heads=2, content=16, block_size=32)
+    geometry = Geometry((GROUPS[1], local), CHUNK, 32, tp_size=1, stages=((1, 0), (0, 1)))
+    cache = {"c0": torch.zeros((32, 2, 32, 16), dtype=torch.bfloat16)}
+    rank = Rank(0, "w", batches_in_flight=2, pp_rank=1)
+    worker = worker_side(MemoryStore(), MemoryIndex(), geometry=geometry, rank=rank, caches=cache)
+    [move] = [replace(move, group=0) for move in _moves(9) if move.group == 1]
+    save = SaveMove(move, token_digest(tuple(TOKENS[:CHUNK])), None)
+    worker.end_forward(StepPlan(saves=(SavePlan("r", NAMESPACE, (save,)),)))
+    shards = tuple((field, RECORD) for field in geometry.fields(0))
+    _load(worker, LoadPlan("q", NAMESPACE, (LoadMove(move, shards),), sync=False))
+    assert worker.take_failed_blocks() == set()
+    report = worker.take_report()
+    assert report is None or not report.failed
+    worker.close()

@@ -220,12 +220,15 @@ def adapter(*, in_place: bool = False) -> Any:
 
 
 def test_a_session_whose_prompt_changes_while_it_runs_is_left_alone(
-    tracker: RequestTracker,
+    tracker: RequestTracker, caplog: pytest.LogCaptureFixture
 ) -> None:
     """vLLM takes tokens back and adds images to it; hashes made before would name other KV."""
-    tracked = tracker.add(request(resumable=True), NAMESPACE)
-    assert (tracked.may_load, tracked.may_save) == (False, False)
-    assert tracker.records(tracked) == ()
+    caplog.set_level("INFO", "objkv")
+    for name in ("a", "b"):
+        tracked = tracker.add(request(name=name, resumable=True), NAMESPACE)
+        assert (tracked.may_load, tracked.may_save) == (False, False)
+        assert tracker.records(tracked) == ()
+    assert caplog.text.count("sessions with streaming input are not shared") == 1
 
 
 def test_an_adapter_that_was_replaced_in_place_is_not_shared(tracker: RequestTracker) -> None:

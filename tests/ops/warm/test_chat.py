@@ -61,6 +61,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 0)]
     )
+    tokenizer.enable_truncation(4, stride=1)
+    tokenizer.enable_padding(length=64)
     tokenizer.save(str(place / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -170,7 +172,7 @@ def test_a_folder_without_a_template_takes_text_only(folder: Path, tmp_path: Pat
 
 
 def test_what_is_no_tokenizer_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not exist"):
+    with pytest.raises(ConfigError, match="is not a file: name a tokenizer"):
         LocalTokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"is not a valid tokenizer\.json"):
