@@ -9,7 +9,7 @@ from typing import Final
 
 EMPTY_STEP_S: Final = 0.01
 """How long an empty step waits. A connector does not see new requests, so one that arrives may wait
-this long. Beside a lookup that hangs, the first token of a short request took 25 ms alone, and in
+this long. While a lookup hung, the first token of a short request took 25 ms alone, and in
 the median 31, 37, 52 and 66 with waits of 1, 10, 20 and 50 ms (2 cores, 2026-11)."""
 _BESIDE_STEPS_S: Final = 1e-4
 """While another step computes, whose result must not wait. Lets other threads have the GIL."""
