@@ -54,7 +54,7 @@ def run(folder: Path, *command: str, **variables: str) -> str:
             process.wait()
     logs = "".join(log.read_text(errors="replace")[-3000:] for log in folder.glob("*.log"))
     assert process.returncode == 0, errors[-3000:] + logs
-    print(out)
+    print(out, logs, sep="\n")  # pytest shows them if the test fails
     return out
 
 
