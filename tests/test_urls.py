@@ -52,6 +52,10 @@ def test_user_and_password_are_decoded_and_not_shown() -> None:
 
 
 def test_a_bucket_and_its_prefix_are_taken_as_written() -> None:
+    place = parse_url("bulk_url", "s3://123456789012/p")
+    assert place.host == "123456789012"
+    arn = "arn:aws:s3:eu-west-1:123456789012:accesspoint:kv"
+    assert parse_url("bulk_url", f"s3://{arn}/p").host == arn
     place = parse_url("bulk_url", "s3://my.bucket-1_x/a b/%20c/")
     assert (place.host, place.path) == ("my.bucket-1_x", "a b/%20c")
 

@@ -86,7 +86,13 @@ class NodeSaves:
         self._lock = Lock()
         self._choosers: dict[str, CodecChooser] = {}
         self._pool: SavePool[CommittedSave] = SavePool(
-            "saves", limits.threads, cache, recorder, late=self._late, saved=self._saved
+            "saves",
+            limits.threads,
+            cache,
+            recorder,
+            late=self._late,
+            saved=self._saved,
+            leased=lambda save: self._unsaved.leased_elsewhere(save.claim.key.path()),
         )
         self.on_saved: Callable[[str, bytes], object] = lambda namespace, prefix_hash: None
         """Called for the chunk of a payload that was saved: from then on only the index has its

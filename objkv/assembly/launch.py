@@ -27,6 +27,8 @@ _REPLACE_S = 15.0
 _LOOK_S = 1.0
 """How long a plain start, which only looks for an agent that replaces another, is waited for."""
 _POLL_S = 0.02
+_CPUS_MAX = 8192
+"""More than Linux numbers. It keeps those that the container allows."""
 _PEER = struct.Struct("3i")
 
 
@@ -232,11 +234,11 @@ def _all_cores() -> Iterator[None]:
     often bound to a few of them, where an agent would compete with the model."""
     own = os.sched_getaffinity(0)
     with suppress(OSError):  # a sandbox may forbid it
-        os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
+        os.sched_setaffinity(0, range(_CPUS_MAX))
     try:
         yield
     finally:
-        with suppress(OSError):
+        if os.sched_getaffinity(0) != own:
             os.sched_setaffinity(0, own)
 
 

@@ -30,6 +30,9 @@ _THREADS = 4
 """Redis replies for a whole prompt in one round trip; a few threads keep one slow reply from
 delaying the others."""
 _CLOSE_S_MAX = 5.0
+_IN_TIME_S = 10.0
+"""Lookups work again when none was late for this time: otherwise two lines per request would say
+that some are late."""
 _REPEAT_S = 0.05
 """How often a lookup is repeated while chunks are coming."""
 
@@ -123,7 +126,7 @@ class LookupService:
         # Started here, because starting takes longer than the rest of ``ask``.
         self._pool: Pool[_Job[Any]] = Pool("objkv-lookup", _THREADS, _Job.run)
         self._memos: dict[str, _Memo] = {}
-        self._trouble = Trouble(logger, "lookups")
+        self._trouble, self._late_at = Trouble(logger, "lookups"), -inf
 
     def ask(
         self, request_id: str, namespace: str, hashes: Hashes, trace: str | None = None
@@ -270,6 +273,7 @@ class LookupService:
         elif memo.future.cancelled() or self.is_late(memo.deadline):
             memo.future.cancel()
             self._recorder.count("lookup_deadlines")
+            self._late_at = self._clock()
             late = TimeoutError(f"no answer within {self._limits.deadline_s:g} s")
             self._trouble.failed(late)
             self._answer(memo, memo.no_match)
@@ -277,7 +281,8 @@ class LookupService:
     def _take(self, memo: _Memo, future: Future[list[Shards | None]]) -> None:
         error = future.exception()
         if error is None:
-            self._trouble.worked()
+            if self._clock() - self._late_at >= _IN_TIME_S:
+                self._trouble.worked()
             found = future.result()
             self._answer(memo, memo.known + tuple([None if r is COMING else r for r in found]))
             memo.coming = _count_coming(found)

@@ -84,6 +84,7 @@ class SavePool(Generic[Item]):
         *,
         late: Callable[[Item], object],
         saved: Callable[[Header, float, SaveOutcome], None] = lambda *_: None,
+        leased: Callable[[Item], object] = lambda _: None,
         begin: Callable[[], None] | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
@@ -92,13 +93,14 @@ class SavePool(Generic[Item]):
             name: the kind of items, in the plural, for the log.
             late: called for an item whose deadline has passed.
             saved: called with the header, seconds and outcome of each save.
+            leased: called for an item that another process is saving.
             begin: called once by each thread when it starts.
         """
         self._name = name
         self._cache = cache
         self._recorder = recorder
         self._late = late
-        self._saved = saved
+        self._saved, self._leased = saved, leased
         self._clock = clock
         self._trouble = Trouble(logger, name)
         self._shed_until = -math.inf
@@ -159,6 +161,7 @@ class SavePool(Generic[Item]):
             raise LeftAlone("saves pause after the store refused one")
         if not self._cache.take_lease(key):
             self._recorder.count("save_leased_elsewhere")
+            self._leased(item)
             return
         started = self._clock()
         try:

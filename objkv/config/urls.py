@@ -55,7 +55,9 @@ _SERVER = re.compile(
 _HOST_PORT = re.compile(r"(\[[^\[\]]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?")
 _ADDRESS_ONLY = re.compile(r"\[.*\]|[0-9]+(\.[0-9]+){3}")
 _PORTS = range(1, 65_536)
-_BUCKET = re.compile(r"(?![0-9.]+$)[A-Za-z0-9._-]{1,255}")
+_BUCKET = re.compile(
+    r"(?![0-9]+(?:\.[0-9]+){3}$)[A-Za-z0-9._-]{1,255}|arn:[A-Za-z0-9-]+:s3[a-z-]*:[A-Za-z0-9:._-]+"
+)
 _DATABASE = re.compile(r"/?([0-9]{0,5})/?")
 _SERVICE = re.compile(r"\?service=([A-Za-z0-9._-]+)")
 
@@ -293,20 +295,22 @@ def is_this_machine(host: str) -> bool:
 
 def parse_endpoint(text: str) -> tuple[str, Url]:
     """Return an HTTP server's URL, with ``http://`` if it names no scheme, and its parts. Raises
-    ``ConfigError``, also for a proxy's URL, which clients would quote."""
-    check_proxies("http_proxy", "https_proxy", "all_proxy")
+    ``ConfigError``, also for the URL of a proxy on the way, which clients would quote."""
     whole = text if "://" in text else f"http://{text}"
     try:
-        return whole, parse_url("endpoint", whole)
+        place = parse_url("endpoint", whole)
     except ValueError as exc:
         raise ConfigError(str(exc)) from None
+    if place.is_far:  # clients of this machine use no proxy, and others read all variables
+        check_proxies("http_proxy", "https_proxy", "all_proxy")
+    return whole, place
 
 
 def check_proxies(*names: str) -> None:
     """Mask the passwords of the proxies in these variables, in lower case or upper case. Raises
     ``ConfigError`` if one is not a URL."""
     for name, text in os.environ.items():
-        if name.lower() in names and text:
+        if name.lower() in names and text.strip():
             try:
                 parse_url("proxy", text if "://" in text else f"http://{text}", name)
             except ValueError as exc:

@@ -117,10 +117,10 @@ def release_worker(vllm_config: "VllmConfig") -> None:
     ``ensure_kv_transfer_initialized`` in ``distributed/kv_transfer/kv_transfer_state.py``."""
     from vllm.distributed.kv_transfer import kv_transfer_state as state
 
-    if state.has_kv_transfer_group():
-        made_for = getattr(state.get_kv_transfer_group(), "_vllm_config", None)
-        if made_for is not None and made_for.kv_transfer_config is vllm_config.kv_transfer_config:
-            state.ensure_kv_transfer_shutdown()
+    if not state.has_kv_transfer_group():
+        return
+    if getattr(state.get_kv_transfer_group(), "_vllm_config", None) is vllm_config:
+        state.ensure_kv_transfer_shutdown()
 
 
 def holds_nothing(manager: "KVCacheManager | None") -> bool:

@@ -2,7 +2,7 @@
 
 While requests wait for a lookup or a load and nothing else can run, vLLM makes empty steps in a
 loop. On a machine with few cores that loop takes the processor from the agent and the threads that
-it waits for. So an empty step sleeps until one of them has ended.
+it waits for. So an empty step sleeps until a lookup has ended or, without one, a load.
 """
 
 from typing import Final
@@ -20,15 +20,17 @@ class EmptySteps:
     then waits for the oldest. Source: vLLM 0.31-0.33, ``step_with_batch_queue`` in
     ``v1/engine/core.py``."""
 
-    def __init__(self, steps_in_flight: int) -> None:
-        """``steps_in_flight``: how many steps may be planned before the first one ends."""
-        self._steps_in_flight = steps_in_flight
+    def __init__(self, steps_in_flight: int, *, has_peers: bool = False) -> None:
+        """``steps_in_flight``: how many steps may be planned before the first one ends.
+        ``has_peers``: whether other engines wait for each step of this one, as data-parallel ranks
+        of a model with experts do."""
+        self._steps_in_flight, self._has_peers = steps_in_flight, has_peers
         self._since_busy = steps_in_flight
 
     @property
     def others_run(self) -> bool:
-        """Whether a step that computes or waits may be in progress."""
-        return self._since_busy < self._steps_in_flight - 1
+        """Whether a step that computes or waits may be in progress, here or at peers."""
+        return self._has_peers or self._since_busy < self._steps_in_flight - 1
 
     @property
     def wait_s(self) -> float:

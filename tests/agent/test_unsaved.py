@@ -197,6 +197,26 @@ def test_a_save_that_fails_leaves_the_payload_to_its_node(make: Callable[..., Ho
     assert node.stored == set(paths(made)), "it is tried again when it is read"
 
 
+def test_what_another_process_was_saving_is_looked_up_in_the_index_after_its_next_read(
+    make: Callable[..., Holder],
+) -> None:
+    store, index, made = WatchedStore(), MemoryIndex(), payloads()
+    node = make(holds_back=False, store=store, index=index)
+    for path in paths(made):
+        assert index.lease(path, "another", ttl_ms=600_000)
+    node.commit(made)
+    assert node.count("save_leased_elsewhere") == 3
+    assert all(is_unsaved(one.record) for one in node.find(made)), "it may not be stored yet"
+    for path in paths(made):
+        index.release(path, "another")
+    make(holds_back=False, store=store, index=index).commit(made)
+    node.read(node.find(made))
+    assert node.saves.drain(PATIENCE_S)
+    assert not node.unsaved
+    assert [one.record for one in node.find(made)] == of_index(node, made)
+    assert node.count("save_existed") == 3
+
+
 def test_what_is_read_is_stored_and_published(make: Callable[..., Holder]) -> None:
     node, made = make(codec="zstd"), payloads()
     node.commit(made)

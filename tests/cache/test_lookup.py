@@ -129,6 +129,8 @@ def test_late_lookups_are_logged_once_and_so_are_those_in_time_again(
     for request in ("a", "b"):
         assert service.ask(request, NS, HASHES) == (None, None, None)
     index.gate.set()
+    answer(lambda: service.ask("soon", NS, HASHES))
+    clock.now += 100.0
     for name in map(str, range(10**6)):
         if answer(lambda name=name: service.ask(name, NS, HASHES)) != (None, None, None):  # type: ignore[misc]
             break

@@ -103,7 +103,7 @@ def test_text_and_messages_become_the_model_s_tokens(
         assert "--" not in str(caught.value)
     with objkv.open(**settings, tokenizer=tmp_path / "none") as client:
         assert client.namespaces()  # not loaded before its first use
-        with pytest.raises(ConfigError, match="does not exist"):
+        with pytest.raises(ConfigError, match="is not a file: name a tokenizer"):
             client.match("hi")
 
 

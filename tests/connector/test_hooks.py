@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from weakref import WeakSet
 
 import cloudpickle
 import pytest
@@ -448,9 +449,15 @@ def test_the_switch_leaves_vllm_as_it_is(
     ("usage", "running", "is_said"), [(0.1, True, 1), (0.0, True, 0), (0.1, False, 0)]
 )
 def test_a_reset_that_a_load_prevents_is_explained(
-    engine: Any, caplog: pytest.LogCaptureFixture, usage: float, running: bool, is_said: int
+    engine: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    usage: float,
+    running: bool,
+    is_said: int,
 ) -> None:
     """vLLM raises before it asks the connector."""
+    monkeypatch.setattr(module, "_engine_hooks", WeakSet())  # other tests' may not be collected yet
     side = Side()
     hooks = hooks_of(side, manager(usage=usage))
 

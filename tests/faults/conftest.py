@@ -49,7 +49,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         patch.setattr(client, "_socket", sockets.opening(client._socket))
         # A session reads the client's models from files each time, 100 ms of a core.
         session = boto3.session.Session()
-        patch.setattr(boto3.session, "Session", lambda: session)
+        patch.setattr(boto3.session, "Session", lambda **_: session)
         patch.setattr(ExponentialBackoff, "delay_amount", lambda *_: 0.01)
         patch.setattr(call_times, "READ_FLOOR_S", 0.5)
         patch.setattr(call_times, "CONNECT_FLOOR_S", 0.5)

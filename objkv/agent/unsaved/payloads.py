@@ -49,11 +49,14 @@ class _Unsaved:
     is_due: bool = False
     is_requested: bool = False
     """Whether another node has requested it."""
+    is_leased: bool = False
+    """Whether another process was saving it when its save was last tried: it is not lost then, and
+    the next read finds it stored."""
     retry_at: float = -math.inf
 
 
 class UnsavedPayloads:
-    """Those of one arena. Thread-safe. Never waits, and holds its lock while it
+    """The unsaved payloads of one arena. Thread-safe. Never waits, and holds its lock while it
     calls nothing, so callers may hold theirs."""
 
     def __init__(self, recorder: Recorder, *, clock: Callable[[], float] = monotonic) -> None:
@@ -128,7 +131,7 @@ class UnsavedPayloads:
             one = seen = self._by_path.get(path)
             chunks = self._by_chunk.get(one.claim.key.namespace, {}) if one else {}
             while one is not None and not one.is_due and one.retry_at <= now:
-                one.is_due = True
+                one.is_due, one.is_leased = True, False
                 due.append(one.claim)
                 one = chunks.get(one.claim.parent_hash, {}).get(one.claim.key.field)
             self._due.extend(reversed(due))
@@ -148,11 +151,18 @@ class UnsavedPayloads:
         with self._lock:
             return self._due.popleft() if self._due else None
 
-    def not_saved(self, path: str) -> None:
-        """The save of a due payload failed: it is held back until it is seen once more."""
+    def leased_elsewhere(self, path: str) -> None:
+        """Another process is saving a payload. ``not_saved`` follows."""
         with self._lock:
             if (one := self._by_path.get(path)) is not None:
-                one.is_due, one.retry_at = False, self._clock() + _RETRY_S
+                one.is_leased = True
+
+    def not_saved(self, path: str) -> None:
+        """A due payload was not saved: it is held back until it is seen once more."""
+        with self._lock:
+            if (one := self._by_path.get(path)) is not None:
+                pause_s = 0.0 if one.is_leased else _RETRY_S
+                one.is_due, one.retry_at = False, self._clock() + pause_s
         self._not_put(path, one)
 
     def absent(self, path: str) -> None:
@@ -178,7 +188,7 @@ class UnsavedPayloads:
             return
         with self._lock:
             one = self._remove(path)
-        if one is not None:
+        if one is not None and not one.is_leased:
             self._recorder.count("agent_unsaved_dropped")
             self._recorder.count("agent_unsaved_dropped_bytes", one.record.nbytes)
         self._not_put(path, one)

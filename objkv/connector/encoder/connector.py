@@ -78,6 +78,7 @@ def open_encoder_scheduler(
         loads=transfer.is_ec_consumer,
         saves=saving,
         steps_in_flight=max(1, vllm_config.max_concurrent_batches),
+        has_peers=vllm_config.parallel_config.data_parallel_size > 1,
     )
     reader = OutputReader(open_cache(config, backends, writer, recorder), recorder)
     limits = FetchLimits(

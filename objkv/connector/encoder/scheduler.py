@@ -51,6 +51,8 @@ class EncoderRoles:
     saves: bool
     steps_in_flight: int = 1
     """How many steps may be scheduled before the first one ends."""
+    has_peers: bool = False
+    """See ``EmptySteps``."""
 
 
 class EncoderSchedulerSide:
@@ -69,7 +71,7 @@ class EncoderSchedulerSide:
         recorder: MemoryRecorder,
     ) -> None:
         self._roles, self._fetcher, self._recorder = roles, fetcher, recorder
-        self._steps = EmptySteps(roles.steps_in_flight)
+        self._steps = EmptySteps(roles.steps_in_flight, has_peers=roles.has_peers)
         self._reported: dict[str, float] = {}
         # No adapter is read if adapters do not change encoder outputs.
         self.adapters = Adapters(fetcher.submit if form.tower_lora else _do_nothing)

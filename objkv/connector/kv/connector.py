@@ -63,13 +63,6 @@ logger = logging.getLogger(__name__)
 _NO_MATCH: tuple[int | None, bool] = (0, False)
 
 
-def _outer_transfer() -> "KVTransferConfig | None":
-    """Return the settings of the engine that calls, or None if they are not known. A connector
-    inside another one has its own."""
-    current = get_current_vllm_config_or_none()
-    return None if current is None else current.kv_transfer_config
-
-
 class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
     """Shares the KV of prompts with every replica that uses the same stores and the same model.
 
@@ -87,7 +80,8 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | NothingShared | None = None
         self._worker: WorkerSide | None = None
         self._asleep = False
-        self._outer_transfer = _outer_transfer()
+        # This is the engine's own object, also inside another connector. Engines may share parts.
+        self._engine = get_current_vllm_config_or_none()
         self._shares = shares_any(kv_cache_config)
         if not self._shares:
             if role == KVConnectorRole.SCHEDULER:
@@ -163,7 +157,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         """Raise ``ConfigError`` if vLLM passes the cache of another engine than that for which it
         has made this connector. A process has one, and keeps that of an engine that failed to
         start. Source: vLLM 0.31-0.33, ``distributed/kv_transfer/kv_transfer_state.py``."""
-        mine, theirs = self._outer_transfer, _outer_transfer()
+        mine, theirs = self._engine, get_current_vllm_config_or_none()
         if mine is not None and theirs is not None and theirs is not mine:
             raise ConfigError(
                 "vLLM still has the objkv connector of another engine in this process, which runs "

@@ -59,6 +59,8 @@ class Roles:
     copies_are_synchronous: bool
     steps_in_flight: int
     """How many steps may be scheduled before the first one ends."""
+    has_peers: bool = False
+    """See ``EmptySteps``."""
     media_named: bool = True
     """Whether an image's identifier depends on its content, so that it is the same everywhere."""
 
@@ -175,9 +177,9 @@ class SchedulerSide:
         self._sync_gate = SyncGate(config.step_load_deadline_ms / 1000)
         self._put_waits = PutWaits(lookups, timing, geometry.chunk_tokens, recorder)
         self._held, self._sync_loads, self._is_delayed, self._waiting = set[str](), False, False, -1
-        self._wait_left_s, self._steps = _MATCH_WAIT_S, EmptySteps(roles.steps_in_flight)
-        self.may_reuse: Callable[[], bool] = lambda: True
-        """Returns whether the next step may give blocks of running requests to others."""
+        steps = EmptySteps(roles.steps_in_flight, has_peers=roles.has_peers)
+        self._wait_left_s, self._steps = _MATCH_WAIT_S, steps
+        self.may_reuse: Callable[[], bool] = lambda: True  # give blocks of running requests away
         self.adapters, self.events = requests.adapters, NoEvents()
         self.tables_ended: list[Sequence[int]] = []
         """Blocks of requests that ended in a step with loads within it; only with one group."""

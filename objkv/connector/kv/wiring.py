@@ -104,6 +104,7 @@ def open_scheduler_side(
         saves=saves,
         copies_are_synchronous=copies_are_synchronous(),
         steps_in_flight=max(1, vllm_config.max_concurrent_batches),
+        has_peers=vllm_config.parallel_config.data_parallel_size > 1,
         media_named=names_media(vllm_config),
     )
     index = NearIndex(

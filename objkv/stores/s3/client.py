@@ -190,8 +190,9 @@ def open_s3_client(config: Config) -> "S3Client":
     if config.s3_ca_bundle is not None and not config.s3_ca_bundle.is_file():
         raise ConfigError(f"s3_ca_bundle: file {config.s3_ca_bundle} does not exist")
     check_credentials(config)
-    check_proxies("http_proxy", "https_proxy")
-    named, endpoint = s3_endpoint(config)[0], ""
+    (named, given), endpoint = s3_endpoint(config), ""
+    if given is None or given.is_far:  # no proxy leads to this machine
+        check_proxies(f"{'https' if given is None else given.scheme}_proxy")
     try:
         session = boto3.session.Session(region_name=aws_region(config))
         client: S3Client = session.client(

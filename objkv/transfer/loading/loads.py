@@ -104,10 +104,10 @@ class Loads:
                     mark.hold_compute()
 
     def cancel(self, request_id: str, *, request_ended: bool = False) -> None:
-        """Stop fetching for a request. Its outcome is still reported. ``request_ended``: it is no
-        failure then, because nothing is recomputed."""
+        """Stop fetching for a request. Its outcome is still reported. ``request_ended``: what did
+        not fail before is no failure then, because nothing is recomputed."""
         if job := self._jobs.get(request_id):
-            job.request_ended = request_ended
+            job.request_ended = request_ended and not job.is_over()
             job.cancel()
 
     def wait_over(self, seconds: float) -> None:

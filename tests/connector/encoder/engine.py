@@ -57,7 +57,10 @@ def engine(folder: Path, role: str = "ec_both", **more: Any) -> Any:
         lora_config=lora,
         ec_transfer_config=transfer,
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=1, world_size=1, distributed_executor_backend="uni"
+            tensor_parallel_size=1,
+            data_parallel_size=1,
+            world_size=1,
+            distributed_executor_backend="uni",
         ),
         max_concurrent_batches=1,
         shutdown_timeout=15,

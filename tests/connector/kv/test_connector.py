@@ -35,7 +35,7 @@ class World:
         monkeypatch.setattr(kv, "open_cache", lambda *_: None)
         connector: Any = object.__new__(ObjKVConnector)
         connector._worker, connector._link, connector._asleep = None, None, False
-        connector._outer_transfer = None
+        connector._engine = None
         connector._shares, connector._vllm_config, connector._geometry = True, None, None
         connector._config = Config()
         connector._backends = connector._recorder = connector._published = None
@@ -186,7 +186,8 @@ def with_transfer() -> Any:
 def test_the_worker_of_an_engine_that_fails_to_start_is_not_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    mine, other = with_transfer(), with_transfer()
+    mine = with_transfer()
+    other = SimpleNamespace(kv_transfer_config=mine.kv_transfer_config)  # two engines may share it
     kept = Kept(mine)
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", kept)
     release_worker(other)
@@ -225,8 +226,9 @@ def test_the_cache_of_another_engine_is_refused(
 ) -> None:
     """Such as after an engine that failed in vLLM itself. Its stores and blocks are others."""
     [side] = world.opened
-    world.connector._outer_transfer = object()
-    monkeypatch.setattr(kv, "get_current_vllm_config_or_none", with_transfer)
+    world.connector._engine = mine = with_transfer()
+    other = SimpleNamespace(kv_transfer_config=mine.kv_transfer_config)  # two engines may share it
+    monkeypatch.setattr(kv, "get_current_vllm_config_or_none", lambda: other)
     with pytest.raises(ConfigError, match="another engine in this process"):
         world.connector.register_kv_caches({})
     assert world.opened == [side]

@@ -691,6 +691,21 @@ def test_only_an_empty_step_in_which_a_request_waits_for_its_lookup_waits_too(
     side.close()
 
 
+def test_an_engine_whose_peers_wait_for_its_steps_does_not_sleep_in_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Data-parallel ranks of a model with experts make every step together."""
+    side = scheduler_side(index := HeldIndex(), roles={"has_peers": True})
+    waited = waits_of(side, monkeypatch)
+    side.track(one := request())
+    for _ in range(3):
+        assert side.match(one, 0)[0] is None
+        side.plan_step(step({}, ()))
+    assert all(seconds < EMPTY_STEP_S / 10 for seconds in waited)
+    index.gate.set()
+    side.close()
+
+
 def test_workers_wait_for_loads_in_one_empty_step_at_a_time() -> None:
     """A new request would wait for each of those that were planned before it."""
     publish_prompt(index := MemoryIndex(), [7] * 70)
