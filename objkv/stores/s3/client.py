@@ -191,8 +191,8 @@ def open_s3_client(config: Config) -> "S3Client":
         raise ConfigError(f"s3_ca_bundle: file {config.s3_ca_bundle} does not exist")
     check_credentials(config)
     (named, given), endpoint = s3_endpoint(config), ""
-    if given is None or given.is_far:  # no proxy leads to this machine
-        check_proxies(f"{'https' if given is None else given.scheme}_proxy")
+    if given is None or given.is_far:  # clients of this machine use no proxy
+        check_proxies("http_proxy", "https_proxy")  # one is for AWS's source of credentials
     try:
         session = boto3.session.Session(region_name=aws_region(config))
         client: S3Client = session.client(
