@@ -652,24 +652,10 @@ def waits_of(side: SchedulerSide, monkeypatch: pytest.MonkeyPatch) -> list[float
     return waited
 
 
-class HeldIndex(MemoryIndex):
-    """Answers no lookup before ``gate`` is set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = Event()
-
-    def find(
-        self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
-    ) -> list[Shards | None]:
-        assert self.gate.wait(PATIENCE_MS / 1000)
-        return super().find(namespace, prefix_hashes, fields)
-
-
 def test_only_an_empty_step_in_which_a_request_waits_for_its_lookup_waits_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    side = scheduler_side(index := HeldIndex(), roles={"steps_in_flight": 2})
+    side = scheduler_side(index := HangingIndex(), roles={"steps_in_flight": 2})
     waited = waits_of(side, monkeypatch)
     side.track(one := request())
     side.plan_step(step({}, ()))
@@ -695,7 +681,7 @@ def test_an_engine_whose_peers_wait_for_its_steps_does_not_sleep_in_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Data-parallel ranks of a model with experts make every step together."""
-    side = scheduler_side(index := HeldIndex(), roles={"has_peers": True})
+    side = scheduler_side(index := HangingIndex(), roles={"has_peers": True})
     waited = waits_of(side, monkeypatch)
     side.track(one := request())
     for _ in range(3):
