@@ -111,6 +111,13 @@ def free_failed(manager: "KVCacheManager", requests: Iterable["Request"]) -> Non
             manager.free(request)
 
 
+def engine_of(vllm_config: "VllmConfig | None") -> object:
+    """Return an object that identifies the engine: the configuration of its cache. Copies of the
+    engine's configuration share it, as inside another connector. Other engines have their own,
+    although they may share other parts."""
+    return None if vllm_config is None else vllm_config.cache_config
+
+
 def release_worker(vllm_config: "VllmConfig") -> None:
     """Have vLLM forget this process's worker connector if it was made for ``vllm_config``, whose
     engine fails to start. vLLM would give it to the next engine. Source: vLLM 0.31-0.33,
@@ -119,7 +126,8 @@ def release_worker(vllm_config: "VllmConfig") -> None:
 
     if not state.has_kv_transfer_group():
         return
-    if getattr(state.get_kv_transfer_group(), "_vllm_config", None) is vllm_config:
+    made_for = getattr(state.get_kv_transfer_group(), "_vllm_config", None)
+    if made_for is not None and engine_of(made_for) is engine_of(vllm_config):
         state.ensure_kv_transfer_shutdown()
 
 

@@ -27,6 +27,7 @@ from objkv.connector.counters import HISTOGRAMS
 from objkv.connector.guard import guarded, speak_as_vllm
 from objkv.connector.hooks import (
     EngineHooks,
+    engine_of,
     evict_failed,
     follow_sleep,
     free_failed,
@@ -80,8 +81,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | NothingShared | None = None
         self._worker: WorkerSide | None = None
         self._asleep = False
-        # This is the engine's own object, also inside another connector. Engines may share parts.
-        self._engine = get_current_vllm_config_or_none()
+        self._engine = engine_of(get_current_vllm_config_or_none())
         self._shares = shares_any(kv_cache_config)
         if not self._shares:
             if role == KVConnectorRole.SCHEDULER:
@@ -157,7 +157,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         """Raise ``ConfigError`` if vLLM passes the cache of another engine than that for which it
         has made this connector. A process has one, and keeps that of an engine that failed to
         start. Source: vLLM 0.31-0.33, ``distributed/kv_transfer/kv_transfer_state.py``."""
-        mine, theirs = self._engine, get_current_vllm_config_or_none()
+        mine, theirs = self._engine, engine_of(get_current_vllm_config_or_none())
         if mine is not None and theirs is not None and theirs is not mine:
             raise ConfigError(
                 "vLLM still has the objkv connector of another engine in this process, which runs "

@@ -1,6 +1,7 @@
 """The connector as vLLM calls it: asleep, nothing touches its paged cache."""
 
 from collections.abc import Iterator
+from copy import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -180,19 +181,20 @@ class Kept:
 
 
 def with_transfer() -> Any:
-    return SimpleNamespace(kv_transfer_config=object())
+    return SimpleNamespace(kv_transfer_config=object(), cache_config=object())
 
 
 def test_the_worker_of_an_engine_that_fails_to_start_is_not_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mine = with_transfer()
-    other = SimpleNamespace(kv_transfer_config=mine.kv_transfer_config)  # two engines may share it
+    other = with_transfer()
+    other.kv_transfer_config = mine.kv_transfer_config  # two engines may be given one
     kept = Kept(mine)
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", kept)
     release_worker(other)
     assert kept.ended == 0, "another engine may still run"
-    release_worker(mine)
+    release_worker(copy(mine))  # as a connector inside another one has it
     release_worker(mine)
     assert kept.ended == 1
     assert not kv_transfer_state.has_kv_transfer_group()
@@ -207,7 +209,9 @@ def test_an_engine_that_objkv_refuses_leaves_no_worker_behind(
 
     transfer = SimpleNamespace(kv_connector_extra_config={"bulk_url": "memory:"}, engine_id="e")
     device = SimpleNamespace(device_type="cpu")
-    config: Any = SimpleNamespace(kv_transfer_config=transfer, device_config=device)
+    config: Any = SimpleNamespace(
+        kv_transfer_config=transfer, device_config=device, cache_config=object()
+    )
     kept = Kept(config)
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", kept)
     group: Any = SimpleNamespace(kv_cache_spec=SimpleNamespace())
@@ -226,8 +230,10 @@ def test_the_cache_of_another_engine_is_refused(
 ) -> None:
     """Such as after an engine that failed in vLLM itself. Its stores and blocks are others."""
     [side] = world.opened
-    world.connector._engine = mine = with_transfer()
-    other = SimpleNamespace(kv_transfer_config=mine.kv_transfer_config)  # two engines may share it
+    mine = with_transfer()
+    world.connector._engine = mine.cache_config
+    other = with_transfer()
+    other.kv_transfer_config = mine.kv_transfer_config  # two engines may be given one
     monkeypatch.setattr(kv, "get_current_vllm_config_or_none", lambda: other)
     with pytest.raises(ConfigError, match="another engine in this process"):
         world.connector.register_kv_caches({})
