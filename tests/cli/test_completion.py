@@ -2,7 +2,6 @@
 
 import os
 import re
-import runpy
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -192,12 +191,6 @@ def test_a_tab_is_quick(shell: Shell) -> None:
     spent = after.children_user + after.children_system
     spent -= before.children_user + before.children_system
     assert spent / len(lines) < TAB_S
-
-
-@pytest.mark.parametrize("shell", SCRIPTS)
-def test_the_script_is_up_to_date(shell: str) -> None:
-    written = runpy.run_path(str(ROOT / "scripts/write_completion.py"))["scripts"]()
-    assert SCRIPT[shell].read_text() == written[shell], "run make docs"
 
 
 @pytest.mark.parametrize("shell", SCRIPTS)

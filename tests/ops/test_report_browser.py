@@ -7,10 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from objkv.ops.audit.html.page import html_report
-from scripts.take_audit_pictures import WIDTH, take
 from tests.support.audit import CHAT, CODE, large_report, sample_report
 from tests.support.browser import Browser, browser_programs, open_browser
 
@@ -237,21 +235,6 @@ def test_a_table_that_is_too_wide_scrolls_under_its_first_column(sample: Browser
     assert first[0] == pytest.approx(card[0], abs=1)
     assert last[1] <= card[1]
     assert sample.driver.execute_script("return document.documentElement.scrollWidth") <= 700
-
-
-def test_the_documents_pictures_can_be_taken_again(
-    browser: Browser, pages: Path, tmp_path: Path
-) -> None:
-    take(browser, pages / "large.html", tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "audit-health.png", "audit-prefixes.png", "audit-summary.png", "audit-tree.png",
-    ]  # fmt: skip
-    for path in tmp_path.iterdir():
-        with Image.open(path) as picture:
-            assert picture.width == WIDTH
-            assert len(picture.convert("RGB").getcolors(1 << 16) or ()) > 50
-    assert len(browser.texts("#tree-path button")) == 3
-    assert browser.find("#tree-detail h3").text.startswith("Chunk ")
 
 
 def test_every_field_and_button_has_a_name(sample: Browser) -> None:
