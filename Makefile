@@ -9,17 +9,11 @@ unexport PYTHONDONTWRITEBYTECODE
 
 BIN := .venv/bin
 STAMP := .venv/.setup-done
-# pytest processes; each real engine takes one core and about 2 GB of memory.
+# pytest processes, one a core; each real engine takes one core and about 2 GB of memory.
 WORKERS ?= 2
 # Further arguments for pytest, e.g. ARGS='-k prefix -x'.
 ARGS ?=
-# `make test QUICK=1` runs all code that decides which bytes are served, and two real engines that
-# share a prefix.
-QUICK_TESTS := tests/keys tests/codec tests/index tests/cache tests/transfer \
-  tests/engine/test_share_prompts.py
-RUNS := all tests: 25 to 45 minutes on 2 cores for the first run and after changes to objkv; otherwise \
-  engine runs are replayed. QUICK=1 takes up to 3 minutes
-RUNS_QUICK := the core, up to 3 minutes on 2 cores: $(QUICK_TESTS)
+PYTEST = $(BIN)/pytest -q -n $(WORKERS) --dist loadfile
 
 .PHONY: help
 help: ## list all targets
@@ -36,10 +30,14 @@ demo: $(STAMP) ## show one replica reusing KV that another one computed
 	@$(BIN)/objkv demo $(ARGS)
 
 .PHONY: test
-test: $(STAMP) ## run all tests (QUICK=1: the core in 3 minutes; FRESH=1: replay no engine runs; ARGS=... for pytest)
-	@echo "$(if $(QUICK),$(RUNS_QUICK),$(RUNS))$(if $(ARGS), (fewer with ARGS))"
-	@$(BIN)/pytest -q -n $(WORKERS) --dist loadfile $(if $(FRESH),--fresh) $(ARGS) \
-	  $(if $(QUICK),$(QUICK_TESTS))
+test: $(STAMP) ## run the tests in 8 minutes or less (ARGS=... for pytest)
+	@echo "make test leaves out what is slow: real servers, most engines, browsers (make test-all)"
+	@$(PYTEST) -m "not slow" $(ARGS)
+
+# Three at once, because all but those that run engines wait for half of their time.
+.PHONY: test-all
+test-all: test ## run all tests: also with Valkey, Ceph, Prometheus, Chromium where installed
+	@$(PYTEST) -n 3 -m slow $(ARGS)
 
 .PHONY: check
 check: lint types layers deps spelling findings ## run all of these, two minutes: style, types, layers, dependencies, spelling, documents, secrets

@@ -12,9 +12,8 @@ import pytest
 from botocore.loaders import JSONFileLoader, Loader
 
 from objkv.redact import forget_secrets
-from tests import progress
+from tests import durations
 from tests.engine.cache import LEDGER
-from tests.order import EnginesApart
 
 _COUNTS = ("engine_fresh", "engine_replayed")
 
@@ -83,17 +82,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Replay engine runs unless told otherwise; make place for the counts of all processes."""
     LEDGER.replay = not config.getoption("--fresh")
     config.stash[_TOTALS] = dict.fromkeys(_COUNTS, 0)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> EnginesApart | None:
-    """Files in their order, where xdist is to keep those of a file together."""
-    return EnginesApart(config, log) if config.option.dist == "loadfile" else None
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Show progress."""
-    progress.register(session.config)
+    durations.register(config)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
