@@ -39,4 +39,5 @@ def files() -> dict[Path, str]:
 
 if __name__ == "__main__":
     for path, text in files().items():
-        path.write_text(text)
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)

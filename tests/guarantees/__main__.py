@@ -82,9 +82,11 @@ def stale(found: list[Guarantee]) -> list[str]:
             one.breaks(ROOT)
         except (ValueError, OSError) as error:
             findings.append(f"{one.area}: {one.says} ({one.file}: {error})")
-        for word in shlex.split(one.tests):
-            if word.startswith("tests/") and not (ROOT / word.partition("::")[0]).exists():
-                findings.append(f"{one.area}: {one.says} ({word} does not exist)")
+        findings += [
+            f"{one.area}: {one.says} ({word} does not exist)"
+            for word in shlex.split(one.tests)
+            if word.startswith("tests/") and not (ROOT / word.partition("::")[0]).exists()
+        ]
     return findings
 
 
