@@ -131,7 +131,7 @@ def test_the_file_is_the_users_own(tmp_path: Path) -> None:
 
 
 def test_pythons_memory_does_not_grow_with_the_store() -> None:
-    """A setting limits SQLite's own memory; benchmarks/audit.py measures the whole process."""
+    """A setting limits SQLite's own memory."""
 
     def peak(chunks: int) -> int:
         spool = AuditSpool(None)
