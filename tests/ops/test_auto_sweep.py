@@ -48,6 +48,7 @@ def test_a_sweep_that_fails_is_told(caplog: pytest.LogCaptureFixture) -> None:
     assert recorder.value("sweep_errors") == 1
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_from_the_folder_that_the_engine_runs_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +118,7 @@ def config(tmp_path: Path, **changes: Any) -> Config:
     return Config.model_validate(values | changes)
 
 
+@pytest.mark.slow
 def test_a_full_folder_is_swept_until_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +147,7 @@ def test_a_full_folder_is_swept_until_there_is_room(
     assert (recorder.value("sweeps"), recorder.value("sweep_errors")) == (1, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("age_s", [10, 3 * 86_400])
 def test_a_full_folder_whose_index_is_empty_gets_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age_s: int
