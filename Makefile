@@ -40,7 +40,7 @@ test-all: test ## run all tests: also with Valkey, Ceph, Prometheus, Chromium wh
 	@$(PYTEST) -n 3 -m slow $(ARGS)
 
 .PHONY: check
-check: lint types layers deps spelling findings ## run all of these, two minutes: style, types, layers, dependencies, spelling, documents, secrets
+check: lint types layers deps spelling findings ## run linters, types, layers, dependencies, spelling, and the checks of documents and secrets
 
 .PHONY: lint
 lint: $(STAMP) ## run ruff: rules and format
