@@ -10,8 +10,8 @@ import pytest
 from objkv.assembly.backends import Backends
 from objkv.ops.verify import Verify
 from objkv.ops.verify_payload import Budget
-from objkv.testing.damage import DamagedStore, Defects
 from tests.cli.conftest import Machine, Run, refused
+from tests.contracts.damage import DamagedStore, Defects
 from tests.support.samples import NAMESPACE
 
 

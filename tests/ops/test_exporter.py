@@ -17,7 +17,7 @@ from objkv.ops.exporter.scan import Scans
 from objkv.ops.exporter.server import ExporterServer
 from objkv.ops.exporter.watch import Asks, BackendsWatch
 from objkv.stores.memory import MemoryStore
-from objkv.testing.flaky import FlakyStore
+from tests.contracts.flaky import FlakyStore
 from tests.support.samples import IDENTITY, NAMESPACE, save, save_identity, view_of
 
 Told = dict[str, dict[str, float]]

@@ -21,8 +21,8 @@ from objkv.ops.doctor.server import ServerFacts, judge_server
 from objkv.stores.base import Buffer
 from objkv.stores.guarded import GuardedStore
 from objkv.stores.memory import MemoryStore
-from objkv.testing.clock import ManualClock
-from objkv.testing.flaky import FlakyStore
+from tests.contracts.clock import ManualClock
+from tests.contracts.flaky import FlakyStore
 from tests.stores.guards import guard_of
 
 BULK_STEPS = [

@@ -8,7 +8,7 @@ from threading import Thread
 import pytest
 
 from objkv.index.base import REQUESTS_MAX, PruneIndex
-from objkv.testing.clock import ManualClock
+from tests.contracts.clock import ManualClock
 
 LONG_S = 1_000
 """A time to live that outlasts every test."""

@@ -23,8 +23,8 @@ from objkv.index.base import (
     Usage,
 )
 from objkv.index.shapes import SHAPES_HASH
-from objkv.testing.clock import ManualClock
-from objkv.testing.request_contract import LONG_S, RequestContract
+from tests.contracts.clock import ManualClock
+from tests.contracts.request_contract import LONG_S, RequestContract
 
 NAMESPACE = "0123456789abcdef0123456789abcdef"
 OTHER = "fedcba9876543210fedcba9876543210"

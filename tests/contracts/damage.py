@@ -1,6 +1,6 @@
 """Stores with known defects, for testing and trying the commands that find them.
 
-``python -m objkv.testing.damage --bulk-url URL --index-url URL`` fills an empty store and index,
+``python -m tests.contracts.damage --bulk-url URL --index-url URL`` fills an empty store and index,
 and prints the planted defects as one JSON document.
 """
 
