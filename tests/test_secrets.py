@@ -167,7 +167,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("sweep",),
     ("rebuild",),
     ("access", "--role", "writer"),
-    ("bench", "store", "--configured", "--quick", "--rounds", "1"),
+    ("bench", "--quick"),
     ("admission",),
     ("audit",),
     ("completion", "bash"),

@@ -1,25 +1,23 @@
 """Shows that loads and saves are ordered with a model's kernels on a device.
 
-``python -m objkv.connector.programs.gpu_order KIND EVERY own`` runs all scenarios, or one of so
-many, and prints a JSON line for each, see ``open_device``. Each makes one side of an edge between
-streams slow, and compares all bytes. With one of ``WAYS`` instead of ``own`` the worker loads and
-saves by a node agent, and there are more scenarios.
+``python -m tests.device.gpu_order KIND own`` runs all scenarios on a device (see ``open_device``).
+Each makes one side of an edge between streams slow, and compares all bytes. With one of ``WAYS``
+instead of ``own`` the worker loads and saves by a node agent, and there are more scenarios.
 """
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 
-from objkv.connector.programs.devices import open_device, simulated_controls
-from objkv.connector.programs.ordering import agent, loads, saves, steps
-from objkv.connector.programs.ordering.rig import Delay, OrderRig, Scenario
-from objkv.ops.bench.gpu import SIMULATED
-from objkv.ops.gpu_check.check import WAYS
+from tests.device import simulated
+from tests.device.devices import SIMULATED, open_device
+from tests.device.ordering import agent, loads, saves, steps
+from tests.device.ordering.agent import WAYS
+from tests.device.ordering.rig import Delay, OrderRig, Scenario
 
 SCENARIOS: Final = (*loads.SCENARIOS, *saves.SCENARIOS, *steps.SCENARIOS)
 _MATRIX: Final = 4096
@@ -105,27 +103,27 @@ def _seconds(api: Any, device: torch.device, work: Callable[[], object]) -> floa
     return time.perf_counter() - started
 
 
-def main() -> None:
-    """Run all scenarios and print their results. Prints nothing without a device of this kind."""
-    device = open_device(sys.argv[1])
-    if device is None:
-        return
-    delay = None
-    if device.type == SIMULATED:
-        delay = _simulated_delay
-        torch.set_num_threads(1)  # PyTorch's own threads would take the cores of its streams
-    every, way = int(sys.argv[2]), sys.argv[3]
-    scenarios, rig = SCENARIOS[::every], None
+def main(kind: str, way: str) -> int:
+    """Run all scenarios, and print a line for each. Return 1 if one failed."""
+    device = open_device(kind)
+    delay = _simulated_delay if kind == SIMULATED else None
+    scenarios, rig = SCENARIOS, None
     if way in WAYS:
         scenarios, rig = (*agent.SCENARIOS, *scenarios), agent.agent_rig(way)
+    failed = False
     for verdict in run_scenarios(device, scenarios=scenarios, delay=delay, rig=rig):
-        print(json.dumps(asdict(verdict)), flush=True)
+        failed = failed or not verdict.is_right
+        fault = "" if verdict.is_right else f": {verdict.description}: {verdict.fault}"
+        print(
+            f"{'ok' if verdict.is_right else 'FAILED':6} {way}, {verdict.name}{fault}", flush=True
+        )
+    return int(failed)
 
 
 def _simulated_delay(stream: Any, seconds: float) -> None:
     with torch.get_device_module(SIMULATED).stream(stream):
-        simulated_controls().sleep(round(seconds * 1e6))
+        simulated.sleep(round(seconds * 1e6))
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main(*sys.argv[1:]))

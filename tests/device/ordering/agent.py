@@ -22,10 +22,7 @@ from objkv.assembly.backends import open_bulk, open_index
 from objkv.codec.payload import payload_bytes_max
 from objkv.config import load_config
 from objkv.connector.kv.metadata import StepPlan
-from objkv.connector.programs.ordering.rig import OrderRig, Scenario, refuse_pin
-from objkv.connector.programs.ordering.setup import NAMESPACE, WHOLE, Pages, Setup, equal
 from objkv.errors import TransferError
-from objkv.ops.gpu_check.check import WAYS
 from objkv.ops.programs import Program
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.devices import driver_of
@@ -35,11 +32,16 @@ from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool
+from tests.device.ordering.rig import OrderRig, Scenario, refuse_pin
+from tests.device.ordering.setup import NAMESPACE, WHOLE, Pages, Setup, equal
 
 ARENA_BYTES: Final = 32 << 20
 """Room for all that a scenario saves, if the disk is slow."""
 WINDOW_BYTES: Final = 256 << 10
 """More than a payload of the rig. Some lie across two windows."""
+WAYS: Final = ("registered", "registering", "refused")
+"""How a device reads the memory of a node agent: in place, in place once the driver has registered
+it, or by way of slabs, because the device registers no read-only memory."""
 _POISON: Final = 0xEE
 _FIRST, _CHUNKS, _OWNER, _SLOW_S = 8, range(4), 7.0, 0.1
 _KILLS = 2

@@ -12,8 +12,12 @@ from objkv.connector.encoder.copies import open_copies
 from objkv.connector.encoder.items import EncoderOutput, EncoderPlan, ItemLoad, ItemSave
 from objkv.connector.encoder.worker import EncoderSaveLimits, EncoderSaver, EncoderWorkerSide
 from objkv.connector.kv.metadata import StepPlan
-from objkv.connector.programs.ordering.rig import OrderRig, Scenario
-from objkv.connector.programs.ordering.setup import (
+from objkv.errors import TransferError
+from objkv.keys.encoder import encoder_hash
+from objkv.transfer.lanes import Mark
+from objkv.transfer.paging import check_pages
+from tests.device.ordering.rig import OrderRig, Scenario
+from tests.device.ordering.setup import (
     CHUNKS,
     NAMESPACE,
     WHOLE,
@@ -22,10 +26,6 @@ from objkv.connector.programs.ordering.setup import (
     difference,
     equal,
 )
-from objkv.errors import TransferError
-from objkv.keys.encoder import encoder_hash
-from objkv.transfer.lanes import Mark
-from objkv.transfer.paging import check_pages
 
 _SLOW_S = 0.1
 """How long one side of an edge is delayed. Longer than the other side takes on a busy machine."""

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from objkv.assembly.auto_sweep import _ENDED, AutoSweep
 from objkv.assembly.backends import open_backends, open_room, sweep_settings
 from objkv.cache.quota import Quota
 from objkv.config import Config
 from objkv.errors import StoreUnavailable
 from objkv.index.memory import MemoryIndex
 from objkv.index.shapes import is_shapes
-from objkv.ops.sweep.auto import _ENDED, AutoSweep
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from tests.support.samples import NAMESPACE, save, save_identity
 

@@ -33,15 +33,6 @@ from objkv.config import load_config
 from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.kv.worker import Rank, SaveEnd, Transfers, WorkerSide
 from objkv.connector.model.groups import Geometry
-from objkv.connector.programs.ordering.setup import (
-    CHUNK_TOKENS,
-    LAYERS,
-    NAMESPACE,
-    Pages,
-    Setup,
-    content_of,
-    hashes_of,
-)
 from objkv.errors import TransferError
 from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
@@ -58,6 +49,15 @@ from objkv.transfer.plan import Blank, ChunkMove, LoadMove, LoadMoves, LoadPlan,
 from objkv.transfer.registration import DeviceFrames, pin_arena
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import Slab, SlabPool, SlabsExhaustedError
+from tests.device.ordering.setup import (
+    CHUNK_TOKENS,
+    LAYERS,
+    NAMESPACE,
+    Pages,
+    Setup,
+    content_of,
+    hashes_of,
+)
 
 Delay = Callable[[Any, float], None]
 """Keeps a stream busy: (stream, seconds). The calling thread does not wait."""
@@ -102,7 +102,7 @@ class OrderRig:
     def __init__(self, device: torch.device, delay: Delay, setup: Setup, seed: int = 0) -> None:
         """``seed``: of random choices."""
         self.device, self.setup = device, setup
-        self.random = Random(seed)  # noqa: S311  # not a secret
+        self.random = Random(seed)  # not a secret
         self.is_asynchronous = device.type != "cpu"
         """Whether kernels and copies run while the calling thread goes on."""
         self._delay = delay

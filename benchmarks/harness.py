@@ -12,10 +12,11 @@ from pathlib import Path
 from threading import Barrier
 from typing import Literal, Self
 
-from objkv.config import Config
-from objkv.index.base import WriteIndex
+from objkv.assembly.backends import open_bulk
+from objkv.config import Config, load_config
 from objkv.ops.doctor.doctor import DISTRIBUTIONS, installed_version, library_versions
 from objkv.stores.base import PruneStore
+from objkv.telemetry import NullRecorder
 
 # The machine: figures mean nothing without it.
 
@@ -155,15 +156,6 @@ Tell = Callable[[str, str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Factories:
-    """Functions that open store and index as replicas do. The caller closes the result."""
-
-    open_bulk: Callable[[Config], PruneStore]
-    open_hot: Callable[[Config], PruneStore | None]
-    open_index: Callable[[Config], WriteIndex]
-
-
-@dataclass(frozen=True, slots=True)
 class BenchSetting:
     """The setting of one run. ``folder`` is a temporary folder for logs and a directory store."""
 
@@ -171,7 +163,6 @@ class BenchSetting:
     quick: bool
     """Use small sizes, only to test that it works."""
     folder: Path
-    factories: Factories
     tell: Tell
     models: Path
     """Folder in which models are created and kept."""
@@ -311,9 +302,12 @@ class Compared:
 SCALES = {"s": 1.0, "ms": 1e3, "µs": 1e6}
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the smallest value that ``share`` (0 to 1) of the values do not exceed."""
-    assert values
-    ordered = sorted(values)
-    rank = -(-share * len(ordered) // 1)
-    return ordered[max(0, min(len(ordered), int(rank)) - 1)]
+def open_store(config: Config) -> PruneStore:
+    """Open the bulk store of ``config`` as replicas do. The caller closes it."""
+    return open_bulk(config, NullRecorder())
+
+
+def local_config(**settings: str) -> Config:
+    """Return settings with these values, defaults otherwise, independent of the environment."""
+    ends = {"bulk_url": "memory:", "index_url": "memory:"}
+    return load_config(ends | settings, environ={})

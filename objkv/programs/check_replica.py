@@ -1,6 +1,6 @@
 """One replica of ``gpu-check``: a process with an engine that answers long prompts.
 
-``python -m objkv.connector.programs.check_replica SETUP`` takes a ``ReplicaSetup`` as JSON and
+``python -m objkv.programs.check_replica SETUP`` takes a ``ReplicaSetup`` as JSON and
 prints one ``ReplicaEvent`` per line; vLLM's output goes to standard error. On a GPU the engine has
 vLLM's defaults.
 """
@@ -11,18 +11,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from objkv.connector.programs.demo_replica import (
+from objkv.ops.demo import ANSWER_TOKENS, CONNECTOR, ReplicaEnd, ReplicaEvent, random_tokens
+from objkv.ops.gpu_check import QUESTIONS, ReplicaSetup, prompt_of
+from objkv.programs.demo_replica import (
     DemoEngine,
     device,
     engine_arguments,
     make_llama,
 )
-from objkv.ops.demo import ANSWER_TOKENS, CONNECTOR, ReplicaEnd, ReplicaEvent, random_tokens
-from objkv.ops.gpu_check.replicas import QUESTIONS, ReplicaSetup, prompt_of
 
 _MEMORY_SHARE = 0.6
 """Share of the GPU's memory for the engine, because other programs may use some."""
-_OFFLOADED_GIB = 16
 _SHAPES: Final = {
     "gpu": {
         "hidden_size": 2048,
@@ -48,10 +47,8 @@ def arguments_of(setup: ReplicaSetup, *, is_cpu: bool) -> dict[str, Any]:
         for name in ("enforce_eager", "kv_cache_memory_bytes", "max_num_batched_tokens"):
             del arguments[name]
         arguments |= {"dtype": "auto", "gpu_memory_utilization": _MEMORY_SHARE}
-    if setup.role in ("A", "B"):
+    if setup.role != "R":
         arguments["kv_transfer_config"] = CONNECTOR
-    elif setup.role == "N":
-        arguments["kv_offloading_size"] = _OFFLOADED_GIB
     return arguments
 
 
@@ -65,11 +62,9 @@ def answers_of(setup: ReplicaSetup) -> Iterator[tuple[int, int, bool]]:
             yield from ((length, question, False) for question in QUESTIONS)
         elif setup.role == "A":
             yield length, first, True
-        elif setup.role == "B":
+        else:
             for question in QUESTIONS:
                 yield from [(length, question, True)] * setup.repeats
-        else:  # the first one is computed and offloaded
-            yield from [(length, first, True)] * (1 + setup.repeats)
 
 
 def run(setup: ReplicaSetup, send: Send) -> None:

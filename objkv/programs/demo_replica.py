@@ -1,6 +1,6 @@
 """One replica of the demo: a process with an engine that answers prompts one after the other.
 
-``python -m objkv.connector.programs.demo_replica REPLICA SIZE MODELS`` prints one ``ReplicaEvent``
+``python -m objkv.programs.demo_replica REPLICA SIZE MODELS`` prints one ``ReplicaEvent``
 per line; vLLM's output goes to standard error. The model is a small Llama with random weights,
 created in the folder ``MODELS`` and kept.
 """

@@ -1,9 +1,9 @@
 """Measures loads and saves of a worker's paged cache on a device, along with a model's steps.
 
-``python -m objkv.connector.programs.bench_gpu DEVICE CHUNKS ROUNDS`` prints one JSON line, or
-nothing without such a device (see ``open_device``). The model has the shape of an 8B: a chunk is
-256 tokens, 32 layers, 32 MiB. The worker is made as in a replica, and this program makes the calls
-that vLLM makes in each step. Transfers are timed on the device, from the call to the last copy.
+``python -m benchmarks.gpu`` measures this machine's GPU, and with ``--simulated`` the simulated
+device. The model has the shape of an 8B: a chunk is 256 tokens, 32 layers, 32 MiB. The worker is
+made as in a replica, and this program makes the calls that vLLM makes in each step. Transfers are
+timed on the device, from the call to the last copy.
 
 On the simulated device, copies and kernels take time by its model and no bytes move. Payloads are
 in place in the slabs, and pages are not verified: no small host verifies and copies as fast as a
@@ -13,17 +13,30 @@ GPU's link. All Python code runs as it does with a GPU, and takes its real time.
 import copy
 import math
 import random
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self, cast
+from typing import Annotated, Any, Final, Self, cast
 
 import numpy as np
 import torch
+import typer
 
+from benchmarks.alone import BenchOptions, Check, Quick, Rounds, run_command, run_work
+from benchmarks.harness import (
+    BenchRow,
+    BenchSetting,
+    Compared,
+    Section,
+    Target,
+    Timings,
+    interleave,
+)
+from benchmarks.sample import kv_like
 from objkv.assembly.backends import open_index
 from objkv.cache.chunks import CacheSettings, ChunkCache
+from objkv.cli.command import Session
 from objkv.codec import payload, sealing
 from objkv.codec.payload import Claim, Provenance, encode_in_place, header_room
 from objkv.config import load_config
@@ -31,29 +44,38 @@ from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.kv.wiring import make_worker_side, use_batched_copies
 from objkv.connector.kv.worker import Rank
 from objkv.connector.model.groups import Geometry
-from objkv.connector.programs.devices import (
-    COPY_GBPS,
-    KERNEL_GBPS,
-    LAUNCH_US,
-    device_name,
-    model_time,
-    open_device,
-    plain_copy,
-    simulated_controls,
-)
 from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
-from objkv.ops.bench.gpu import BUSY_STEP_MS, FORMS, ORDERS, SIMULATED, STEP_MS, GpuAnswer
-from objkv.ops.bench.harness import interleave
-from objkv.ops.bench.sample import NAMESPACE, kv_like
+from objkv.ops.bench.sample import NAMESPACE
+from objkv.programs.gpu_facts import device_name, plain_copy
 from objkv.stores.base import Arrived, Buffer, WriteStore, copy_bytes
 from objkv.telemetry import NullRecorder
 from objkv.transfer.devices import DeviceDriver, add_driver, driver_of
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadMoves, LoadPlan, SaveMove, SavePlan
+from tests.device import simulated
+from tests.device.devices import (
+    COPY_GBPS,
+    KERNEL_GBPS,
+    LAUNCH_US,
+    SIMULATED,
+    model_time,
+    open_device,
+)
 
+FORMS: Final = ("NHD", "HND")
+"""Orders of heads and tokens in a block. FlashAttention's is NHD, where a head's tokens are not
+contiguous."""
+ORDERS: Final = ("consecutive", "scattered")
+"""Places of a prompt's blocks in the paged cache. On a busy server they are scattered."""
+STEP_MS, BUSY_STEP_MS = 10, 30
+"""Length of the steps that run during one long load, and of those that each start a short one."""
+LOAD = Target(0.9)
+FORWARD_US = Target(200, at_most=True, of="ours")
+STEP = Target(1.02, at_most=True)
+_CHUNKS, _QUICK_CHUNKS = 128, 8
 CHUNK_TOKENS, _BLOCK_TOKENS = 256, 16
 _BLOCKS = CHUNK_TOKENS // _BLOCK_TOKENS
 _LAYERS = tuple(f"layers.{number}" for number in range(32))
@@ -71,6 +93,26 @@ _NO_TRANSFERS = StepPlan(may_reuse=False)
 
 Compute = Callable[[float], None]
 """Submits a model's kernels that take a given number of seconds to the current stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuAnswer:
+    """What was moved, and seconds by side, one per round."""
+
+    device: str
+    chunk_bytes: int
+    loaded: int
+    """Chunks of the long load."""
+    saved: int
+    """Chunks that one step saves."""
+    loaded_by_step: int
+    """Chunks that each of the busy steps loads."""
+    seconds: Mapping[str, Sequence[float]]
+    """On the device, for each form: plain copies of the long load's bytes (``NHD to_device``,
+    ``NHD to_host``), loads and gathers for each order (``NHD load scattered``). On the device: a
+    ``step`` alone, a ``step beside`` the long load, and that ``load beside`` steps. Until it is
+    reported: the ``busy load`` of one of the busy steps. Processor time of the forward thread:
+    ``forward load``, ``forward save``, and ``forward idle``, a step without transfers."""
 
 
 class TimedDriver:
@@ -351,7 +393,7 @@ class Rig:
 def _moves(chunks: int, *, scattered: bool) -> Iterator[ChunkMove]:
     blocks = list(range(1, 1 + chunks * _BLOCKS))
     if scattered:
-        random.Random(0).shuffle(blocks)  # noqa: S311  # not a secret
+        random.Random(0).shuffle(blocks)  # not a secret
     hashes = prefix_hashes(NAMESPACE, range(chunks * CHUNK_TOKENS), CHUNK_TOKENS)
     for chunk in range(chunks):
         yield ChunkMove(
@@ -450,11 +492,10 @@ def measure(device: torch.device, chunks: int, rounds: int) -> GpuAnswer:
 
 def measure_simulated(device: torch.device, chunks: int, rounds: int) -> GpuAnswer:
     """Measure all sides of the simulated device. Checksums are constants from now on."""
-    sim = simulated_controls()
 
     def compute(seconds: float) -> None:
         for _ in _LAYERS:
-            sim.sleep(round(seconds * 1e6 / len(_LAYERS)))
+            simulated.sleep(round(seconds * 1e6 / len(_LAYERS)))
 
     for module in (payload, sealing):
         vars(module)["digest"] = lambda content: "0" * 32
@@ -480,15 +521,87 @@ def _answer(
     )
 
 
-def main() -> None:
-    """Measure and print the result; print nothing without the device."""
-    kind, chunks, rounds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+def rows_of(answer: GpuAnswer, prefix: str = "") -> Iterator[BenchRow]:
+    """Yield one row per measurement. ``prefix``: of all names."""
+    loaded, saved = answer.loaded * answer.chunk_bytes, answer.saved * answer.chunk_bytes
+    timings = _with_limits(answer)
+    up, down = "plain copy, host to device", "plain copy, device to host"
+    for form in FORMS:
+        for order in ORDERS:
+            load = Compared(timings, f"{form} load {order}", f"{form} to_device", up)
+            yield load.throughput(f"{prefix}load, {form}, {order} blocks", loaded, LOAD)
+        for order in ORDERS:
+            gather = Compared(timings, f"{form} gather {order}", f"{form} save limit", down)
+            yield gather.throughput(f"{prefix}save, {form}, {order} blocks", saved)
+    beside = Compared(timings, "load beside", f"{FORMS[0]} to_device", up)
+    yield beside.throughput(f"{prefix}load while steps compute", loaded, LOAD)
+    step = Compared(timings, "step beside", "step", "the same steps alone")
+    yield step.duration(f"{prefix}step during a load of {answer.loaded} chunks", "ms", STEP)
+    busy = Compared(timings, "busy load", "busy limit", "the step before it, and a plain copy")
+    yield busy.duration(
+        f"{prefix}load of {answer.loaded_by_step} chunks in each step of {BUSY_STEP_MS} ms",
+        "ms",
+        detail="from its step's start until it is reported",
+    )
+    yield from _forward_rows(timings, answer, prefix)
+
+
+def _with_limits(answer: GpuAnswer) -> Timings:
+    """Add the time of plain copies of the bytes that one step saves, and that one of the busy steps
+    loads. Those begin when the step before has ended, because it may still write their blocks."""
+    seconds = dict(answer.seconds)
+    for form in FORMS:
+        share = answer.saved / answer.loaded
+        seconds[f"{form} save limit"] = [s * share for s in seconds[f"{form} to_host"]]
+    share = answer.loaded_by_step / answer.loaded
+    seconds["busy limit"] = [
+        BUSY_STEP_MS / 1e3 + s * share for s in seconds[f"{FORMS[0]} to_device"]
+    ]
+    return Timings(seconds)
+
+
+def _forward_rows(timings: Timings, answer: GpuAnswer, prefix: str) -> Iterator[BenchRow]:
+    sides = {
+        "load": f"load of {answer.loaded} chunks: start and outcome",
+        "save": f"save of {answer.saved} chunks",
+        "idle": "step without transfers",
+    }
+    for side, what in sides.items():
+        yield BenchRow(
+            f"{prefix}forward thread, {what}",
+            "µs",
+            timings.median(f"forward {side}") * 1e6,
+            target=FORWARD_US if side == "load" else None,
+            detail="processor time",
+        )
+
+
+def bench_gpu(setting: BenchSetting, kind: str) -> Section:
+    """Measure a device."""
     device = open_device(kind)
-    if device is None:
-        return
-    work = measure_simulated if kind == SIMULATED else measure
-    print(work(device, chunks, rounds).model_dump_json(), flush=True)
+    is_simulated = kind == SIMULATED
+    setting.tell("simulated GPU" if is_simulated else "GPU", "measuring")
+    work = measure_simulated if is_simulated else measure
+    answer = work(device, _QUICK_CHUNKS if setting.quick else _CHUNKS, setting.rounds)
+    rows = rows_of(answer, "simulated: " if is_simulated else "")
+    return Section("gpu", tuple(rows), {"GPU": answer.device})
+
+
+def main(
+    session: Session,
+    rounds: Rounds = 7,
+    quick: Quick = False,
+    check: Check = False,
+    simulated_device: Annotated[
+        bool, typer.Option("--simulated", help="Measure a model of a GPU instead.")
+    ] = False,
+) -> int:
+    """See ``run_command``."""
+    kind = SIMULATED if simulated_device else "gpu"
+    return run_work(
+        session, lambda setting: bench_gpu(setting, kind), BenchOptions(rounds, quick, check)
+    )
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main, __doc__)

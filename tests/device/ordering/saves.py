@@ -1,8 +1,10 @@
 """Scenarios of saves: what they must follow, and what must wait for them."""
 
 from objkv.connector.kv.metadata import StepPlan
-from objkv.connector.programs.ordering.rig import OrderRig, Scenario
-from objkv.connector.programs.ordering.setup import (
+from objkv.errors import TransferError
+from objkv.transfer.plan import SavePlan
+from tests.device.ordering.rig import OrderRig, Scenario
+from tests.device.ordering.setup import (
     NAMESPACE,
     OTHER_NAMESPACE,
     WHOLE,
@@ -10,8 +12,6 @@ from objkv.connector.programs.ordering.setup import (
     Setup,
     equal,
 )
-from objkv.errors import TransferError
-from objkv.transfer.plan import SavePlan
 
 _SLOW_S = 0.1
 """How long one side of an edge is delayed. Longer than the other side takes on a busy machine."""

@@ -13,10 +13,10 @@ from typing import Annotated, Any, Final, Literal, NotRequired, TypedDict, get_t
 
 from objkv.agent.prefetch import Matched
 from objkv.cli.admission import AdmissionOrders
+from objkv.cli.bench import BenchReport
 from objkv.cli.prefetch import PrefetchReport
 from objkv.models.verdict import ModelVerdict
 from objkv.ops.audit.report import AuditReport, AuditVerdict, Prices
-from objkv.ops.bench.harness import BenchReport, BenchRow, Section
 from objkv.ops.demo import DemoReport, DemoRow
 from objkv.ops.diff import Difference
 from objkv.ops.doctor.access import Access
@@ -24,7 +24,7 @@ from objkv.ops.doctor.doctor import DoctorReport
 from objkv.ops.explain.causes import Explanation
 from objkv.ops.explain.explain import ReplicaCounters
 from objkv.ops.export.manifest import Head
-from objkv.ops.gpu_check.report import GpuReport
+from objkv.ops.gpu_check import GpuReport
 from objkv.ops.listing import Branch, NamespaceSummary, PrefixSummary, TenantTotals
 from objkv.ops.match import MatchReport
 from objkv.ops.pin import PinList, Pinned
@@ -67,32 +67,11 @@ class AuditKeys(TypedDict):
     """The file that ``--html`` wrote."""
 
 
-class JudgedRow(TypedDict):
-    """The key that ``bench`` adds to a row."""
-
-    ok: bool | None
-    """Whether the target was reached; null without a target."""
-
-
-class JudgedSection(TypedDict):
-    """The rows of a section, judged."""
-
-    rows: list[Annotated[BenchRow, JudgedRow]]
-
-
-class BenchKeys(TypedDict):
-    """The keys that ``bench`` adds to its report."""
-
-    sections: list[Annotated[Section, JudgedSection]]
-    missed: int
-    """Rows that missed their target."""
-
-
 class GpuCheckKeys(TypedDict):
     """The key that ``gpu-check`` adds to its report."""
 
     passed: bool
-    """Whether the run is finished and no stage failed."""
+    """Whether no comparison and no replica failed."""
 
 
 class FasterRow(TypedDict):
@@ -450,7 +429,7 @@ DOCUMENTS: Final[Mapping[str, tuple[JsonDocument, ...]]] = {
     "agent": (JsonDocument((AgentServes,)),),
     "admission": (JsonDocument((AdmissionOrders,)),),
     "audit": (JsonDocument((AuditKeys, AuditReport)),),
-    "bench": (JsonDocument((BenchReport, BenchKeys)),),
+    "bench": (JsonDocument((BenchReport,)),),
     "gpu-check": (JsonDocument((GpuReport, GpuCheckKeys)),),
     "demo": (JsonDocument((DemoReport, DemoKeys)),),
     "diff": (JsonDocument((DiffKeys,)),),

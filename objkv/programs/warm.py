@@ -1,6 +1,6 @@
 """An engine that computes prompts for ``warm``: the caller's own, or one in a child process.
 
-``python -m objkv.connector.programs.warm`` reads the engine's arguments from the first line of its
+``python -m objkv.programs.warm`` reads the engine's arguments from the first line of its
 input. Each further line is a request, and several run at once; each gets one answer line. vLLM's
 output goes to standard error. The program ends at the end of its input.
 """

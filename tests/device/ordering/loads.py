@@ -5,8 +5,8 @@ from threading import Event, Lock
 from time import sleep
 
 from objkv.connector.kv.metadata import StepPlan
-from objkv.connector.programs.ordering.rig import OrderRig, Scenario
-from objkv.connector.programs.ordering.setup import LAYERS, WHOLE, Pages, Setup, equal
+from tests.device.ordering.rig import OrderRig, Scenario
+from tests.device.ordering.setup import LAYERS, WHOLE, Pages, Setup, equal
 
 _SLOW_S = 0.1
 """How long one side of an edge is delayed. Longer than the other side takes on a busy machine."""
