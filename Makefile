@@ -92,6 +92,16 @@ faults: $(STAMP) ## inject every fault into real engines with Valkey and Ceph; w
 	@env -u XDG_CACHE_HOME $(BIN)/python -m tests.faults.table
 	@$(BIN)/pytest -q -m faults tests/faults $(ARGS)
 
+.PHONY: gpu
+gpu: $(STAMP) ## run the device's scenarios, and measure its loads and saves (SIMULATED=1: without a GPU)
+	@failed=0; device=$(if $(SIMULATED),sim,gpu); \
+	$(BIN)/python -m tests.device.self_test $$device || failed=1; \
+	for way in own registered registering refused; do \
+	  $(BIN)/python -m tests.device.gpu_order $$device $$way || failed=1; \
+	done; \
+	$(BIN)/python -m benchmarks.gpu $(if $(SIMULATED),--simulated) $(ARGS) || failed=1; \
+	exit $$failed
+
 .PHONY: bench
 bench: $(STAMP) ## measure transfers on this machine (others: benchmarks/README.md)
 	@$(BIN)/python -m benchmarks.transfers $(ARGS)

@@ -123,7 +123,7 @@ assert not heavy, f"import objkv imports {heavy}"
 for name in ("torch", "vllm"):
     assert importlib.util.find_spec(name) is None, f"{name} is here: the environment is not clean"
 for found in pkgutil.walk_packages(objkv.__path__, "objkv."):
-    if not found.name.startswith(("objkv.connector", "objkv.transfer", "objkv.testing")):
+    if not found.name.startswith(("objkv.connector", "objkv.programs", "objkv.transfer")):
         importlib.import_module(found.name)
 from typer.testing import CliRunner
 from objkv.cli.app import all_commands, app

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, is_type
 from typer.core import TyperArgument, TyperOption
 
 from objkv.cli.app import COMMANDS, all_commands
-from objkv.cli.documents import DOCUMENTS, Key, RunKeys, keys_of
 from objkv.cli.options import CommonOptions
+from tests.support.documents import DOCUMENTS, Key, RunKeys, keys_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
 WORDS = Path(__file__).with_name("cli_page.txt")

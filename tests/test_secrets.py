@@ -22,7 +22,7 @@ from objkv.cli.app import app
 from objkv.config import load_config, resolve_config
 from objkv.errors import ConfigError, ObjkvError
 from objkv.telemetry import MemoryRecorder
-from objkv.testing.index_contract import FIELD, NAMESPACE, chunk, prefix_hash, shard
+from tests.contracts.index_contract import FIELD, NAMESPACE, chunk, prefix_hash, shard
 from tests.support.servers.listener import Listener
 
 IN_URL = "url/password+one"
@@ -167,7 +167,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("sweep",),
     ("rebuild",),
     ("access", "--role", "writer"),
-    ("bench", "store", "--configured", "--quick", "--rounds", "1"),
+    ("bench", "--quick"),
     ("admission",),
     ("audit",),
     ("completion", "bash"),

@@ -14,7 +14,7 @@ from scripts.checks import ROOT, line_of, name_of, tracked
 LINK = re.compile(r"\[[^\]]*\]\((?!\w+:)([^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
 CODE = re.compile(r"^ *```.*?^ *```|`[^`\n]+`", re.MULTILINE | re.DOTALL)
-COMMAND = re.compile(r"^[` ]*(?:\$ )?objkv ((?:bench )?[a-z]+(?:-[a-z]+)?\b)([^|#;`()\n]*)", re.M)
+COMMAND = re.compile(r"^[` ]*(?:\$ )?objkv ([a-z]+(?:-[a-z]+)?\b)([^|#;`()\n]*)", re.M)
 FILE = re.compile(
     r"^`((?:tests|scripts|docs|objkv|benchmarks|examples|terraform)/[\w./-]+\.\w+)(?:::(\w+))?`$"
 )

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import engine as module
 from benchmarks.engine_child import Ask, Batch, Ready, Took
 from objkv.errors import ObjkvError
-from tests.ops.bench.setting import quick
+from tests.benchmarks.setting import quick
 
 SECONDS = {"none": 1.0, "objkv": 1.25, "objkv-loads": 0.1, "example": 0.3, "example-loads": 0.2}
 

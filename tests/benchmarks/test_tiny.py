@@ -1,13 +1,14 @@
 """Benchmarks that measure real code run once, in a tiny form."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from tests.ops.bench.setting import quick
+from tests.benchmarks.setting import quick
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -63,3 +64,11 @@ def test_gpu_agent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
         monkeypatch.setattr(gpu_agent, name, value)
     found = printed(monkeypatch, capsys, gpu_agent, "resident", "--device", "sim")
     assert found["resident"]["NHD all, GB/s"] > 0
+
+
+def test_gpu() -> None:
+    """In a process of its own: the payloads of a simulated device have no checksums."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--simulated", "--quick", "--rounds", "1"]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    (section,) = json.loads(done.stdout)["sections"]
+    assert all(row["ours"] > 0 for row in section["rows"])

@@ -13,8 +13,8 @@ from objkv.assembly.backends import Backends
 from objkv.index.base import Savings
 from objkv.ops.audit.walk import AuditWalk
 from objkv.stores.local import LocalStore
-from objkv.testing.damage import DamagedStore, Defects
 from tests.cli.conftest import Machine, Run
+from tests.contracts.damage import DamagedStore, Defects
 from tests.support.audit import save_with_tokens
 from tests.support.samples import IDENTITY, NAMESPACE, save, save_identity
 

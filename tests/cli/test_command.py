@@ -40,7 +40,6 @@ def test_every_error_has_its_exit_code(error: ObjkvError, code: int) -> None:
 
 def test_a_misspelt_command_is_wrong_usage_with_a_suggestion(run: Run) -> None:
     refused(run("verfy"), "No such command 'verfy'", "'verify'")
-    refused(run("bench", "lokup"), "No such command 'lokup'", "'lookup'")
 
 
 def test_a_choice_that_is_none_is_told_without_the_names_of_libraries(run: Run) -> None:
@@ -120,8 +119,8 @@ def test_the_version_is_told(run: Run) -> None:
     assert ran.out.startswith("objkv 0.")
 
 
-WITH_OPTIONS = [name for name in COMMANDS if name not in ("completion", "bench")]
-"""``completion`` prints a script, whatever the settings; ``bench`` is a group."""
+WITH_OPTIONS = [name for name in COMMANDS if name != "completion"]
+"""``completion`` prints a script, whatever the settings."""
 
 
 @pytest.mark.parametrize("name", WITH_OPTIONS)

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from objkv.cli.app import COMMANDS
-from objkv.cli.documents import DOCUMENTS
 from objkv.stores.local import LocalStore
 from tests.cli.conftest import Machine, Run, refused
+from tests.support.documents import DOCUMENTS
 from tests.support.json_documents import faults_of
 from tests.support.samples import IDENTITY, NAMESPACE, TOKENS, save_identity
 

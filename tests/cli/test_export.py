@@ -16,8 +16,8 @@ from objkv.index.shapes import SHAPES_HASH
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.keys.identity import identity_path
 from objkv.stores.local import LocalStore
-from objkv.testing.damage import main as damage
 from tests.cli.conftest import Machine, Run, refused
+from tests.contracts.damage import main as damage
 from tests.support.samples import (
     CHUNK,
     IDENTITY,

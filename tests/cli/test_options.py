@@ -10,8 +10,8 @@ import pytest
 from objkv.assembly.backends import Backends
 from objkv.ops.verify import Verify
 from objkv.ops.verify_payload import Budget
-from objkv.testing.damage import DamagedStore, Defects
 from tests.cli.conftest import Machine, Run, refused
+from tests.contracts.damage import DamagedStore, Defects
 from tests.support.samples import NAMESPACE
 
 
@@ -105,19 +105,12 @@ def test_outputs_that_cannot_be_written_are_found_before_anything_is_read(
 
     machine.fill()
     (tmp_path / "file").touch()
-    for module in (
-        "export.upkeep",
-        "audit.upkeep",
-        "gpu_check.GpuChecks",
-        "bench.describe_machine",
-    ):
+    for module in ("export.upkeep", "audit.upkeep"):
         monkeypatch.setattr(f"objkv.cli.{module}", read)
     export = ("export", "--namespace", NAMESPACE, "--out")
     refused(run(*export, str(tmp_path / "file")), "is not a directory")
     refused(run(*export, str(tmp_path / "file" / "inside")), "is not a directory")
     refused(run(*export, "/proc/out"), "cannot write to /proc")
-    refused(run("gpu-check", "--out", "/proc/out"), "cannot write to /proc")
-    refused(run("bench", "lookup", "--plot", "/proc/ratios.svg"), "cannot write to /proc")
     refused(run("audit", "--html", "/proc/report.html"), "cannot write to /proc")
 
 

@@ -16,8 +16,8 @@ import pytest
 from objkv.assembly.backends import Backends
 from objkv.cli.output import Printer
 from objkv.cli.tables import shortened
-from objkv.testing.damage import DamagedStore, Defects
 from tests.cli.conftest import Machine, Run
+from tests.contracts.damage import DamagedStore, Defects
 from tests.support.samples import NAMESPACE, TOKENS
 
 COLUMNS = 80

@@ -20,8 +20,8 @@ from objkv.index.sqlite.index import SqliteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
 from objkv.telemetry import NullRecorder
-from objkv.testing.damage import IDENTITY, DamagedStore, Defects
 from tests.cli.conftest import Run, refused
+from tests.contracts.damage import IDENTITY, DamagedStore, Defects
 from tests.support.samples import CHUNK, save, save_identity
 from tests.support.samples import NAMESPACE as TINY
 from tests.support.upkeep import (

@@ -10,7 +10,7 @@ import matplotlib as mpl
 import pytest
 
 import objkv
-from objkv.testing.sample import SamplePrompt, save_sample
+from tests.contracts.sample import SamplePrompt, save_sample
 from tests.examples.places import EXAMPLES, ROOT
 
 FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)

@@ -6,14 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from objkv.ops.bench.harness import BenchRow
-from objkv.ops.gpu_check.replicas import Sharing
-from objkv.ops.gpu_check.report import GpuCase
+from objkv.ops.gpu_check import GpuCase, GpuCheck
 
 pytestmark = [
-    pytest.mark.engine,
+    pytest.mark.slow,
     pytest.mark.timeout(3_600),
-    pytest.mark.wide,
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None and not os.environ.get("CI"),
         reason="vLLM is not installed",
@@ -23,15 +20,10 @@ pytestmark = [
 
 def test_loaded_documents_give_the_answers_of_a_replica_without_objkv(tmp_path: Path) -> None:
     cases: list[GpuCase] = []
-    figures: list[BenchRow] = []
-    stages = set[str]()
-    Sharing(None, tmp_path, tmp_path / "models", lambda name, _: stages.add(name), on_cpu=True).run(
-        cases, figures
+    check = GpuCheck(
+        None, tmp_path, tmp_path / "models", lambda name, stage: None, (1024, 2048), repeats=1
     )
-    assert not [case for case in cases if case.ok is False]
+    check.cases(cases)
+    assert not [case for case in cases if not case.ok]
     loaded = [case for case in cases if case.name.endswith("the document is loaded")]
     assert len(loaded) == 4
-    assert all(row.limit_name == "recompute" and row.ours > 0 for row in figures)
-    assert {name.partition(" (")[0] for name in stages} == {
-        "replica R", "replica A", "replica B",
-    }  # fmt: skip

@@ -15,9 +15,9 @@ from objkv.ops.audit.report import AuditReport, Prices
 from objkv.ops.audit.spool import SeenRecord
 from objkv.stores.base import Entry
 from objkv.stores.memory import MemoryStore
-from objkv.testing.clock import ManualClock
-from objkv.testing.damage import IDENTITY as DAMAGED
-from objkv.testing.damage import DamagedStore, Defects
+from tests.contracts.clock import ManualClock
+from tests.contracts.damage import IDENTITY as DAMAGED
+from tests.contracts.damage import DamagedStore, Defects
 from tests.support.audit import Auditor, hash_of, save_prompts
 from tests.support.samples import NAMESPACE, WHOLE, save, save_identity
 

@@ -17,7 +17,7 @@ from objkv.ops.audit.walk import AuditView
 from objkv.ops.doctor.lifecycle import check_lifecycle, judge_rules
 from objkv.stores.base import LifecycleRules
 from objkv.stores.memory import MemoryStore
-from objkv.testing.clock import ManualClock
+from tests.contracts.clock import ManualClock
 from tests.support.audit import Auditor, hash_of, save_prompts
 from tests.support.samples import NAMESPACE
 

@@ -17,7 +17,7 @@ from objkv.ops.audit.spool import AuditSpool, SeenRecord, make_chunks
 from objkv.ops.audit.tree import read_roots, read_tree
 from objkv.stores.base import Entry
 from objkv.stores.memory import MemoryStore
-from objkv.testing.clock import ManualClock
+from tests.contracts.clock import ManualClock
 from tests.support.audit import Auditor, save_prompts
 from tests.support.samples import CHUNK, NAMESPACE, WHOLE, save
 

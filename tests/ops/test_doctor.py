@@ -10,6 +10,7 @@ from objkv.assembly.backends import open_backends
 from objkv.config import Config, Resolved, resolve_config
 from objkv.errors import ConfigError, ObjkvError, StoreUnavailable
 from objkv.index.memory import MemoryIndex
+from objkv.index.server import ServerFacts
 from objkv.ops.doctor import doctor as privacy
 from objkv.ops.doctor.doctor import (
     DoctorReport,
@@ -22,7 +23,6 @@ from objkv.ops.doctor.doctor import (
     verdict,
 )
 from objkv.ops.doctor.probes import Check
-from objkv.ops.doctor.server import ServerFacts
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder, NullRecorder
 

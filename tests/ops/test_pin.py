@@ -18,7 +18,7 @@ from objkv.ops.sweep.remove import Remover, SweepLimits
 from objkv.stores.base import PruneStore
 from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
-from objkv.testing.clock import ManualClock
+from tests.contracts.clock import ManualClock
 from tests.support.samples import CHUNK, NAMESPACE, TOKENS, save, view_of
 
 DAY_S = 86_400

@@ -25,7 +25,7 @@ from objkv.stores.s3 import body as s3_body
 from objkv.stores.s3.client import open_s3_client, translated
 from objkv.stores.s3.store import S3Store
 from objkv.telemetry import MemoryRecorder
-from objkv.testing.store_contract import StoreContract
+from tests.contracts.store_contract import StoreContract
 from tests.support.servers.listener import Listener
 
 BUCKET = "kv-cache"

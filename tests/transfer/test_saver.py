@@ -22,11 +22,11 @@ from objkv.stores.base import Buffer, WriteStore
 from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder, NullRecorder
-from objkv.testing.clock import ManualClock
 from objkv.transfer.lanes import BlockRuns, HostLane, HostMark, Mark, PagedLayers
 from objkv.transfer.plan import ChunkMove, SaveMove, SavePlan
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool
+from tests.contracts.clock import ManualClock
 from tests.support.paged_cache import (
     CHUNK,
     NAMESPACE,
