@@ -14,6 +14,7 @@ from botocore.loaders import JSONFileLoader, Loader
 from objkv.redact import forget_secrets
 from tests import progress
 from tests.engine.cache import LEDGER
+from tests.leaks import Leaks
 from tests.order import EnginesApart
 
 _COUNTS = ("engine_fresh", "engine_replayed")
@@ -83,6 +84,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Replay engine runs unless told otherwise; make place for the counts of all processes."""
     LEDGER.replay = not config.getoption("--fresh")
     config.stash[_TOTALS] = dict.fromkeys(_COUNTS, 0)
+    config.pluginmanager.register(Leaks(), "objkv-leaks")
 
 
 @pytest.hookimpl(optionalhook=True)
