@@ -14,6 +14,7 @@ from botocore.loaders import JSONFileLoader, Loader
 from objkv.redact import forget_secrets
 from tests import durations
 from tests.engine.cache import LEDGER
+from tests.leaks import Leaks
 
 _COUNTS = ("engine_fresh", "engine_replayed")
 
@@ -83,6 +84,7 @@ def pytest_configure(config: pytest.Config) -> None:
     LEDGER.replay = not config.getoption("--fresh")
     config.stash[_TOTALS] = dict.fromkeys(_COUNTS, 0)
     durations.register(config)
+    config.pluginmanager.register(Leaks(), "objkv-leaks")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -197,19 +197,21 @@ class Terminal:
         deadline = time.monotonic() + BOUND_S
         while words not in (shown := "\n".join(self.screen.display)):
             assert time.monotonic() < deadline, f"no {words!r} in:\n{shown}"
-            ready, _, _ = select.select([self.primary], [], [], 1.0)
-            if ready:
-                self._stream.feed(os.read(self.primary, 65_536))
+            self._read(1.0)
         return shown
+
+    def _read(self, seconds: float) -> None:
+        poll = select.poll()
+        poll.register(self.primary, select.POLLIN)
+        if poll.poll(1000 * seconds):
+            self._stream.feed(os.read(self.primary, 65_536))
 
     def end(self) -> int:
         """Its exit status; what it still prints is read, or it would wait."""
         deadline = time.monotonic() + BOUND_S
         while self.process.poll() is None:
             assert time.monotonic() < deadline
-            ready, _, _ = select.select([self.primary], [], [], 0.1)
-            if ready:
-                self._stream.feed(os.read(self.primary, 65_536))
+            self._read(0.1)
         return self.process.returncode
 
 

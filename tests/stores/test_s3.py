@@ -17,6 +17,7 @@ from botocore.exceptions import (
     SSLError,
 )
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from moto.s3.models import s3_backends
 from werkzeug.serving import make_server
 
 from objkv.config import Config
@@ -46,6 +47,7 @@ def endpoint_url() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()
+    s3_backends.reset()  # its files of large keys
 
 
 @pytest.fixture(scope="module")
