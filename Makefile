@@ -36,9 +36,9 @@ demo: $(STAMP) ## show one replica reusing KV that another one computed
 	@$(BIN)/objkv demo $(ARGS)
 
 .PHONY: test
-test: $(STAMP) ## run all tests (QUICK=1: the core in 3 minutes; FRESH=1: replay no engine runs; ARGS=... for pytest)
+test: $(STAMP) ## run all tests (QUICK=1: the core in 3 minutes; ARGS=... for pytest)
 	@echo "$(if $(QUICK),$(RUNS_QUICK),$(RUNS))$(if $(ARGS), (fewer with ARGS))"
-	@$(BIN)/pytest -q -n $(WORKERS) --dist loadfile $(if $(FRESH),--fresh) $(ARGS) \
+	@$(BIN)/pytest -q -n $(WORKERS) --dist loadfile $(ARGS) \
 	  $(if $(QUICK),$(QUICK_TESTS))
 
 .PHONY: check
@@ -82,9 +82,9 @@ fences: $(STAMP) ## run transfers with every order of their threads (MINUTES=10)
 	@$(BIN)/python -m tests.fences --minutes $(MINUTES) $(ARGS)
 
 .PHONY: faults
-faults: $(STAMP) ## inject every fault into real engines with Valkey and Ceph; writes docs/reliability.md
+faults: $(STAMP) ## inject every fault, some into real engines; writes docs/reliability.md
 	@env -u XDG_CACHE_HOME $(BIN)/python -m tests.faults.table
-	@$(BIN)/pytest -q -m faults tests/faults $(ARGS)
+	@$(BIN)/pytest -q tests/faults $(ARGS)
 
 .PHONY: bench
 bench: $(STAMP) ## measure transfers on this machine (others: benchmarks/README.md)

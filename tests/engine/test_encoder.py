@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from tests.engine import fleet
-from tests.engine.cache import Values, scenario
 from tests.engine.harness import run_replica
 from tests.engine.job import Call, Generate, Prompt, Result
+from tests.engine.scenario import Values, scenario
 from tests.engine.vision_model import CONNECTOR, encoder, extra, job, see
 
+pytestmark = pytest.mark.slow
 ONE, OTHER, BOTH = (1,), (2,), (1, 2)
 SEEN = see(ONE, OTHER, BOTH, ONE)
 TOLD = Generate(prompts=(Prompt(tokens=(9,), max_tokens=1),))
@@ -87,7 +88,6 @@ def in_processes(folder: Path) -> Values:
     return values | {"payloads": len(payloads(folder / "store"))}
 
 
-@pytest.mark.wide
 def test_outputs_cross_from_the_scheduler_to_every_rank() -> None:
     runs = in_processes()
     assert answer(runs["two"])["tokens"] == answer(shared()["alone"])["tokens"]
@@ -130,7 +130,6 @@ def spoiled(folder: Path) -> Values:
     return values | {"mended": run_replica(mended, folder)}
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_cannot_be_loaded_is_encoded(fault: str) -> None:
     second = spoiled()[fault]
@@ -142,7 +141,6 @@ def test_what_cannot_be_loaded_is_encoded(fault: str) -> None:
     assert count(second, counted) == seen["encoded"]
 
 
-@pytest.mark.wide
 def test_the_replica_after_the_next_finds_it_all_again() -> None:
     third = spoiled()["mended"]
     assert answer(third)["encoded"] == 0
@@ -169,7 +167,6 @@ def beside_kv(folder: Path) -> Values:
     return values
 
 
-@pytest.mark.wide
 def test_beside_the_kv_connector_both_hit() -> None:
     runs = beside_kv()
     for at in (0, 1):
@@ -180,7 +177,6 @@ def test_beside_the_kv_connector_both_hit() -> None:
     assert count(runs["second"], "hits") == 2
 
 
-@pytest.mark.wide
 def test_an_image_that_the_kv_covers_is_neither_encoded_nor_loaded() -> None:
     covered = beside_kv()["covered"]
     assert answer(covered)["cached"] == [64, 64]
@@ -205,7 +201,6 @@ def apart(folder: Path) -> Values:
     return values | {"empty": [str(path) for path in empty.glob("chunks/*")]}
 
 
-@pytest.mark.wide
 def test_a_consumer_reads_what_a_producer_saved() -> None:
     runs = apart()
     assert runs["saved"] == answer(runs["producer"])["encoded"] == 2
@@ -214,7 +209,6 @@ def test_a_consumer_reads_what_a_producer_saved() -> None:
     assert answer(runs["consumer"])["tokens"] == answer(shared()["alone"])["tokens"]
 
 
-@pytest.mark.wide
 def test_a_consumer_saves_nothing() -> None:
     runs = apart()
     assert answer(runs["alone"])["encoded"] == 2

@@ -197,9 +197,8 @@ def drain_saves(llm: Any) -> None:
     from vllm.distributed.ec_transfer import get_ec_transfer, has_ec_transfer
 
     if has_ec_transfer():
-        worker = getattr(get_ec_transfer(), "_worker", None)
-        if worker is not None and worker._saver is not None:
-            assert worker._saver.drain(300)
+        worker = getattr(get_ec_transfer(), "worker", None)
+        assert worker is None or worker.drain_saves(300)
     if hasattr(llm.llm_engine.engine_core, "engine_core"):
         fleet.drain_saves(llm)
 

@@ -11,7 +11,7 @@ from tests.faults.nodes import TwoNodes
 from tests.faults.places import Servers
 from tests.faults.rows import HELD_ROWS, HeldRow
 from tests.faults.seen import Lines, Seen
-from tests.faults.test_quick import PATIENT
+from tests.faults.test_matrix import PATIENT
 from tests.faults.toy import STORED_TOKENS, expected
 from tests.support.servers.spoil import wait_for
 
