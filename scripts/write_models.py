@@ -23,18 +23,18 @@ IMAGES = (
     "Prompts with images or audio are named by the content of these, see [Sharing](sharing.md)."
 )
 PROOFS = {
-    "full": ("E", "tests/engine/test_share_prompts.py"),
-    "sliding_window": ("E", "tests/engine/test_windows_bytes.py"),
-    "mla": ("E", "tests/engine/test_hybrid_latents.py"),
-    "gdn_attn": ("E", "tests/engine/test_hybrid_states.py"),
+    "full": ("E", "tests/engine/test_zoo.py"),
+    "sliding_window": ("E", "tests/engine/test_zoo.py"),
+    "mla": ("E", "tests/engine/test_zoo.py"),
+    "gdn_attn": ("E", "tests/engine/test_zoo.py"),
     "mamba": ("M", "tests/connector/kv/test_hybrid_world.py"),
     "chunked_local": ("M", "tests/connector/kv/test_hybrid_world.py"),
     "page": ("M", "tests/connector/kv/test_hybrid_world.py"),
     "refused": ("R", "tests/models/test_models.py"),
-    "TP": ("E", "tests/engine/test_shapes_tp.py"),
-    "PP": ("E", "tests/engine/test_shapes_pp.py"),
-    "fp8": ("E", "tests/engine/test_shapes_dtypes.py"),
-    "drafts": ("E", "tests/engine/test_drafts.py"),
+    "TP": ("E", "tests/engine/test_zoo.py"),
+    "PP": ("E", "tests/engine/test_zoo.py"),
+    "fp8": ("E", "tests/engine/test_zoo.py"),
+    "drafts": ("E", "tests/engine/test_zoo.py"),
     "images": ("E", "tests/engine/test_encoder.py"),
 }
 """How each kind of cache and each setting is shown, and where."""

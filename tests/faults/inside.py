@@ -11,6 +11,7 @@ from typing import Any
 
 from tests.engine.replica import read_metrics
 from tests.faults.seen import Lines
+from tests.support.paged_cache import forget_all
 from tests.support.servers.redis import wait_until
 
 PAUSE_S = 0.3
@@ -97,6 +98,19 @@ def attach(_llm: Any) -> None:
 
     loads = get_kv_transfer_group().worker.loads
     wait_until(lambda: is_attached(loads), "loads to find the agent")
+
+
+def core_of(loads: Any) -> Any:
+    """What fetches in this process for these loads; None if a node agent does."""
+    return getattr(loads.agent, "core", None)
+
+
+def forget(_llm: Any) -> None:
+    """Let this process have no payload in memory, so that each load asks the stores."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    if (core := core_of(get_kv_transfer_group().worker.loads)) is not None:
+        forget_all(core.residents)
 
 
 def is_attached(loads: Any) -> bool:

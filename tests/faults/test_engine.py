@@ -60,7 +60,8 @@ STALLED: dict[str, dict[str, Any]] = {
 }
 IN_PAUSES = Call(function="tests.faults.inside:pause")
 NOTED = Call(function="tests.faults.inside:note")
-CLEAN: tuple[Step, ...] = (SAVED, Settle(), ResetPrefixCache(), IN_PAUSES)
+FORGOTTEN = Call(function="tests.faults.inside:forget")
+CLEAN: tuple[Step, ...] = (SAVED, Settle(), ResetPrefixCache(), FORGOTTEN, IN_PAUSES)
 
 _HANDS = ThreadPoolExecutor(1)
 """Does what replicas ask for: a server dies with the thread that started it, so this one stays."""

@@ -15,6 +15,7 @@ from tests.faults.test_matrix import PATIENT
 from tests.faults.toy import STORED_TOKENS, expected
 from tests.support.servers.spoil import wait_for
 
+pytestmark = pytest.mark.slow
 WAIT_S = 1.0
 """How long a request waits for what cannot come."""
 PATIENCE_S = 60.0
