@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.engine.cache import Values, scenario
-from tests.engine.test_share_isolation import make_adapter
+from tests.engine.model import make_adapter
+from tests.engine.scenario import Values, scenario
 from tests.examples.fleet import Fleet, running
 from tests.examples.places import EXAMPLES, ROOT, container
 

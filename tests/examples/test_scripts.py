@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.harness import VLLM_CACHE
-from tests.engine.test_share_isolation import make_adapter
+from tests.engine.model import make_adapter
 from tests.examples.places import EXAMPLES, ROOT, need
 from tests.support.servers.ports import free_port
 

@@ -1,6 +1,6 @@
 """Tenants and salts: if one differs, all names differ, so there are no hits.
 
-``tests/engine/test_share_isolation.py`` shows the effect with engines, and
+``tests/engine/test_zoo.py`` shows the effect with engines, and
 ``tests/services/test_access_*`` the refusals of servers.
 """
 

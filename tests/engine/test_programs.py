@@ -1,6 +1,5 @@
-"""``objkv demo`` as it is: three real replicas, one after the other."""
+"""``objkv demo`` as it is, and the real replicas of ``objkv gpu-check``."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -11,20 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from objkv.ops.bench.harness import BenchRow
+from objkv.ops.gpu_check.replicas import Sharing
+from objkv.ops.gpu_check.report import GpuCase
 
-from tests.engine.cache import scenario
 from tests.engine.harness import VLLM_CACHE
+from tests.engine.scenario import Values, scenario
 from tests.support.servers.redis import wait_until
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.timeout(3_600),
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None and not os.environ.get("CI"),
-        reason="vLLM is not installed",
-    ),
-]
-
+pytestmark = pytest.mark.slow
 COMMAND = (sys.executable, "-c", "from objkv.cli.app import main; main()")
 PATIENCE_S = 300
 
@@ -47,7 +41,7 @@ def ran(folder: Path, *arguments: str) -> Any:
 
 
 @scenario
-def shown_and_looked_at(folder: Path) -> dict[str, Any]:
+def demo(folder: Path) -> Values:
     report = ran(folder, "demo", "--small", "--json")
     settings = report["stored"]["settings"]
     options = ("--bulk-url", settings["OBJKV_BULK_URL"], "--index-url", settings["OBJKV_INDEX_URL"])
@@ -60,24 +54,19 @@ def shown_and_looked_at(folder: Path) -> dict[str, Any]:
 
 
 def test_the_second_replica_is_served_what_the_first_computed() -> None:
-    report = shown_and_looked_at()["report"]
+    report = demo()["report"]
     # Whole chunks of 256 tokens: of a prompt that A was asked too, and of a document alone.
     assert [row["prompt_tokens"] for row in report["rows"]] == [812, 812, 1324, 1324]
     assert [row["served_tokens"] for row in report["rows"]] == [768, 512, 1280, 1024]
     assert report["load_failures"] == 0
-
-
-def test_all_answers_are_those_of_a_replica_without_objkv() -> None:
-    report = shown_and_looked_at()["report"]
     assert all(row["identical"] for row in report["rows"])
     assert report["fine"]
 
 
 def test_what_it_stored_can_be_looked_at_afterwards() -> None:
-    shown = shown_and_looked_at()
-    listed = [found["chunks"] for found in shown["listed"]["namespaces"]]
-    assert listed == [shown["report"]["stored"]["chunks"]]
-    assert shown["matched"]["usable_tokens"] == 1280
+    listed = [found["chunks"] for found in demo()["listed"]["namespaces"]]
+    assert listed == [demo()["report"]["stored"]["chunks"]]
+    assert demo()["matched"]["usable_tokens"] == 1280
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -109,3 +98,17 @@ def _running(models: Path) -> list[str]:
         except OSError:  # it ended meanwhile
             continue
     return found
+
+
+def test_in_gpu_check_loaded_documents_give_the_answers_of_a_replica_alone(tmp_path: Path) -> None:
+    cases: list[GpuCase] = []
+    figures: list[BenchRow] = []
+    stages = set[str]()
+    Sharing(None, tmp_path, tmp_path / "models", lambda name, _: stages.add(name), on_cpu=True).run(
+        cases, figures
+    )
+    assert not [case for case in cases if case.ok is False]
+    loaded = [case for case in cases if case.name.endswith("the document is loaded")]
+    assert len(loaded) == 4
+    assert all(row.limit_name == "recompute" and row.ours > 0 for row in figures)
+    assert {name.partition(" (")[0] for name in stages} == {"replica R", "replica A", "replica B"}
