@@ -9,8 +9,7 @@ from objkv.stores.s3.client import open_s3_client
 from tests.faults.places import Clock, Servers
 from tests.support.servers.ceph import S3Server, ceph_radosgw
 from tests.support.servers.redis import valkey_server
-from tests.support.servers.spoil_redis import SpoilRedis
-from tests.support.servers.spoil_s3 import SpoilS3
+from tests.support.servers.spoil import SpoilRedis, SpoilS3
 
 
 class CephProcess:

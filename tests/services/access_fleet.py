@@ -10,8 +10,7 @@ from objkv.cli.app import app
 from objkv.config import Config, Role
 from objkv.ops.doctor.access import ROLES, access_of
 from objkv.telemetry import NullRecorder
-from tests.support.servers.ceph import S3Server
-from tests.support.servers.ceph_users import CephUsers
+from tests.support.servers.ceph import CephUsers, S3Server
 from tests.support.servers.fixtures import BUCKET, s3_config
 from tests.support.servers.redis import RedisServer
 

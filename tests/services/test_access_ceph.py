@@ -24,8 +24,7 @@ from tests.support.paged_cache import HASHES, Replica
 from tests.support.paged_cache import NAMESPACE as CHUNKS
 from tests.support.samples import NAMESPACE as FLEETS
 from tests.support.samples import save, save_identity
-from tests.support.servers.ceph import S3Server
-from tests.support.servers.ceph_users import CephUsers
+from tests.support.servers.ceph import CephUsers, S3Server
 from tests.support.servers.fixtures import BUCKET, PART_BYTES, s3_config
 from tests.support.servers.redis import RedisServer, valkey_server, wait_until
 

@@ -9,8 +9,7 @@ from objkv.errors import StoreDenied
 from objkv.stores.s3.client import open_s3_client
 from objkv.stores.s3.demands import PutDemands
 from objkv.stores.s3.store import S3Store
-from tests.support.servers.ceph import S3Server
-from tests.support.servers.ceph_users import CephUsers
+from tests.support.servers.ceph import CephUsers, S3Server
 from tests.support.servers.fixtures import BUCKET, PART_BYTES, s3_config
 
 pytestmark = [pytest.mark.service, pytest.mark.xdist_group("ceph")]

@@ -9,10 +9,9 @@ import pytest
 from objkv.errors import StoreDenied
 from objkv.stores.s3.client import open_s3_client
 from objkv.stores.s3.store import S3Store
-from tests.support.servers.ceph import S3Server
-from tests.support.servers.ceph_users import CephUsers
-from tests.support.servers.far import Distance, Far
+from tests.support.servers.ceph import CephUsers, S3Server
 from tests.support.servers.fixtures import BUCKET, PART_BYTES, s3_config
+from tests.support.servers.spoil import SpoilS3
 
 pytestmark = [pytest.mark.service, pytest.mark.xdist_group("ceph")]
 PREFIX = "unlisted"
@@ -40,10 +39,10 @@ def users(s3_server: S3Server) -> CephUsers:
 
 
 @pytest.fixture
-def place(s3_server: S3Server, users: CephUsers) -> Iterator[tuple[S3Store, Far]]:
+def place(s3_server: S3Server, users: CephUsers) -> Iterator[tuple[S3Store, SpoilS3]]:
     users.allow("unlisted", GETS)
     found = urlsplit(s3_server.endpoint_url)
-    with Far((str(found.hostname), int(found.port or 0)), Distance()) as far:
+    with SpoilS3((str(found.hostname), int(found.port or 0))) as far:
         keys = {"s3_access_key_id": "unlisted-key", "s3_secret_access_key": "unlisted-secret"}
         client = open_s3_client(s3_config(s3_server, s3_endpoint_url=far.url, **keys))
         store = S3Store(client, bucket=BUCKET, prefix=PREFIX, multipart_bytes=PART_BYTES)
@@ -53,20 +52,20 @@ def place(s3_server: S3Server, users: CephUsers) -> Iterator[tuple[S3Store, Far]
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_miss_is_one_request(
-    place: tuple[S3Store, Far], call: Callable[[S3Store, str], object]
+    place: tuple[S3Store, SpoilS3], call: Callable[[S3Store, str], object]
 ) -> None:
     store, far = place
     assert store.get_into("there", memoryview(bytearray(4))) == 4
     assert call(store, "missing") is None  # finds out that listing is refused
-    before = far.turns
+    before = far.asked.total()
     for number in range(10):
         assert call(store, f"missing-{number}") is None
-    assert far.turns - before == 10
+    assert far.asked.total() - before == 10
     assert call(store, "there") is not None
 
 
 def test_a_payload_is_never_missing_because_others_can_be_read(
-    place: tuple[S3Store, Far],
+    place: tuple[S3Store, SpoilS3],
 ) -> None:
     """Its reader would forget the record, also while rights are revoked for a moment."""
     store, _ = place
@@ -79,7 +78,7 @@ def test_a_payload_is_never_missing_because_others_can_be_read(
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_role_without_any_right_gets_an_error(
-    place: tuple[S3Store, Far], users: CephUsers, call: Callable[[S3Store, str], object]
+    place: tuple[S3Store, SpoilS3], users: CephUsers, call: Callable[[S3Store, str], object]
 ) -> None:
     store, _ = place
     users.allow_nothing("unlisted")
@@ -89,7 +88,7 @@ def test_a_role_without_any_right_gets_an_error(
 
 
 def test_rights_that_are_taken_away_are_noticed(
-    place: tuple[S3Store, Far], users: CephUsers, monkeypatch: pytest.MonkeyPatch
+    place: tuple[S3Store, SpoilS3], users: CephUsers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, _ = place
     assert store.get("there") == b"abcd"
