@@ -16,5 +16,5 @@ else
 fi
 
 which=()
-[ -z "${QUICK:-}" ] || which=(-m "not wide")
+[ -z "${QUICK:-}" ] || which=(-m "not slow")
 exec .venv/bin/pytest -q --durations=15 "${which[@]}" tests/examples
