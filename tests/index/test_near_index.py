@@ -93,40 +93,11 @@ def test_many_requests_with_one_new_prompt_ask_once(doubting: Place) -> None:
     assert doubting.inner.calls == ("find",)
 
 
-def test_absence_is_believed_for_a_moment_only(doubting: Place) -> None:
-    assert doubting.found(prefix_hash(9)) == [False]
-    doubting.far.publish(chunk(9), {FIELD: shard()}, ttl_s=LONG_S)
-    doubting.clock.advance(0.9)
-    assert doubting.found(prefix_hash(9)) == [False]
-    doubting.clock.advance(0.1)
-    assert doubting.found(prefix_hash(9)) == [True]
-
-
 def test_what_is_not_kept_before_a_missing_chunk_is_asked_for(doubting: Place) -> None:
     nine = prefix_hash(9)
     doubting.found(nine)
     doubting.found(FIRST)
     assert doubting.found(FIRST, SECOND, nine, THIRD) == [True, True, False, False]
-
-
-def test_a_chunk_that_is_published_or_about_to_be_is_no_longer_missing(doubting: Place) -> None:
-    nine, ten = prefix_hash(9), prefix_hash(10)
-    assert doubting.found(nine) == [False]
-    doubting.near.publish(chunk(9), {FIELD: shard()}, ttl_s=LONG_S)
-    assert doubting.found(nine, ten) == [True, False]
-    doubting.near.invalidate(NAMESPACE, nine, ten)
-    doubting.far.publish(chunk(10), {FIELD: shard()}, ttl_s=LONG_S)
-    assert doubting.found(nine, ten) == [True, True]
-
-
-def test_absence_that_a_lookup_in_flight_brings_is_not_believed_after_a_save(
-    doubting: Place,
-) -> None:
-    nine = prefix_hash(9)
-    doubting.inner.after = lambda: doubting.near.invalidate(NAMESPACE, nine)
-    doubting.found(nine)
-    doubting.far.publish(chunk(9), {FIELD: shard()}, ttl_s=LONG_S)
-    assert doubting.found(nine) == [True]
 
 
 def test_no_more_missing_chunks_are_remembered_than_records() -> None:
@@ -237,14 +208,6 @@ def test_without_room_everything_is_asked() -> None:
     assert place.inner.calls == ("find",) * 2
 
 
-def test_publishing_and_forgetting_are_seen_at_once(place: Place) -> None:
-    place.found(FIRST)
-    place.near.publish(chunk(), {FIELD: shard(1)}, ttl_s=LONG_S)
-    assert place.near.find(NAMESPACE, [FIRST], FIELDS) == [{FIELD: shard(1)}]
-    assert place.near.forget(NAMESPACE, FIRST, FIELD, shard(1))
-    assert place.found(FIRST) == [False]
-
-
 def test_a_ghost_is_not_answered_again_although_the_index_cannot_be_told(place: Place) -> None:
     place.found(FIRST)
     place.inner.error = StoreUnavailable("down")
@@ -252,16 +215,6 @@ def test_a_ghost_is_not_answered_again_although_the_index_cannot_be_told(place: 
         place.near.forget(NAMESPACE, FIRST, FIELD, shard())
     with pytest.raises(StoreUnavailable):
         place.found(FIRST)
-
-
-def test_invalidating_also_stops_what_a_lookup_in_flight_brings(place: Place) -> None:
-    place.inner.after = lambda: place.near.invalidate(NAMESPACE, FIRST)
-    assert place.found(FIRST, SECOND) == [True, True]
-    place.inner.after = lambda: None
-    place.far.drop(NAMESPACE, FIRST)
-    place.far.drop(NAMESPACE, SECOND)
-    assert place.found(FIRST, SECOND) == [False, True]
-    assert place.near._asking == []
 
 
 def test_kept_records_need_no_index(place: Place) -> None:
