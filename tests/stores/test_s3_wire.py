@@ -510,14 +510,15 @@ def test_a_put_that_another_writer_beat_is_false(is_direct: bool) -> None:
         assert asked == ["PUT kv-cache/p/k"]
 
 
-def test_a_repeated_put_that_another_writer_beat_is_false() -> None:
+@pytest.mark.parametrize("instead", [LOST["unavailable"], LOST["not at all"]])
+def test_a_repeated_put_that_another_writer_beat_is_false(instead: Answer | bytes) -> None:
     others: list[S3Store] = []
 
-    def beat(request: Request) -> Answer | None:
+    def beat(request: Request) -> Answer | bytes | None:
         if not others or request.method != "PUT":
             return None
         others.pop().put("k", b"other")
-        return failure(503, "SlowDown")
+        return instead
 
     with (
         QuickS3(intercept=beat) as server,
