@@ -313,9 +313,6 @@ class Topology:
 
     Raises ValueError for sizes that vLLM could not run. Ranks are numbered as in vLLM: ``pp_rank *
     tp_size + tp_rank``.
-
-    It corresponds to vLLM's ``TpKVTopology``, with stored shards instead of live peers. So a
-    reader needs no ratio to find its sources, and sizes without an integer ratio can still share.
     """
 
     tp_size: int
@@ -359,32 +356,6 @@ class Topology:
         """How many TP ranks hold the same data; 1 if each has its own heads."""
         return max(1, self.tp_size // self.heads // self.dcp_size)
 
-    @property
-    def replicated(self) -> bool:
-        """Whether several TP ranks hold the same data. With as many ranks as heads none do,
-        although ``is_kv_replicated`` of some vLLM versions is then True."""
-        return self.replicas > 1
-
-    def tp_ratio(self, other: "Topology") -> int:
-        """Return the number of TP ranks here per TP rank of ``other``; if ``other`` has more, the
-        negative number of its ranks per rank here. Raises ValueError if neither size is a multiple
-        of the other.
-
-        The sign follows vLLM's documentation, and its behaviour since 0.32; earlier, 2 meant both.
-        Source: ``distributed/kv_transfer/kv_connector/utils.py``.
-        """
-        return _ratio(self.tp_size, other.tp_size, "tensor_parallel_size")
-
-    def pp_ratio(self, other: "Topology") -> int:
-        """Return the ratio of pipeline stages, like ``tp_ratio``."""
-        return _ratio(self.pp_size, other.pp_size, "pipeline_parallel_size")
-
-    def block_ratio(self, other: "Topology") -> int:
-        """Return the ratio of tokens per block, like ``tp_ratio``. Replicas with different block
-        sizes have different namespaces, so this only shows whether one's KV could be cut into the
-        other's blocks."""
-        return _ratio(self.block_size, other.block_size, "block_size")
-
     def rank(self, pp_rank: int, tp_rank: int) -> int:
         """Return the number of a rank."""
         assert 0 <= pp_rank < self.pp_size
@@ -408,20 +379,6 @@ class Topology:
         once."""
         shares = ((rank, self.held(rank)) for rank in range(self.size))
         return tuple(rank for rank, share in shares if share and share.writes(prefix_hash))
-
-    def target_ranks(self, rank: int, writer: "Topology", prefix_hash: bytes) -> tuple[int, ...]:
-        """Return the ranks of ``writer`` that saved the parts of a chunk that ``rank`` here needs.
-
-        Among ranks that hold the same data, this is the one that saved it. vLLM's
-        ``get_target_remote_ranks`` returns all of them, and assumes stages of equal length.
-        """
-        assert sum(writer.layers) == sum(self.layers)
-        assert writer.heads == self.heads
-        need = self.held(rank)
-        if need is None:
-            return ()
-        shares = ((target, writer.held(target)) for target in writer.writers(prefix_hash))
-        return tuple(t for t, share in shares if share and share.shard.overlaps(need.shard))
 
     def _share(self, tp_rank: int, layer_range: tuple[int, int]) -> RankShard:
         share = rank_shard(
@@ -457,11 +414,3 @@ def pp_layers(layers: int, pp_size: int) -> tuple[int, ...]:
     assert pp_size > 0
     each, more = divmod(layers, pp_size)
     return tuple(each + (pp_size - 1 - more <= rank < pp_size - 1) for rank in range(pp_size))
-
-
-def _ratio(here: int, there: int, what: str) -> int:
-    if here % there == 0:
-        return here // there
-    if there % here == 0:
-        return -(there // here)
-    raise ValueError(f"{what} is {here} here and {there} there: set one to a multiple of the other")

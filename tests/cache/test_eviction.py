@@ -60,35 +60,23 @@ def pinned_with_ancestors(candidates: Sequence[Candidate]) -> set[bytes]:
     return kept
 
 
-@given(forests(), st.integers(-5, 1_000))
-def test_enough_is_freed_unless_all_the_rest_is_pinned(
-    candidates: list[Candidate], free_bytes: int
+@given(forests(), st.integers(-5, 1_000), st.integers(-5, 1_000))
+def test_enough_goes_ends_first_and_nothing_pinned_nor_what_it_continues(
+    candidates: list[Candidate], free_bytes: int, other_bytes: int
 ) -> None:
     chosen = choose(candidates, free_bytes=free_bytes, now_s=NOW_S)
-    freed = sum(one.nbytes for one in chosen)
-    rest = {one.prefix_hash for one in candidates} - {one.prefix_hash for one in chosen}
-    assert freed >= free_bytes or rest == pinned_with_ancestors(candidates)
-    # The last one was needed.
-    assert not chosen or freed - chosen[-1].nbytes < free_bytes
-
-
-@given(forests(), st.integers(0, 1_000))
-def test_nothing_pinned_goes_nor_what_it_continues(
-    candidates: list[Candidate], free_bytes: int
-) -> None:
-    chosen = choose(candidates, free_bytes=free_bytes, now_s=NOW_S)
-    assert not pinned_with_ancestors(candidates) & {one.prefix_hash for one in chosen}
-
-
-@given(forests(), st.integers(0, 1_000))
-def test_no_chunk_goes_before_all_that_continue_it(
-    candidates: list[Candidate], free_bytes: int
-) -> None:
-    """At whatever point a sweep breaks off."""
+    freed, kept = sum(one.nbytes for one in chosen), pinned_with_ancestors(candidates)
     left = {one.prefix_hash: one for one in candidates}
-    for one in choose(candidates, free_bytes=free_bytes, now_s=NOW_S):
+    for one in chosen:  # at whatever point a sweep breaks off
         assert not any(other.parent_hash == one.prefix_hash for other in left.values())
         del left[one.prefix_hash]
+    assert not kept - left.keys()
+    assert freed >= free_bytes or left.keys() == kept
+    # The last one was needed.
+    assert not chosen or freed - chosen[-1].nbytes < free_bytes
+    # Who needs more gives up the same, and then more.
+    less, more = sorted((chosen, choose(candidates, free_bytes=other_bytes, now_s=NOW_S)), key=len)
+    assert more[: len(less)] == less
 
 
 @given(forests(), st.integers(0, 1_000), st.randoms(use_true_random=False))
@@ -99,15 +87,6 @@ def test_the_order_of_the_candidates_and_repetitions_do_not_matter(
     rng.shuffle(mixed)
     expected = choose(candidates, free_bytes=free_bytes, now_s=NOW_S)
     assert choose(mixed, free_bytes=free_bytes, now_s=NOW_S) == expected
-
-
-@given(forests(), st.integers(0, 300), st.integers(0, 300))
-def test_who_needs_more_gives_up_the_same_and_then_more(
-    candidates: list[Candidate], less: int, more: int
-) -> None:
-    less, more = sorted((less, more))
-    first = choose(candidates, free_bytes=less, now_s=NOW_S)
-    assert choose(candidates, free_bytes=more, now_s=NOW_S)[: len(first)] == first
 
 
 def chain(

@@ -20,10 +20,10 @@ from objkv.ops.programs import die_with_parent
 from objkv.stores.s3.client import open_s3_client
 from objkv.telemetry import NullRecorder
 from tests.support.servers.ceph import ceph_radosgw
-from tests.support.servers.far import Distance, Far
 from tests.support.servers.ports import free_port
 from tests.support.servers.quick_s3 import quick_s3_process
 from tests.support.servers.redis import RedisServer, valkey_server, wait_until
+from tests.support.servers.spoil import SpoilS3
 
 BUCKET = "kv-cache"
 PART_BYTES = 5 << 20
@@ -151,7 +151,7 @@ class ServerPlace(Place):
         if self._gateway == 0:
             die_with_parent()
             try:
-                Far(self._target, Distance(), port=self._port)
+                SpoilS3(self._target, port=self._port)
                 threading.Event().wait()
             finally:
                 os._exit(1)

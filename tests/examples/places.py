@@ -1,17 +1,20 @@
-"""Where examples are, and what stands in their files."""
+"""Where examples are, and what other programs make of their files."""
 
 import importlib.util
 import json
 import os
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 import yaml
 
+from objkv.cli.app import app
 from scripts.get_helm import HELM
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,6 +24,8 @@ KUBERNETES = EXAMPLES / "kubernetes"
 CHART = KUBERNETES / "chart"
 OVERLAY = KUBERNETES / "production-stack.yaml"
 """Values of another chart."""
+GIVEN = {"MODEL": "some/model", "REDIS_PASSWORD": "red-secret", "S3_SECRET_KEY": "s3-secret"}
+"""Of Compose."""
 SETTINGS = {
     "OBJKV_BULK_URL": "s3://my-kv-bucket/objkv",
     "OBJKV_INDEX_URL": "rediss://my-redis.example.com:6379/0",
@@ -108,3 +113,13 @@ def compose(*files: str, **variables: str) -> dict[str, Any]:
         raise ValueError(done.stderr)
     made: dict[str, Any] = json.loads(done.stdout)
     return made
+
+
+def parsed(arguments: Sequence[str]) -> str:
+    """The name of objkv's command, which is not run. Raises what click raises for options and
+    values that it has not."""
+    group = typer.main.get_command(app)
+    with group.make_context("objkv", list(arguments)) as outer:
+        name, command, rest = group.resolve_command(outer, outer._protected_args + outer.args)  # type: ignore[attr-defined]
+        with command.make_context(name, rest, parent=outer):
+            return str(name)

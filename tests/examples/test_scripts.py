@@ -1,26 +1,122 @@
-"""The examples that start replicas themselves, as their READMEs say. Minutes: not for every run."""
+"""The examples' scripts and settings: how they start two servers and end them, with a server in
+vLLM's place that only listens, and once with real ones."""
 
-import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from objkv.config import Config, load_config
 from tests.engine.harness import VLLM_CACHE
 from tests.engine.model import make_adapter
-from tests.examples.places import EXAMPLES, ROOT, need
+from tests.examples.places import EXAMPLES, need
 from tests.support.servers.ports import free_port
 
-pytestmark = pytest.mark.wide
 CHUNK = 256
 ENGINE = ("--enforce-eager", "--dtype", "float32", "--block-size", "32", "--max-model-len", "4096")
-SHARED = re.compile(r"(\d+) of (\d+)")
 BOUND_S = 1_200
+LISTENS = """\
+#!{python}
+import http.server, json, os, sys
+if "import nixl" in sys.argv:
+    sys.exit(0)
+if "-c" in sys.argv:  # whether there is a package named vllm
+    sys.exit(not os.path.exists(os.path.join(os.path.dirname(sys.argv[0]), "vllm")))
+names = ("CUDA_VISIBLE_DEVICES", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_NIXL_SIDE_CHANNEL_PORT")
+told = {{"argv": sys.argv[1:], "pid": os.getpid(), **{{n: os.environ.get(n) for n in names}}}}
+print(json.dumps(told), flush=True)
+if "--dies" in sys.argv:
+    sys.exit("no such model")
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("127.0.0.1", port), Healthy).serve_forever()
+"""
+SCRIPTS = {"two-replicas": 2, "nixl": 4}
+
+
+def ports(number: int) -> str:
+    return " ".join(str(free_port()) for _ in range(number))
+
+
+def start(
+    name: str, folder: Path, *words: str, vllm: bool = False
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Run the example's script, where ``python`` is the program above and there are two GPUs; what
+    each server was told.
+
+    ``vllm``: the command of that name is the same program, and its package is installed.
+    """
+    programs = folder / "bin"
+    programs.mkdir()
+    for program in ("python", "vllm") if vllm else ("python",):
+        (programs / program).write_text(LISTENS.format(python=sys.executable))
+    (programs / "nvidia-smi").write_text("#!/bin/sh\necho GPU 0\necho GPU 1\n")
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    path = f"{programs}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [str(EXAMPLES / name / "run.sh"), "a model", *words],
+        cwd=folder,
+        env=os.environ | {"PATH": path, "PORTS": ports(SCRIPTS[name])},
+        capture_output=True,
+        text=True,
+    )
+    return done, [log.read_text() for log in sorted(folder.glob("*.log"))]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("vllm", [True, False])
+def test_both_servers_are_told_the_same_have_a_gpu_each_and_end_with_the_command(
+    name: str, vllm: bool, tmp_path: Path
+) -> None:
+    command = ("bash", "-c", "echo both are up; exit 7")
+    done, told = start(name, tmp_path, "--foo", "two words", "--", *command, vllm=vllm)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (7, "both are up")
+    assert len(told) == 2
+    entry = '"argv": ["serve", "a model", ' if vllm else '"--model", "a model"'
+    module = "" if vllm else '"vllm.entrypoints.launchers.api_server.entry"'
+    for one in told:
+        assert entry in one
+        assert module in one
+        assert '"--foo", "two words"' in one
+        pid = one.partition('"pid": ')[2].partition(",")[0]
+        assert not Path(f"/proc/{pid}").exists()
+    devices = {one.partition('"CUDA_VISIBLE_DEVICES": ')[2][:3] for one in told}
+    assert devices == {'"0"', '"1"'}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_server_that_ends_is_told_with_its_last_words(name: str, tmp_path: Path) -> None:
+    done, _ = start(name, tmp_path, "--dies", "--", "echo", "never")
+    assert done.returncode == 1
+    assert "no such model" in done.stderr
+    assert "never" not in done.stdout
+
+
+def test_scripts_are_bash_that_may_be_run() -> None:
+    bash = need(shutil.which("bash"), "bash is missing")
+    for script in EXAMPLES.rglob("*.sh"):
+        assert os.access(script, os.X_OK)
+        subprocess.run([bash, "-n", script], check=True)
+        assert "set -euo pipefail" in script.read_text()
+
+
+def test_the_settings_file_is_one() -> None:
+    file = EXAMPLES / "settings" / "fleet.toml"
+    config = load_config(environ={"OBJKV_CONFIG_FILE": str(file)})
+    for setting, value in tomllib.loads(file.read_text()).items():
+        assert setting in Config.model_fields
+        assert getattr(config, setting) == value
 
 
 def run(folder: Path, *command: str, **variables: str) -> str:
@@ -58,23 +154,25 @@ def run(folder: Path, *command: str, **variables: str) -> str:
     return out
 
 
-def ports(number: int) -> str:
-    return " ".join(str(free_port()) for _ in range(number))
-
-
 def shares(out: str) -> list[tuple[int, int]]:
     """(tokens not computed, all tokens) of each line that tells them."""
-    return [(int(a), int(b)) for a, b in SHARED.findall(out)]
+    return [(int(a), int(b)) for a, b in re.findall(r"(\d+) of (\d+)", out)]
 
 
+@pytest.mark.slow
 def test_two_replicas_and_their_tenants(model: Path, tmp_path: Path) -> None:
-    """One start of the two for both examples: first each asks about a document, then tenants."""
+    """First each is asked about a document, then by tenants, and a router finds what is stored."""
+    from transformers import AutoTokenizer
+
     adapters = [make_adapter(tmp_path / name, seed=n) for n, name in enumerate(("acme", "zenith"))]
+    document = " ".join(f"Shelf {shelf} holds {shelf * 7 % 90} boxes." for shelf in range(300))
+    tokens = AutoTokenizer.from_pretrained(model)(f"{document}\n\nAnother question?")["input_ids"]
     pair = ports(2)
     urls = [f"http://127.0.0.1:{port}" for port in pair.split()]
     asks = [
         f"python {EXAMPLES}/two-replicas/ask.py {' '.join(urls)}",
         f"python {EXAMPLES}/lora-tenants/ask.py {' '.join(urls)} --adapters acme zenith",
+        f"python {EXAMPLES}/match/match.py {' '.join(map(str, tokens))}",
     ]
     out = run(
         tmp_path,
@@ -84,13 +182,15 @@ def test_two_replicas_and_their_tenants(model: Path, tmp_path: Path) -> None:
         *("--", "bash", "-ec", "\n".join(asks)),
         PORTS=pair,
     )
-    told = shares(out)
+    *told, (found, asked) = shares(out)
     assert len(told) == 2 + 8
     for first, second in zip(told[::2], told[1::2], strict=True):
         assert first[0] == 0
         assert second[0] == second[1] // CHUNK * CHUNK > 1024
+    assert 1024 < found <= asked // CHUNK * CHUNK
 
 
+@pytest.mark.slow
 def test_the_second_batch_computes_no_document(model: Path, tmp_path: Path) -> None:
     batch = EXAMPLES / "offline-batch"
     engine = {"enforce_eager": True, "dtype": "float32", "block_size": 32, "max_model_len": 4096}
@@ -111,33 +211,3 @@ def test_the_second_batch_computes_no_document(model: Path, tmp_path: Path) -> N
     for one in second:
         assert one["not_computed"] >= one["prompt_tokens"] // CHUNK * CHUNK > 1024
     assert sum(one["not_computed"] for one in first) < sum(one["not_computed"] for one in second)
-
-
-@pytest.fixture(scope="module")
-def nixl() -> str:
-    """A folder with NIXL for ``PYTHONPATH``; empty if this Python has it. 70 MB, fetched once."""
-    if importlib.util.find_spec("nixl") is not None:
-        return ""
-    folder = ROOT / ".cache" / "nixl"
-    if not (folder / "nixl").exists():
-        pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target")
-        subprocess.run([*pip, str(folder), "nixl", "nixl-cu12"], check=False)
-    need(folder / "nixl", "NIXL could not be installed: pip install nixl nixl-cu12")
-    return str(folder)
-
-
-def test_prefill_loads_from_objkv_what_nixl_hands_to_decode(
-    model: Path, tmp_path: Path, nixl: str
-) -> None:
-    out = run(
-        tmp_path,
-        *(str(EXAMPLES / "nixl" / "run.sh"), str(model), *ENGINE),
-        PORTS=ports(4),
-        KV_BUFFER_DEVICE="cpu",
-        PYTHONPATH=nixl,
-    )
-    first, second = shares(out)
-    assert first[0] == 0
-    assert second[0] == second[1] // CHUNK * CHUNK >= 1024
-    moved = [float(number) for number in re.findall(r"moved ([\d.]+) MiB", out)]
-    assert moved[0] > 1

@@ -11,8 +11,7 @@ import pytest
 from objkv.config import Config, load_config
 from objkv.config.node import agent_socket
 from objkv.ops.doctor.access import COMMAND_ROLES
-from tests.examples.commands import parsed
-from tests.examples.places import EXAMPLES, need
+from tests.examples.places import EXAMPLES, need, parsed
 
 UNITS = EXAMPLES / "systemd"
 SERVICES = sorted(UNITS.glob("*.service"))
@@ -48,22 +47,18 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_systemd_has_nothing_to_say(installed: Path) -> None:
-    units = sorted(installed.glob("objkv-*.*"))
-    files = [str(unit) for unit in units if unit.is_file()]
+def test_systemd_has_nothing_to_say_and_services_may_do_little(installed: Path) -> None:
+    files = [str(unit) for unit in sorted(installed.glob("objkv-*.*")) if unit.is_file()]
     assert len(files) == 6
     done = analyze(installed, "verify", *files)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    bad = installed / "objkv-bad.service"
-    bad.write_text("[Service]\nExecStart=/bin/true\nProtectSistem=yes\n")
-    assert "ProtectSistem" in analyze(installed, "verify", str(bad)).stderr
-
-
-def test_services_may_do_little(installed: Path) -> None:
     for unit in SERVICES:
         words = ("security", "--offline=yes", f"--threshold={EXPOSED_MAX}", unit.name)
         done = analyze(installed, *words)
         assert done.returncode == 0, done.stdout[-500:]
+    for timer in UNITS.glob("*.timer"):
+        assert timer.with_suffix(".service") in SERVICES
+        assert analyze(UNITS, "calendar", settings(timer)["OnCalendar"]).returncode == 0
 
 
 def test_each_command_is_objkvs_and_its_role_may_run_it() -> None:
@@ -78,13 +73,6 @@ def test_each_command_is_objkvs_and_its_role_may_run_it() -> None:
             continue
         name = f"{command} --apply" if "--apply" in words else command
         assert role in COMMAND_ROLES[name]
-
-
-def test_each_timer_has_its_service() -> None:
-    for timer in UNITS.glob("*.timer"):
-        assert timer.with_suffix(".service") in SERVICES
-        words = ("calendar", settings(timer)["OnCalendar"])
-        assert analyze(UNITS, *words).returncode == 0
 
 
 HARDENING = UNITS / "objkv-.service.d" / "10-hardening.conf"
@@ -137,9 +125,6 @@ def test_an_agents_memory_user_and_socket_are_those_of_its_replicas() -> None:
     (told,) = (line for line in page.splitlines() if "OBJKV_AGENT=" in line)
     variable, _, value = told.split()[1].partition("=")
     assert agent_socket(load_config(environ={variable: value})) == Path(socket)
-
-
-def test_an_agent_may_complete_its_loads_and_saves() -> None:
     config, unit = Config(), settings(AGENT)
     needed_s = (config.load_deadline_ms + config.drain_deadline_ms) / 1000
     assert int(unit["TimeoutStopSec"]) > needed_s

@@ -34,9 +34,7 @@ from tests.support.servers.redis import (
     valkey_server,
     wait_until,
 )
-from tests.support.servers.spoil import Spoil
-from tests.support.servers.spoil_redis import SpoilRedis
-from tests.support.servers.spoil_s3 import SpoilS3
+from tests.support.servers.spoil import Spoil, SpoilRedis, SpoilS3
 
 HOUR_S = 3600.0
 DISK_BYTES = 4 << 20

@@ -2,11 +2,10 @@
 
 import re
 import socket
-import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from itertools import cycle
-from typing import Any
 
 import pytest
 
@@ -23,12 +22,9 @@ from objkv.stores.base import PruneStore
 from objkv.stores.guarded import GuardedStore
 from objkv.stores.redis import RedisStore
 from objkv.telemetry import NullRecorder
-from tests.stores.guards import guard_of
-from tests.support.servers.listener import Listener
-from tests.support.servers.slow import DROP_S, Reluctant, full_listener
+from tests.stores.guards import assert_all_end, guard_of
+from tests.support.servers.listener import DROP_S, Scripted, Serve, full_listener, reluctant
 
-PATIENCE_S = 60.0
-"""Far more than the deadline, but less than the calls would take without one."""
 HASH = b"h" * 20
 FIELD = "0.L0-2_H0-2"
 SHARD = ShardRecord(1, 1, "none", hot=False, header_checksum="0" * 32, created_s=1)
@@ -65,29 +61,23 @@ STORE_CALLS: dict[str, Callable[[PruneStore], object]] = {
 }
 
 
-class SlowRedis(Listener):
+def slow(answer: bytes) -> Serve:
     """Lets clients log in, and answers everything else with a byte of ``answer`` now and then."""
 
-    def __init__(self, answer: bytes) -> None:
-        self._answer = answer
-        self._ended = threading.Event()
-        super().__init__()
-
-    def serve(self, connection: socket.socket) -> None:
-        """Until the client is gone."""
+    def serve(connection: socket.socket) -> None:
         while data := connection.recv(1 << 20):
             if re.search(rb"\r\n(CLIENT|SELECT)\r\n", data):
                 connection.sendall(b"+OK\r\n" * len(re.findall(rb"(?m)^\*[0-9]+\r$", data)))
                 continue
-            for number in cycle(self._answer):
-                if self._ended.wait(DROP_S):
-                    return
+            for number in cycle(answer):
+                time.sleep(DROP_S)
                 connection.sendall(bytes([number]))
 
-    def close(self) -> None:
-        """Also ends what trickles."""
-        self._ended.set()
-        super().close()
+    return serve
+
+
+SERVES = {name: slow(answer) for name, answer in ANSWERS.items()}
+SERVES["hardly takes anything"] = reluctant
 
 
 @pytest.fixture(autouse=True)
@@ -105,30 +95,16 @@ def config_of(address: tuple[str, int], scheme: str) -> Config:
 
 
 @contextmanager
-def full() -> Iterator[tuple[str, int]]:
-    with full_listener() as address:
-        yield address
-
-
-@contextmanager
-def reluctant() -> Iterator[tuple[str, int]]:
-    with Reluctant() as server:
+def served(name: str) -> Iterator[tuple[str, int]]:
+    if name == "no way in":
+        with full_listener() as address:
+            yield address
+        return
+    with Scripted(SERVES[name]) as server:
         yield server.address
 
 
-@contextmanager
-def slow(answer: bytes) -> Iterator[tuple[str, int]]:
-    with SlowRedis(answer) as server:
-        yield server.address
-
-
-SERVERS: dict[str, Callable[[], AbstractContextManager[tuple[str, int]]]] = {
-    name: lambda answer=answer: slow(answer) for name, answer in ANSWERS.items()
-}
-SERVERS |= {"no way in": full, "hardly takes anything": reluctant}
-
-
-CASES = [("redis", name) for name in SERVERS]
+CASES = [("redis", name) for name in (*SERVES, "no way in")]
 CASES += [
     (f"redis+{kind}", name) for kind in ("cluster", "sentinel") for name in ("nothing", "no way in")
 ]
@@ -136,7 +112,7 @@ CASES += [
 
 @pytest.mark.parametrize(("scheme", "server"), CASES)
 def test_every_call_is_over_in_time(scheme: str, server: str) -> None:
-    with SERVERS[server]() as address:
+    with served(server) as address:
         config = config_of(address, scheme)
         guard = {
             "seconds": call_s(config),
@@ -151,26 +127,6 @@ def test_every_call_is_over_in_time(scheme: str, server: str) -> None:
         store = GuardedStore(place, guard_of("hot", **guard))
         calls = {f"index {name}": (call, index) for name, call in INDEX_CALLS.items()}
         calls |= {f"store {name}": (call, store) for name, call in STORE_CALLS.items()}
-        assert_end(calls)
+        assert_all_end(calls, StoreError)
         index.close()
         store.close()
-
-
-def assert_end(calls: dict[str, tuple[Callable[[Any], object], object]]) -> None:
-    """Each raises a ``StoreError``, and before long: what never ends well must not go on."""
-    outcomes: dict[str, object] = {}
-
-    def run(name: str) -> None:
-        call, place = calls[name]
-        try:
-            outcomes[name] = call(place)
-        except BaseException as exc:
-            outcomes[name] = exc
-
-    threads = [threading.Thread(target=run, args=(name,), daemon=True) for name in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    assert outcomes.keys() == calls.keys(), f"these go on: {calls.keys() - outcomes.keys()}"
-    assert {k: v for k, v in outcomes.items() if not isinstance(v, StoreError)} == {}

@@ -1,4 +1,5 @@
-"""Replicas of any two shapes, against going through all cells of all ranks."""
+"""Names of chunks and shards, and what each rank of a replica holds and saves, against going
+through all cells."""
 
 from collections import Counter
 from itertools import product
@@ -7,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objkv.keys.topology import Shard, Topology, cover, pp_layers, rank_shard
+from objkv.keys.chunk import ChunkKey, effective_chunk_tokens
+from objkv.keys.topology import RankShard, Shard, Topology, cover, pp_layers, rank_shard
 
 TP_SIZES, PP_SIZES, HEADS = range(1, 17), range(1, 9), range(1, 33)
 LAYERS = (1, 2, 3, 7, 8, 9, 13, 16, 23, 32)
@@ -61,59 +63,40 @@ def cells_of(topology: Topology, rank: int) -> Cells:
     }
 
 
-def check(reader: Topology, writer: Topology, prefix_hash: bytes) -> None:
-    """The parts read of each target are exactly the rank's shard, whatever the two shapes."""
-    saved = {rank: cells_of(writer, rank) for rank in writer.writers(prefix_hash)}
-    everything = set(product(range(sum(writer.layers)), range(writer.heads)))
-    assert Counter(cell for kept in saved.values() for cell in kept) == Counter(everything)
-    for rank in range(reader.size):
-        need = cells_of(reader, rank)
-        held = reader.held(rank)
-        assert (cells(held.shard) if held else set()) == need
-        targets = reader.target_ranks(rank, writer, prefix_hash)
-        assert set(targets) == {target for target, kept in saved.items() if kept & need}
+def check(topology: Topology, prefix_hash: bytes) -> None:
+    """Each rank holds what vLLM gives it, and the writers save everything once."""
+    held = {rank: cells_of(topology, rank) for rank in range(topology.size)}
+    everything = set(product(range(sum(topology.layers)), range(topology.heads)))
+    saved = Counter(cell for rank in topology.writers(prefix_hash) for cell in held[rank])
+    assert saved == Counter(everything)
+    for rank, expected in held.items():
+        share = topology.held(rank)
+        assert (cells(share.shard) if share else set()) == expected
 
 
-def test_every_tp_size_reads_from_every_other() -> None:
+def test_every_size_alone() -> None:
     for heads in HEADS:
-        for mine, theirs in product(possible(heads), repeat=2):
-            reader, writer = (Topology(tp, heads, (2,)) for tp in (mine, theirs))
-            for prefix_hash in HASHES[:: len(HASHES) - 1]:
-                check(reader, writer, prefix_hash)
-
-
-def test_every_pp_size_reads_from_every_other() -> None:
-    for layers, mine, theirs in product(LAYERS, PP_SIZES, PP_SIZES):
-        reader, writer = (Topology(1, 1, pp_layers(layers, pp)) for pp in (mine, theirs))
-        check(reader, writer, HASHES[0])
+        for tp_size in possible(heads):
+            check(Topology(tp_size, heads, (2,)), HASHES[0])
+            check(Topology(tp_size, heads, (2,)), HASHES[-1])
+    for layers, pp_size in product(LAYERS, PP_SIZES):
+        check(Topology(1, 1, pp_layers(layers, pp_size)), HASHES[0])
 
 
 @given(two_shapes(), prefix_hashes)
-def test_every_shape_reads_from_every_other(
+def test_every_shape_holds_and_saves_all_and_covers_every_other(
     shapes: tuple[Topology, Topology], prefix_hash: bytes
 ) -> None:
-    check(*shapes, prefix_hash)
-
-
-@given(two_shapes(), prefix_hashes, st.data())
-def test_target_ranks_are_those_whose_shards_cover_the_need(
-    shapes: tuple[Topology, Topology], prefix_hash: bytes, data: st.DataObject
-) -> None:
     reader, writer = shapes
-    rank = data.draw(st.integers(0, reader.size - 1))
-    need = reader.held(rank)
-    if need is None:
-        assert reader.target_ranks(rank, writer, prefix_hash) == ()
-        return
-    saved = {
-        share.shard: target
-        for target in writer.writers(prefix_hash)
-        if (share := writer.held(target))
-    }
-    parts = cover(need.shard, saved)
-    assert parts is not None
-    targets = reader.target_ranks(rank, writer, prefix_hash)
-    assert sorted(saved[part.source] for part in parts) == sorted(targets)
+    check(writer, prefix_hash)
+    held = (writer.held(rank) for rank in writer.writers(prefix_hash))
+    saved = [share.shard for share in held if share]
+    for rank in range(reader.size):
+        if need := reader.held(rank):
+            parts = cover(need.shard, saved)
+            assert parts is not None
+            taken = Counter(cell for part in parts for cell in cells(part.take))
+            assert taken == Counter(cells_of(reader, rank))
 
 
 def test_each_replica_saves_about_as_many_chunks_as_the_others() -> None:
@@ -123,48 +106,6 @@ def test_each_replica_saves_about_as_many_chunks_as_the_others() -> None:
             rank for first in range(256) for rank in topology.writers(bytes([first]) + bytes(19))
         )
         assert counts == dict.fromkeys(range(topology.size), 256 // topology.replicas)
-
-
-def seed_targets(rank: int, reader: Topology, writer: Topology) -> set[int]:
-    """As vLLM's ``get_target_remote_ranks`` names them, with stages of one length."""
-
-    def along(place: int, mine: int, theirs: int) -> range:
-        ratio = max(mine, theirs) // min(mine, theirs)
-        if mine < theirs:
-            return range(place * ratio, (place + 1) * ratio)
-        return range(place // ratio, place // ratio + 1)
-
-    pp_rank, tp_rank = divmod(rank, reader.tp_size)
-    return {
-        pp * writer.tp_size + tp
-        for pp in along(pp_rank, reader.pp_size, writer.pp_size)
-        for tp in along(tp_rank, reader.tp_size, writer.tp_size)
-    }
-
-
-def test_targets_are_those_of_vllm_where_nothing_is_replicated() -> None:
-    sizes = [(tp, pp) for tp in (1, 2, 4, 8, 16) for pp in (1, 2, 4, 8)]
-    for mine, theirs in product(sizes, repeat=2):
-        reader, writer = (Topology(tp, 16, pp_layers(16, pp)) for tp, pp in (mine, theirs))
-        for rank in range(reader.size):
-            targets = reader.target_ranks(rank, writer, HASHES[3])
-            assert set(targets) == seed_targets(rank, reader, writer)
-
-
-@given(two_shapes(), prefix_hashes, st.data())
-def test_targets_hold_what_those_of_vllm_hold_where_something_is(
-    shapes: tuple[Topology, Topology], prefix_hash: bytes, data: st.DataObject
-) -> None:
-    reader, writer = (Topology(shape.tp_size, shape.heads, (2,)) for shape in shapes)
-    if max(reader.tp_size, writer.tp_size) % min(reader.tp_size, writer.tp_size):
-        return
-    rank = data.draw(st.integers(0, reader.size - 1))
-    need = cells_of(reader, rank)
-    named = seed_targets(rank, reader, writer)
-    reached = set().union(*(cells_of(writer, target) for target in named))
-    targets = reader.target_ranks(rank, writer, prefix_hash)
-    assert need <= reached
-    assert len(targets) <= len(named)
 
 
 def test_ranks_are_numbered_stage_by_stage() -> None:
@@ -177,47 +118,8 @@ def test_ranks_are_numbered_stage_by_stage() -> None:
     assert held.shard == Shard(1, 2, 4, 6)
 
 
-def test_ratios_say_who_has_more_by_their_sign() -> None:
-    small, large = Topology(2, 8, (8, 8), 16), Topology(8, 8, (4,) * 4, 64)
-    assert (large.tp_ratio(small), small.tp_ratio(large), small.tp_ratio(small)) == (4, -4, 1)
-    assert (large.pp_ratio(small), small.pp_ratio(large), small.pp_ratio(small)) == (2, -2, 1)
-    assert (large.block_ratio(small), small.block_ratio(large)) == (4, -4)
-
-
-def test_ratios_undo_each_other() -> None:
-    for heads, pp_one, pp_other in product((16, 32), PP_SIZES, PP_SIZES):
-        for tp_one, tp_other in product(possible(heads), repeat=2):
-            one = Topology(tp_one, heads, pp_layers(32, pp_one))
-            other = Topology(tp_other, heads, pp_layers(32, pp_other))
-            for ratio, mine, theirs in (
-                (Topology.tp_ratio, tp_one, tp_other),
-                (Topology.pp_ratio, pp_one, pp_other),
-            ):
-                if max(mine, theirs) % min(mine, theirs):
-                    with pytest.raises(ValueError, match="set one to a multiple of the other"):
-                        ratio(one, other)
-                    continue
-                assert mine * max(1, -ratio(one, other)) == theirs * max(1, ratio(one, other))
-                assert ratio(one, other) in (-ratio(other, one), ratio(other, one))
-
-
-def test_sizes_without_a_ratio_share_all_the_same() -> None:
-    three, two = Topology(3, 6, (4, 2)), Topology(2, 6, (2, 2, 2))
-    for ratio in (Topology.tp_ratio, Topology.pp_ratio):
-        with pytest.raises(ValueError, match="set one to a multiple of the other"):
-            ratio(three, two)
-    check(three, two, HASHES[0])
-    check(two, three, HASHES[0])
-
-
-def test_block_sizes_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match="block_size is 16 here and 24 there"):
-        Topology(1, 1, (1,), 16).block_ratio(Topology(1, 1, (1,), 24))
-
-
 def test_kv_is_replicated_only_by_more_ranks_than_heads() -> None:
-    assert not Topology(8, 8, (1,)).replicated
-    assert not Topology(1, 1, (1,)).replicated
+    assert Topology(8, 8, (1,)).replicas == Topology(1, 1, (1,)).replicas == 1
     assert Topology(16, 8, (1,)).replicas == 2
     assert Topology(4, 1, (1,)).replicas == 4  # MLA
 
@@ -234,11 +136,10 @@ def test_what_vllm_could_not_run_is_refused_with_what_to_change() -> None:
             Topology(1, 1, layers)
 
 
-def test_a_stage_without_layers_holds_and_reads_nothing() -> None:
+def test_a_stage_without_layers_holds_and_saves_nothing() -> None:
     topology = Topology(2, 2, (0, 3))
     assert topology.held(1) is None
     assert topology.layer_range(0) == (0, 0)
-    assert topology.target_ranks(0, topology, HASHES[0]) == ()
     assert topology.writers(HASHES[0]) == (2, 3)
 
 
@@ -255,3 +156,158 @@ def test_layers_are_spread_evenly_and_what_remains_over_all_stages_but_the_last(
         counts = pp_layers(layers, pp_size)
         assert (len(counts), sum(counts)) == (pp_size, layers)
         assert max(counts) - min(counts) <= 1
+
+
+number = st.integers(0, 200)
+shards = st.tuples(number, st.integers(1, 99), number, st.integers(1, 99)).map(
+    lambda t: Shard(t[0], t[0] + t[1], t[2], t[2] + t[3])
+)
+keys = st.builds(
+    ChunkKey,
+    namespace=st.binary(min_size=16, max_size=16).map(bytes.hex),
+    prefix_hash=st.binary(min_size=20, max_size=20),
+    group=number,
+    shard=shards,
+)
+KEY = ChunkKey("0123456789abcdef" * 2, bytes(range(20)), 3, Shard(0, 32, 0, 8))
+PATH = (
+    "0123456789abcdef0123456789abcdef/00/000102030405060708090a0b0c0d0e0f10111213/"
+    "3.L0-32_H0-8.safetensors"
+)
+
+
+@given(shards)
+def test_a_shard_parses_to_itself(shard: Shard) -> None:
+    assert Shard.parse(str(shard)) == shard
+
+
+@given(keys)
+def test_a_key_parses_to_itself(key: ChunkKey) -> None:
+    assert ChunkKey.parse(key.path()) == key
+
+
+def test_a_key_prints_as_documented() -> None:
+    assert KEY.path() == PATH
+    assert KEY.field == "3.L0-32_H0-8"
+
+
+@given(keys, keys)
+def test_different_keys_have_different_paths(one: ChunkKey, other: ChunkKey) -> None:
+    assert (one.path() == other.path()) == (one == other)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "L0-1", "L0-1_H0-0", "L1-1_H0-1", "L2-1_H0-1", "L00-1_H0-1", "L0-1_H0-1 ", "L0-1_H0-1\n",
+     "L-1-1_H0-1", "L0-1_H0-1_", "l0-1_h0-1", "L0-1３_H0-1", "L0-" + "9" * 5000 + "_H0-1"],
+)  # fmt: skip
+def test_what_is_not_a_shard_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        Shard.parse(text)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "",
+        "/" + PATH,
+        PATH + "\n",
+        PATH.upper(),
+        PATH.replace("/00/", "/01/"),
+        PATH.replace("3.L", "03.L"),
+        PATH.replace("3.L", "3３.L"),
+        PATH.replace("3.L", "-3.L"),
+        PATH.replace("H0-8", "H8-8"),
+        PATH.removesuffix(".safetensors"),
+        PATH.replace("0123456789abcdef/", "/"),
+        "prefix/" + PATH,
+    ],
+)
+def test_what_is_not_the_path_of_a_chunk_is_refused(path: str) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        ChunkKey.parse(path)
+
+
+@given(st.text(max_size=120) | st.text("0123456789abcdef/.LH-_safetnor", max_size=120))
+def test_garbage_is_refused_or_prints_back_unchanged(text: str) -> None:
+    for parse, show in ((Shard.parse, str), (ChunkKey.parse, lambda key: key.path())):
+        try:
+            value = parse(text)
+        except ValueError:
+            continue
+        assert show(value) == text
+
+
+@given(st.data())
+def test_a_path_with_one_character_changed_is_refused_or_another_key(data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(PATH) - 1))
+    changed = PATH[:at] + data.draw(st.characters()) + PATH[at + 1 :]
+    try:
+        key = ChunkKey.parse(changed)
+    except ValueError:
+        return
+    assert key.path() == changed
+
+
+tp_sizes = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 32])
+head_counts = st.sampled_from([1, 2, 3, 4, 6, 8, 16, 40])
+
+
+def ranks(heads: int, tp_size: int) -> list[RankShard]:
+    return [rank_shard(layers=7, heads=heads, tp_rank=r, tp_size=tp_size) for r in range(tp_size)]
+
+
+@given(head_counts, tp_sizes, st.binary(min_size=20, max_size=20))
+def test_the_ranks_that_write_a_chunk_cover_every_head_exactly_once(
+    heads: int, tp_size: int, prefix_hash: bytes
+) -> None:
+    try:
+        held = ranks(heads, tp_size)
+    except ValueError:
+        assert max(heads, tp_size) % min(heads, tp_size)
+        return
+    written = [r.shard for r in held if r.writes(prefix_hash)]
+    covered = [h for shard in written for h in range(shard.head_start, shard.head_end)]
+    assert sorted(covered) == list(range(heads))
+    assert {(shard.layer_start, shard.layer_end) for shard in written} == {(0, 7)}
+
+
+@given(head_counts, tp_sizes)
+def test_ranks_that_hold_the_same_are_told_apart_by_their_replica(heads: int, tp_size: int) -> None:
+    try:
+        held = ranks(heads, tp_size)
+    except ValueError:
+        return
+    assert len({(r.shard, r.replica) for r in held}) == tp_size
+    assert all(0 <= r.replica < r.replicas for r in held)
+
+
+def test_the_writer_of_replicated_kv_rotates_with_the_hash() -> None:
+    held = ranks(heads=1, tp_size=4)
+    for first_byte in range(8):
+        prefix_hash = bytes([first_byte]) + bytes(19)
+        assert [r.writes(prefix_hash) for r in held].index(True) == first_byte % 4
+
+
+def test_heads_are_dealt_out_as_vllm_does() -> None:
+    assert str(ranks(heads=8, tp_size=2)[1].shard) == "L0-7_H4-8"
+    assert [str(r.shard) for r in ranks(heads=2, tp_size=4)] == [
+        "L0-7_H0-1", "L0-7_H0-1", "L0-7_H1-2", "L0-7_H1-2",
+    ]  # fmt: skip
+
+
+@given(st.integers(-1, 5000), st.lists(st.integers(1, 200), min_size=1, max_size=3).map(tuple))
+def test_a_chunk_is_the_smallest_common_multiple_that_reaches_the_wish(
+    wish: int, block_sizes: tuple[int, ...]
+) -> None:
+    effective = effective_chunk_tokens(wish, block_sizes)
+    smaller = range(max(wish, 1), effective)
+    assert effective >= max(wish, 1)
+    assert all(effective % size == 0 for size in block_sizes)
+    assert not any(all(n % size == 0 for size in block_sizes) for n in smaller[:2000])
+
+
+def test_a_chunk_of_a_hybrid_model_is_a_multiple_of_all_its_block_sizes() -> None:
+    assert effective_chunk_tokens(256, (16,)) == 256
+    assert effective_chunk_tokens(256, (160, 16)) == 320
+    assert effective_chunk_tokens(1, (16, 24)) == 48

@@ -58,31 +58,20 @@ def test_parts_are_the_need_exactly_or_it_cannot_be_reached(need: Shard, held: l
 
 
 @given(shards(), st.lists(shards(), max_size=12), st.randoms(use_true_random=False))
-def test_the_order_of_what_is_held_does_not_matter(
+def test_a_cover_has_one_order_and_no_source_in_vain(
     need: Shard, held: list[Shard], random: Random
 ) -> None:
+    found = cover(need, held)
     shuffled = held * 2
     random.shuffle(shuffled)
-    assert cover(need, shuffled) == cover(need, held) == cover(need, frozenset(held))
-
-
-@given(shards(), st.lists(shards(), max_size=12))
-def test_no_source_is_there_in_vain(need: Shard, held: list[Shard]) -> None:
-    sources = {part.source for part in cover(need, held) or ()}
+    assert cover(need, shuffled) == found == cover(need, frozenset(held))
+    assert cover(need, [*held, need]) == (Part(need, need),)
+    for one, other in pairwise(found or ()):
+        assert one.take < other.take
+    sources = {part.source for part in found or ()}
     for source in sources:
         others = set().union(*(cells(other) for other in sources - {source}))
         assert not cells(need) <= others
-
-
-@given(shards(), st.lists(shards(), max_size=12))
-def test_the_shard_itself_is_taken_alone(need: Shard, held: list[Shard]) -> None:
-    assert cover(need, [*held, need]) == (Part(need, need),)
-
-
-@given(shards(), st.lists(shards(), max_size=12))
-def test_parts_come_in_the_order_of_the_layers(need: Shard, held: list[Shard]) -> None:
-    for one, other in pairwise(cover(need, held) or ()):
-        assert one.take < other.take
 
 
 def test_of_two_ways_to_be_covered_the_one_with_fewer_payloads_is_taken() -> None:

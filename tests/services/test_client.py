@@ -16,7 +16,7 @@ from tests.client.contract import SharedClientContract, announce
 from tests.support.samples import CHUNK, LEFT, NAMESPACE, RIGHT, TOKENS, WHOLE, save, save_identity
 from tests.support.servers.redis import RedisServer, valkey_server
 
-pytestmark = [pytest.mark.service]
+pytestmark = [pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -1,17 +1,24 @@
-"""``LocalStore`` keeps what every store promises, and what only a folder has to."""
+"""``LocalStore`` keeps what every store promises, and what only a folder has to; what others plant
+in it stops no walk, and leftovers of killed writers go."""
 
 import errno
+import logging
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
+from objkv.stores.base import KEY_BYTES_MAX
 from objkv.stores.local import LocalStore
 from tests.contracts.store_contract import StoreContract
+from tests.support.servers.quick_s3 import QuickS3
+from tests.support.servers.s3_stores import BUCKET, s3_client, s3_store
 
 
 class TestLocalStore(StoreContract):
@@ -178,3 +185,141 @@ def test_a_killed_writer_leaves_whole_values_only(tmp_path: Path) -> None:
             assert store.get(entry.key) == bytes([number % 251]) * 500_000
     store.sweep_temporary(0)
     assert all("~" not in name for name in files(tmp_path))
+
+
+@pytest.fixture
+def walked(tmp_path: Path) -> LocalStore:
+    walked = LocalStore(tmp_path)
+    walked.put("ns/aa/x", b"1")
+    return walked
+
+
+@contextmanager
+def nested(folder: Path, name: str, levels: int) -> Iterator[None]:
+    """Folders in folders, deeper than a path can be."""
+    folder.mkdir()
+    fd = os.open(folder, os.O_RDONLY)
+    for _ in range(levels):
+        os.mkdir(name, dir_fd=fd)
+        inner = os.open(name, os.O_RDONLY, dir_fd=fd)
+        os.close(fd)
+        fd = inner
+    os.close(os.open("~tmp-1-1", os.O_WRONLY | os.O_CREAT, dir_fd=fd))
+    os.close(fd)
+    try:
+        yield
+    finally:  # too deep for Python's own way
+        subprocess.run(["/bin/rm", "-rf", str(folder)], check=True)
+
+
+@pytest.fixture
+def forbid(monkeypatch: pytest.MonkeyPatch) -> Callable[[LocalStore, str, int], None]:
+    """Makes opening a folder fail, as it does for another user: tests may run as root."""
+
+    def forbid(walked: LocalStore, folder: str, number: int) -> None:
+        opens = walked._beneath.open
+
+        def refusing(path: str, flags: int) -> int:
+            if path == folder:
+                raise OSError(number, os.strerror(number))
+            return opens(path, flags)
+
+        monkeypatch.setattr(walked._beneath, "open", refusing)
+
+    return forbid
+
+
+@pytest.mark.parametrize("levels", [600, 1_500, 3_000])
+def test_folders_nested_deeper_than_any_key_end_no_walk(
+    walked: LocalStore, tmp_path: Path, levels: int
+) -> None:
+    with nested(tmp_path / "0evil", "a", levels):
+        assert [entry.key for entry in walked.scan("")] == ["ns/aa/x"]
+        assert list(walked.unfinished()) == []
+
+
+def test_the_deepest_key_is_found(walked: LocalStore) -> None:
+    deepest = "/".join("a" * (KEY_BYTES_MAX // 2))
+    assert len(deepest) == KEY_BYTES_MAX - 1
+    walked.put(deepest, b"2")
+    walked.put(deepest + "b", b"3")
+    assert [entry.key for entry in walked.scan("")] == [deepest, deepest + "b", "ns/aa/x"]
+
+
+@pytest.mark.parametrize("name", ["~tmp-1-1", "a b", "\x1b[31m", "n" * 201])
+def test_no_walk_enters_a_folder_that_no_key_can_name(
+    walked: LocalStore, tmp_path: Path, forbid: Callable[[LocalStore, str, int], None], name: str
+) -> None:
+    (tmp_path / "d" / name).mkdir(parents=True)
+    forbid(walked, f"d/{name}", errno.EIO)
+    assert [entry.key for entry in walked.scan("")] == ["ns/aa/x"]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG])
+def test_a_folder_inside_that_cannot_be_read_is_left_out_and_told_once(
+    walked: LocalStore,
+    forbid: Callable[[LocalStore, str, int], None],
+    caplog: pytest.LogCaptureFixture,
+    number: int,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    walked.put("0evil/x", b"2")
+    forbid(walked, "0evil", number)
+    assert [entry.key for entry in walked.scan("")] == ["ns/aa/x"]
+    assert list(walked.unfinished()) == []
+    (told,) = caplog.records
+    assert "0evil" in told.getMessage()
+
+
+def test_the_folder_that_was_asked_for_must_be_readable(
+    walked: LocalStore, forbid: Callable[[LocalStore, str, int], None]
+) -> None:
+    """Otherwise hiding the documents of pins would delete the pinned chunks."""
+    walked.put("ns/pins/x", b"2")
+    forbid(walked, "ns/pins", errno.EACCES)
+    with pytest.raises(StoreDenied, match="ns/pins"):
+        list(walked.scan("ns/pins/"))
+
+
+def test_another_fault_inside_ends_the_walk(
+    walked: LocalStore, forbid: Callable[[LocalStore, str, int], None]
+) -> None:
+    forbid(walked, "ns/aa", errno.EACCES)
+    assert list(walked.scan("")) == []
+    forbid(walked, "ns", errno.EIO)
+    with pytest.raises(Exception, match="ns"):
+        list(walked.scan(""))
+
+
+def test_a_temporary_file_that_became_a_value_is_discarded_alone(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put("a/b", b"value")
+    os.link(tmp_path / "a" / "b", tmp_path / "a" / "~tmp-1-0")  # killed between link and unlink
+    (left,) = store.unfinished()
+    assert store.discard(left)
+    assert not store.discard(left)
+    assert store.get("a/b") == b"value"
+
+
+def test_a_folder_with_nothing_but_a_leftover_goes_with_it(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "~tmp-1-0").write_bytes(b"half")
+    assert [store.discard(left) for left in store.unfinished()] == [True]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_uploads_that_nobody_completed_are_aborted() -> None:
+    with QuickS3() as server, s3_store(server.url) as store:
+        client = s3_client(server.url)
+        place = {"Bucket": BUCKET, "Key": "p/a/b"}
+        for number in (1, 2):
+            upload = client.create_multipart_upload(**place)["UploadId"]
+            client.upload_part(**place, UploadId=upload, PartNumber=1, Body=b"x" * 10 * number)
+        client.create_multipart_upload(Bucket=BUCKET, Key="other/a/b")
+        found = list(store.unfinished())
+        assert [(left.key, left.nbytes) for left in found] == [("a/b", 10), ("a/b", 20)]
+        assert store.discard(found[0])
+        assert not store.discard(found[0])
+        assert list(store.unfinished()) == found[1:]
+        client.close()

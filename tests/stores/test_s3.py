@@ -1,10 +1,8 @@
 """``S3Store`` keeps what every store promises, against moto; faults come from botocore's stubs."""
 
 import hashlib
-import socket
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -23,11 +21,12 @@ from werkzeug.serving import make_server
 from objkv.config import Config
 from objkv.errors import ConfigError, StoreBusy, StoreDenied, StoreError, StoreUnavailable
 from objkv.stores.s3 import body as s3_body
+from objkv.stores.s3.absent import PROOF_S, Absence
 from objkv.stores.s3.client import open_s3_client, translated
 from objkv.stores.s3.store import S3Store
 from objkv.telemetry import MemoryRecorder
 from tests.contracts.store_contract import StoreContract
-from tests.support.servers.listener import Listener
+from tests.support.servers.listener import Scripted, hasty
 
 BUCKET = "kv-cache"
 PART = 5 << 20
@@ -297,79 +296,10 @@ def test_an_upload_that_fails_leaves_no_parts(
     assert store.get("k") is None
 
 
-class Answers(BaseHTTPRequestHandler):
-    """Keeps connections alive, as real servers do and moto does not; counts them."""
-
-    protocol_version = "HTTP/1.1"
-    connections = 0
-
-    def setup(self) -> None:
-        type(self).connections += 1
-        super().setup()
-
-    def do_GET(self) -> None:
-        value = b"" if self.path.endswith("empty") else bytes(range(256)) * 20
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(value)))
-        self.end_headers()
-        self.wfile.write(value)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-def test_a_value_is_read_in_slices_and_the_connection_is_used_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(s3_body, "SLICE_BYTES", 1000)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        client = open_s3_client(Config(s3_endpoint_url=url, **PATIENT))
-        store = S3Store(client, bucket=BUCKET, prefix="", multipart_bytes=PART)
-        try:
-            for _ in range(3):
-                buffer = bytearray(6000)
-                assert store.get_into("empty", memoryview(buffer)) == 0
-                assert store.get_into("k", memoryview(buffer)) == 5120
-                assert buffer[:5120] == bytes(range(256)) * 20
-        finally:
-            store.close()
-            server.shutdown()
-            thread.join()
-    assert Answers.connections == 1
-
-
-class Body:
-    """As much of botocore's StreamingBody as ``read_exactly`` sees."""
-
-    def __init__(self, *steps: bytes) -> None:
-        self._steps = list(steps)
-
-    def readinto(self, buffer: memoryview) -> int:
-        step = self._steps.pop(0)
-        buffer[: len(step)] = step
-        return len(step)
-
-
-def test_a_body_that_ends_early_is_unavailable() -> None:
-    with pytest.raises(StoreUnavailable, match="ended after 3 of 5"):
-        s3_body.read_exactly(Body(b"abc", b""), memoryview(bytearray(5)), 1, clock=lambda: 0)
-
-
-class Dying(Listener):
-    """Returns half a body to every request."""
-
-    def serve(self, connection: socket.socket) -> None:
-        connection.recv(65536)
-        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf")
-
-
 def test_a_server_that_dies_in_a_body_is_unavailable_every_way() -> None:
-    with Dying() as server:
-        url = f"http://127.0.0.1:{server.address[1]}"
-        client = open_s3_client(Config(s3_endpoint_url=url, **PATIENT))
+    half = b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf"
+    with Scripted(hasty(half)) as server:
+        client = open_s3_client(Config(s3_endpoint_url=server.url, **PATIENT))
         for is_direct in (True, False):
             store = S3Store(
                 client, bucket=BUCKET, prefix="", multipart_bytes=PART, is_direct=is_direct
@@ -381,20 +311,45 @@ def test_a_server_that_dies_in_a_body_is_unavailable_every_way() -> None:
         store.close()
 
 
-def test_a_body_that_trickles_past_the_deadline_is_unavailable() -> None:
-    times = iter([0.5, 1.5])
-    with pytest.raises(StoreUnavailable, match="deadline passed after 2 of 5"):
-        s3_body.read_exactly(
-            Body(b"a", b"b", b"c"), memoryview(bytearray(5)), 1, clock=lambda: next(times)
-        )
+class Drops:
+    """A body, or a stream of the client, that has a byte more every second, and then ends."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.now_s = 0.0
+        self._nbytes = nbytes
+        self._raw_stream = self
+
+    def read1(self, _size: int) -> bytes:
+        self.now_s += 1
+        return b"x" if self.now_s <= self._nbytes else b""
+
+    def clock(self) -> float:
+        return self.now_s
 
 
-def test_a_value_too_long_for_the_buffer_does_not_spoil_the_next_call(store: S3Store) -> None:
-    store.put("long", bytes(PART))
-    for _ in range(3):
-        with pytest.raises(StoreError, match="exceeds the buffer"):
-            store.get_into("long", memoryview(bytearray(10)))
-    assert store.get_range("long", 0, 3) == bytes(3)
+class Body:
+    """As much of botocore's StreamingBody as is read without its stream."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._drops = Drops(nbytes)
+        self.clock = self._drops.clock
+
+    def readinto(self, buffer: memoryview) -> int:
+        step = self._drops.read1(1)
+        buffer[: len(step)] = step
+        return len(step)
+
+
+@pytest.mark.parametrize("kind", [Body, Drops])
+@pytest.mark.parametrize(
+    ("nbytes", "words"), [(3, "ended after 3 of 100"), (100, "deadline passed after 6 of 100")]
+)
+def test_a_body_that_ends_early_or_trickles_is_unavailable(
+    kind: type[Body], nbytes: int, words: str
+) -> None:
+    body = kind(nbytes)
+    with pytest.raises(StoreUnavailable, match=words):
+        s3_body.read_exactly(body, memoryview(bytearray(100)), 5, clock=body.clock)
 
 
 def raised(error: Exception) -> StoreError:
@@ -506,19 +461,121 @@ def test_repr_says_where(store: S3Store, prefix: str, endpoint_url: str) -> None
     assert repr(store) == f"<S3Store s3://kv-cache/{prefix}/ at {endpoint_url}>"
 
 
-def test_one_client_serves_many_threads(store: S3Store) -> None:
-    values = {f"k{number}": bytes([number]) * 100_000 for number in range(16)}
-    failures: list[str] = []
+PLACE = {"Bucket": "b", "Key": "p/k"}
+HIDDEN = failure(403, "AccessDenied")
 
-    def work(key: str) -> None:
-        buffer = memoryview(bytearray(100_000))
-        store.put(key, values[key])
-        if store.get_into(key, buffer) != 100_000 or buffer != values[key]:
-            failures.append(key)
 
-    threads = [threading.Thread(target=work, args=(key,)) for key in values]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+class Lists:
+    """A client that may list ``keys``, or nothing."""
+
+    def __init__(self, *keys: str, denied: bool = False) -> None:
+        self._keys = keys
+        self._denied = denied
+        self.asked: list[dict[str, Any]] = []
+        self.heads: list[dict[str, Any]] = []
+        self.is_closed = False
+        self.failure: ClientError | None = None
+
+    def head_object(self, **place: Any) -> dict[str, Any]:
+        self.heads.append(place)
+        if self.failure is not None:
+            raise self.failure
+        if self.is_closed:
+            raise failure(403, "403")
+        return {}
+
+    def list_objects_v2(self, **options: Any) -> dict[str, Any]:
+        self.asked.append(options)
+        if self._denied:
+            raise failure(403, "AccessDenied")
+        found = [{"Key": key} for key in self._keys if key.startswith(options["Prefix"])]
+        return {"Contents": found[: options["MaxKeys"]]} if found else {}
+
+
+@pytest.mark.parametrize("code", ["AccessDenied", "403"])
+@pytest.mark.parametrize(
+    ("keys", "denied", "absent"),
+    [
+        ((), False, True),
+        (("p/k2", "p/kk"), False, True),
+        (("p/k", "p/k2"), False, False),
+        ((), True, False),
+    ],
+)
+def test_a_listing_decides_what_a_refusal_means(
+    keys: tuple[str, ...], denied: bool, absent: bool, code: str
+) -> None:
+    client: Any = Lists(*keys, denied=denied)
+    assert Absence(client).is_absent(PLACE, failure(403, code)) is absent
+    assert client.asked[-1] == {"Bucket": "b", "Prefix": "p/k", "MaxKeys": 1}
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "absent"),
+    [
+        (404, "NoSuchKey", True),
+        (404, "NoSuchBucket", False),
+        (403, "InvalidAccessKeyId", False),
+        (403, "ExpiredToken", False),
+        (500, "InternalError", False),
+    ],
+)
+def test_other_answers_need_no_listing(status: int, code: str, absent: bool) -> None:
+    client = Lists()
+    assert Absence(client).is_absent(PLACE, failure(status, code)) is absent  # type: ignore[arg-type]
+    assert client.asked == []
+
+
+def test_a_refused_listing_is_not_repeated_for_each_miss() -> None:
+    client: Any = Lists(denied=True)
+    absence = Absence(client)
+    for _ in range(3):
+        assert absence.is_absent(PLACE, HIDDEN) is False
+    assert len(client.asked) == 1
+
+
+def test_a_proof_that_another_thread_forgets_is_no_exception() -> None:
+    client: Any = Lists(denied=True)
+    calls = 0
+
+    def clock() -> float:
+        nonlocal calls
+        calls += 1
+        if calls > 2:  # between a look at the proof and its use
+            absence._read = None
+        return 0.0
+
+    absence = Absence(client, clock=clock)
+    absence.note_read({"Bucket": "b", "Key": "p/seen"})
+    assert absence.is_absent(PLACE, HIDDEN)
+    assert calls > 2
+
+
+def test_a_repetition_that_fails_for_a_moment_forgets_no_proof() -> None:
+    client: Any = Lists(denied=True)
+    now_s, seen = [0.0], {"Bucket": "b", "Key": "p/seen"}
+    absence = Absence(client, clock=lambda: now_s[0])
+    absence.note_read(seen)
+    now_s[0] += PROOF_S + 1
+    client.failure = failure(503, "SlowDown")
+    assert not absence.is_absent(PLACE, HIDDEN)
+    client.failure = None
+    assert absence.is_absent(PLACE, HIDDEN)
+
+
+def test_a_read_proves_misses_until_it_is_old_and_fails_when_repeated() -> None:
+    client: Any = Lists(denied=True)
+    now_s, seen = [0.0], {"Bucket": "b", "Key": "p/seen"}
+    absence = Absence(client, clock=lambda: now_s[0])
+    absence.note_read(seen)
+    assert absence.is_absent(PLACE, HIDDEN)
+    payload = PLACE | {"Key": "p/k.safetensors"}
+    assert not absence.is_absent(payload, HIDDEN)
+    now_s[0] += PROOF_S + 1
+    assert absence.is_absent(PLACE, HIDDEN)
+    assert client.heads == [seen]
+    now_s[0] += PROOF_S + 1
+    client.is_closed = True
+    assert not absence.is_absent(PLACE, HIDDEN)
+    assert not absence.is_absent(PLACE, HIDDEN)
+    assert len(client.heads) == 2

@@ -1,45 +1,66 @@
-"""Calls of ``S3Store`` and of its client end within their deadline, answered or not."""
+"""S3 that is far, slow or faulty: a right value or an error, soon after the deadline at the latest.
 
-import socket
+Without deadlines each call would take more than a minute, so no test depends on this machine's
+speed.
+"""
+
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 from botocore.exceptions import ClientError
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from objkv.errors import StoreBusy, StoreError, StoreUnavailable
+from objkv.net.deadline import EndsBy
 from objkv.stores.s3 import client as s3_client_module
-from objkv.stores.s3 import helpers as s3_crew
-from objkv.stores.s3.body import read_exactly
+from objkv.stores.s3 import helpers as s3_helpers
 from objkv.stores.s3.client import begun_by
 from objkv.stores.s3.helpers import HelperPool
 from objkv.stores.s3.http import WireFailed
 from objkv.stores.s3.store import S3Store
-from tests.support.servers.listener import Listener
+from objkv.stores.s3.wire import LATE_MIN_S, SAMPLES_MIN, Hedge
+from objkv.telemetry import MemoryRecorder
+from tests.stores.guards import assert_all_end
+from tests.support.servers.listener import (
+    Listener,
+    Scripted,
+    Serve,
+    full_listener,
+    reluctant,
+    silent,
+    trickling,
+)
 from tests.support.servers.quick_s3 import Answer, QuickS3, Request, failure
 from tests.support.servers.s3_stores import BUCKET, MIB, pattern, s3_client, s3_store
+from tests.support.servers.spoil import Spoil, SpoilS3
 
 FAR_S = 3600.0
-
-
-class Silent(Listener):
-    """Takes requests and never answers."""
-
-    def serve(self, connection: socket.socket) -> None:
-        """Until the client is gone."""
-        while connection.recv(1 << 20):
-            pass
+DEADLINE_S = 0.3
+IMPATIENT = {"load_deadline_ms": 4_000}
+GETS = frozenset({"GET"})
+Call = Callable[[S3Store], object]
 
 
 @pytest.fixture
-def silent() -> Iterator[Silent]:
-    with Silent() as server:
+def mute() -> Iterator[Listener]:
+    """Takes requests and never answers."""
+    with Scripted(silent) as server:
         yield server
 
 
-CALLS: dict[str, Callable[[S3Store], object]] = {
+@pytest.fixture
+def near() -> Iterator[QuickS3]:
+    with QuickS3() as server:
+        yield server
+
+
+CALLS: dict[str, Call] = {
     "get": lambda store: store.get("k"),
     "get_range": lambda store: store.get_range("k", 1, 2),
     "get_into": lambda store: store.get_into("k", memoryview(bytearray(9))),
@@ -57,25 +78,91 @@ CALLS: dict[str, Callable[[S3Store], object]] = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_what_a_server_does_not_answer_is_asked_twice_at_most(
-    silent: Silent, call: Callable[[S3Store], object]
-) -> None:
+def test_what_a_server_does_not_answer_is_asked_twice_at_most(mute: Listener, call: Call) -> None:
     """Each attempt takes up to a quarter of the deadline. The client alone makes three, and waits
     for up to three seconds in between."""
     options = {"deadline_s": 0.8, "client": {"load_deadline_ms": 800}, "multipart_bytes": MIB}
-    url = f"http://127.0.0.1:{silent.address[1]}"
-    with s3_store(url, **options, range_bytes=MIB, ranges_max=2) as store:
+    with s3_store(mute.url, **options, range_bytes=MIB, ranges_max=2) as store:
         store._writer.conditional = True
         with pytest.raises(StoreUnavailable):
             call(store)
-    assert silent.connections <= 2
+    assert mute.connections <= 2
 
 
-def test_the_client_begins_nothing_when_it_is_too_late(silent: Silent) -> None:
-    client = s3_client(f"http://127.0.0.1:{silent.address[1]}")
+HEAD = b'HTTP/1.1 200 OK\r\nETag: "a"\r\nContent-Length: 100000\r\n\r\n'
+PUTS: dict[str, Call] = {
+    "at once": lambda store: store.put_if_absent("k", bytes(MIB)),
+    "in parts": lambda store: store.put_if_absent("l", bytes(64 * MIB)),
+}
+SLOW: dict[str, tuple[Serve, dict[str, Call]]] = {
+    "a head without end": (trickling(b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 10_000), CALLS),
+    "a long body": (trickling(HEAD + b"x" * 100_000), CALLS),
+    "not HTTP": (trickling(b"x" * 100_000), CALLS),
+    "continue": (trickling(b"HTTP/1.1 100 Continue\r\n\r\n" * 5_000), CALLS),
+    "nothing": (silent, CALLS),
+    "hardly takes anything": (reluctant, PUTS),
+}
+
+
+@contextmanager
+def opened(url: str, *, is_direct: bool) -> Iterator[S3Store]:
+    """A store whose client alone would be patient for minutes."""
+    with s3_store(
+        url,
+        deadline_s=DEADLINE_S,
+        client={"load_deadline_ms": 600_000},
+        multipart_bytes=MIB,
+        range_bytes=MIB,
+        ranges_max=2,
+        is_direct=is_direct,
+    ) as store:
+        store._writer.conditional = True
+        yield store
+
+
+@pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "client"])
+@pytest.mark.parametrize("slow", SLOW)
+def test_a_server_that_is_slow_is_left(slow: str, is_direct: bool) -> None:
+    serve, calls = SLOW[slow]
+    with Scripted(serve) as server, opened(server.url, is_direct=is_direct) as store:
+        assert_all_end({name: (call, store) for name, call in calls.items()}, StoreUnavailable)
+
+
+def test_a_server_that_lets_nobody_in_is_left() -> None:
+    with full_listener() as (host, port), opened(f"http://{host}:{port}", is_direct=True) as store:
+        assert_all_end({name: (call, store) for name, call in CALLS.items()}, StoreUnavailable)
+
+
+def test_whoever_has_less_time_gets_less(mute: Listener) -> None:
+    def hurried(call: Call) -> Call:
+        def run(store: S3Store) -> object:
+            with EndsBy(time.monotonic() + DEADLINE_S):
+                return call(store)
+
+        return run
+
+    with s3_store(mute.url, deadline_s=600, client={"load_deadline_ms": 600_000}) as store:
+        calls = {name: (hurried(CALLS[name]), store) for name in ("get_into", "head", "put")}
+        assert_all_end(calls, StoreUnavailable)
+
+
+def test_a_connection_that_was_hurried_is_patient_again() -> None:
+    with QuickS3() as server, s3_store(server.url, is_direct=False) as store:
+        with EndsBy(time.monotonic() + 30):
+            store.put("k", b"value")
+        assert store.get("k") == b"value"
+        assert server.connections == 1
+        pool = store._client._endpoint.http_session._manager.connection_from_url(server.url)
+        connection = pool._get_conn()
+        assert connection.sock.gettimeout() is None or connection.sock.gettimeout() > 1
+        connection.close()
+
+
+def test_the_client_begins_nothing_when_it_is_too_late(mute: Listener) -> None:
+    client = s3_client(mute.url)
     with begun_by(time.monotonic()), pytest.raises(StoreUnavailable, match="too little time left"):
         client.get_object(Bucket=BUCKET, Key="k")
-    assert silent.connections == 0
+    assert mute.connections == 0
 
 
 @pytest.fixture
@@ -149,27 +236,6 @@ def test_conflicts_share_one_deadline() -> None:
     assert len(asked) <= 3
 
 
-class Drops:
-    """A stream of the client that has a byte more every second."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self._raw_stream = self
-
-    def read1(self, _size: int) -> bytes:
-        self.now_s += 1
-        return b"x"
-
-    def clock(self) -> float:
-        return self.now_s
-
-
-def test_a_body_of_the_client_that_trickles_is_left_in_time() -> None:
-    drops = Drops()
-    with pytest.raises(StoreUnavailable, match="deadline passed after 6 of 100"):
-        read_exactly(drops, memoryview(bytearray(100)), 5, clock=drops.clock)
-
-
 def test_without_threads_a_get_reads_on_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     class Thread(threading.Thread):
         def start(self) -> None:
@@ -177,7 +243,7 @@ def test_without_threads_a_get_reads_on_alone(monkeypatch: pytest.MonkeyPatch) -
                 raise RuntimeError("can't start new thread")
             super().start()
 
-    monkeypatch.setattr(s3_crew.threading, "Thread", Thread)
+    monkeypatch.setattr(s3_helpers.threading, "Thread", Thread)
     value, buffer = pattern(4 * MIB), memoryview(bytearray(4 * MIB))
     with QuickS3() as server, s3_store(server.url, range_bytes=MIB, ranges_max=3) as store:
         store.put("k", value)
@@ -230,3 +296,219 @@ def test_uploads_leave_half_of_the_threads_to_reads() -> None:
     gate.set()
     crew.close()
     assert repr(crew) == "<HelperPool 0/4 busy>"
+
+
+class Checked:
+    """A buffer that is compared with the value as its bytes are reported."""
+
+    def __init__(self, value: bytes) -> None:
+        self.buffer = memoryview(bytearray(len(value)))
+        self._value = value
+        self.at = 0
+
+    def arrived(self, nbytes: int) -> None:
+        assert self.buffer[self.at : nbytes] == self._value[self.at : nbytes]
+        assert nbytes > self.at
+        self.at = nbytes
+
+
+SHARES: dict[str, dict[str, float]] = {
+    "reset": {"reset": 0.3},
+    "unavailable": {"error": 0.3},
+    "stall": {"stall": 0.1},
+    "all": {"reset": 0.1, "error": 0.1, "stall": 0.05, "lag": 0.5},
+}
+
+
+def faults(shares: dict[str, float], seed: int, verbs: frozenset[str] = frozenset()) -> list[Spoil]:
+    """So many of the answers are spoiled."""
+    rng = random.Random(seed)
+
+    def rule(fault: str, share: float) -> Spoil:
+        error = "503 SlowDown" if fault == "error" else ""
+        return Spoil(fault, verbs, when=lambda _: rng.random() < share, lag_s=0.02, error=error)
+
+    return [rule(*one) for one in shares.items()]
+
+
+@pytest.mark.parametrize("shares", SHARES.values(), ids=SHARES)
+@pytest.mark.parametrize("ranges_max", [0, 3])
+def test_a_fault_is_a_right_value_or_an_error_never_wrong_bytes(
+    near: QuickS3, shares: dict[str, float], ranges_max: int
+) -> None:
+    value, whole = pattern(4 * MIB + 17), 0
+    with (
+        SpoilS3(near.address) as far,
+        s3_store(
+            far.url, client=IMPATIENT, deadline_s=4, range_bytes=MIB, ranges_max=ranges_max
+        ) as store,
+    ):
+        store.put("k", value)
+        far.spoil(*faults(shares, 7, GETS))
+        for _ in range(6):
+            checked = Checked(value)
+            try:
+                nbytes = store.get_into("k", checked.buffer, checked.arrived)
+            except StoreError:
+                continue
+            assert nbytes == checked.at == len(value)
+            assert checked.buffer == value
+            whole += 1
+        assert far.spoiled
+    assert whole
+
+
+@pytest.mark.parametrize("ranges_max", [0, 3])
+def test_what_was_put_through_faults_is_whole(near: QuickS3, ranges_max: int) -> None:
+    put = 0
+    with (
+        s3_store(near.url) as right,
+        SpoilS3(near.address) as far,
+        s3_store(far.url, client=IMPATIENT, multipart_bytes=MIB, ranges_max=ranges_max) as store,
+    ):
+        far.spoil(*faults({"reset": 0.1, "unanswered": 0.1, "error": 0.15}, 3))
+        for number, nbytes in enumerate([100, MIB, 3 * MIB + 1] * 3):
+            value = pattern(nbytes, number)
+            try:
+                store.put(f"k{number}", value)
+                put += 1
+            except StoreError:
+                assert right.get(f"k{number}") in (None, value)
+            else:
+                assert right.get(f"k{number}") == value
+        assert far.spoiled
+    assert put
+
+
+@pytest.mark.parametrize("is_client_needed", [False, True])
+def test_what_broke_off_goes_on_where_it_was(is_client_needed: bool) -> None:
+    """Reported bytes are not written again, because the caller may have verified them."""
+    value = pattern(3 * MIB)
+    asked: list[str] = []
+
+    def break_off(request: Request) -> bytes | None:
+        if request.method != "GET":
+            return None
+        asked.append(request.headers.get("range", "all"))
+        if len(asked) == 1:
+            head = f"HTTP/1.1 200 OK\r\nETag: {etag}\r\nContent-Length: {len(value)}\r\n\r\n"
+            return head.encode() + value[:MIB]
+        return b"HTTP/1.1 500 No\r\n\r\n" if len(asked) == 2 and is_client_needed else None
+
+    with QuickS3(intercept=break_off) as server, s3_store(server.url) as store:
+        store.put("k", value)
+        etag = store._client.head_object(Bucket=BUCKET, Key="p/k")["ETag"]
+        checked = Checked(value)
+        assert store.get_into("k", checked.buffer, checked.arrived) == checked.at == len(value)
+        assert checked.buffer == value
+    rest = f"bytes={MIB}-{3 * MIB - 1}"
+    assert asked == ["all", rest, rest][: 3 if is_client_needed else 2]
+
+
+def test_the_ranges_of_a_value_come_over_several_connections(near: QuickS3) -> None:
+    value, buffer = pattern(8 * MIB), memoryview(bytearray(8 * MIB))
+    with (
+        SpoilS3(near.address) as far,
+        s3_store(far.url, range_bytes=MIB, ranges_max=7) as store,
+    ):
+        store.put("k", value)
+        far.spoil(Spoil("lag", GETS))
+        assert store.get_into("k", buffer) == len(value)
+        assert buffer == value
+        assert far.asked["GET"] == 8
+        assert far.connections > 2
+
+
+def test_a_store_that_stalls_while_ranges_are_read_is_left_in_time(near: QuickS3) -> None:
+    with (
+        SpoilS3(near.address) as far,
+        s3_store(far.url, client=IMPATIENT, deadline_s=2, range_bytes=MIB, ranges_max=3) as store,
+    ):
+        store.put("k", pattern(8 * MIB))
+        far.spoil(Spoil("stall", GETS))
+        started_s = time.monotonic()
+        with pytest.raises(StoreUnavailable):
+            store.get_into("k", memoryview(bytearray(8 * MIB)))
+        assert time.monotonic() - started_s < 60
+
+
+class Slow:
+    """Holds the first request for the key ``slow`` back."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.let_go = threading.Event()
+        self._lock = threading.Lock()
+
+    def __call__(self, request: Request) -> None:
+        if request.method != "GET" or not request.key.endswith("slow"):
+            return
+        with self._lock:
+            self.asked += 1
+            is_first = self.asked == 1
+        if is_first:
+            self.let_go.wait(120)
+
+
+def warm_up(store: S3Store) -> None:
+    buffer = memoryview(bytearray(10))
+    store.put("k", b"quick")
+    store.put("slow", b"slow")
+    for _ in range(SAMPLES_MIN):
+        assert store.get_into("k", buffer) == 5
+
+
+def test_an_answer_that_is_late_is_asked_for_once_more() -> None:
+    slow, recorder = Slow(), MemoryRecorder()
+    with (
+        QuickS3(intercept=slow) as server,
+        s3_store(server.url, hedge_percent_max=5, recorder=recorder) as store,
+    ):
+        warm_up(store)
+        buffer = bytearray(10)
+        assert store.get_into("slow", memoryview(buffer)) == 4
+        assert buffer[:4] == b"slow"
+        assert slow.asked == 2
+        assert recorder.value("s3_hedge_wins") == 1
+        # The losing connection carries an unread response.
+        for _ in range(5):
+            assert store.get_into("k", memoryview(buffer)) == 5
+            assert buffer[:5] == b"quick"
+        slow.let_go.set()
+
+
+def test_without_hedging_nothing_is_asked_twice(near: QuickS3) -> None:
+    recorder = MemoryRecorder()
+    with (
+        SpoilS3(near.address) as far,
+        s3_store(far.url, hedge_percent_max=0, recorder=recorder) as store,
+    ):
+        far.spoil(*faults({"lag": 0.5}, 1))
+        warm_up(store)
+        assert recorder.value("s3_hedges") == 0
+
+
+@given(
+    percent=st.integers(0, 100),
+    times=st.lists(st.floats(0, 10), min_size=1, max_size=600),
+)
+@example(percent=1, times=[0.1] * 100)
+def test_hedges_are_a_bounded_share_of_requests(percent: int, times: list[float]) -> None:
+    hedge, hedged = Hedge(percent), 0
+    for number, first_byte_s in enumerate(times, 1):
+        hedge.observe(first_byte_s)
+        late_s = hedge.late_s()
+        assert late_s is None or (number >= SAMPLES_MIN and percent)
+        hedged += late_s is not None and hedge.take()
+        assert hedged <= number * percent / 100
+    if percent and len(times) >= SAMPLES_MIN:
+        assert LATE_MIN_S <= (hedge.late_s() or 0) <= max(LATE_MIN_S, *times)
+
+
+def test_late_is_later_than_95_of_100() -> None:
+    hedge = Hedge(5)
+    for number in range(100):
+        hedge.observe(number / 1000)
+    late_s = hedge.late_s()
+    assert late_s is not None
+    assert 0.085 <= late_s <= 0.096

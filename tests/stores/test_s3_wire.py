@@ -1,38 +1,47 @@
-"""The short way between a server and the caller's buffer."""
+"""The short way between an S3 server and the caller's buffer, whatever the server does."""
 
 import contextlib
+import hashlib
+import io
 import os
+import select
 import socket
 import threading
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import boto3
-import botocore
 import pytest
-from botocore.auth import S3SigV4Auth
-from botocore.awsrequest import AWSRequest
-from botocore.client import Config as ClientConfig
-from botocore.credentials import Credentials
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from objkv.errors import StoreDenied, StoreUnavailable, ValueTooLong
+from objkv.errors import StoreDenied, StoreError, StoreUnavailable, ValueTooLong
+from objkv.net.deadline import bound_waits, can_wait
 from objkv.stores.base import PruneStore
+from objkv.stores.s3 import http as s3_http
+from objkv.stores.s3.body import VALUE_BYTES_MAX, read_all
 from objkv.stores.s3.client import CallDeadline
 from objkv.stores.s3.http import HttpConnection, HttpResponse, KeptConnections, WireFailed
-from objkv.stores.s3.signing import S3Endpoint, find_endpoint
 from objkv.stores.s3.store import S3Store
 from objkv.stores.s3.write import Put
 from tests.contracts.store_contract import StoreContract
 from tests.support.servers.certificates import make_certificates
-from tests.support.servers.listener import Listener
-from tests.support.servers.quick_s3 import Answer, QuickS3, Request, quick_s3_process
-from tests.support.servers.s3_stores import BUCKET, MIB, pattern, s3_client, s3_store
+from tests.support.servers.listener import Scripted, hasty
+from tests.support.servers.quick_s3 import (
+    Answer,
+    QuickS3,
+    Request,
+    failure,
+    quick_s3_process,
+)
+from tests.support.servers.s3_stores import MIB, pattern, s3_store
+
+VALUE = pattern(4 * MIB)
+IN_RANGES = {"range_bytes": MIB, "ranges_max": 2}
 
 
 @pytest.fixture
@@ -110,7 +119,7 @@ def test_large_bodies_go_past_the_client(store: S3Store) -> None:
 def test_where_the_client_hides_its_connections_it_does_everything(
     server: QuickS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with s3_store(server.url, range_bytes=MIB, ranges_max=4) as store:
+    with s3_store(server.url, **IN_RANGES) as store:
         monkeypatch.delattr(type(store._client._endpoint.http_session), "_setup_ssl_cert")
         assert not store._wire.is_found
 
@@ -124,87 +133,6 @@ def test_where_the_client_hides_its_credentials_it_does_everything(
         assert not store._wire.is_found
         store.put("k", b"value")
         assert store.get_into("k", memoryview(bytearray(5))) == 5
-
-
-def test_credentials_that_change_are_used_from_then_on(server: QuickS3) -> None:
-    """Those of a role do so every hour; and every day has a key of its own."""
-    client = s3_client(server.url)
-    place = find_endpoint(client, BUCKET, "p/")
-    assert place is not None
-    heads = []
-    for secret in ("one", "two"):
-        credentials = Credentials("access", secret, f"token-{secret}")
-        client._request_signer._credentials = credentials
-        heads.append(place.signed(client, "GET", "k", {}))
-        assert f"x-amz-security-token: token-{secret}".encode() in heads[-1]
-    signatures = {head.partition(b"Signature=")[2].split()[0] for head in heads}
-    assert len(signatures) == 2
-
-
-def test_what_the_client_signs_otherwise_it_does_itself(server: QuickS3) -> None:
-    client = s3_client(server.url)
-    assert find_endpoint(client, BUCKET, "p/") is not None
-    unsigned = client.meta.config.merge(ClientConfig(signature_version=botocore.UNSIGNED))
-    anonymous = boto3.session.Session().client(
-        "s3", endpoint_url=server.url, config=unsigned, region_name="x"
-    )
-    assert find_endpoint(anonymous, BUCKET, "p/") is None
-
-
-@pytest.mark.parametrize("prefix", ["", "p/", "a b/ü%/+&?/"])
-@pytest.mark.parametrize("addressing", ["path", "virtual"])
-def test_the_place_is_where_the_client_would_ask(prefix: str, addressing: str) -> None:
-    client = s3_client(
-        "http://s3.test:99",
-        s3_addressing=addressing,
-        s3_region="eu-test-1",
-        allow_plaintext=True,
-    )
-    sent: list[str] = []
-
-    def stop(request: Any, **_: object) -> None:
-        sent.append(request.url)
-        raise InterruptedError
-
-    place = find_endpoint(client, BUCKET, prefix)
-    client.meta.events.register("before-send.s3.GetObject", stop)
-    with pytest.raises(InterruptedError):
-        client.get_object(Bucket=BUCKET, Key=prefix + "ns/ab/k.x")
-    assert place is not None
-    assert sent == [place.url + place.path + "ns/ab/k.x"]
-    assert place.region == "eu-test-1"
-    assert place.host == sent[0].split("/")[2]
-
-
-@settings(deadline=None)
-@given(
-    method=st.sampled_from(["GET", "PUT"]),
-    key=st.from_regex(r"[A-Za-z0-9._/-]{1,40}", fullmatch=True),
-    query=st.sampled_from(["", "?partNumber=7&uploadId=2~a-b.c_d%2F"]),
-    range_end=st.none() | st.integers(0, 1 << 40),
-    token=st.none() | st.from_regex(r"[A-Za-z0-9+/=]{8,80}", fullmatch=True),
-)
-def test_signatures_are_those_of_the_clients_signer(
-    method: str, key: str, query: str, range_end: int | None, token: str | None
-) -> None:
-    credentials = Credentials("access", "secret", token)
-    auth = S3SigV4Auth(credentials, "s3", "eu-test-1")
-    client: Any = type("Client", (), {"_request_signer": type("Signer", (), {})()})()
-    client._request_signer.get_auth_instance = lambda *_: auth
-    place = S3Endpoint("http://h:1", "h:1", "/b/p%20q/", "eu-test-1", "s3", "agent")
-    extra = {} if range_end is None else {"range": f"bytes=0-{range_end}", "if-none-match": "*"}
-    head = place.signed(client, method, key + query, extra).decode()
-    first, *lines = head.rstrip().split("\r\n")
-    headers = dict(line.split(": ", 1) for line in lines)
-    signed = headers.pop("authorization")
-    assert first == f"{method} /b/p%20q/{key}{query} HTTP/1.1"
-    request = AWSRequest(method, f"{place.url}{first.split()[1]}", headers=headers)
-    request.context["timestamp"] = headers["x-amz-date"]
-    canonical = auth.canonical_request(request)
-    expected = auth.signature(auth.string_to_sign(request, canonical), request)
-    assert signed.endswith(f"Signature={expected}")
-    assert f"SignedHeaders={auth.signed_headers(auth.headers_to_sign(request))}," in signed
-    assert f"Credential={auth.scope(request)}," in signed
 
 
 def test_neither_get_nor_put_of_32_mib_takes_memory_or_copies() -> None:
@@ -273,13 +201,17 @@ def test_what_arrived_raises_ends_the_get_and_nobody_writes_any_more(
         buffer.clear()  # would raise BufferError if a view were still held
 
 
-def test_connections_are_used_again(server: QuickS3, store: S3Store) -> None:
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_connections_are_used_again(server: QuickS3, is_direct: bool) -> None:
     buffer = memoryview(bytearray(MIB))
-    for turn in range(5):
-        store.put(f"k{turn}", pattern(MIB))
-        assert store.get_into(f"k{turn}", buffer) == MIB
-        assert store.get_into("absent", buffer) is None
-        assert store.get_into(f"k{turn}", buffer[:7], start=7) == 7
+    with s3_store(server.url, is_direct=is_direct) as store:
+        store.put("empty", b"")
+        for turn in range(5):
+            store.put(f"k{turn}", pattern(MIB))
+            assert store.get_into(f"k{turn}", buffer) == MIB
+            assert store.get_into("empty", buffer) == 0
+            assert store.get_into("absent", buffer) is None
+            assert store.get_into(f"k{turn}", buffer[:7], start=7) == 7
     assert server.connections == 1
 
 
@@ -310,74 +242,83 @@ def test_a_connection_that_the_server_closed_is_replaced_unseen(
     assert by_client == []
 
 
-def test_a_value_that_is_replaced_between_ranges_is_not_mixed() -> None:
-    """Every range except the first is of another version, and as long as requested."""
-    newer = memoryview(pattern(MIB, 1))
-
-    def replaced(request: Request) -> Answer | None:
-        asked = request.headers.get("range", "bytes=0-").removeprefix("bytes=")
-        if asked.startswith("0-"):
-            return None
-        headers = {"ETag": '"newer"', "Content-Range": f"bytes {asked}/{8 * MIB}"}
-        return Answer(206, headers, (newer,))
-
-    with (
-        QuickS3(intercept=replaced) as server,
-        s3_store(server.url, range_bytes=MIB, ranges_max=2) as store,
-    ):
-        store.put("k", pattern(8 * MIB))
-        buffer = memoryview(bytearray(8 * MIB))
-        with pytest.raises(StoreUnavailable, match="replaced during the read"):
-            store.get_into("k", buffer)
+def asked_range(request: Request) -> tuple[int, int] | None:
+    """``[start, end)`` of a get that names it."""
+    asked = request.headers.get("range")
+    if request.method != "GET" or asked is None:
+        return None
+    first, last = asked.removeprefix("bytes=").split("-")
+    return int(first), int(last) + 1
 
 
-def test_another_range_than_the_requested_one_is_refused() -> None:
-    """Every range except the first is of the same version and length, but begins a byte late."""
-    value = pattern(4 * MIB)
-
-    def shifted(request: Request) -> Answer | None:
-        if request.method != "GET":
-            return None
-        first, _, last = request.headers["range"].removeprefix("bytes=").partition("-")
-        start, end = int(first), int(last) + 1
-        by = 1 if start else 0
-        headers = {
-            "ETag": '"same"',
-            "Content-Range": f"bytes {start + by}-{end - 1 + by}/{4 * MIB}",
-        }
-        return Answer(206, headers, (memoryview(value)[start:end],))
-
-    with (
-        QuickS3(intercept=shifted) as server,
-        s3_store(server.url, range_bytes=MIB, ranges_max=2) as store,
-    ):
-        store.put("k", value)
-        buffer = memoryview(bytearray(4 * MIB))
-        with pytest.raises(StoreUnavailable, match="did not return the requested range"):
-            store.get_into("k", buffer)
+def part_of(value: bytes, start: int, end: int, *, late: int = 0, **headers: str) -> Answer:
+    place = {"Content-Range": f"bytes {start + late}-{end - 1 + late}/{len(value)}"}
+    return Answer(206, headers | place, (memoryview(value)[start:end],))
 
 
-@pytest.mark.parametrize("etag", [None, 'W/"same"'])
-def test_where_no_version_is_named_ranges_are_not_put_together(etag: str | None) -> None:
+def newer_later(request: Request) -> Answer | None:
+    part = asked_range(request)
+    return part_of(pattern(len(VALUE), 1), *part, ETag='"newer"') if part and part[0] else None
+
+
+def a_byte_late(request: Request) -> Answer | None:
+    part = asked_range(request)
+    return part and part_of(VALUE, *part, late=min(part[0], 1), ETag='"same"')
+
+
+def without_ranges(request: Request) -> None:
+    request.headers.pop("range", None)
+
+
+def once_another_place() -> Callable[[Request], None]:
+    lies: list[Request] = []
+
+    def shift(request: Request) -> None:
+        if asked_range(request) == (MIB, 2 * MIB) and not lies:
+            request.headers["range"] = f"bytes=0-{MIB - 1}"
+            lies.append(request)
+
+    return shift
+
+
+MISBEHAVES: dict[str, tuple[Any, str]] = {
+    "the value is replaced between ranges": (newer_later, "replaced during the read"),
+    "a range begins a byte late": (a_byte_late, "did not return the requested range"),
+    "ranges are ignored": (without_ranges, ""),
+    "one range is of another place": (once_another_place(), ""),
+}
+
+
+@pytest.mark.parametrize(("answer", "error"), MISBEHAVES.values(), ids=MISBEHAVES)
+def test_ranges_make_the_value_or_an_error(answer: Any, error: str) -> None:
+    with QuickS3(intercept=answer) as server, s3_store(server.url, **IN_RANGES) as store:
+        store.put("k", VALUE)
+        buffer = memoryview(bytearray(len(VALUE)))
+        if error:
+            with pytest.raises(StoreUnavailable, match=error):
+                store.get_into("k", buffer)
+            return
+        assert store.get_into("k", buffer) == len(VALUE)
+        assert buffer == VALUE
+        assert store.get_into("k", buffer[: 2 * MIB], start=3) == 2 * MIB
+        assert buffer[: 2 * MIB] == VALUE[3 : 3 + 2 * MIB]
+
+
+@pytest.mark.parametrize("etag", [{}, {"ETag": 'W/"same"'}])
+def test_where_no_version_is_named_ranges_are_not_put_together(etag: dict[str, str]) -> None:
     """Each request for a range is answered from a newer version of the value."""
-    asked: list[str | None] = []
-    headers = {} if etag is None else {"ETag": etag}
+    asked: list[tuple[int, int] | None] = []
 
     def answer(request: Request) -> Answer | None:
         if request.method != "GET":
             return None
-        asked.append(request.headers.get("range"))
-        value = memoryview(pattern(4 * MIB, len(asked)))
+        asked.append(asked_range(request))
+        value = pattern(4 * MIB, len(asked))
         if asked[-1] is None:
-            return Answer(200, headers, (value,))
-        start, end = (int(text) for text in asked[-1].removeprefix("bytes=").split("-"))
-        place = {"Content-Range": f"bytes {start}-{end}/{len(value)}"}
-        return Answer(206, headers | place, (value[start : end + 1],))
+            return Answer(200, etag, (memoryview(value),))
+        return part_of(value, *asked[-1], **etag)
 
-    with (
-        QuickS3(intercept=answer) as server,
-        s3_store(server.url, range_bytes=MIB, ranges_max=2) as store,
-    ):
+    with QuickS3(intercept=answer) as server, s3_store(server.url, **IN_RANGES) as store:
         buffer = memoryview(bytearray(4 * MIB))
         assert store.get_into("k", buffer) == len(buffer)
         assert buffer == pattern(4 * MIB, len(asked))
@@ -416,21 +357,48 @@ def test_a_range_that_cannot_be_is_left_to_the_client(place: str, tag: str) -> N
 
 
 @pytest.mark.parametrize("is_direct", [True, False])
-def test_a_body_in_chunks_is_read(is_direct: bool) -> None:
+def test_a_body_in_chunks_is_read_and_only_the_first_is_asked_for_twice(is_direct: bool) -> None:
+    asked: list[Request] = []
     chunks = (
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nval\r\n2\r\nue\r\n0\r\n\r\n"
     )
-    with (
-        QuickS3(intercept=lambda _: chunks) as server,
-        s3_store(server.url, is_direct=is_direct) as store,
-    ):
-        buffer, told = bytearray(7), []
-        assert store.get_into("k", memoryview(buffer), told.append) == 5
-        assert buffer == b"value\0\0"
-        assert told == [5]
+
+    def answer(request: Request) -> bytes:
+        asked.append(request)
+        return chunks
+
+    with QuickS3(intercept=answer) as server, s3_store(server.url, is_direct=is_direct) as store:
+        for count in (1, 2, 3):
+            buffer, told = bytearray(7), []
+            assert store.get_into("k", memoryview(buffer), told.append) == 5
+            assert (buffer, told) == (b"value\0\0", [5])
+            assert len(asked) == count + is_direct
         assert store.get("k") == b"value"
-        with pytest.raises(ValueTooLong):
-            store.get_into("k", memoryview(bytearray(4)))
+        for _ in range(2):
+            with pytest.raises(ValueTooLong):
+                store.get_into("k", memoryview(bytearray(4)))
+
+
+HUGE = VALUE_BYTES_MAX + 1
+
+
+def test_no_memory_is_taken_for_bytes_beyond_the_request() -> None:
+    def lie(request: Request) -> bytes:
+        status, nbytes = (206, 9) if request.key.endswith("part") else (200, HUGE)
+        return f"HTTP/1.1 {status} OK\r\nContent-Length: {nbytes}\r\n\r\n123456789".encode()
+
+    with QuickS3(intercept=lie) as server, s3_store(server.url) as store:
+        assert store.get_range("part", 0, 9) == b"123456789"
+        with pytest.raises(StoreError, match="9 bytes, more than the limit of 8"):
+            store.get_range("part", 0, 8)
+        for read in (lambda: store.get("whole"), lambda: store.get_range("whole", 0, 8)):
+            with pytest.raises(StoreError, match=f"{HUGE} bytes, more than the limit"):
+                read()
+    bound_s, body = time.monotonic() + 60, io.BytesIO(b"1234")
+    assert read_all({"Body": io.BytesIO(b"123")}, bound_s, 3) == b"123"
+    with pytest.raises(StoreError, match="4 bytes, more than the limit of 3"):
+        read_all({"Body": body}, bound_s, 3)
+    assert body.closed
 
 
 def test_a_server_that_says_go_on_is_not_misread() -> None:
@@ -449,43 +417,6 @@ def test_a_server_that_says_go_on_is_not_misread() -> None:
     assert (answers[0].status, buffer) == (200, b"value")
     ours.close()
     theirs.close()
-
-
-def test_a_server_that_ignores_ranges_is_read_at_once() -> None:
-    def ignore(request: Request) -> None:
-        request.headers.pop("range", None)
-
-    value = pattern(5 * MIB)
-    with (
-        QuickS3(intercept=ignore) as server,
-        s3_store(server.url, range_bytes=MIB, ranges_max=2) as store,
-    ):
-        store.put("k", value)
-        buffer = memoryview(bytearray(6 * MIB))
-        assert store.get_into("k", buffer) == len(value)
-        assert buffer[: len(value)] == value
-        assert store.get_into("k", buffer[: 2 * MIB], start=3) == 2 * MIB
-        assert buffer[: 2 * MIB] == value[3 : 3 + 2 * MIB]
-
-
-def test_a_later_range_of_another_place_is_read_again() -> None:
-    lies: list[Request] = []
-
-    def shift(request: Request) -> None:
-        if request.headers.get("range") == f"bytes={MIB}-{2 * MIB - 1}" and not lies:
-            request.headers["range"] = f"bytes=0-{MIB - 1}"
-            lies.append(request)
-
-    value = pattern(3 * MIB)
-    with (
-        QuickS3(intercept=shift) as server,
-        s3_store(server.url, range_bytes=MIB, ranges_max=2) as store,
-    ):
-        store.put("k", value)
-        buffer = memoryview(bytearray(len(value)))
-        assert store.get_into("k", buffer) == len(value)
-        assert buffer == value
-        assert lies
 
 
 @pytest.mark.parametrize("ranges_max", [0, 2])
@@ -511,24 +442,6 @@ def test_over_tls_as_well(tmp_path: Path, ranges_max: int) -> None:
             store.get_into("k", buffer)
 
 
-class Hasty(Listener):
-    """Answers as soon as it has the head of a request, then closes: the body is not read."""
-
-    def __init__(self, answer: bytes) -> None:
-        self._answer = answer
-        super().__init__()
-        self.url = f"http://127.0.0.1:{self.address[1]}"
-
-    def serve(self, connection: socket.socket) -> None:
-        head = b""
-        while b"\r\n\r\n" not in head:
-            more = connection.recv(65536)
-            if not more:
-                return
-            head += more
-        connection.sendall(self._answer)
-
-
 def refusal(status: str, code: str) -> bytes:
     body = f"<Error><Code>{code}</Code></Error>"
     return (
@@ -540,22 +453,82 @@ def refusal(status: str, code: str) -> bytes:
 def test_an_answer_while_the_body_is_being_sent_is_what_counts() -> None:
     value = pattern(16 * MIB)
     exists = refusal("412 Precondition Failed", "PreconditionFailed")
-    with Hasty(exists) as server, s3_store(server.url, multipart_bytes=64 * MIB) as store:
+    with Scripted(hasty(exists)) as server, s3_store(server.url, multipart_bytes=64 * MIB) as store:
         store._writer.conditional = True
         assert store.put_if_absent("k", value) is False
     denied = refusal("403 Forbidden", "AccessDenied")
-    with Hasty(denied) as server, s3_store(server.url, multipart_bytes=64 * MIB) as store:
+    with Scripted(hasty(denied)) as server, s3_store(server.url, multipart_bytes=64 * MIB) as store:
         for put in (store.put, store.put_if_absent):
             with pytest.raises(StoreDenied, match="objkv access"):
                 put("k", value)
 
 
 def test_what_is_taken_before_all_of_it_was_sent_is_not_taken() -> None:
-    taken = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
-    view = memoryview(pattern(32 * MIB))
-    put = Put({}, "k", view, CallDeadline.of(60, 60))
-    with Hasty(taken) as server, s3_store(server.url) as store, pytest.raises(WireFailed):
+    taken = hasty(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+    put = Put({}, "k", memoryview(pattern(32 * MIB)), CallDeadline.of(60, 60))
+    with Scripted(taken) as server, s3_store(server.url) as store, pytest.raises(WireFailed):
         store._writer.put_directly(put, if_absent=False)
+
+
+LOST: dict[str, Answer | bytes] = {
+    "in chunks": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "not at all": b"",
+    "unavailable": failure(503, "SlowDown"),
+}
+
+
+@pytest.mark.parametrize("has_md5", [True, False])
+@pytest.mark.parametrize("instead", LOST.values(), ids=LOST)
+def test_a_put_that_wrote_is_true_though_it_was_sent_twice(
+    instead: Answer | bytes, has_md5: bool
+) -> None:
+    def lose(request: Request, answer: Answer) -> Answer | bytes | None:
+        if has_md5 and request.method != "PUT":
+            digest = hashlib.md5(b"".join(answer.body), usedforsecurity=False).hexdigest()
+            answer.headers["ETag"] = f'"{digest}"'
+        is_lost = request.key.endswith("/k") and request.method == "PUT" and answer.status == 200
+        return instead if is_lost else None
+
+    with QuickS3(after=lose) as server, s3_store(server.url) as store:
+        assert store.put_if_absent("first", b"0")
+        assert store.put_if_absent("k", b"value")
+        assert store.get("k") == b"value"
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_a_put_that_another_writer_beat_is_false(is_direct: bool) -> None:
+    asked: list[str] = []
+
+    def look(request: Request) -> None:
+        asked.append(f"{request.method} {request.key}")
+
+    with QuickS3(intercept=look) as server, s3_store(server.url, is_direct=is_direct) as store:
+        assert store.put_if_absent("first", b"0")
+        assert store.put_if_absent("k", b"other")
+        asked.clear()
+        assert not store.put_if_absent("k", b"value")
+        assert asked == ["PUT kv-cache/p/k"]
+
+
+@pytest.mark.parametrize("instead", [LOST["unavailable"], LOST["not at all"]])
+def test_a_repeated_put_that_another_writer_beat_is_false(instead: Answer | bytes) -> None:
+    others: list[S3Store] = []
+
+    def beat(request: Request) -> Answer | bytes | None:
+        if not others or request.method != "PUT":
+            return None
+        others.pop().put("k", b"other")
+        return instead
+
+    with (
+        QuickS3(intercept=beat) as server,
+        s3_store(server.url) as store,
+        s3_store(server.url) as other,
+    ):
+        assert store.put_if_absent("first", b"0")
+        others.append(other)
+        assert not store.put_if_absent("k", b"value")
+        assert store.get("k") == b"other"
 
 
 def test_connections_that_the_client_closed_are_looked_for_again(
@@ -589,7 +562,7 @@ def test_the_ranges_of_all_gets_share_the_threads(server: QuickS3) -> None:
     """More gets than threads: those that find none free read on by themselves."""
     value = pattern(6 * MIB)
     right: list[bool] = []
-    with s3_store(server.url, range_bytes=MIB, ranges_max=2) as store:
+    with s3_store(server.url, **IN_RANGES) as store:
         store.put("k", value)
 
         def work() -> None:
@@ -644,3 +617,162 @@ def test_a_header_that_only_a_line_feed_ends_is_left_to_the_client() -> None:
             HttpConnection(None, SimpleNamespace(sock=None), timeout_s=1, kept=KeptConnections()),
             head,
         )
+
+
+class Pool:
+    """As much of urllib3's as is used."""
+
+    def __init__(self) -> None:
+        self.pool: Any = SimpleNamespace(full=lambda: self.is_full)
+        self.is_full = False
+        self.back: list[Any] = []
+
+    def _put_conn(self, connection: Any) -> None:
+        self.back.append(connection)
+
+
+class Pairs:
+    """Connections with their other ends."""
+
+    def __init__(self) -> None:
+        self._open: list[socket.socket] = []
+
+    def connection(self) -> tuple[Any, socket.socket]:
+        ours, theirs = socket.socketpair()
+        self._open += [ours, theirs]
+        connection = SimpleNamespace(sock=ours)
+
+        def close() -> None:
+            ours.close()
+            connection.sock = None
+
+        connection.close = close
+        return connection, theirs
+
+    def close(self) -> None:
+        for sock in self._open:
+            sock.close()
+
+
+@pytest.fixture
+def pairs() -> Iterator[Pairs]:
+    pairs = Pairs()
+    yield pairs
+    pairs.close()
+
+
+def test_the_one_used_last_is_taken_first(pairs: Pairs) -> None:
+    kept, pool = KeptConnections(), Pool()
+    first, second = pairs.connection()[0], pairs.connection()[0]
+    kept.keep(pool, first, 60)
+    kept.keep(pool, second, 60)
+    assert kept.take(pool) is second
+    assert kept.take(pool) is first
+    assert kept.take(pool) is None
+    assert pool.back == []
+
+
+@pytest.mark.parametrize("sent", [b"", b"x"])
+def test_what_the_server_closed_or_still_speaks_on_is_closed(pairs: Pairs, sent: bytes) -> None:
+    kept, pool = KeptConnections(), Pool()
+    connection, server = pairs.connection()
+    kept.keep(pool, connection, 60)
+    server.sendall(sent) if sent else server.close()
+    assert kept.take(pool) is None
+    assert connection.sock is None
+    assert pool.back == [None]  # its place in the pool is free
+
+
+def test_those_of_another_pool_go_back_as_the_client_knows_them(pairs: Pairs) -> None:
+    kept, pool, other = KeptConnections(), Pool(), Pool()
+    connection, _ = pairs.connection()
+    bound_waits(connection.sock, 0.02)
+    kept.keep(pool, connection, 60)
+    assert kept.take(other) is None
+    assert (pool.back, other.back) == ([connection], [])
+    assert connection.sock.gettimeout() == 60
+
+
+def test_what_a_full_pool_has_no_place_for_is_closed(pairs: Pairs) -> None:
+    kept, pool = KeptConnections(), Pool()
+    quiet, (gone, server) = pairs.connection()[0], pairs.connection()
+    kept.keep(pool, quiet, 60)
+    kept.keep(pool, gone, 60)
+    server.close()
+    pool.is_full = True
+    kept.close()
+    assert (pool.back, quiet.sock, gone.sock) == ([], None, None)
+
+
+def test_who_keeps_one_may_find_that_another_thread_took_it_already(pairs: Pairs) -> None:
+    kept, pool = KeptConnections(), Pool()
+    connection, _ = pairs.connection()
+
+    class Emptied(deque[Any]):
+        def append(self, _: Any) -> None:
+            """Taken before the thread that appended it continues."""
+
+    kept._idle = Emptied()
+    kept.keep(pool, connection, 60)
+    assert pool.back == []
+
+
+def test_what_nobody_needed_for_a_while_goes_back(
+    pairs: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, pool, now = KeptConnections(), Pool(), [100.0]
+    monkeypatch.setattr(s3_http, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    old, new = pairs.connection()[0], pairs.connection()[0]
+    kept.keep(pool, old, 60)
+    now[0] += s3_http.KEEP_S + 1
+    kept.keep(pool, new, 60)
+    assert pool.back == [old]
+    assert kept.take(pool) is new
+
+
+def test_after_a_fork_the_childs_parent_has_them(
+    pairs: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, pool = KeptConnections(), Pool()
+    connection, server = pairs.connection()
+    kept.keep(pool, connection, 60)
+    monkeypatch.setattr(s3_http, "os", SimpleNamespace(getpid=lambda: -1))
+    assert kept.take(pool) is None
+    assert connection.sock is not None
+    assert pool.back == []
+    server.close()
+
+
+def test_once_closed_nothing_is_kept(pairs: Pairs) -> None:
+    kept, pool, closed = KeptConnections(), Pool(), Pool()
+    closed.pool = None
+    connections = [pairs.connection()[0] for _ in range(3)]
+    kept.keep(pool, connections[0], 60)
+    kept.keep(closed, connections[1], 60)
+    kept.close()
+    kept.keep(pool, connections[2], 60)
+    assert pool.back == [connections[0], connections[2]]
+    assert connections[1].sock is None
+    assert kept.take(pool) is None
+
+
+@pytest.mark.skipif(not can_wait(socket.socket()), reason="waits in the kernel are Linux's")
+def test_a_call_waits_in_the_kernel_for_all_but_not_for_ever(pairs: Pairs) -> None:
+    connection, server = pairs.connection()
+    ours, buffer = connection.sock, memoryview(bytearray(6))
+
+    def receive_all() -> int:
+        return int(ours.recv_into(buffer, 0, socket.MSG_WAITALL))
+
+    bound_waits(ours, 0.02)
+    with pytest.raises(BlockingIOError):
+        receive_all()
+    server.sendall(b"abc")
+    assert receive_all() == 3  # what came until then
+    server.sendall(b"def")
+    server.shutdown(socket.SHUT_WR)
+    assert receive_all() == 3
+    assert receive_all() == 0
+    poll = select.poll()
+    poll.register(ours, select.POLLIN)
+    assert poll.poll(0)

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,15 +54,6 @@ print(json.dumps([*told, os.getpid(), "wave" in sys.modules, sys.stdin.read(), o
     assert folder == str(tmp_path)
 
 
-def test_how_it_ended_is_told(fork: Callable[..., Fork], tmp_path: Path) -> None:
-    (tmp_path / "good").write_text("[1]")
-    (tmp_path / "bad").write_text("[")
-    assert fork("json.tool", str(tmp_path / "good")).wait(PATIENCE_S) == 0
-    assert fork("json.tool", str(tmp_path / "bad")).wait(PATIENCE_S) == 1
-    assert fork("timeit", "1 / 0").wait(PATIENCE_S) == 1
-    assert "ZeroDivisionError" in (tmp_path / "log").read_text()
-
-
 def test_it_can_be_waited_for_with_a_limit_and_killed(fork: Callable[..., Fork]) -> None:
     one = fork("timeit", *SLEEP)
     other = fork("timeit", *SLEEP)
@@ -75,28 +65,3 @@ def test_it_can_be_waited_for_with_a_limit_and_killed(fork: Callable[..., Fork])
         other.wait(0.05)
     os.kill(other.pid, signal.SIGTERM)
     assert other.wait(PATIENCE_S) == -signal.SIGTERM
-
-
-def test_it_can_be_asked_for_its_end_and_sent_signals(fork: Callable[..., Fork]) -> None:
-    one = fork("timeit", *SLEEP)
-    assert one.poll() is one.returncode is None
-    one.send_signal(signal.SIGSTOP)
-    assert one.poll() is None
-    one.kill()
-    assert one.wait(PATIENCE_S) == one.poll() == one.returncode == -signal.SIGKILL
-    one.kill()  # of no effect
-
-
-def test_several_threads_can_wait_for_it(fork: Callable[..., Fork]) -> None:
-    one = fork("timeit", *SLEEP)
-    ends: list[int] = []
-    threads = [threading.Thread(target=lambda: ends.append(one.wait(PATIENCE_S))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    assert one.poll() is None
-    os.kill(one.pid, signal.SIGTERM)
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    assert ends == [-signal.SIGTERM] * 3
-    with one._lock:  # as a thread has it that also waited
-        assert one.poll() == -signal.SIGTERM

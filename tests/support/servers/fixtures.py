@@ -11,7 +11,6 @@ import pytest
 import redis
 
 from objkv.config import Config
-from objkv.ops.doctor.access import acl_rights
 from objkv.stores.s3.client import open_s3_client
 from objkv.stores.s3.store import S3Store
 from tests.contracts.clock import ManualClock
@@ -82,12 +81,6 @@ def flushed(*servers: RedisServer) -> ServerClock:
     for client in clients:
         client.flushall()
     return ServerClock(*clients)
-
-
-def documented_rights() -> str:
-    """The commands that ``objkv access`` tells operators to allow for everything in the index."""
-    where = {"has_hot": False, "is_cluster": False, "has_database": False}
-    return acl_rights("sweeper", "objkv", **where).removeprefix("~objkv:* ")
 
 
 def need(missing: str | None) -> None:

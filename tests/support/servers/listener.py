@@ -1,9 +1,15 @@
-"""A TCP server on loopback: a thread for each connection, all of them ended with the server."""
+"""TCP servers on loopback: a thread for each connection, all of them ended with the server."""
 
 import socket
 import threading
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import cycle
 from typing import Self
+
+DROP_S = 0.02
+Serve = Callable[[socket.socket], None]
 
 
 class Listener:
@@ -22,6 +28,7 @@ class Listener:
         self.connections = 0
         """How many were accepted so far."""
         self.address: tuple[str, int] = ("127.0.0.1", self._socket.getsockname()[1])
+        self.url = "http://{}:{}".format(*self.address)
         self._thread = threading.Thread(target=self._accept, name="listener", daemon=True)
         self._thread.start()
 
@@ -89,3 +96,79 @@ class Listener:
                 self._open.discard(connection)
                 self._threads.discard(threading.current_thread())
                 connection.close()
+
+
+class Scripted(Listener):
+    """Each connection is served by a function."""
+
+    def __init__(self, serve: Serve) -> None:
+        self._script = serve
+        super().__init__()
+
+    def serve(self, connection: socket.socket) -> None:
+        """As it is told."""
+        self._script(connection)
+
+
+def silent(connection: socket.socket) -> None:
+    """Take in everything, and never answer."""
+    while connection.recv(1 << 20):
+        pass
+
+
+def reluctant(connection: socket.socket) -> None:
+    """Take a few bytes at a time, and answer nothing."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    while connection.recv(512):
+        time.sleep(DROP_S)
+
+
+def trickling(answer: bytes) -> Serve:
+    """Send the next byte of ``answer`` every ``DROP_S``, over and over; take in what comes."""
+
+    def serve(connection: socket.socket) -> None:
+        connection.settimeout(DROP_S)
+        for number in cycle(answer):
+            try:
+                if not connection.recv(1 << 20):
+                    return
+                time.sleep(DROP_S)
+            except TimeoutError:
+                pass
+            connection.sendall(bytes([number]))
+
+    return serve
+
+
+def hasty(answer: bytes) -> Serve:
+    """Send ``answer`` once the head of a request is there, and close: no body is read."""
+
+    def serve(connection: socket.socket) -> None:
+        head = b""
+        while b"\r\n\r\n" not in head:
+            more = connection.recv(65536)
+            if not more:
+                return
+            head += more
+        connection.sendall(answer)
+
+    return serve
+
+
+@contextmanager
+def full_listener() -> Iterator[tuple[str, int]]:
+    """An address to which nobody is let in: what connects waits, as behind a firewall that drops
+    everything."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
+        address = listener.getsockname()[:2]
+        waiting = []
+        try:
+            for _ in range(8):  # more than the kernel keeps for a backlog of none
+                one = socket.socket()
+                one.setblocking(False)
+                one.connect_ex(address)
+                waiting.append(one)
+            yield address
+        finally:
+            for one in waiting:
+                one.close()

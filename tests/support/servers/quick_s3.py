@@ -9,22 +9,303 @@ import socket
 import ssl
 import threading
 import time
+import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from email.utils import formatdate
+from http import HTTPStatus
 from pathlib import Path
+from urllib.parse import parse_qsl, quote, unquote
+from xml.etree import ElementTree as ET
+from xml.sax.saxutils import escape
 
 from tests.support.servers.listener import Listener
 from tests.support.servers.plain_limit import PlainServer
 from tests.support.servers.process import running_server
-from tests.support.servers.quick_s3_values import Answer, Request, Values, failure
 
 HEAD_BYTES_MAX = 64 << 10
+PAGE_KEYS = 1000
+SPARE_BYTES_MAX = 1 << 30
+_XML = '<?xml version="1.0" encoding="UTF-8"?>'
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Names of ``headers`` are in lower case."""
+
+    method: str
+    target: str
+    headers: dict[str, str]
+    body: bytes | memoryview = b""
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the body."""
+        return int(self.headers.get("content-length", 0))
+
+    @property
+    def key(self) -> str:
+        """``bucket/key``."""
+        return unquote(self.target.partition("?")[0]).lstrip("/")
+
+    @property
+    def query(self) -> dict[str, str]:
+        """The parameters after the ``?``."""
+        return dict(parse_qsl(self.target.partition("?")[2], keep_blank_values=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Status, headers and the body in pieces; ``done`` is called when all of it was sent."""
+
+    status: int
+    headers: dict[str, str] = field(default_factory=dict)
+    body: tuple[memoryview, ...] = ()
+    done: Callable[[], None] = lambda: None
+
+    @property
+    def reason(self) -> str:
+        """The words after the status."""
+        return HTTPStatus(self.status).phrase
+
+
+def failure(status: int, code: str) -> Answer:
+    """An error as S3 writes it."""
+    return _xml(f"<Error><Code>{code}</Code><Message>{code}</Message></Error>", status)
+
+
+def _xml(text: str, status: int = 200) -> Answer:
+    return Answer(
+        status, {"Content-Type": "application/xml"}, (memoryview((_XML + text).encode()),)
+    )
+
+
+@dataclass(slots=True)
+class _Value:
+    """Pieces in order, never changed while ``readers`` send them."""
+
+    pieces: tuple[memoryview, ...]
+    modified_s: float = field(default_factory=time.time)
+    etag: str = field(default_factory=lambda: f'"{uuid.uuid4().hex}"')
+    readers: int = 0
+    is_gone: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(piece) for piece in self.pieces)
+
+    def part(self, start: int, end: int) -> tuple[memoryview, ...]:
+        """Bytes ``[start, end)``, not copied."""
+        out, at = [], 0
+        for piece in self.pieces:
+            out.append(piece[max(0, start - at) : max(0, end - at)])
+            at += len(piece)
+        return tuple(piece for piece in out if piece)
+
+
+class Values:
+    """All values of a server. Memory of those replaced or deleted is used again: a page that is
+    touched for the first time costs as much as receiving it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[str, _Value] = {}
+        self._uploads: dict[str, dict[int, _Value]] = {}
+        self._begun: dict[str, tuple[str, float]] = {}
+        self._spare: defaultdict[int, list[memoryview]] = defaultdict(list)
+        self._spare_bytes = 0
+
+    def buffer(self, nbytes: int) -> memoryview:
+        """Memory for a body of ``nbytes``."""
+        with self._lock:
+            if self._spare[nbytes]:
+                self._spare_bytes -= nbytes
+                return self._spare[nbytes].pop()
+        return memoryview(bytearray(nbytes))
+
+    def answer(self, request: Request) -> Answer:
+        """Do what is asked."""
+        body = request.body
+        bucket, _, name = request.key.partition("/")
+        query = request.query
+        if not name:
+            return self._bucket(request, bucket, query)
+        if "uploads" in query or "uploadId" in query:
+            return self._upload(request, query)
+        if request.method == "PUT":
+            answer = self._put(request, (body,))
+            if answer.status != 200:
+                with self._lock:
+                    self._drop(_Value((body,)))
+            return answer
+        if request.method == "DELETE":
+            with self._lock:
+                self._drop(self._values.pop(request.key, None))
+            return Answer(204)
+        return self._get(request)
+
+    def _get(self, request: Request) -> Answer:
+        with self._lock:
+            value = self._values.get(request.key)
+            if value is None:
+                return failure(404, "NoSuchKey")
+            if request.headers.get("if-match", value.etag).strip('"') != value.etag.strip('"'):
+                return failure(412, "PreconditionFailed")
+            value.readers += 1
+        nbytes = value.nbytes
+        headers = {
+            "ETag": value.etag,
+            "Last-Modified": formatdate(value.modified_s, usegmt=True),
+            "Content-Type": "binary/octet-stream",
+            "Accept-Ranges": "bytes",
+        }
+        status, start, end = 200, 0, nbytes
+        if asked := request.headers.get("range"):
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            start, end = int(first), min(int(last or nbytes) + 1, nbytes)
+            if start >= nbytes:
+                self._leave(value)
+                return failure(416, "InvalidRange")
+            status, headers["Content-Range"] = 206, f"bytes {start}-{end - 1}/{nbytes}"
+        if request.method == "HEAD":
+            headers["Content-Length"] = str(end - start)
+        return Answer(status, headers, value.part(start, end), lambda: self._leave(value))
+
+    def _put(self, request: Request, pieces: tuple[memoryview, ...]) -> Answer:
+        value = _Value(pieces)
+        with self._lock:
+            if request.headers.get("if-none-match") == "*" and request.key in self._values:
+                return failure(412, "PreconditionFailed")
+            self._drop(self._values.get(request.key))
+            self._values[request.key] = value
+        return Answer(200, {"ETag": value.etag})
+
+    def _upload(self, request: Request, query: dict[str, str]) -> Answer:
+        if request.method == "POST" and "uploads" in query:
+            number = uuid.uuid4().hex
+            with self._lock:
+                self._uploads[number] = {}
+                self._begun[number] = request.key.partition("/")[2], time.time()
+            return _xml(
+                "<InitiateMultipartUploadResult>"
+                f"<UploadId>{number}</UploadId></InitiateMultipartUploadResult>"
+            )
+        with self._lock:
+            parts = self._uploads.get(query["uploadId"])
+            if parts is None:
+                return failure(404, "NoSuchUpload")
+            if request.method == "PUT":
+                part = parts[int(query["partNumber"])] = _Value((request.body,))
+                return Answer(200, {"ETag": part.etag})
+            if request.method == "DELETE":
+                self._forget_upload(query["uploadId"])
+                return Answer(204)
+            if request.method == "GET":
+                rows = "".join(
+                    f"<Part><PartNumber>{n}</PartNumber><Size>{part.nbytes}</Size></Part>"
+                    for n, part in sorted(parts.items())
+                )
+                return _xml(f"<ListPartsResult>{rows}</ListPartsResult>")
+            wanted = [
+                int(found.text or 0)
+                for found in ET.fromstring(bytes(request.body)).iter()  # noqa: S314  # from the test itself
+                if found.tag.endswith("PartNumber")
+            ]
+            if not wanted or any(number not in parts for number in wanted):
+                return failure(400, "InvalidPart")
+        answer = self._put(request, tuple(parts[number].pieces[0] for number in wanted))
+        if answer.status != 200:
+            return answer
+        with self._lock:
+            self._uploads.pop(query["uploadId"], None)
+        return _xml(
+            "<CompleteMultipartUploadResult>"
+            f"<ETag>{answer.headers['ETag']}</ETag></CompleteMultipartUploadResult>"
+        )
+
+    def _bucket(self, request: Request, bucket: str, query: dict[str, str]) -> Answer:
+        if request.method != "GET":
+            return Answer(200)
+        if "uploads" in query:
+            with self._lock:
+                found = "".join(
+                    f"<Upload><Key>{escape(key)}</Key><UploadId>{number}</UploadId>"
+                    f"<Initiated>{_time(begun_s)}</Initiated></Upload>"
+                    for number, (key, begun_s) in self._begun.items()
+                    if number in self._uploads and key.startswith(query.get("prefix", ""))
+                )
+            return _xml(f"<ListMultipartUploadsResult>{found}</ListMultipartUploadsResult>")
+        start = f"{bucket}/{query.get('prefix', '')}"
+        after = query.get("continuation-token", "")
+        limit = int(query.get("max-keys", PAGE_KEYS))
+        with self._lock:
+            names = sorted(name for name in self._values if name.startswith(start) and name > after)
+            page = [(name, self._values[name]) for name in names[:limit]]
+        folders = ""
+        if delimiter := query.get("delimiter"):
+            cut = {n: n[: n.find(delimiter, len(start)) + 1] for n in names}
+            known = sorted({folder for folder in cut.values() if folder})
+            page = [(name, value) for name, value in page if not cut[name]]
+            names = [name for name in names if not cut[name]]
+            folders = "".join(
+                f"<CommonPrefixes><Prefix>{self._shown(name, bucket, query)}</Prefix>"
+                "</CommonPrefixes>"
+                for name in known
+            )
+        more = len(names) > limit
+        rows = "".join(
+            f"<Contents><Key>{self._shown(name, bucket, query)}</Key><Size>{value.nbytes}</Size>"
+            f"<LastModified>{_time(value.modified_s)}</LastModified></Contents>"
+            for name, value in page
+        )
+        token = ""
+        if more:
+            token = f"<NextContinuationToken>{escape(page[-1][0])}</NextContinuationToken>"
+        coding = "<EncodingType>url</EncodingType>" if "encoding-type" in query else ""
+        return _xml(
+            f"<ListBucketResult>{coding}<IsTruncated>{'true' if more else 'false'}</IsTruncated>"
+            f"{token}{rows}{folders}</ListBucketResult>"
+        )
+
+    def _shown(self, name: str, bucket: str, query: dict[str, str]) -> str:
+        key = name.removeprefix(f"{bucket}/")
+        return quote(key) if query.get("encoding-type") == "url" else escape(key)
+
+    def _forget_upload(self, number: str) -> None:
+        self._begun.pop(number, None)
+        for part in self._uploads.pop(number).values():
+            self._drop(part)
+
+    def _leave(self, value: _Value) -> None:
+        with self._lock:
+            value.readers -= 1
+            if value.is_gone:
+                self._drop(value)
+
+    def _drop(self, value: _Value | None) -> None:
+        """Keep its memory for others, once nobody sends it. The lock is held."""
+        if value is None:
+            return
+        value.is_gone = True
+        if value.readers == 0 and self._spare_bytes + value.nbytes <= SPARE_BYTES_MAX:
+            for piece in value.pieces:
+                self._spare[len(piece)].append(piece)
+                self._spare_bytes += len(piece)
+
+
+def _time(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(seconds))
+
+
 _MORE = getattr(socket, "MSG_MORE", 0)
 
 Intercept = Callable[[Request], Answer | bytes | None]
 """Asked before each request, its body read; what it returns is the answer instead. Bytes are sent
 as they are, and the connection is closed."""
+After = Callable[[Request, Answer], Answer | bytes | None]
+"""The same once the request is done."""
 
 
 class QuickS3(Listener):
@@ -35,10 +316,16 @@ class QuickS3(Listener):
     """
 
     def __init__(
-        self, port: int = 0, *, tls: Path | None = None, intercept: Intercept | None = None
+        self,
+        port: int = 0,
+        *,
+        tls: Path | None = None,
+        intercept: Intercept = lambda _: None,
+        after: After = lambda *_: None,
     ) -> None:
         self._values = Values()
         self._intercept = intercept
+        self._after = after
         self._tls: ssl.SSLContext | None = None
         if tls is not None:
             self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -59,12 +346,15 @@ class QuickS3(Listener):
         while (request := reader.read_head()) is not None:
             body = self._values.buffer(request.nbytes)
             reader.read_body(request, body)
-            answer = self._intercept(request) if self._intercept is not None else None
+            request = replace(request, body=body)
+            answer = self._intercept(request)
+            if answer is None:
+                done = self._values.answer(request)
+                answer = self._after(request, done)
+                answer = done if answer is None else answer
             if isinstance(answer, bytes):
                 connection.sendall(answer)
                 return
-            if answer is None:
-                answer = self._values.answer(request, body)
             try:
                 _send(connection, request, answer)
             finally:
@@ -161,8 +451,6 @@ def main() -> None:
         while True:
             time.sleep(3600)
 
-
-__all__ = ["Answer", "QuickS3", "QuickS3Process", "Request", "failure", "quick_s3_process"]
 
 if __name__ == "__main__":
     threading.current_thread().name = "quick-s3"

@@ -10,24 +10,13 @@ import redis
 class RoundTrips:
     """Round trips of the connections that are made with its ``connection_class``.
 
-    A round trip is what a distant server makes expensive: the client sends, then waits. The first
-    answer that a connection reads after it has sent counts; however many commands were sent before
-    it, and however many answers are read after it, they are the same trip. No clock is involved.
+    The first answer that a connection reads after it has sent counts; however many commands were
+    sent before it, and however many answers are read after it, they are the same trip.
     """
 
     def __init__(self) -> None:
         self.by_port: Counter[int] = Counter()
-        """Round trips so far, over all connections, to each server."""
-        self._lock = Lock()
-        self.connection_class = self._counting()
-
-    @property
-    def count(self) -> int:
-        """Round trips so far, to all servers."""
-        return self.by_port.total()
-
-    def _counting(self) -> type[redis.Connection]:
-        trips = self
+        lock, by_port = Lock(), self.by_port
 
         class Counting(redis.Connection):
             _has_sent = False
@@ -40,8 +29,13 @@ class RoundTrips:
             def read_response(self, *args: Any, **options: Any) -> Any:
                 if self._has_sent:
                     self._has_sent = False
-                    with trips._lock:
-                        trips.by_port[int(self.port)] += 1
+                    with lock:
+                        by_port[int(self.port)] += 1
                 return super().read_response(*args, **options)
 
-        return Counting
+        self.connection_class = Counting
+
+    @property
+    def count(self) -> int:
+        """Round trips so far, to all servers."""
+        return self.by_port.total()

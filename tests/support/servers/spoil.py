@@ -1,14 +1,15 @@
-"""What can be made to go wrong with the answers of a server, and the sockets that do it.
+"""Proxies that spoil a server's answers: of S3 and of Redis, whole requests and answers at a time.
 
-``SpoilS3`` and ``SpoilRedis`` are the proxies: they read whole requests and whole answers, count
-them by verb, and spoil those that a ``Spoil`` names. ``Far`` makes a server far away instead.
+``with SpoilS3(("127.0.0.1", 7480)) as s3: s3.spoil(Spoil("flip", frozenset({"GET"})))``. They count
+requests by verb. A client's ``Host`` is passed on as it is, so that signatures hold.
 """
 
+import re
 import socket
 import struct
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ FAULTS = frozenset(
     ("reset", "unanswered", "stall", "lag", "truncate", "flip", "another", "error", "hook")
 )
 SMALL_BYTES = 1024
+HEAD_BYTES_MAX = 64 << 10
+KEPT_BYTES_MAX = 64 << 20
+_KEPT = 64
 _POLL_S = 0.02
 
 
@@ -61,7 +65,7 @@ class Spoil:
 
 
 class Spoiler(Listener):
-    """A proxy to ``target``; a context manager. Subclasses carry requests and answers."""
+    """A proxy to ``target``. Subclasses carry one request and its answer."""
 
     def __init__(self, target: tuple[str, int], *, port: int = 0) -> None:
         self.target = target
@@ -98,6 +102,22 @@ class Spoiler(Listener):
         self._ended.set()
         self.mend()
         super().close()
+
+    def serve(self, connection: socket.socket) -> None:
+        """Requests of one connection, one after the other."""
+        upstream = Upstream(self.target)
+        with connection.makefile("rb") as client:
+            try:
+                while self._serve_one((connection, client), upstream):
+                    pass
+            except OSError:  # the server is gone: so are we
+                reset(connection)
+            finally:
+                upstream.close()
+
+    def _serve_one(self, ends: tuple[socket.socket, BinaryIO], upstream: "Upstream") -> bool:
+        """Whether the connection goes on."""
+        raise NotImplementedError
 
     def _rule_for(self, verb: str, head: bytes) -> Spoil | None:
         if self.overlooked and self.overlooked in head:
@@ -183,3 +203,296 @@ def wait_for(reached: Callable[[], bool], *, bound_s: float = 30.0) -> bool:
             return False
         time.sleep(_POLL_S / 4)
     return True
+
+
+_LENGTH = re.compile(rb"(\r\ncontent-length: *)\d+", re.IGNORECASE)
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    head: bytes
+    method: str
+    target: str
+    headers: dict[str, str]
+
+    @property
+    def verb(self) -> str:
+        """The method; ``LIST`` for what asks for a listing."""
+        is_list = self.method == "GET" and ("list-type=" in self.target or self.is_bucket)
+        return "LIST" if is_list else self.method
+
+    @property
+    def is_bucket(self) -> bool:
+        """Whether no key is named."""
+        return self.target.partition("?")[0].strip("/").count("/") == 0
+
+
+class SpoilS3(Spoiler):
+    """A proxy of S3. Verbs are HTTP's, and ``LIST``. Of what is put through it, the newest few
+    values are kept, to be somebody else's answer."""
+
+    def __init__(self, target: tuple[str, int], *, port: int = 0) -> None:
+        self._kept: OrderedDict[str, bytes] = OrderedDict()
+        super().__init__(target, port=port)
+        self.url = f"http://127.0.0.1:{self.address[1]}"
+
+    def _serve_one(self, ends: tuple[socket.socket, BinaryIO], upstream: Upstream) -> bool:
+        connection, client = ends
+        request = _read_request(client)
+        if request is None:
+            return False
+        rule = self._rule_for(request.verb, request.head)
+        fault = rule.fault if rule is not None else ""
+        if rule is not None and fault == "hook":
+            rule.hook()
+        if fault in ("reset", "stall") and request.verb != "GET":
+            return self._end(fault, connection)
+        if request.headers.get("expect", "").lower() == "100-continue":
+            connection.sendall(_CONTINUE)
+        body = _exactly(client, int(request.headers.get("content-length", 0)))
+        if rule is not None and fault == "error":
+            connection.sendall(_refusal(rule.error))
+            return False
+        if request.method == "PUT" and fault == "flip":
+            body = flipped(body)
+        if request.method == "PUT" and "?" not in request.target:
+            self._keep(request.target, body)
+        # The server is not asked to go on: what it would say has been said.
+        head = b"\r\n".join(
+            line for line in request.head.split(b"\r\n") if not line.lower().startswith(b"expect:")
+        )
+        if request.method == "PUT" and fault == "truncate":
+            upstream.send((head, body[: len(body) // 2]))
+            return self._end("reset", connection)
+        answer = upstream.send((head, body))
+        if rule is not None and fault == "lag":
+            self._lag(rule.lag_s)
+        head, value, ends_here = _read_answer(answer, request.method)
+        if fault == "unanswered":
+            return self._end("reset", connection)
+        if request.verb == "GET" and head.startswith((b"HTTP/1.1 200", b"HTTP/1.1 206")):
+            if fault in ("reset", "stall"):
+                connection.sendall(head + value[: len(value) // 2])
+                return self._end(fault, connection)
+            if fault == "truncate":
+                value = value[: len(value) // 2]
+                head = _LENGTH.sub(b"\\g<1>%d" % len(value), head)
+            elif fault == "flip":
+                value = flipped(value)
+            elif fault == "another":
+                value = self._of_another(request, value)
+        elif fault in ("reset", "stall"):
+            return self._end(fault, connection)
+        connection.sendall(head + value)
+        return not ends_here
+
+    def _end(self, fault: str, connection: socket.socket) -> bool:
+        if fault == "stall":
+            self._stall(connection)
+        reset(connection)
+        return False
+
+    def _keep(self, target: str, body: bytes) -> None:
+        with self._rules_lock:
+            self._kept[target] = body
+            self._kept.move_to_end(target)
+            while sum(map(len, self._kept.values())) > KEPT_BYTES_MAX:
+                self._kept.popitem(last=False)
+
+    def _of_another(self, request: _Request, value: bytes) -> bytes:
+        """As many bytes of another value's at the same place."""
+        start = 0
+        if wanted := request.headers.get("range"):
+            start = int(wanted.partition("=")[2].partition("-")[0])
+        with self._rules_lock:
+            for target, body in reversed(self._kept.items()):
+                found = body[start : start + len(value)]
+                is_payload = target.endswith(".safetensors") and target != request.target
+                if is_payload and len(found) == len(value) and found != value:
+                    return found
+        raise AssertionError(f"nothing as long as {request.target} was put through this proxy")
+
+
+def _read_request(client: BinaryIO) -> _Request | None:
+    head = _read_head(client)
+    if not head:
+        return None
+    first, headers = _parsed(head)
+    method, target, _ = first.split(" ")
+    return _Request(head, method, target, headers)
+
+
+def _read_answer(server: BinaryIO, method: str) -> tuple[bytes, bytes, bool]:
+    """Head, body, and whether the connection ends with it."""
+    while True:
+        head = _read_head(server)
+        if not head:
+            raise ConnectionError("the server closed the connection")
+        first, headers = _parsed(head)
+        status = int(first.split(" ")[1])
+        if status >= 200:
+            break
+    ends_here = headers.get("connection", "").lower() == "close"
+    if method == "HEAD" or status in (204, 304):
+        return head, b"", ends_here
+    if headers.get("transfer-encoding", "").lower() == "chunked":
+        return head, _chunks(server), ends_here
+    if "content-length" in headers:
+        return head, _exactly(server, int(headers["content-length"])), ends_here
+    return head, server.read(), True
+
+
+def _read_head(file: BinaryIO) -> bytes:
+    """Up to the empty line, with it; empty where nothing comes any more."""
+    head = b""
+    with suppress(ConnectionError):
+        while not head.endswith(b"\r\n\r\n"):
+            line = file.readline(HEAD_BYTES_MAX)
+            if not line or len(head) > HEAD_BYTES_MAX:
+                return b""
+            head += line
+    return head
+
+
+def _parsed(head: bytes) -> tuple[str, dict[str, str]]:
+    first, *lines = head.decode("latin-1").rstrip("\r\n").split("\r\n")
+    pairs = (line.partition(":") for line in lines)
+    return first, {name.strip().lower(): value.strip() for name, _, value in pairs}
+
+
+def _exactly(file: BinaryIO, nbytes: int) -> bytes:
+    got = file.read(nbytes) if nbytes else b""
+    if len(got) != nbytes:
+        raise ConnectionError("the other end is gone")
+    return got
+
+
+def _chunks(server: BinaryIO) -> bytes:
+    """A body in chunks, as it came."""
+    out = b""
+    while True:
+        line = server.readline(HEAD_BYTES_MAX)
+        size = int(line.split(b";")[0], 16)
+        out += line + _exactly(server, size + 2)
+        if not size:
+            return out
+
+
+def _refusal(error: str) -> bytes:
+    """``error`` is a status and S3's code, as in ``503 SlowDown``."""
+    status, _, code = error.partition(" ")
+    body = f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()
+    head = f"HTTP/1.1 {status} {code}\r\nContent-Type: application/xml\r\nConnection: close\r\n"
+    return head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+_TLS = b"\x16"
+
+
+class SpoilRedis(Spoiler):
+    """A proxy of RESP 2, one command and its answer at a time: what a client sends in one go is
+    answered in order, and a turn is a command. Verbs are commands, in capitals. Subscriptions do
+    not go through it."""
+
+    def __init__(self, target: tuple[str, int], *, port: int = 0) -> None:
+        self._kept: OrderedDict[tuple[str, bytes], bytes] = OrderedDict()
+        super().__init__(target, port=port)
+        self.url = f"redis://127.0.0.1:{self.address[1]}/0"
+
+    def _serve_one(self, ends: tuple[socket.socket, BinaryIO], upstream: Upstream) -> bool:
+        connection, client = ends
+        command = _read_command(client)
+        if command is None:
+            return False
+        raw, words = command
+        verb = words[0].decode("latin-1").upper()
+        rule = self._rule_for(verb, b" ".join(words[1:4]))
+        fault = rule.fault if rule is not None else ""
+        if rule is not None and fault == "hook":
+            rule.hook()
+        if rule is not None and fault == "error":
+            connection.sendall(f"-{rule.error}\r\n".encode())
+            return True
+        if fault == "stall":
+            self._stall(connection)
+        if fault in ("stall", "reset"):
+            reset(connection)
+            return False
+        answer = _read_resp(upstream.send((raw,)))
+        if fault == "unanswered":
+            reset(connection)
+            return False
+        if rule is not None and fault == "lag":
+            self._lag(rule.lag_s)
+        if fault == "truncate":
+            connection.sendall(answer[: len(answer) // 2])
+            return False
+        if fault == "another":
+            answer = self._of_another(verb, words, answer)
+        elif fault == "flip":
+            answer = _flipped_resp(answer)
+        else:
+            self._keep(verb, words, answer)
+        connection.sendall(answer)
+        return True
+
+    def _keep(self, verb: str, words: list[bytes], answer: bytes) -> None:
+        if len(words) < 2 or answer[:1] not in b"$*" or len(answer) < 16:
+            return
+        with self._rules_lock:
+            self._kept[verb, words[1]] = answer
+            if len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+
+    def _of_another(self, verb: str, words: list[bytes], answer: bytes) -> bytes:
+        """What the same command was answered for another key, or as it is if none was asked for."""
+        if len(words) < 2:
+            return answer
+        with self._rules_lock:
+            for (other, key), kept in reversed(self._kept.items()):
+                if other == verb and key != words[1] and len(kept) == len(answer):
+                    return kept
+        return answer
+
+
+def _read_command(client: BinaryIO) -> tuple[bytes, list[bytes]] | None:
+    """The bytes of the next command, and its words; None at the end, and for a greeting of TLS:
+    the server would wait for the rest of it."""
+    line = client.readline(HEAD_BYTES_MAX)
+    if not line or line[:1] == _TLS:
+        return None
+    if line[:1] != b"*":
+        return line, line.split() or [b""]
+    raw, words = [line], []
+    for _ in range(int(line[1:])):
+        size = client.readline(HEAD_BYTES_MAX)
+        word = client.read(int(size[1:]) + 2)
+        raw += size, word
+        words.append(word[:-2])
+    return b"".join(raw), words
+
+
+def _read_resp(server: BinaryIO) -> bytes:
+    """The bytes of one whole answer."""
+    line = server.readline(HEAD_BYTES_MAX)
+    if not line:
+        raise ConnectionError("the server closed the connection")
+    kind = line[:1]
+    if kind == b"$" and (nbytes := int(line[1:])) >= 0:
+        return line + server.read(nbytes + 2)
+    if kind == b"*" and (count := int(line[1:])) > 0:
+        return line + b"".join(_read_resp(server) for _ in range(count))
+    return line
+
+
+def _flipped_resp(answer: bytes) -> bytes:
+    """One bit of the last value in the answer; what has no value stays as it is."""
+    if answer[:1] not in b"$*" or len(answer) < 8:
+        return answer
+    at = answer.rfind(b"\r\n", 0, -2)
+    head, value = answer[: at + 2], answer[at + 2 : -2]
+    if answer[:1] == b"$":
+        end = answer.index(b"\r\n") + 2
+        head, value = answer[:end], answer[end:-2]
+    return head + flipped(value) + b"\r\n" if value else answer

@@ -1,8 +1,14 @@
-from dataclasses import replace
+"""Records kept near: each rule by itself, and any order of happenings."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from objkv.errors import StoreUnavailable
+from objkv.index.base import Shards
 from objkv.index.memory import MemoryIndex
 from objkv.index.near import SETTLE_S, NearIndex
 from tests.contracts.clock import ManualClock
@@ -93,40 +99,11 @@ def test_many_requests_with_one_new_prompt_ask_once(doubting: Place) -> None:
     assert doubting.inner.calls == ("find",)
 
 
-def test_absence_is_believed_for_a_moment_only(doubting: Place) -> None:
-    assert doubting.found(prefix_hash(9)) == [False]
-    doubting.far.publish(chunk(9), {FIELD: shard()}, ttl_s=LONG_S)
-    doubting.clock.advance(0.9)
-    assert doubting.found(prefix_hash(9)) == [False]
-    doubting.clock.advance(0.1)
-    assert doubting.found(prefix_hash(9)) == [True]
-
-
 def test_what_is_not_kept_before_a_missing_chunk_is_asked_for(doubting: Place) -> None:
     nine = prefix_hash(9)
     doubting.found(nine)
     doubting.found(FIRST)
     assert doubting.found(FIRST, SECOND, nine, THIRD) == [True, True, False, False]
-
-
-def test_a_chunk_that_is_published_or_about_to_be_is_no_longer_missing(doubting: Place) -> None:
-    nine, ten = prefix_hash(9), prefix_hash(10)
-    assert doubting.found(nine) == [False]
-    doubting.near.publish(chunk(9), {FIELD: shard()}, ttl_s=LONG_S)
-    assert doubting.found(nine, ten) == [True, False]
-    doubting.near.invalidate(NAMESPACE, nine, ten)
-    doubting.far.publish(chunk(10), {FIELD: shard()}, ttl_s=LONG_S)
-    assert doubting.found(nine, ten) == [True, True]
-
-
-def test_absence_that_a_lookup_in_flight_brings_is_not_believed_after_a_save(
-    doubting: Place,
-) -> None:
-    nine = prefix_hash(9)
-    doubting.inner.after = lambda: doubting.near.invalidate(NAMESPACE, nine)
-    doubting.found(nine)
-    doubting.far.publish(chunk(9), {FIELD: shard()}, ttl_s=LONG_S)
-    assert doubting.found(nine) == [True]
 
 
 def test_no_more_missing_chunks_are_remembered_than_records() -> None:
@@ -237,14 +214,6 @@ def test_without_room_everything_is_asked() -> None:
     assert place.inner.calls == ("find",) * 2
 
 
-def test_publishing_and_forgetting_are_seen_at_once(place: Place) -> None:
-    place.found(FIRST)
-    place.near.publish(chunk(), {FIELD: shard(1)}, ttl_s=LONG_S)
-    assert place.near.find(NAMESPACE, [FIRST], FIELDS) == [{FIELD: shard(1)}]
-    assert place.near.forget(NAMESPACE, FIRST, FIELD, shard(1))
-    assert place.found(FIRST) == [False]
-
-
 def test_a_ghost_is_not_answered_again_although_the_index_cannot_be_told(place: Place) -> None:
     place.found(FIRST)
     place.inner.error = StoreUnavailable("down")
@@ -252,16 +221,6 @@ def test_a_ghost_is_not_answered_again_although_the_index_cannot_be_told(place: 
         place.near.forget(NAMESPACE, FIRST, FIELD, shard())
     with pytest.raises(StoreUnavailable):
         place.found(FIRST)
-
-
-def test_invalidating_also_stops_what_a_lookup_in_flight_brings(place: Place) -> None:
-    place.inner.after = lambda: place.near.invalidate(NAMESPACE, FIRST)
-    assert place.found(FIRST, SECOND) == [True, True]
-    place.inner.after = lambda: None
-    place.far.drop(NAMESPACE, FIRST)
-    place.far.drop(NAMESPACE, SECOND)
-    assert place.found(FIRST, SECOND) == [False, True]
-    assert place.near._asking == []
 
 
 def test_kept_records_need_no_index(place: Place) -> None:
@@ -311,3 +270,124 @@ def test_a_clock_that_is_set_back_keeps_nothing_believed_for_longer(doubting: Pl
     assert doubting.found(FIRST, absent) == [True, False]
     doubting.clock.advance(-3600)
     assert doubting.found(FIRST, absent) == [False, True]
+
+
+TTL_S, MISS_TTL_S, FOREVER_S = 30.0, 1.0, 10**9
+NUMBERS = (1, 2, 3)
+
+
+@dataclass
+class Truth:
+    """The index's records of one chunk, and when it held them; both in order of time."""
+
+    held: list[tuple[Shards | None, float]] = field(default_factory=list)
+    """The record, and until when it was valid; infinity for the current one."""
+    told_of: int = 0
+    """Position in ``held`` when this process last changed or doubted it."""
+
+    def now(self, shards: Shards | None, now_s: float) -> None:
+        if self.held:
+            self.held[-1] = (self.held[-1][0], now_s)
+        self.held.append((shards, float("inf")))
+
+    def allows(self, answer: Shards | None, now_s: float) -> bool:
+        ttl_s = MISS_TTL_S if answer is None else TTL_S
+        return any(
+            shards == answer and until_s > now_s - ttl_s
+            for shards, until_s in self.held[self.told_of :]
+        )
+
+
+class World:
+    def __init__(self, records_max: int) -> None:
+        self.clock = ManualClock()
+        self.far = MemoryIndex(clock=self.clock)
+        self.inner = FlakyIndex(self.far)
+        self.near = NearIndex(
+            self.inner,
+            records_max=records_max,
+            ttl_s=TTL_S,
+            miss_ttl_s=MISS_TTL_S,
+            fields=[FIELD],
+            clock=self.clock,
+        )
+        self.clock.advance(SETTLE_S)
+        self.truth = {number: Truth([(None, float("inf"))]) for number in NUMBERS}
+
+    def _set(self, number: int, nbytes: int | None) -> None:
+        shards = None if nbytes is None else {FIELD: shard(nbytes)}
+        self.truth[number].now(shards, self.clock())
+
+    def _told(self, number: int) -> None:
+        self.truth[number].told_of = len(self.truth[number].held) - 1
+
+    def publish(self, number: int, nbytes: int) -> None:
+        self.near.publish(chunk(number), {FIELD: shard(nbytes)}, ttl_s=FOREVER_S)
+        self._set(number, nbytes)
+        self._told(number)
+
+    def forget(self, number: int, nbytes: int) -> None:
+        if self.near.forget(NAMESPACE, prefix_hash(number), FIELD, shard(nbytes)):
+            self._set(number, None)
+        self._told(number)
+
+    def invalidate(self, number: int, _: int) -> None:
+        self.near.invalidate(NAMESPACE, prefix_hash(number))
+        self._told(number)
+
+    def clear(self, _number: int, _: int) -> None:
+        self.near.clear()
+        for number in NUMBERS:
+            self._told(number)
+
+    def publish_elsewhere(self, number: int, nbytes: int) -> None:
+        self.far.publish(chunk(number), {FIELD: shard(nbytes)}, ttl_s=FOREVER_S)
+        self._set(number, nbytes)
+
+    def drop_elsewhere(self, number: int, _: int) -> None:
+        if self.far.drop(NAMESPACE, prefix_hash(number)):
+            self._set(number, None)
+
+    def wait(self, number: int, _: int) -> None:
+        self.clock.advance((0.3, 1.0, 29.0)[number - 1])
+
+    def find(self, first: int, meanwhile: Callable[[], None]) -> None:
+        """Ask for chunks from ``first`` on; something else happens once the index has answered."""
+        numbers = [number for number in NUMBERS if number >= first]
+        before = {number: Truth(list(t.held), t.told_of) for number, t in self.truth.items()}
+        now_s, self.inner.after = self.clock(), meanwhile
+        hashes = [prefix_hash(number) for number in numbers]
+        found = self.near.find(NAMESPACE, hashes, [FIELD])
+        self.inner.after = lambda: None
+        for number, shards in zip(numbers, found, strict=True):
+            assert before[number].allows(shards, now_s)
+            if shards is None:
+                break  # the later chunks are useless
+
+
+OPS = ("publish", "forget", "invalidate", "clear", "publish_elsewhere", "drop_elsewhere", "wait")
+op = st.tuples(st.sampled_from(OPS), st.sampled_from(NUMBERS), st.integers(1, 2))
+
+
+Op = tuple[str, int, int]
+
+
+@settings(max_examples=300)
+@given(
+    st.sampled_from((0, 1, 8)),
+    st.lists(st.tuples(op, st.sampled_from(NUMBERS), st.lists(op, max_size=3)), max_size=20),
+)
+def test_nothing_is_believed_longer_than_its_time_or_after_this_process_knew_better(
+    records_max: int, happenings: list[tuple[Op, int, list[Op]]]
+) -> None:
+    world = World(records_max)
+
+    def happen(ops: list[Op]) -> None:
+        world.inner.after = lambda: None
+        for name, number, nbytes in ops:
+            getattr(world, name)(number, nbytes)
+
+    for before, first, during in happenings:
+        happen([before])
+        world.find(first, lambda ops=during: happen(ops))  # type: ignore[misc]
+        world.find(first, lambda: None)

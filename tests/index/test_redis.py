@@ -1,0 +1,713 @@
+"""The index in Redis: its records, finds in one round trip, and running totals."""
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Literal
+
+import fakeredis
+import pytest
+import redis
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from redis import exceptions
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from objkv.errors import StoreDenied, StoreError, StoreUnavailable
+from objkv.index.base import ChunkEntry, PruneIndex, Savings, Shards, Usage
+from objkv.index.fields import encode_shard
+from objkv.index.redis.find import _Question
+from objkv.index.redis.index import PendingTotals, RedisIndex, read_totals
+from objkv.index.shapes import SHAPES_HASH
+from tests.contracts.clock import ManualClock
+from tests.contracts.index_contract import (
+    FIELD,
+    LONG_S,
+    NAMESPACE,
+    OTHER,
+    OTHER_FIELD,
+    IndexContract,
+    chunk,
+    get,
+    prefix_hash,
+    shard,
+)
+from tests.net.resp_wires import beside, wire
+from tests.support.servers.fixtures import flushed
+from tests.support.servers.redis import RedisServer, wait_until
+from tests.support.servers.round_trips import RoundTrips
+
+NEVER = Retry(NoBackoff(), 0)
+PATIENCE_S = 120
+"""For a server on a machine that is busy with other things."""
+GOOD = {"parent": "00" * 20, "tokens": "0-256"}
+KEY = f"objkv:i:{NAMESPACE}:{prefix_hash(1).hex()}"
+
+
+class TestRedisIndexOnValkey(IndexContract):
+    @pytest.fixture
+    def clock(self, valkey: RedisServer) -> ManualClock:
+        return flushed(valkey)
+
+    @pytest.fixture
+    def index(self, valkey: RedisServer, clock: ManualClock) -> PruneIndex:
+        return RedisIndex(valkey.client(), clock=clock)
+
+    def put_garbage(self, index: PruneIndex, number: int) -> None:
+        assert isinstance(index, RedisIndex)
+        index._client.set(f"objkv:i:{NAMESPACE}:{prefix_hash(number).hex()}", "theirs")
+
+
+def counted(server: RedisServer, trips: RoundTrips) -> redis.Redis:
+    pool = redis.ConnectionPool(
+        connection_class=trips.connection_class,
+        port=server.port,
+        protocol=2,
+        socket_timeout=PATIENCE_S,
+    )
+    return redis.Redis.from_pool(pool)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {FIELD: "[1]"},
+        GOOD,
+        {**GOOD, FIELD: "not JSON"},
+        {**GOOD, FIELD: "[" * 10_000},
+        {**GOOD, FIELD: json.dumps([1, 2, "none", 0, "c", 1e999])},
+        {**GOOD, FIELD: json.dumps([1, 2, "none", 0, "c", 5])},
+        {**GOOD, FIELD: json.dumps([1, 2, "none", True, "c", 5], separators=(",", ":"))},
+        {**GOOD, FIELD: json.dumps({"nbytes": 1}), "tokens": "0-256"},
+        {FIELD: '[1,2,"none",0,"c",5]', "tokens": "0-256"},
+        {FIELD: '[1,2,"none",0,"c",5]', "tokens": "0-256", "parent": "beef"},
+        {FIELD: '[1,2,"none",0,"c",5]', "tokens": "0-256", "parent": b"\xff"},
+        {FIELD: '[1,2,"none",0,"c",5]', "parent": "00" * 20, "tokens": "many"},
+        {FIELD: '[1,2,"none",0,"c",5]', **GOOD, "hits": "many"},
+    ],
+)
+def test_hashes_that_no_objkv_wrote_are_absent(
+    client: redis.Redis, fields: dict[str, str | bytes]
+) -> None:
+    client.hset(KEY, mapping=fields)
+    index = RedisIndex(client)
+    assert get(index) is None
+    assert list(index.scan(NAMESPACE)) == []
+    index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=LONG_S)
+    index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
+
+
+def test_a_record_of_shapes_that_is_too_large_is_not_read(client: redis.Redis) -> None:
+    """Every replica looks it up, and a writer could fill it for all the others."""
+    index = RedisIndex(client)
+    shapes = ChunkEntry(NAMESPACE, SHAPES_HASH, SHAPES_HASH, 0, 1)
+    for hashes in ([SHAPES_HASH], [prefix_hash(1), SHAPES_HASH]):
+        assert index.lookup(NAMESPACE, hashes) == [None] * len(hashes)
+    index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
+    index.publish(shapes, {FIELD: shard()}, ttl_s=LONG_S)
+    assert None not in index.lookup(NAMESPACE, [prefix_hash(1), SHAPES_HASH])
+    key = KEY.rpartition(":")[0] + f":{SHAPES_HASH.hex()}"
+    client.hset(key, mapping={f"9.L0-{n}_H0-1": "[0]" for n in range(1, 5_000)})
+    found = index.lookup(NAMESPACE, [prefix_hash(1), SHAPES_HASH])
+    assert [one is None for one in found] == [False, True]
+    client.delete(key)
+    client.set(key, "text")
+    assert index.lookup(NAMESPACE, [SHAPES_HASH]) == [None]
+
+
+def test_fields_of_a_later_version_do_not_hide_the_others(client: redis.Redis) -> None:
+    index = RedisIndex(client)
+    index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
+    client.hset(KEY, mapping={"colour": "red", "0.L9-1_H0-1": "[1,2,3]"})
+    record = get(index)
+    assert record is not None
+    assert record.shards == {FIELD: shard()}
+
+
+def test_a_record_is_written_as_documented(client: redis.Redis) -> None:
+    index = RedisIndex(client, clock=lambda: 1_700_000_007.5)
+    index.publish(chunk(), {FIELD: shard(4096)}, ttl_s=LONG_S)
+    index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=LONG_S)
+    assert client.hgetall(KEY) == {
+        b"parent": b"00" * 20,
+        b"tokens": b"0-256",
+        b"hits": b"1",
+        b"touched": b"1700000007",
+        FIELD.encode(): b'[4096,4095,"none",1,"00000000000000000000000000001000",1700000000]',
+    }
+
+
+def test_every_key_expires_but_the_totals(client: redis.Redis) -> None:
+    index = RedisIndex(client)
+    for number in (1, 2, 3):
+        index.publish(chunk(number), {FIELD: shard()}, ttl_s=LONG_S)
+    index.touch(NAMESPACE, [prefix_hash(n) for n in (1, 2, 3, 4)], ttl_s=LONG_S)
+    index.lease("x", "me", ttl_ms=LONG_S)
+    index.pin(NAMESPACE, prefix_hash(1), until_s=2**33, ttl_s=LONG_S)
+    index.usage()
+    lasting = [key for key in client.scan_iter() if client.pttl(key) == -1]
+    assert lasting == [b"objkv:u:totals"]
+
+
+def test_a_record_really_expires(client: redis.Redis) -> None:
+    index = RedisIndex(client)
+    index.publish(chunk(), {FIELD: shard()}, ttl_s=1)
+    wait_until(lambda: get(index) is None, "the record to expire", bound_s=60)
+
+
+def test_the_holder_of_a_lease_renews_it(client: redis.Redis) -> None:
+    index = RedisIndex(client)
+    index.lease("x", "me", ttl_ms=1_000)
+    index.lease("x", "me", ttl_ms=60_000)
+    assert client.pttl("objkv:l:x") > 1_000
+
+
+def test_a_lookup_of_a_thousand_hashes_is_one_round_trip(valkey: RedisServer) -> None:
+    trips = RoundTrips()
+    index = RedisIndex(counted(valkey, trips))
+    index.check()
+    before = trips.count
+    index.lookup(NAMESPACE, [prefix_hash(n) for n in range(1000)])
+    assert trips.count - before == 1
+    index.close()
+
+
+def test_a_touch_of_a_thousand_hashes_is_one_round_trip_once_the_server_knows_the_script(
+    valkey: RedisServer,
+) -> None:
+    trips = RoundTrips()
+    index = RedisIndex(counted(valkey, trips))
+    index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=1)
+    before = trips.count
+    index.touch(NAMESPACE, [prefix_hash(n) for n in range(1000)], ttl_s=1)
+    assert trips.count - before == 1
+    index.close()
+
+
+def test_a_thousand_sightings_are_one_round_trip_once_the_server_knows_the_script(
+    valkey: RedisServer,
+) -> None:
+    trips = RoundTrips()
+    index = RedisIndex(counted(valkey, trips))
+    names = [str(number) for number in range(1000)]
+    assert index.sight(names[:1], ttl_s=LONG_S) == [False]
+    before = trips.count
+    assert index.sight(names, ttl_s=LONG_S) == [True] + [False] * 999
+    assert trips.count - before == 1
+    index.close()
+
+
+def test_commands_one_after_the_other_are_a_round_trip_each(valkey: RedisServer) -> None:
+    """Commands are really counted: otherwise the two tests before this one would prove nothing."""
+    trips = RoundTrips()
+    with counted(valkey, trips) as client:
+        client.ping()
+        before = trips.by_port[valkey.port]
+        for _ in range(3):
+            client.ping()
+        assert trips.by_port[valkey.port] - before == 3
+
+
+def test_a_server_that_forgot_the_scripts_learns_them_again(client: redis.Redis) -> None:
+    index = RedisIndex(client)
+    index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
+    client.script_flush()
+    index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
+    client.script_flush()
+    index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=LONG_S)
+    record = get(index)
+    assert record is not None
+    assert record.hits == 1
+    assert index.sight(["x"], ttl_s=LONG_S) == [False]
+    client.script_flush()
+    assert index.sight(["y", "x"], ttl_s=LONG_S) == [False, True]
+
+
+def test_a_sighting_takes_little_memory_and_ends(client: redis.Redis) -> None:
+    index = RedisIndex(client)
+    index.sight([f"{NAMESPACE}/{prefix_hash(1).hex()}/{FIELD}"], ttl_s=LONG_S)
+    (key,) = client.keys()
+    assert key.startswith(b"objkv:s:")
+    assert client.memory_usage(key) <= 128
+    assert 0 < client.ttl(key) <= LONG_S
+
+
+def test_others_keys_and_other_prefixes_are_left_alone(client: redis.Redis) -> None:
+    client.set("theirs", "x")
+    client.set(f"objkv:i:{NAMESPACE}:short", "x")
+    ours, other = RedisIndex(client), RedisIndex(client, prefix="other")
+    other.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
+    assert ours.namespaces() == []
+    assert list(ours.scan(NAMESPACE)) == []
+    assert list(ours.scan("*")) == []
+    assert other.namespaces() == [NAMESPACE]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (exceptions.ConnectionError("gone"), StoreUnavailable, "gone"),
+        (exceptions.TimeoutError("slow"), StoreUnavailable, "slow"),
+        (exceptions.BusyLoadingError("loading"), StoreUnavailable, "loading"),
+        (exceptions.ReadOnlyError("You can't write"), StoreUnavailable, "can't write"),
+        (exceptions.ClusterDownError("down"), StoreUnavailable, "down"),
+        (exceptions.TryAgainError("later"), StoreUnavailable, "later"),
+        (exceptions.MasterDownError("MASTERDOWN"), StoreUnavailable, "MASTERDOWN"),
+        (exceptions.RedisClusterException("no node"), StoreUnavailable, "no node"),
+        (exceptions.MovedError("1 127.0.0.1:7000"), StoreUnavailable, "redis[+]cluster"),
+        (exceptions.ResponseError("MISCONF disk"), StoreUnavailable, "MISCONF"),
+        (exceptions.ResponseError("ERR @user_script:3: -OOM no"), StoreUnavailable, "maxmemory"),
+        (exceptions.OutOfMemoryError("command not allowed"), StoreUnavailable, "maxmemory"),
+        (exceptions.AuthenticationError("WRONGPASS"), StoreDenied, "redis_password"),
+        (exceptions.AuthorizationError("no"), StoreDenied, "redis_password"),
+        (
+            exceptions.ResponseError("NOAUTH Authentication required."),
+            StoreDenied,
+            "redis_password",
+        ),
+        (exceptions.NoPermissionError("hset"), StoreDenied, "objkv access"),
+        (exceptions.ResponseError("ERR ACL failure in script: x"), StoreDenied, "objkv access"),
+        (exceptions.ResponseError("ERR something else"), StoreError, "something else"),
+    ],
+)
+def test_errors_say_who_can_act(error: Exception, kind: type[StoreError], words: str) -> None:
+    class Failing(fakeredis.FakeRedis):
+        def execute_command(self, *args: object, **options: object) -> object:
+            raise error
+
+        def pipeline(self, *args: object, **options: object) -> object:
+            raise error
+
+    index = RedisIndex(Failing())
+    for call in (index.check, lambda: get(index), lambda: next(index.scan(NAMESPACE))):
+        with pytest.raises(StoreError, match=words) as caught:
+            call()
+        assert type(caught.value) is kind
+        assert caught.value.__cause__ is error
+
+
+def test_a_server_that_is_not_there_is_unavailable() -> None:
+    index = RedisIndex(redis.Redis(port=1, protocol=2, retry=NEVER))
+    with pytest.raises(StoreUnavailable):
+        get(index)
+    with pytest.raises(StoreUnavailable):
+        index.publish(chunk(), {FIELD: shard()}, ttl_s=1)
+
+
+def test_a_missing_password_is_denied(valkey: RedisServer) -> None:
+    def client(password: str | None) -> redis.Redis:
+        return redis.Redis(
+            port=valkey.port, password=password, retry=NEVER, socket_timeout=PATIENCE_S, protocol=2
+        )
+
+    admin = valkey.client()
+    admin.config_set("requirepass", "secret")
+    try:
+        with pytest.raises(StoreDenied, match="redis_username and redis_password"):
+            get(RedisIndex(client(None)))
+        with pytest.raises(StoreDenied, match="redis_username and redis_password"):
+            RedisIndex(client("wrong")).check()
+    finally:
+        admin.config_set("requirepass", "")
+
+
+def test_repr_tells_the_keys_but_no_server() -> None:
+    assert repr(RedisIndex(fakeredis.FakeRedis(), prefix="team-a")) == "<RedisIndex team-a:*>"
+
+
+RECORDS = f"objkv:i:{NAMESPACE}:"
+BOTH = (FIELD, OTHER_FIELD)
+WRITTEN = encode_shard(shard(7))
+LOOKS_LIKE_TWO = WRITTEN + b"\r\n$%d\r\n" % len(WRITTEN) + WRITTEN
+Kind = Literal["hit", "none", "bad", "two", "theirs"]
+KINDS = st.sampled_from(["hit", "hit", "none", "bad", "two", "theirs"])
+
+
+def bulk(value: bytes) -> bytes:
+    return b"$%d\r\n%b\r\n" % (len(value), value)
+
+
+ANSWERS = {
+    "hit": bulk(WRITTEN),
+    "none": b"$-1\r\n",
+    "bad": bulk(b"[1]\r\n$-1"),
+    "two": bulk(LOOKS_LIKE_TWO),
+}
+WRONG_TYPE = b"-WRONGTYPE Operation against a key\r\n"
+
+
+class Pieces:
+    """A line whose server answers ``answers`` and the mark, cut at ``cuts``."""
+
+    tls = False
+
+    def __init__(self, answers: bytes, cuts: list[int], *, mark: bool = True) -> None:
+        self.clean = True
+        self._answers = answers
+        self._cuts = cuts
+        self._mark = mark
+
+    def offer(self, data: memoryview) -> int:
+        """Take all; the mark is the end of the command."""
+        self.clean = False
+        if self._mark and bytes(data).endswith(b"\r\n"):
+            self._answers += b"$16\r\n" + bytes(data)[-18:]
+        return len(data)
+
+    def receive(self) -> bytes:
+        """The next piece; all that is left at the end."""
+        cut = self._cuts.pop() if self._cuts else len(self._answers)
+        piece, self._answers = self._answers[:cut], self._answers[cut:]
+        if not piece:
+            raise exceptions.ConnectionError("Connection closed by server.")
+        return piece
+
+
+def asked(line: Any, count: int, fields: tuple[str, ...] = (FIELD,)) -> list[Shards | None]:
+    question = _Question(line, RECORDS, [prefix_hash(n) for n in range(count)], fields)
+    question.push()
+    return question.answers()
+
+
+@settings(deadline=None)
+@given(st.lists(KINDS, min_size=1, max_size=20), st.lists(st.integers(1, 200), max_size=20))
+def test_answers_are_told_apart_however_they_are_cut(kinds: list[Kind], cuts: list[int]) -> None:
+    answers = b"".join(WRONG_TYPE if kind == "theirs" else ANSWERS[kind] for kind in kinds)
+    line = Pieces(answers, cuts)
+    if "two" not in kinds:
+        expected = [{FIELD: shard(7)} if kind == "hit" else None for kind in kinds]
+        assert asked(line, len(kinds)) == expected
+        assert line.clean
+        return
+    # An ambiguous reply is either parsed correctly, or the whole lookup is discarded.
+    try:
+        found = asked(line, len(kinds))
+    except exceptions.InvalidResponse:
+        assert not line.clean
+    else:
+        assert found == [{FIELD: shard(7)} if kind == "hit" else None for kind in kinds]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(KINDS, KINDS).filter(lambda row: "two" not in row), min_size=1, max_size=12),
+    st.lists(st.integers(1, 200), max_size=20),
+)
+def test_rows_are_told_apart_however_they_are_cut(
+    rows: list[tuple[Kind, Kind]], cuts: list[int]
+) -> None:
+    answers, expected = b"", list[Shards | None]()
+    for row in rows:
+        if "theirs" in row:
+            answers += WRONG_TYPE
+            expected.append(None)
+            continue
+        answers += b"*2\r\n" + b"".join(ANSWERS[kind] for kind in row)
+        there = {field: shard(7) for field, kind in zip(BOTH, row, strict=True) if kind == "hit"}
+        expected.append(there or None)
+    assert asked(Pieces(answers, cuts), len(rows), BOTH) == expected
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        ANSWERS["two"] + ANSWERS["none"],  # as many values as questions, but not these answers
+        ANSWERS["hit"],  # too few
+        ANSWERS["hit"] * 3,  # too many
+        bulk(b"0" * 16) + ANSWERS["hit"] * 2,  # another command's reply before ours
+        b":1\r\n" + ANSWERS["hit"],
+        b"$3\r\nabcde\r\n" + ANSWERS["hit"],
+        b"$200000\r\n" + bytes(200_000),
+    ],
+)
+def test_answers_to_something_else_are_not_believed(answers: bytes) -> None:
+    line = Pieces(answers, [100_000] * (len(answers) > 100_000))
+    with pytest.raises(exceptions.InvalidResponse):
+        asked(line, 2)
+    assert not line.clean
+
+
+def test_all_commands_are_sent_before_any_answer_is_waited_for() -> None:
+    line, theirs = wire()
+    hashes = 3_000
+
+    def serve() -> None:
+        received = b""
+        while not received[-40:-18].endswith(b"PING\r\n$16\r\n"):
+            received += theirs.recv(1 << 20)
+        theirs.sendall(ANSWERS["hit"] * hashes + b"$16\r\n" + received[-18:])
+
+    server = beside(serve)
+    assert asked(line, hashes) == [{FIELD: shard(7)}] * hashes
+    server.join()
+
+
+def test_what_a_server_has_to_remember_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("objkv.index.redis.find._AHEAD_BYTES", 50_000)
+    line, theirs = wire()
+    hashes = 3_000
+    most = 0
+
+    def serve() -> None:
+        nonlocal most
+        received, answered = b"", 0
+        while answered < hashes:
+            theirs.settimeout(0.05)
+            try:
+                received += theirs.recv(1 << 20)
+            except TimeoutError:  # it sends no more
+                waiting = received.count(b"HGET")
+                most = max(most, len(received))
+                received = received[received.rfind(b"HGET") + 4 :]
+                theirs.settimeout(60)
+                theirs.sendall(ANSWERS["hit"] * waiting)
+                answered += waiting
+        theirs.settimeout(60)
+        while not received.endswith(b"\r\n") or b"PING" not in received:
+            received += theirs.recv(4_096)
+        theirs.sendall(b"$16\r\n" + received[-18:])
+
+    server = beside(serve)
+    assert len(asked(line, hashes)) == hashes
+    server.join()
+    assert 0 < most < 100_000
+
+
+def test_a_server_that_reads_on_only_when_its_answers_are_read_is_no_deadlock() -> None:
+    line, theirs = wire()
+    hashes = 30_000  # more than the buffers between the two hold
+
+    def serve() -> None:
+        received, answered = b"", 0
+        while answered < hashes:
+            received += theirs.recv(4_096)
+            commands = received.count(b"HGET")
+            received = received[received.rfind(b"HGET") + 4 :] if commands else received
+            theirs.sendall(ANSWERS["hit"] * commands)
+            answered += commands
+        while not received.endswith(b"\r\n") or b"PING" not in received:
+            received += theirs.recv(4_096)
+        theirs.sendall(b"$16\r\n" + received[-18:])
+
+    server = beside(serve)
+    assert len(asked(line, hashes)) == hashes
+    server.join()
+
+
+def filled(client: redis.Redis) -> RedisIndex:
+    index = RedisIndex(client)
+    index.publish(chunk(), {FIELD: shard(), OTHER_FIELD: shard()}, ttl_s=LONG_S)
+    return index
+
+
+def test_the_client_is_not_needed_where_its_connections_can_be_lent(
+    client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = filled(client)
+    monkeypatch.setattr(index, "lookup", None)
+    assert index.find(NAMESPACE, [prefix_hash(1)], [FIELD]) == [{FIELD: shard()}]
+
+
+def test_malformed_fields_hide_no_others(client: redis.Redis) -> None:
+    index = filled(client)
+    client.hset(f"{RECORDS}{prefix_hash(1).hex()}", FIELD, LOOKS_LIKE_TWO)
+    assert index.find(NAMESPACE, [prefix_hash(1)], [FIELD]) == [None]
+    assert index.find(NAMESPACE, [prefix_hash(1)], BOTH) == [{OTHER_FIELD: shard()}]
+
+
+def test_a_connection_that_the_server_closes_meanwhile_costs_no_answer(
+    client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = filled(client)
+    assert index.find(NAMESPACE, [prefix_hash(1)], [FIELD]) == [{FIELD: shard()}]
+    # It looks open until it is used, as one does that a firewall has forgotten.
+    monkeypatch.setattr("objkv.net.resp.RespConnection._is_quiet", lambda _: True)
+    client.client_kill_filter(_type="normal", skipme=True)
+    assert index.find(NAMESPACE, [prefix_hash(1)], [FIELD]) == [{FIELD: shard()}]
+
+
+@pytest.mark.parametrize("fields", [[FIELD], BOTH])
+def test_a_user_without_the_right_to_ask_so_is_asked_for_whole_records(
+    valkey: RedisServer, client: redis.Redis, fields: list[str]
+) -> None:
+    filled(client)
+    rights = ["~*", "-@all", "+ping", "+client", "+select", "+hgetall"]
+    client.execute_command("ACL", "SETUSER", "old", "on", ">secret", *rights)
+    user = redis.Redis(
+        port=valkey.port,
+        protocol=2,
+        username="old",
+        password="secret",
+        socket_timeout=PATIENCE_S,
+    )
+    index = RedisIndex(user)
+    expected = {field: shard() for field in fields}
+    assert index.find(NAMESPACE, [prefix_hash(1)], fields) == [expected]
+    client.execute_command("ACL", "SETUSER", "old", "-hgetall")
+    with pytest.raises(StoreDenied, match=r"objkv access"):
+        index.find(NAMESPACE, [prefix_hash(1)], fields)
+    client.execute_command("ACL", "DELUSER", "old")
+
+
+def test_find_on_a_server_that_is_not_there() -> None:
+    index = RedisIndex(redis.Redis(port=1, protocol=2))
+    with pytest.raises(StoreUnavailable):
+        index.find(NAMESPACE, [prefix_hash(1)], [FIELD])
+
+
+TOTALS = "objkv:u:totals"
+
+
+def timed(client: redis.Redis) -> tuple[RedisIndex, ManualClock]:
+    index, clock = RedisIndex(client), ManualClock()
+    index._totals = PendingTotals(TOTALS, clock=clock)
+    return index, clock
+
+
+def test_a_publish_that_tells_the_totals_is_one_round_trip(valkey: RedisServer) -> None:
+    trips = RoundTrips()
+    index, clock = timed(counted(valkey, trips))
+    index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)
+    for number in (2, 3, 4):
+        clock.advance(10)
+        before = trips.count
+        index.publish(chunk(number), {FIELD: shard(10)}, ttl_s=LONG_S)
+        assert trips.count - before == 1
+    index.close()
+
+
+def test_others_hear_of_what_was_published_within_seconds(client: redis.Redis) -> None:
+    index, clock = timed(client)
+    index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)
+    assert RedisIndex(client).usage() == []
+    clock.advance(5)
+    index.lease("x", "me", ttl_ms=1000)
+    assert RedisIndex(client).usage() == [Usage(NAMESPACE, 10, 1, 0)]
+
+
+def test_closing_tells_the_rest(client: redis.Redis, valkey: RedisServer) -> None:
+    index = RedisIndex(valkey.client())
+    index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)
+    index.close()
+    assert RedisIndex(client).usage() == [Usage(NAMESPACE, 10, 1, 0)]
+
+
+def test_what_expires_is_counted_until_somebody_counts_again(client: redis.Redis) -> None:
+    index = RedisIndex(client)
+    index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)
+    client.delete(f"objkv:i:{NAMESPACE}:{prefix_hash(1).hex()}")
+    assert index.usage() == [Usage(NAMESPACE, 10, 1, 0)]
+    index.set_usage(Usage(NAMESPACE, 4, 1, counted_s=1_700_000_000))
+    assert index.usage() == [Usage(NAMESPACE, 4, 1, 1_700_000_000)]
+    index.publish(chunk(2), {FIELD: shard(3)}, ttl_s=LONG_S)
+    assert index.usage() == [Usage(NAMESPACE, 7, 2, 1_700_000_000)]
+
+
+def test_a_namespace_without_payloads_is_forgotten(client: redis.Redis) -> None:
+    index = RedisIndex(client)
+    index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)
+    index.set_usage(Usage(NAMESPACE, 0, 0, counted_s=1_700_000_000))
+    assert index.usage() == []
+    assert client.exists(TOTALS) == 0
+
+
+def test_totals_that_cannot_be_told_cost_no_save_and_are_told_later(client: redis.Redis) -> None:
+    index, clock = timed(client)
+    client.set(TOTALS, "theirs")
+    index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)
+    clock.advance(5)
+    index.publish(chunk(2), {FIELD: shard(3)}, ttl_s=LONG_S)
+    assert all(index.lookup(NAMESPACE, [prefix_hash(1), prefix_hash(2)]))
+    client.delete(TOTALS)
+    assert index.usage() == [Usage(NAMESPACE, 13, 2, 0)]
+
+
+@pytest.mark.parametrize("asked", [RedisIndex.usage, RedisIndex.close])
+def test_totals_that_could_not_be_told_because_of_the_way_are_told_later(
+    client: redis.Redis, monkeypatch: pytest.MonkeyPatch, asked: Callable[[RedisIndex], object]
+) -> None:
+    index = RedisIndex(client)
+    index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)
+
+    def down(commands: object) -> None:
+        raise StoreUnavailable("down")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(index, "_pipelined", down)
+        with suppress(StoreUnavailable):
+            asked(index)
+    assert index.usage() == [Usage(NAMESPACE, 10, 1, 0)]
+
+
+def test_setting_the_totals_of_a_namespace_leaves_those_of_others_alone(
+    client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = RedisIndex(client)
+    for namespace in (NAMESPACE, OTHER):
+        index.publish(chunk(1, namespace), {FIELD: shard(10)}, ttl_s=LONG_S)
+
+    def down(*command: object) -> None:
+        raise redis.exceptions.ConnectionError("down")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(client, "execute_command", down)
+        with pytest.raises(StoreUnavailable):
+            index.set_usage(Usage(NAMESPACE, 10, 1, counted_s=7))
+    assert {one.namespace: one.nbytes for one in index.usage()} == {NAMESPACE: 10, OTHER: 10}
+    for namespace in (NAMESPACE, OTHER):
+        index.publish(chunk(2, namespace), {FIELD: shard(5)}, ttl_s=LONG_S)
+    index.set_usage(Usage(NAMESPACE, 15, 2, counted_s=7))
+    assert {one.namespace: one.nbytes for one in index.usage()} == {NAMESPACE: 15, OTHER: 15}
+
+
+def test_a_server_that_forgot_the_script_is_taught_while_totals_are_told(
+    client: redis.Redis,
+) -> None:
+    index, clock = timed(client)
+    index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)
+    client.script_flush()
+    clock.advance(5)
+    index.publish(chunk(2, OTHER), {FIELD: shard(3)}, ttl_s=LONG_S)
+    assert index.usage() == [Usage(NAMESPACE, 10, 1, 0), Usage(OTHER, 3, 1, 0)]
+
+
+def test_what_no_objkv_wrote_into_the_totals_is_left_out() -> None:
+    reply = {
+        b"a:nbytes": b"7",
+        b"a:payloads": b"1",
+        b"b:nbytes": b"-5",
+        b"b:payloads": b"2",
+        b"c:nbytes": b"many",
+        b"d": b"1",
+        b"e:colour": b"1",
+        b"f:nbytes": b"0",
+    }
+    assert read_totals(reply) == [Usage("a", 7, 1, 0), Usage("b", 0, 2, 0)]
+
+
+def test_savings_are_sent_within_seconds_and_when_the_index_closes(
+    client: redis.Redis, valkey: RedisServer
+) -> None:
+    index, clock = RedisIndex(valkey.client()), ManualClock()
+    index._savings = PendingTotals("objkv:u:savings", clock=clock)
+    one = Savings(NAMESPACE, "2026-11", loads=1, tokens=256)
+    index.credit(one)
+    assert RedisIndex(client).savings() == []
+    clock.advance(5)
+    index.credit(one)
+    assert RedisIndex(client).savings() == [replace(one, loads=2, tokens=512)]
+    index.credit(one)
+    index.close()
+    assert RedisIndex(client).savings() == [replace(one, loads=3, tokens=768)]
+
+
+def test_what_others_wrote_among_savings_is_ignored(client: redis.Redis) -> None:
+    index = RedisIndex(client)
+    index.credit(Savings(NAMESPACE, "2026-11", loads=1))
+    client.hset("objkv:u:savings", mapping={
+        f"{NAMESPACE}:2026-11:tokens": "-5", f"{NAMESPACE}:later:loads": "3", "x": "1",
+        f"{NAMESPACE}:2026-11:joules": "7", f"{NAMESPACE}:2026-11:timed_tokens": "many",
+    })  # fmt: skip
+    assert index.savings() == [Savings(NAMESPACE, "2026-11", loads=1)]

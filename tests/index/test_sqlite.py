@@ -1,0 +1,560 @@
+"""The index in an SQLite file that processes and users share: whose it is, what is planted in it,
+and upgrades."""
+
+import os
+import sqlite3
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from objkv.errors import StoreDenied, StoreError, StoreUnavailable
+from objkv.index.base import PruneIndex
+from objkv.index.fields import encode_shard
+from objkv.index.shapes import SHAPES_HASH
+from objkv.index.sqlite import file as sqlite_file
+from objkv.index.sqlite import file as sqlite_place
+from objkv.index.sqlite import file as sqlite_schema
+from objkv.index.sqlite.file import translated
+from objkv.index.sqlite.index import SqliteIndex
+from objkv.net.deadline import EndsBy
+from tests.contracts.clock import ManualClock
+from tests.contracts.index_contract import (
+    FIELD,
+    LONG_S,
+    NAMESPACE,
+    OTHER_FIELD,
+    IndexContract,
+    at_once,
+    chunk,
+    get,
+    prefix_hash,
+    shard,
+    usage,
+)
+
+PUBLISH_FOREVER = """
+import sys
+from pathlib import Path
+from objkv.index.sqlite.index import SqliteIndex
+from tests.contracts.index_contract import (FIELD, OTHER_FIELD, chunk, shard)
+index = SqliteIndex(Path(sys.argv[1]))
+for number in range(1, 1_000_000):
+    index.publish(chunk(number), {FIELD: shard(), OTHER_FIELD: shard()}, ttl_s=1000)
+    if number == 50:
+        print("publishing", flush=True)
+"""
+PUBLISH_SOME = """
+import sys
+from pathlib import Path
+from objkv.index.sqlite.index import SqliteIndex
+from tests.contracts.index_contract import (FIELD, chunk, shard)
+index = SqliteIndex(Path(sys.argv[1]), busy_ms=240_000)
+for number in range(int(sys.argv[2]), int(sys.argv[2]) + 50):
+    index.publish(chunk(number), {FIELD: shard()}, ttl_s=1000)
+"""
+
+
+class TestSqliteIndex(IndexContract):
+    carries_requests = False
+
+    @pytest.fixture
+    def index(self, tmp_path: Path, clock: ManualClock) -> PruneIndex:
+        return SqliteIndex(tmp_path / "deeper" / "index.sqlite", clock=clock, busy_ms=240_000)
+
+    def put_garbage(self, index: PruneIndex, number: int) -> None:
+        assert isinstance(index, SqliteIndex)
+        index.publish(chunk(number), {FIELD: shard()}, ttl_s=LONG_S)
+        with index._file.write() as connection:
+            connection.execute(
+                "UPDATE shards SET value = ? WHERE hash = ?", ("[]", prefix_hash(number))
+            )
+
+
+def test_processes_share_one_file_from_the_first_moment_on(tmp_path: Path) -> None:
+    path = tmp_path / "index.sqlite"
+    writers = [
+        subprocess.Popen([sys.executable, "-c", PUBLISH_SOME, str(path), str(first)])
+        for first in (100, 200, 300)
+    ]
+    assert [writer.wait(250) for writer in writers] == [0, 0, 0]
+    assert len(list(SqliteIndex(path).scan(NAMESPACE))) == 150
+
+
+def test_a_killed_writer_leaves_a_usable_index_of_whole_records(tmp_path: Path) -> None:
+    path = tmp_path / "index.sqlite"
+    command = [sys.executable, "-c", PUBLISH_FOREVER, str(path)]
+    for _ in range(3):
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == b"publishing\n"
+            writer.kill()
+        index = SqliteIndex(path)
+        records = list(index.scan(NAMESPACE))
+        assert len(records) >= 50
+        assert all(set(record.shards) == {FIELD, OTHER_FIELD} for record in records)
+        index.publish(chunk(1), {FIELD: shard(2)}, ttl_s=LONG_S)
+        index.close()
+
+
+def test_a_forked_child_uses_connections_of_its_own(tmp_path: Path) -> None:
+    index = SqliteIndex(tmp_path / "index.sqlite")
+    index.publish(chunk(1), {FIELD: shard()}, ttl_s=LONG_S)
+    child = os.fork()
+    if child == 0:
+        try:
+            found = get(index, 1) is not None
+            index.publish(chunk(2), {FIELD: shard()}, ttl_s=LONG_S)
+            index.close()
+            os._exit(0 if found else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    index.publish(chunk(3), {FIELD: shard()}, ttl_s=LONG_S)
+    assert len(list(index.scan(NAMESPACE))) == 3
+
+
+def test_threads_keep_no_more_connections_than_were_in_use_at_once(tmp_path: Path) -> None:
+    index = SqliteIndex(tmp_path / "index.sqlite", busy_ms=240_000)
+    index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
+    for _ in range(3):
+        at_once([lambda: get(index)] * 4)
+    assert 1 <= len(index._file._idle) <= 4
+
+
+def test_a_prompt_longer_than_one_statement_can_hold_is_looked_up(tmp_path: Path) -> None:
+    index = SqliteIndex(tmp_path / "index.sqlite")
+    index.publish(chunk(40_000), {FIELD: shard()}, ttl_s=LONG_S)
+    found = index.lookup(NAMESPACE, [prefix_hash(n) for n in range(40_001)])
+    assert found[40_000] is not None
+    assert not any(found[:40_000])
+
+
+def test_a_lookup_of_a_thousand_hashes_is_one_statement(tmp_path: Path) -> None:
+    index = SqliteIndex(tmp_path / "index.sqlite")
+    index.check()
+    statements: list[str] = []
+    index._file._idle[0].set_trace_callback(statements.append)
+    index.lookup(NAMESPACE, [prefix_hash(n) for n in range(1000)])
+    assert len(statements) == 1
+
+
+def test_expired_records_and_leases_are_removed_by_later_writes(tmp_path: Path) -> None:
+    clock = ManualClock()
+    index = SqliteIndex(tmp_path / "index.sqlite", clock=clock)
+    for number in range(1, 11):
+        index.publish(chunk(number), {FIELD: shard(), OTHER_FIELD: shard()}, ttl_s=1)
+        index.lease(str(number), "me", ttl_ms=1000)
+    clock.advance(1)
+    index.publish(chunk(99), {FIELD: shard()}, ttl_s=1)
+    with index._file.read() as connection:
+        counts = [
+            connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
+            for table in ("chunks", "shards", "leases")
+        ]
+    assert counts == [1, 1, 0]
+
+
+def test_the_file_of_a_newer_objkv_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "index.sqlite"
+    SqliteIndex(path).check()
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    with pytest.raises(StoreDenied, match=r"newer objkv \(schema 99, supported: 2\): upgrade"):
+        SqliteIndex(path).check()
+
+
+def test_somebody_elses_database_is_refused_and_not_changed(tmp_path: Path) -> None:
+    path = tmp_path / "index.sqlite"
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE theirs (x)")
+    with pytest.raises(StoreDenied, match="of another program"):
+        SqliteIndex(path).check()
+    with sqlite3.connect(path) as connection:
+        assert connection.execute("SELECT name FROM sqlite_schema").fetchall() == [("theirs",)]
+
+
+def test_a_damaged_file_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "index.sqlite"
+    path.write_bytes(b"no database" * 1000)
+    with pytest.raises(StoreDenied, match="delete it and its -wal and -shm files; no KV is lost"):
+        SqliteIndex(path).lookup(NAMESPACE, [prefix_hash(1)])
+
+
+def test_a_locked_file_is_unavailable_for_now(tmp_path: Path) -> None:
+    path = tmp_path / "index.sqlite"
+    index = SqliteIndex(path, busy_ms=1)
+    index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StoreUnavailable, match="busy"):
+        index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
+    assert get(index) is not None, "readers do not wait for a writer"
+    other.rollback()
+    index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
+
+
+def test_a_full_disk_is_unavailable_with_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "full.sqlite"
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA max_page_count = 2")
+    connection.execute("CREATE TABLE t (x)")
+    with (
+        pytest.raises(StoreUnavailable, match="the disk is full, free some space"),
+        translated(path),
+    ):
+        connection.execute("INSERT INTO t VALUES (zeroblob(100000))")
+
+
+def test_a_read_only_file_is_denied_with_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "index.sqlite"
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE t (x)")
+    connection.execute("PRAGMA query_only = ON")
+    with pytest.raises(StoreDenied, match="needs write permission"), translated(path):
+        connection.execute("INSERT INTO t VALUES (1)")
+
+
+def test_a_folder_that_cannot_be_made_is_denied(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreDenied, match=r"Not a directory|File exists"):
+        SqliteIndex(tmp_path / "file" / "index.sqlite").check()
+
+
+def test_making_an_index_touches_nothing(tmp_path: Path) -> None:
+    index = SqliteIndex(tmp_path / "deeper" / "index.sqlite")
+    index.close()
+    assert list(tmp_path.iterdir()) == []
+    assert repr(index) == f"<SqliteIndex {tmp_path}/deeper/index.sqlite>"
+
+
+def test_a_file_that_was_removed_or_replaced_is_not_used_on(tmp_path: Path) -> None:
+    """Otherwise its connections would continue with a file that has no name and no other users."""
+    path = tmp_path / "index.sqlite"
+    mine, others = SqliteIndex(path), SqliteIndex(path)
+    mine.publish(chunk(1), {FIELD: shard(1)}, ttl_s=60)
+    for suffix in ("", "-wal", "-shm"):
+        Path(f"{path}{suffix}").unlink(missing_ok=True)
+    assert mine.lookup(chunk(1).namespace, [chunk(1).prefix_hash]) == [None]
+    mine.publish(chunk(2), {FIELD: shard(2)}, ttl_s=60)
+    assert others.lookup(chunk(2).namespace, [chunk(2).prefix_hash]) != [None]
+    mine.close()
+    others.close()
+
+
+CHUNK = chunk()
+
+
+def modes(folder: Path) -> dict[str, int]:
+    return {path.name: stat.S_IMODE(path.stat().st_mode) for path in sorted(folder.iterdir())}
+
+
+def used(path: Path) -> SqliteIndex:
+    index = SqliteIndex(path)
+    index.publish(CHUNK, {"0.L0-1_H0-1": shard()}, ttl_s=60)
+    assert index.lookup(NAMESPACE, [CHUNK.prefix_hash])[0] is not None
+    return index
+
+
+@pytest.fixture(autouse=True)
+def no_umask() -> Iterator[None]:
+    old = os.umask(0)
+    yield
+    os.umask(old)
+
+
+def test_the_file_and_its_folder_are_for_this_user_alone(tmp_path: Path) -> None:
+    used(tmp_path / "objkv" / "index.sqlite")
+    assert modes(tmp_path) == {"objkv": 0o700}
+    assert modes(tmp_path / "objkv") == {
+        "index.sqlite": 0o600,
+        "index.sqlite-shm": 0o600,
+        "index.sqlite-wal": 0o600,
+    }
+
+
+def test_a_folder_of_a_group_makes_it_the_groups(tmp_path: Path) -> None:
+    os.umask(0o077)
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(0o2770)
+    used(folder / "index.sqlite")
+    assert set(modes(folder).values()) == {0o660}
+
+
+def test_a_folder_where_everybody_may_write_does_not(tmp_path: Path) -> None:
+    tmp_path.chmod(0o1777)
+    used(tmp_path / "index.sqlite")
+    assert set(modes(tmp_path).values()) == {0o600}
+
+
+def test_a_file_that_is_there_keeps_its_mode(tmp_path: Path) -> None:
+    (tmp_path / "index.sqlite").touch(0o640)
+    used(tmp_path / "index.sqlite")
+    assert set(modes(tmp_path).values()) == {0o640}
+
+
+@pytest.mark.parametrize("suffix", ["", "-wal", "-shm", "-journal"])
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_what_somebody_else_planted_is_refused(
+    tmp_path: Path, kind: str, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shared").mkdir(0o1777)
+    place = tmp_path / "shared" / f"index.sqlite{suffix}"
+    if kind == "file":
+        place.write_bytes(b"")
+    else:
+        place.symlink_to(tmp_path / "theirs")
+    (tmp_path / "theirs").write_bytes(b"theirs")
+    if os.getuid() == 0:
+        os.lchown(place, 1234, 1234)
+    else:
+        monkeypatch.setattr(sqlite_place.os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(StoreDenied, match="belongs to another user"):
+        used(tmp_path / "shared" / "index.sqlite")
+    assert (tmp_path / "theirs").read_bytes() == b"theirs"
+
+
+def test_a_link_of_the_operators_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "fast").mkdir()
+    (tmp_path / "index.sqlite").symlink_to(tmp_path / "fast" / "index.sqlite")
+    used(tmp_path / "index.sqlite")
+    assert "index.sqlite" in modes(tmp_path / "fast")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "loop"])
+def test_what_is_no_file_is_refused_and_nobody_waits(tmp_path: Path, kind: str) -> None:
+    place = tmp_path / "index.sqlite"
+    if kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "folder":
+        place.mkdir()
+    else:
+        place.symlink_to(place)
+    with pytest.raises(StoreDenied):
+        used(place)
+
+
+def test_a_row_of_any_length_is_an_error_and_no_memory(tmp_path: Path) -> None:
+    used(tmp_path / "index.sqlite").close()
+    connection = sqlite3.connect(tmp_path / "index.sqlite")
+    connection.execute("UPDATE shards SET value = zeroblob(20000000)")
+    connection.commit()
+    connection.close()
+    with pytest.raises(StoreError):
+        SqliteIndex(tmp_path / "index.sqlite").lookup(NAMESPACE, [CHUNK.prefix_hash])
+
+
+ENDLESS = "WITH RECURSIVE r(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM r)"
+TRIGGER = (
+    "CREATE TRIGGER planted BEFORE INSERT ON shards BEGIN "
+    f"SELECT count(*) FROM ({ENDLESS} SELECT x FROM r); END"
+)
+VIEW = (
+    "ALTER TABLE shards RENAME TO kept",
+    f"CREATE VIEW shards AS {ENDLESS} SELECT namespace, hash, 'f' || x AS field, x'00' AS value "
+    "FROM r, chunks",
+)
+PLANTED: dict[str, tuple[str, ...]] = {
+    "trigger": (TRIGGER,),
+    "view": VIEW,
+    "table": ("CREATE TABLE planted (x)",),
+    "index": ("CREATE INDEX planted ON chunks (hits)",),
+    "column": ("ALTER TABLE leases ADD COLUMN planted",),
+    "gone": ("DROP TRIGGER shards_added",),
+    "replaced": (
+        "DROP TRIGGER shards_added",
+        TRIGGER.replace("planted", "shards_added"),
+    ),
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "index.sqlite"
+    index = SqliteIndex(path)
+    index.publish(chunk(1), {FIELD: shard()}, ttl_s=LONG_S)
+    index.close()
+    return path
+
+
+def plant(path: Path, *statements: str) -> None:
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        for statement in statements:
+            connection.execute(statement)
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_what_objkv_did_not_make_is_refused_with_what_to_do(path: Path, what: str) -> None:
+    plant(path, *PLANTED[what])
+    with pytest.raises(StoreDenied, match=r"not created by objkv.*delete it"):
+        SqliteIndex(path).lookup(NAMESPACE, [prefix_hash(1)])
+
+
+def test_so_it_is_in_a_file_of_the_first_version(tmp_path: Path) -> None:
+    path = tmp_path / "index.sqlite"
+    old_file(path)
+    plant(path, TRIGGER)
+    with pytest.raises(StoreDenied, match="not created by objkv"):
+        SqliteIndex(path).lookup(NAMESPACE, [prefix_hash(1)])
+    plant(path, "DROP TRIGGER planted")
+    assert get(SqliteIndex(path), 1) is not None
+
+
+def test_a_file_that_claims_to_be_new_is_looked_at_as_well(path: Path) -> None:
+    plant(path, TRIGGER, "PRAGMA user_version = 0")
+    with pytest.raises(StoreDenied):
+        SqliteIndex(path).lookup(NAMESPACE, [prefix_hash(1)])
+
+
+def publish(index: SqliteIndex) -> None:
+    index.publish(chunk(2), {FIELD: shard()}, ttl_s=LONG_S)
+
+
+def look_up(index: SqliteIndex) -> None:
+    index.lookup(NAMESPACE, [prefix_hash(1)])
+
+
+@pytest.mark.parametrize(("what", "call"), [("trigger", publish), ("view", look_up)])
+def test_what_is_planted_while_the_file_is_open_is_interrupted_and_then_refused(
+    path: Path,
+    what: str,
+    call: Callable[[SqliteIndex], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    index = SqliteIndex(path)
+    look_up(index)
+    plant(path, *PLANTED[what])
+    monkeypatch.setattr(sqlite_file, "_CALL_S_MAX", 0.0)
+    with pytest.raises(StoreUnavailable, match="time"):
+        call(index)
+    with pytest.raises(StoreDenied, match="not created by objkv"):
+        call(index)
+
+
+def test_the_callers_own_time_counts_as_well(path: Path) -> None:
+    index = SqliteIndex(path)
+    look_up(index)
+    plant(path, TRIGGER)
+    with EndsBy(0.0), pytest.raises(StoreUnavailable, match="time"):
+        publish(index)
+
+
+HOUR_S = 3_600
+
+
+def old_file(path: Path) -> None:
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")
+        for statement in sqlite_schema._VERSION_1.split(";\n"):
+            connection.execute(statement)
+        ends_s = time.time() + HOUR_S
+        for number, hash_, end in (
+            (1, prefix_hash(1), ends_s),
+            (2, prefix_hash(2), None),
+            (3, SHAPES_HASH, ends_s),
+        ):
+            connection.execute(
+                "INSERT INTO chunks VALUES (?, ?, ?, 0, 256, 5, 0, ?)",
+                (NAMESPACE, hash_, prefix_hash(number - 1), end),
+            )
+            connection.execute(
+                "INSERT INTO shards VALUES (?, ?, ?, ?)",
+                (NAMESPACE, hash_, FIELD, encode_shard(shard(100 * number))),
+            )
+        connection.execute(f"PRAGMA application_id = {sqlite_schema.APPLICATION_ID}")
+        connection.execute("PRAGMA user_version = 1")
+    connection.close()
+
+
+def test_records_stay_and_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "index.sqlite"
+    old_file(path)
+    index = SqliteIndex(path)
+    record = get(index, 1)
+    assert record is not None
+    assert (record.hits, record.shards) == (5, {FIELD: shard(100)})
+    assert usage(index) == {NAMESPACE: (300, 2)}
+    index.publish(chunk(3), {OTHER_FIELD: shard(7)}, ttl_s=LONG_S)
+    assert usage(index) == {NAMESPACE: (307, 3)}
+
+
+def test_pins_without_an_end_get_one(tmp_path: Path) -> None:
+    path = tmp_path / "index.sqlite"
+    old_file(path)
+    record = get(SqliteIndex(path), 2)
+    assert record is not None
+    assert not record.pinned
+    assert get(SqliteIndex(path, clock=lambda: time.time() + 6 * 24 * HOUR_S), 2) is not None
+    assert get(SqliteIndex(path, clock=lambda: time.time() + 8 * 24 * HOUR_S), 2) is None
+
+
+def test_of_many_who_open_it_one_upgrades_it(tmp_path: Path) -> None:
+    path = tmp_path / "index.sqlite"
+    old_file(path)
+    now = time.time()
+    indexes = [SqliteIndex(path, busy_ms=240_000, clock=lambda: now) for _ in range(8)]
+    assert at_once([index.usage for index in indexes]) == [indexes[0].usage()] * 8
+
+
+def test_connections_of_before_the_upgrade_are_counted(tmp_path: Path) -> None:
+    """A process that still runs the older objkv goes on writing."""
+    path = tmp_path / "index.sqlite"
+    old_file(path)
+    older = sqlite3.connect(path)
+    index = SqliteIndex(path)
+    assert usage(index) == {NAMESPACE: (300, 2)}
+    with older:
+        value = encode_shard(shard(11))
+        older.execute(
+            "INSERT INTO shards VALUES (?, ?, ?, ?)",
+            (NAMESPACE, prefix_hash(1), OTHER_FIELD, value),
+        )
+    assert usage(index) == {NAMESPACE: (311, 3)}
+    older.close()
+
+
+def test_what_has_expired_is_not_counted_before_it_is_removed(tmp_path: Path) -> None:
+    clock = ManualClock()
+    index = SqliteIndex(tmp_path / "index.sqlite", clock=clock)
+    index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=5)
+    index.publish(chunk(2), {FIELD: shard(3)}, ttl_s=50)
+    clock.advance(10)
+    assert usage(index) == {NAMESPACE: (3, 1)}
+    index.lease("x", "me", ttl_ms=1)  # a write, which removes expired records
+    assert usage(index) == {NAMESPACE: (3, 1)}
+    clock.advance(100)
+    assert usage(index) == {}
+
+
+RECORDS = 600
+STEPS = 100
+"""Between two counts."""
+
+
+def test_what_a_scan_computes_for_a_record_does_not_depend_on_how_many_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = SqliteIndex(tmp_path / "index.sqlite")
+    for number in range(RECORDS):
+        entry = replace(chunk(1), prefix_hash=number.to_bytes(20, "big"))
+        index.publish(entry, {FIELD: shard(), OTHER_FIELD: shard()}, ttl_s=1000)
+    counted = 0
+
+    def count() -> int:
+        nonlocal counted
+        counted += STEPS
+        return 0
+
+    def bound(connection: sqlite3.Connection, seconds: float) -> None:
+        connection.set_progress_handler(count, STEPS)
+
+    monkeypatch.setattr(sqlite_file, "_bound", bound)
+    assert len(list(index.scan(NAMESPACE))) == RECORDS
+    assert 0 < counted < 200 * RECORDS

@@ -1,0 +1,381 @@
+"""One connection, read and written directly; and connections lent, kept and brought back without a
+pool's other users noticing."""
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import fakeredis
+import pytest
+import redis
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from redis import exceptions
+
+from objkv.net import resp as line_module
+from objkv.net.deadline import EndsBy
+from objkv.net.resp import RespConnection, RespConnections, packed
+from tests.net.resp_wires import Connection, beside, wire
+from tests.support.servers.redis import RedisServer
+
+VALUE = bytes(range(256)) * 20
+
+
+def read_value(line: RespConnection, buffer: bytearray, told: list[int]) -> int:
+    head = line.read_line(len(b"$%d\r\n" % len(buffer)))
+    nbytes = int(head[1:])
+    with memoryview(buffer) as view:
+        line.read_bulk(head, view[:nbytes], told.append)
+    return nbytes
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=300), st.lists(st.integers(1, 40), max_size=8), st.integers(0, 400))
+def test_a_value_is_read_however_it_is_cut(value: bytes, cuts: list[int], room: int) -> None:
+    line, theirs = wire()
+    answer = b"$%d\r\n%b\r\n" % (len(value), value)
+    pieces, at = [], 0
+    for cut in cuts:
+        pieces.append(answer[at : at + cut])
+        at += cut
+    buffer, told = bytearray(max(room, len(value))), list[int]()
+
+    def serve() -> None:
+        for piece in [*pieces, answer[at:]]:
+            theirs.sendall(piece)
+
+    server = beside(serve)
+    nbytes = read_value(line, buffer, told)
+    server.join()
+    assert buffer[:nbytes] == value
+    assert told
+    assert told == sorted(set(told))
+    assert told[-1] == len(value)
+    line._connection.disconnect()
+    theirs.close()
+
+
+def test_a_value_that_does_not_end_where_it_was_announced_is_no_value() -> None:
+    line, theirs = wire()
+    theirs.sendall(b"$3\r\nabcd\r\n")
+    told = list[int]()
+    with pytest.raises(exceptions.InvalidResponse):
+        read_value(line, bytearray(3), told)
+    assert 3 not in told, "a broken value is never reported as complete"
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"$5", b"$5\r\n", b"$5\r\nabc", b"$5\r\nabcde", b"$5\r\nabcde\r"]
+)
+def test_a_connection_that_ends_early_is_lost(sent: bytes) -> None:
+    line, theirs = wire()
+    theirs.sendall(sent)
+    theirs.close()
+    told = list[int]()
+    with pytest.raises(exceptions.ConnectionError):
+        read_value(line, bytearray(5), told)
+    assert 5 not in told
+
+
+@pytest.mark.parametrize("sent", [b"", b"$5", b"$5\r\n", b"$5\r\nabc", b"$5\r\nabcde\r"])
+def test_a_server_that_stops_answering_is_waited_for_no_longer_than_told(sent: bytes) -> None:
+    line, theirs = wire(timeout_s=0.05)
+    theirs.sendall(sent)
+    with pytest.raises(exceptions.TimeoutError):
+        read_value(line, bytearray(5), [])
+
+
+def test_a_server_that_stops_reading_is_waited_for_no_longer_than_told() -> None:
+    line, _theirs = wire(timeout_s=0.05)
+    with pytest.raises(exceptions.TimeoutError):
+        line.send(b"head", memoryview(bytes(8 << 20)), b"tail")
+    with pytest.raises(exceptions.TimeoutError):
+        line.wait_to_receive()
+
+
+def test_a_wait_for_a_server_that_stops_reading_ends_with_the_call() -> None:
+    line, _theirs = wire(timeout_s=600.0)
+    with EndsBy(time.monotonic() + 0.2):
+        while line.offer(memoryview(bytes(1 << 20))):
+            pass
+        with pytest.raises(exceptions.TimeoutError):
+            line.wait_to_receive()
+
+
+def test_a_line_without_an_end_is_refused() -> None:
+    line, theirs = wire()
+    theirs.sendall(b"-" + bytes(10_000))
+    with pytest.raises(exceptions.InvalidResponse):
+        line.read_line(5)
+
+
+def test_parts_arrive_in_order_however_little_is_taken_at_once() -> None:
+    line, theirs = wire()
+    line.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4_096)
+    parts = (b"head", memoryview(VALUE * 200), b"", b"tail")
+    whole = b"".join(parts)
+    received = bytearray()
+
+    def serve() -> None:
+        while len(received) < len(whole):
+            received.extend(theirs.recv(3_000))
+
+    server = beside(serve)
+    line.send(*parts)
+    server.join()
+    assert received == whole
+
+
+def test_an_offer_takes_what_there_is_room_for_and_waits_for_nothing() -> None:
+    line, theirs = wire()
+    view = memoryview(bytes(64 << 20))
+    sent = 0
+    while taken := line.offer(view[sent:]):
+        sent += taken
+    assert 0 < sent < len(view)
+    theirs.sendall(b"x")
+    assert line.wait_to_receive()
+    assert line.receive() == b"x"
+
+
+def test_a_connection_goes_back_with_the_time_out_it_came_with() -> None:
+    line, _theirs = wire(timeout_s=7)
+    line.end()
+    connection = line._connection
+    assert isinstance(connection, Connection)
+    assert line.pool.released == [connection]
+    assert connection._sock.gettimeout() == 7
+    assert not connection.disconnected
+
+
+@pytest.mark.parametrize("spoil", ["half read", "unrequested", "ended"])
+def test_a_connection_with_something_left_in_it_goes_back_closed(spoil: str) -> None:
+    line, theirs = wire()
+    assert line.is_fresh()
+    if spoil == "half read":
+        line.send(b"x")
+    elif spoil == "unrequested":
+        theirs.sendall(b"+OK\r\n")
+    else:
+        theirs.close()
+    assert spoil == "half read" or not line.is_fresh()
+    line.end()
+    assert line._connection.disconnected
+    assert line.pool.released == [line._connection]
+
+
+def test_a_command_is_packed_as_the_protocol_says() -> None:
+    assert packed(b"SET", b"k", b"", b"EX", 60) == (
+        b"*5\r\n$3\r\nSET\r\n$1\r\nk\r\n$0\r\n\r\n$2\r\nEX\r\n$2\r\n60\r\n"
+    )
+
+
+def test_a_connection_from_which_too_much_was_read_is_not_used_again() -> None:
+    """Unexpected bytes after a reply would be taken as the next command's reply."""
+    line, theirs = wire()
+    theirs.sendall(b"$-1\r\n+OK\r\n")
+    assert line.read_line(10) == b"$-1"
+    assert not line.is_fresh()
+    line.end()
+    assert line._connection.disconnected
+    theirs.close()
+
+
+def test_a_connection_that_another_thread_closes_is_lost() -> None:
+    """As when a client is closed with a call under way."""
+    line, theirs = wire()
+    line._connection.disconnect()
+    with pytest.raises(exceptions.ConnectionError):
+        line.wait_to_receive()
+    with pytest.raises(exceptions.ConnectionError):
+        line.receive()
+    with pytest.raises(exceptions.ConnectionError):
+        line.offer(memoryview(b"x"))
+    line.end()
+    theirs.close()
+
+
+PATIENCE_S = 120
+THREADS = 8
+
+
+@pytest.fixture(autouse=True)
+def _kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pause of the machine must not replace a connection."""
+    monkeypatch.setattr(line_module, "KEEP_S", 1e9)
+
+
+def connected(valkey: RedisServer, *, connections: int = 4, **options: object) -> redis.Redis:
+    settings = {"protocol": 2, "socket_timeout": PATIENCE_S, "timeout": PATIENCE_S, **options}
+    pool = redis.BlockingConnectionPool(port=valkey.port, max_connections=connections, **settings)
+    return redis.Redis.from_pool(pool)
+
+
+@pytest.fixture
+def client(valkey: RedisServer) -> Iterator[redis.Redis]:
+    with connected(valkey) as opened:
+        yield opened
+
+
+def ping(line: RespConnection | None) -> None:
+    assert line is not None
+    line.send(packed(b"PING"))
+    assert line.read_line(7) == b"+PONG"
+    line.clean = True
+
+
+def free(client: redis.Redis) -> int:
+    pool = client.connection_pool
+    assert isinstance(pool, redis.BlockingConnectionPool)
+    return int(pool.pool.qsize())
+
+
+def test_the_connections_of_this_redis_py_can_be_lent(client: redis.Redis) -> None:
+    """If it fails, redis-py has renamed something: everything still works, at redis-py's speed."""
+    lines = RespConnections(client)
+    line = lines.take("k")
+    ping(line)
+    assert line is not None
+    lines.give(line)
+    assert lines.take("k") is line
+
+
+@pytest.mark.parametrize("kind", ["fakeredis", "RESP3", "single"])
+def test_other_connections_are_not_lent_and_not_lost(valkey: RedisServer, kind: str) -> None:
+    if kind == "fakeredis":
+        assert RespConnections(fakeredis.FakeRedis()).take("k") is None
+        return
+    client = connected(valkey, connections=1, protocol=3 if kind == "RESP3" else 2)
+    if kind == "single":
+        client = client.client()
+    assert RespConnections(client).take("k") is None
+    assert client.ping()
+
+
+def test_a_kept_connection_that_the_server_closed_is_replaced(
+    valkey: RedisServer, client: redis.Redis
+) -> None:
+    lines = RespConnections(client)
+    first = lines.take("k")
+    ping(first)
+    assert first is not None
+    lines.give(first)
+    valkey.client().client_kill_filter(_type="normal", skipme=True)
+    second = lines.take("k")
+    ping(second)
+    assert second is not first
+
+
+def test_what_was_not_read_to_its_end_is_not_lent_again(client: redis.Redis) -> None:
+    lines = RespConnections(client)
+    line = lines.take("k")
+    assert line is not None
+    sock = line.sock
+    line.send(packed(b"PING"))
+    lines.give(line)
+    again = lines.take("k")
+    ping(again)
+    assert again is not None
+    assert again.sock is not sock
+
+
+def test_a_connection_is_shown_to_its_pool_now_and_then(
+    client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = RespConnections(client)
+    line = lines.take("k")
+    assert line is not None
+    lines.give(line)
+    monkeypatch.setattr(line_module, "KEEP_S", 0.0)
+    again = lines.take("k")
+    ping(again)
+    assert again is not None
+    assert again is not line
+    assert again.sock is line.sock
+
+
+def test_the_last_connection_is_never_kept(valkey: RedisServer) -> None:
+    with connected(valkey, connections=1, timeout=1) as client:
+        lines = RespConnections(client)
+        for _ in range(3):
+            line = lines.take("k")
+            ping(line)
+            assert line is not None
+            lines.give(line)
+            assert client.ping()
+
+
+def test_half_of_the_connections_are_kept_at_most(client: redis.Redis) -> None:
+    lines = RespConnections(client)
+    taken = [lines.take("k") for _ in range(3)]
+    for line in taken:
+        assert line is not None
+        lines.give(line)
+    assert free(client) == 2
+    lines.close()
+    assert free(client) == 4
+
+
+def test_nothing_is_kept_while_somebody_may_wait_for_it(valkey: RedisServer) -> None:
+    with connected(valkey, connections=2) as client:
+        lines = RespConnections(client)
+        taken = [lines.take("k"), lines.take("k")]
+        assert taken[0] is not None
+        lines.give(taken[0])
+        assert free(client) == 1
+
+
+def test_threads_share_few_connections_with_the_clients_own_calls(valkey: RedisServer) -> None:
+    with connected(valkey, connections=3) as client:
+        lines = RespConnections(client)
+
+        def work(number: int) -> None:
+            for _ in range(50):
+                if number % 2:
+                    assert client.ping()
+                    continue
+                line = lines.take("k")
+                ping(line)
+                assert line is not None
+                lines.give(line)
+
+        with ThreadPoolExecutor(THREADS) as threads:
+            list(threads.map(work, range(THREADS)))
+        assert len(client.connection_pool._connections) <= 3
+        lines.close()
+        assert free(client) == 3
+
+
+def test_closing_brings_everything_back(client: redis.Redis) -> None:
+    lines = RespConnections(client)
+    kept, late = lines.take("k"), lines.take("k")
+    assert kept is not None
+    assert late is not None
+    lines.give(kept)
+    lines.close()
+    lines.close()
+    lines.give(late)
+    assert free(client) == 4
+    assert client.ping()
+
+
+def test_a_child_process_uses_none_of_its_parents_connections(client: redis.Redis) -> None:
+    lines = RespConnections(client)
+    line = lines.take("k")
+    ping(line)
+    assert line is not None
+    lines.give(line)
+    child = os.fork()
+    if child == 0:
+        try:
+            own = lines.take("k")
+            ping(own)
+            os._exit(0 if own is not line and own is not None and own.sock is not line.sock else 2)
+        except BaseException:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    again = lines.take("k")
+    ping(again)
+    assert again is line

@@ -1,0 +1,484 @@
+"""What requests to S3 are signed with: credentials, regions, demands of buckets, sessions of S3
+Express; and what is said where a server does not take them."""
+
+import base64
+import hashlib
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import botocore
+import pytest
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSRequest, AWSResponse
+from botocore.client import Config as ClientConfig
+from botocore.compat import HTTPHeaders
+from botocore.credentials import Credentials
+from hypothesis import given
+from hypothesis import strategies as st
+
+from objkv.assembly.backends import open_backends
+from objkv.assembly.fetchers import open_s3
+from objkv.config import Config, load_config
+from objkv.errors import ConfigError, StoreDenied
+from objkv.stores.base import PruneStore
+from objkv.stores.s3.client import open_s3_client
+from objkv.stores.s3.demands import PutDemands
+from objkv.stores.s3.signing import S3Endpoint, find_endpoint
+from objkv.stores.s3.store import S3Store
+from objkv.telemetry import NullRecorder
+from tests.contracts.store_contract import StoreContract
+from tests.support.samples import save, save_identity
+from tests.support.servers.quick_s3 import Answer, QuickS3, Request, failure
+from tests.support.servers.s3_stores import BUCKET, MIB, PART, pattern, s3_client, s3_store
+
+
+def test_credentials_that_change_are_used_from_then_on() -> None:
+    """Those of a role do so every hour; and every day has a key of its own."""
+    client = s3_client("http://s3.test:99", allow_plaintext=True)
+    place = find_endpoint(client, BUCKET, "p/")
+    assert place is not None
+    heads = []
+    for secret in ("one", "two"):
+        credentials = Credentials("access", secret, f"token-{secret}")
+        client._request_signer._credentials = credentials
+        heads.append(place.signed(client, "GET", "k", {}))
+        assert f"x-amz-security-token: token-{secret}".encode() in heads[-1]
+    signatures = {head.partition(b"Signature=")[2].split()[0] for head in heads}
+    assert len(signatures) == 2
+
+
+def test_what_the_client_signs_otherwise_it_does_itself() -> None:
+    client = s3_client("http://s3.test:99", allow_plaintext=True)
+    assert find_endpoint(client, BUCKET, "p/") is not None
+    unsigned = client.meta.config.merge(ClientConfig(signature_version=botocore.UNSIGNED))
+    anonymous = boto3.session.Session().client(
+        "s3", endpoint_url="http://s3.test:99", config=unsigned, region_name="x"
+    )
+    assert find_endpoint(anonymous, BUCKET, "p/") is None
+
+
+@pytest.mark.parametrize("prefix", ["", "p/", "a b/ü%/+&?/"])
+@pytest.mark.parametrize("addressing", ["path", "virtual"])
+def test_the_place_is_where_the_client_would_ask(prefix: str, addressing: str) -> None:
+    client = s3_client(
+        "http://s3.test:99",
+        s3_addressing=addressing,
+        s3_region="eu-test-1",
+        allow_plaintext=True,
+    )
+    sent: list[str] = []
+
+    def stop(request: Any, **_: object) -> None:
+        sent.append(request.url)
+        raise InterruptedError
+
+    place = find_endpoint(client, BUCKET, prefix)
+    client.meta.events.register("before-send.s3.GetObject", stop)
+    with pytest.raises(InterruptedError):
+        client.get_object(Bucket=BUCKET, Key=prefix + "ns/ab/k.x")
+    assert place is not None
+    assert sent == [place.url + place.path + "ns/ab/k.x"]
+    assert place.region == "eu-test-1"
+    assert place.host == sent[0].split("/")[2]
+
+
+EVERY_DEMAND: dict[str, Any] = {
+    "s3_sse": "aws:kms",
+    "s3_sse_kms_key_id": "key-1",
+    "s3_acl": "bucket-owner-full-control",
+    "s3_checksum": "sha256",
+    "s3_signed_payloads": True,
+}
+
+
+@given(
+    method=st.sampled_from(["GET", "PUT"]),
+    key=st.from_regex(r"[A-Za-z0-9._/-]{1,40}", fullmatch=True),
+    query=st.sampled_from(["", "?partNumber=7&uploadId=2~a-b.c_d%2F"]),
+    range_end=st.none() | st.integers(0, 1 << 40),
+    token=st.none() | st.from_regex(r"[A-Za-z0-9+/=]{8,80}", fullmatch=True),
+    demands=st.booleans(),
+)
+def test_signatures_are_those_of_the_clients_signer(
+    method: str, key: str, query: str, range_end: int | None, token: str | None, demands: bool
+) -> None:
+    credentials = Credentials("access", "secret", token)
+    auth = S3SigV4Auth(credentials, "s3", "eu-test-1")
+    client: Any = type("Client", (), {"_request_signer": type("Signer", (), {})()})()
+    client._request_signer.get_auth_instance = lambda *_: auth
+    place = S3Endpoint("http://h:1", "h:1", "/b/p%20q/", "eu-test-1", "s3", "agent")
+    extra = {} if range_end is None else {"range": f"bytes=0-{range_end}", "if-none-match": "*"}
+    if demands:
+        found = PutDemands.of(Config(**EVERY_DEMAND))
+        extra |= {**found.headers(), **found.body_headers(memoryview(b"payload"))}
+    head = place.signed(client, method, key + query, extra).decode()
+    first, *lines = head.rstrip().split("\r\n")
+    headers = dict(line.split(": ", 1) for line in lines)
+    signed = headers.pop("authorization")
+    assert first == f"{method} /b/p%20q/{key}{query} HTTP/1.1"
+    request = AWSRequest(method, f"{place.url}{first.split()[1]}", headers=headers)
+    request.context["timestamp"] = headers["x-amz-date"]
+    canonical = auth.canonical_request(request)
+    expected = auth.signature(auth.string_to_sign(request, canonical), request)
+    assert signed.endswith(f"Signature={expected}")
+    assert f"SignedHeaders={auth.signed_headers(auth.headers_to_sign(request))}," in signed
+    assert f"Credential={auth.scope(request)}," in signed
+
+
+HEADERS: dict[str, dict[str, str]] = {
+    "sse": {"x-amz-server-side-encryption": "AES256"},
+    "kms": {
+        "x-amz-server-side-encryption": "aws:kms",
+        "x-amz-server-side-encryption-aws-kms-key-id": "key-1",
+    },
+    "acl": {"x-amz-acl": "bucket-owner-full-control"},
+}
+
+
+DIGESTS: dict[str, Callable[[Any], bytes]] = {
+    "crc32": lambda body: zlib.crc32(body).to_bytes(4, "big"),
+    "sha256": lambda body: hashlib.sha256(body).digest(),
+}
+
+
+DEMANDS: list[tuple[str, dict[str, Any]]] = [
+    ("sse", {"s3_sse": "AES256"}),
+    ("kms", {"s3_sse": "aws:kms", "s3_sse_kms_key_id": "key-1"}),
+    ("acl", {"s3_acl": "bucket-owner-full-control"}),
+    ("crc32", {"s3_checksum": "crc32"}),
+    ("sha256", {"s3_checksum": "sha256"}),
+    ("signed", {"s3_signed_payloads": True}),
+]
+
+
+def meets(wanted: str, request: Request) -> bool:
+    """Whether a request has what the bucket demands. Ceph 16 enforces only the ACL of these."""
+    given = request.headers
+    if wanted == "signed":
+        return given.get("x-amz-content-sha256") == hashlib.sha256(request.body).hexdigest()
+    creates = request.method == "POST" and "uploads" in request.query
+    if wanted in HEADERS:
+        is_new = creates or (request.method == "PUT" and "partNumber" not in request.query)
+        return not is_new or HEADERS[wanted].items() <= given.items()
+    if creates:
+        return given.get("x-amz-checksum-algorithm", "").lower() == wanted
+    digest = base64.b64encode(DIGESTS[wanted](request.body)).decode()
+    return request.method != "PUT" or given.get(f"x-amz-checksum-{wanted}") == digest
+
+
+@pytest.mark.parametrize(("wanted", "demanded"), DEMANDS, ids=[name for name, _ in DEMANDS])
+def test_a_bucket_that_demands_something_gets_it_with_every_put_or_the_setting_is_named(
+    wanted: str, demanded: dict[str, Any]
+) -> None:
+    refused: list[Request] = []
+
+    def check(request: Request) -> Answer | None:
+        if meets(wanted, request):
+            return None
+        refused.append(request)
+        return failure(403, "AccessDenied")
+
+    with QuickS3(intercept=check) as server:
+        given = {
+            "bulk_url": "s3://kv-cache/p",
+            "index_url": "memory:",
+            "s3_endpoint_url": server.url,
+            "s3_addressing": "path",
+            "s3_access_key_id": "test",
+            "s3_secret_access_key": "testsecret",
+            "s3_multipart_bytes": PART,
+            "load_deadline_ms": 60_000,
+        }
+        large, buffer = pattern(PART + 9), bytearray(8)
+        with open_backends(Config(**given | demanded), NullRecorder()) as backends:
+            store = backends.bulk
+            for key in ("first", "second"):  # the second one skips the client
+                assert store.put_if_absent(key, b"value")
+                assert not store.put_if_absent(key, b"value")
+            store.put("pins/a", b"document")
+            store.put("large", large)
+            assert store.put_if_absent("quarantine/large", large)
+            save_identity(store)
+            save(store, backends.index)
+            assert store.get("large") == store.get("quarantine/large") == large
+            assert store.get_into("pins/a", memoryview(buffer)) == 8
+            assert buffer == b"document"
+            assert store.head("second") is not None
+        assert refused == []
+        with open_backends(Config(**given), NullRecorder()) as backends:
+            for put in (
+                lambda: backends.bulk.put_if_absent("k", b"value"),
+                lambda: backends.bulk.put("k", b"value"),
+                lambda: backends.bulk.put("k", large),
+            ):
+                with pytest.raises(StoreDenied, match=next(iter(demanded))):
+                    put()
+
+
+_SCOPE = re.compile(r"(?i)Credential=[^/]*/[^/]*/([^/]*)/s3/aws4_request,")
+
+
+def of_one_region(region: str) -> Callable[[Request], Answer | None]:
+    """Refuses requests whose signature names another region."""
+
+    def check(request: Request) -> Answer | None:
+        signed = _SCOPE.search(request.headers.get("authorization", ""))
+        fits = signed is not None and signed[1] == region
+        return None if fits else failure(400, "AuthorizationHeaderMalformed")
+
+    return check
+
+
+def check(**settings: Any) -> None:
+    """Check the bucket of ``settings`` with one request."""
+    given = {"bulk_url": "s3://bucket/p", "s3_addressing": "path", "load_deadline_ms": 2000}
+    store = open_s3(load_config(given | settings, environ={}), NullRecorder())
+    try:
+        store.check()
+    finally:
+        store.close()
+
+
+@pytest.fixture
+def aws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The file of AWS's profiles; no variable of this machine applies."""
+    for name in ("REGION", "DEFAULT_REGION", "PROFILE", "SESSION_TOKEN"):
+        monkeypatch.delenv(f"AWS_{name}", raising=False)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAEXAMPLE")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret-key")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("by", ["s3_endpoint_url", "AWS_ENDPOINT_URL_S3"])
+@pytest.mark.parametrize(
+    ("environ", "profile", "setting", "region"),
+    [
+        ({}, "", None, "us-east-1"),
+        ({}, "eu-north-1", None, "eu-north-1"),
+        ({"AWS_DEFAULT_REGION": "eu-west-2"}, "eu-north-1", None, "eu-west-2"),
+        ({"AWS_REGION": "eu-west-1", "AWS_DEFAULT_REGION": "x-1"}, "eu-north-1", None, "eu-west-1"),
+        ({"AWS_REGION": "eu-west-1\n"}, "", None, "eu-west-1"),
+        ({"AWS_REGION": "", "AWS_DEFAULT_REGION": "eu-west-2\n"}, "", None, "eu-west-2"),
+        ({"AWS_REGION": "eu-west-1"}, "eu-north-1", "ap-south-1", "ap-south-1"),
+    ],
+)
+def test_the_region_of_a_signature_is_that_of_the_setting_then_awss(
+    by: str,
+    environ: dict[str, str],
+    profile: str,
+    setting: str | None,
+    region: str,
+    aws: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    if profile:
+        (aws / "config").write_text(f"[default]\nregion = {profile}\n")
+    with QuickS3(intercept=of_one_region(region)) as server:
+        settings: dict[str, Any] = {"s3_region": setting}
+        if by == "s3_endpoint_url":
+            settings[by] = server.url
+        else:
+            monkeypatch.setenv(by, server.url)
+        check(**settings)
+        with pytest.raises(StoreDenied, match="another region"):
+            check(**settings | {"s3_region": "us-west-2"})
+
+
+@pytest.mark.usefixtures("aws")
+@pytest.mark.parametrize(
+    "name", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"]
+)
+@pytest.mark.parametrize("value", ["secret-one\n", "secret-one\r\n", "secret one", "sécret-one"])
+def test_malformed_credentials_of_aws_are_named_and_not_shown(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"^{name} contains a space, a line break") as caught:
+        check(s3_endpoint_url="http://127.0.0.1:9")
+    assert "one" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("aws")
+def test_awss_credentials_are_not_judged_if_they_are_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "malformed\n")
+    with QuickS3(intercept=of_one_region("us-east-1")) as server:
+        check(s3_endpoint_url=server.url, s3_access_key_id="key\n", s3_secret_access_key="secret\n")
+
+
+@pytest.mark.parametrize("setting", ["s3_access_key_id", "s3_secret_access_key"])
+@pytest.mark.parametrize("value", ["secret one", "secret\none", "sécret-one"])
+def test_malformed_credentials_of_settings_are_named_and_not_shown(
+    setting: str, value: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{setting} .*printable ASCII") as caught:
+        load_config({setting: value}, environ={})
+    assert "one" not in str(caught.value)
+
+
+@pytest.mark.parametrize("setting", ["redis_password", "redis_username", "sentinel_password"])
+def test_a_line_break_within_a_login_of_redis_is_named_and_its_end_is_not(setting: str) -> None:
+    with pytest.raises(ConfigError, match=f"{setting} .*a line break") as caught:
+        load_config({setting: "secret\none"}, environ={})
+    assert "one" not in str(caught.value)
+    assert getattr(load_config({setting: "sécret one\r\n"}, environ={}), setting) == "sécret one"
+
+
+def test_malformed_credentials_of_a_profile_are_denied_and_not_shown(
+    aws: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    (aws / "credentials").write_text(
+        "[default]\naws_access_key_id = sécret-one\naws_secret_access_key = x\n"
+    )
+    with pytest.raises(StoreDenied, match="correct them in the AWS profile") as caught:
+        check(s3_endpoint_url="http://127.0.0.1:9")
+    assert "one" not in str(caught.value)
+
+
+ZONED = "kv--use1-az4--x-s3"
+KEY, SECRET, TOKEN = "SESSIONKEY", "session-secret", "session-token"
+SESSION = f"""<?xml version="1.0" encoding="UTF-8"?>
+<CreateSessionResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Credentials>
+<SessionToken>{TOKEN}</SessionToken><SecretAccessKey>{SECRET}</SecretAccessKey>
+<AccessKeyId>{KEY}</AccessKeyId><Expiration>2099-01-01T00:00:00Z</Expiration>
+</Credentials></CreateSessionResult>"""
+
+
+class DirectoryBucket:
+    """Accepts only what a directory bucket of S3 Express would.
+
+    No server for them can be installed, so this is a simulation from the documentation: every
+    request except the one for a session must carry its token, and be signed with its key for the
+    service ``s3express``; a listing whose prefix is not a folder is refused.
+    """
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.sessions = 0
+        self.refused = ""
+        """If not empty, the code of the answer to every request with a session."""
+
+    def __call__(self, request: Request) -> Answer | None:
+        if "session" in request.query:
+            self.sessions += 1
+            body = memoryview(SESSION.encode())
+            return Answer(200, {"Content-Type": "application/xml"}, (body,))
+        self.requests.append(request)
+        if request.headers.get("x-amz-s3session-token") != TOKEN:
+            return failure(403, "AccessDenied")
+        if not is_signed(request):
+            return failure(403, "SignatureDoesNotMatch")
+        if self.refused:
+            return failure(403, self.refused)
+        is_listing = request.key.strip("/") == ZONED and request.method == "GET"
+        if is_listing and not ("/" + request.query.get("prefix", "")).endswith("/"):
+            return failure(400, "InvalidArgument")
+        return None
+
+
+def is_signed(request: Request) -> bool:
+    """Whether the signature is that of the session."""
+    told = request.headers["authorization"]
+    scope, names = re.findall(r"(?:Credential|SignedHeaders)=([^,]+)", told)
+    auth = S3SigV4Auth(Credentials(KEY, SECRET), "s3express", scope.split("/")[2])
+    headers = {name: request.headers[name] for name in names.split(";")}
+    again = AWSRequest(request.method, f"http://h{request.target}", headers=headers)
+    again.context["timestamp"] = request.headers["x-amz-date"]
+    text = auth.string_to_sign(again, auth.canonical_request(again))
+    return scope == auth.scope(again) and told.endswith(f"={auth.signature(text, again)}")
+
+
+@pytest.fixture
+def bucket() -> DirectoryBucket:
+    return DirectoryBucket()
+
+
+@pytest.fixture
+def store(bucket: DirectoryBucket) -> Iterator[S3Store]:
+    with QuickS3(intercept=bucket) as server, s3_store(server.url, bucket=ZONED) as store:
+        yield store
+
+
+class TestDirectoryBucketStore(StoreContract):
+    @pytest.fixture
+    def store(self, store: S3Store) -> PruneStore:
+        return store
+
+    test_scan_passes_page_boundaries = None  # slow, and no other than in other buckets
+
+
+def test_every_request_is_signed_with_the_session_and_one_session_serves_all(
+    bucket: DirectoryBucket, store: S3Store
+) -> None:
+    large = pattern(PART + MIB)
+    assert store.put_if_absent("ns/a", b"small")
+    assert store.put_if_absent("ns/b", large)
+    assert not store.put_if_absent("ns/a", b"other")
+    buffer = memoryview(bytearray(len(large)))
+    assert store.get_into("ns/b", buffer) == len(large)
+    assert buffer == large
+    assert store.get("ns/none") is None
+    assert bucket.sessions == 1
+    assert len(bucket.requests) > 5
+
+
+def test_a_scan_asks_for_whole_folders_and_leaves_out_the_rest(
+    bucket: DirectoryBucket, store: S3Store
+) -> None:
+    for key in ("ns/ab/abc", "ns/ab/abd", "ns/ab/b", "nt/x"):
+        store.put(key, b"x")
+    assert sorted(entry.key for entry in store.scan("ns/ab/ab")) == ["ns/ab/abc", "ns/ab/abd"]
+    assert [entry.key for entry in store.scan("nt")] == ["nt/x"]
+    asked = {one.query["prefix"] for one in bucket.requests if "list-type" in one.query}
+    assert asked == {"p/ns/ab/", "p/"}
+
+
+def test_a_refusal_is_no_absence_since_a_session_may_always_see_what_is_missing(
+    bucket: DirectoryBucket, store: S3Store
+) -> None:
+    bucket.refused = "AccessDenied"
+    with pytest.raises(StoreDenied):
+        store.get("ns/a")
+    assert not [one for one in bucket.requests if "list-type" in one.query]
+
+
+class _Body:
+    def __init__(self, text: str) -> None:
+        self._text = text.encode()
+
+    def stream(self, **_: object) -> list[bytes]:
+        return [self._text]
+
+    def read(self, *_: object, **__: object) -> bytes:
+        return self._text
+
+
+def test_on_aws_the_zone_in_the_name_is_asked_by_tls_and_nothing_else() -> None:
+    client = open_s3_client(
+        Config(s3_region="us-east-1", s3_access_key_id="key", s3_secret_access_key="secret")
+    )
+    asked: list[tuple[str, str]] = []
+
+    def answer(request: Any, **_: object) -> AWSResponse:
+        asked.append((request.method, request.url))
+        told = (200, _Body(SESSION)) if request.url.endswith("?session") else (404, _Body(""))
+        return AWSResponse(request.url, told[0], HTTPHeaders(), told[1])
+
+    client.meta.events.register("before-send.s3", answer)
+    store = S3Store(client, bucket=ZONED, prefix="p", multipart_bytes=PART)
+    assert store.get_into("ns/a", memoryview(bytearray(1))) is None
+    host = f"https://{ZONED}.s3express-use1-az4.us-east-1.amazonaws.com"
+    assert asked == [("GET", f"{host}/?session"), ("GET", f"{host}/p/ns/a")]
+    store.close()
