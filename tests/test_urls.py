@@ -190,7 +190,7 @@ def forgotten() -> Iterator[None]:
 
 
 @given(place=st.sampled_from(_SETTINGS), password=_PASSWORDS)
-@settings(max_examples=500)
+@settings(max_examples=100)
 def test_no_part_of_a_password_in_a_setting_is_shown(place: tuple[str, str], password: str) -> None:
     name, form = place
     value = form.format(password)
@@ -207,6 +207,7 @@ def test_no_part_of_a_password_in_a_setting_is_shown(place: tuple[str, str], pas
 
 
 @given(st.sampled_from(["http://u:{}@127.0.0.1:9", "u:{}@h", "https://{}@[::1"]), _PASSWORDS)
+@settings(max_examples=50)
 def test_no_part_of_a_password_in_an_endpoint_is_shown(form: str, password: str) -> None:
     url = form.format(password)
 
@@ -229,7 +230,7 @@ _VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "HTTPS_PROXY", "http_pr
     st.sampled_from(["http://u:{}@127.0.0.1:9", "u:{}@127.0.0.1:9", "https://{}@h"]),
     _PASSWORDS,
 )
-@settings(max_examples=60)
+@settings(max_examples=20)
 def test_no_part_of_a_password_in_another_variable_is_shown(
     name: str, form: str, password: str
 ) -> None:

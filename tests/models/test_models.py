@@ -56,6 +56,7 @@ def test_a_refusal_names_a_fix() -> None:
                     assert ": run it without the objkv connector, or " in told, (version, told)
 
 
+@pytest.mark.slow
 def test_the_installed_vllm_answers_as_recorded() -> None:
     asked = subprocess.run(
         [sys.executable, "-c", ASK, *ASKED_ANEW],
