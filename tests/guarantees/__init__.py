@@ -1,1 +1,1 @@
-"""What the suite guarantees, each with a change to the code that breaks it and tests that fail then."""
+"""What the suite guarantees, each with a change to the code that breaks it, and its tests."""
