@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from objkv.errors import StoreDenied, StoreUnavailable
+from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import PruneIndex
-from objkv.index.sqlite.file import translated
+from objkv.index.sqlite.file import SqliteFile, translated
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.testing.clock import ManualClock
 from objkv.testing.index_contract import (
@@ -88,12 +88,24 @@ def test_a_killed_writer_leaves_a_usable_index_of_whole_records(tmp_path: Path) 
         index.close()
 
 
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "index.sqlite"
+    twice = [("a",), ("a",)]
+    with pytest.raises(StoreError), SqliteFile(path, busy_ms=1_000).write() as connection:
+        connection.executemany("INSERT INTO leases VALUES (?, 'me', 9e12)", twice)
+    assert SqliteIndex(path).lease("a", "another", ttl_ms=1_000)
+
+
 def test_a_forked_child_uses_connections_of_its_own(tmp_path: Path) -> None:
     index = SqliteIndex(tmp_path / "index.sqlite")
     index.publish(chunk(1), {FIELD: shard()}, ttl_s=LONG_S)
+    with index._file.read() as before:
+        pass
     child = os.fork()
     if child == 0:
         try:
+            with index._file.read() as own:
+                assert own is not before
             found = get(index, 1) is not None
             index.publish(chunk(2), {FIELD: shard()}, ttl_s=LONG_S)
             index.close()

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from botocore.exceptions import ClientError
@@ -14,8 +15,8 @@ from objkv.stores.s3 import client as s3_client_module
 from objkv.stores.s3 import helpers as s3_crew
 from objkv.stores.s3.body import read_exactly
 from objkv.stores.s3.client import begun_by
-from objkv.stores.s3.helpers import HelperPool
-from objkv.stores.s3.http import WireFailed
+from objkv.stores.s3.helpers import Helper, HelperPool, Piece, Team
+from objkv.stores.s3.http import HttpConnection, WireFailed
 from objkv.stores.s3.store import S3Store
 from tests.support.servers.listener import Listener
 from tests.support.servers.quick_s3 import Answer, QuickS3, Request, failure
@@ -230,3 +231,26 @@ def test_uploads_leave_half_of_the_threads_to_reads() -> None:
     gate.set()
     crew.close()
     assert repr(crew) == "<HelperPool 0/4 busy>"
+
+
+def test_a_team_ends_when_no_helper_touches_the_buffer() -> None:
+    crew, begun, gate, over = HelperPool(1), *(threading.Event() for _ in range(3))
+
+    def work(piece: Piece, helper: Helper) -> None:
+        helper.attach(Mock(spec=HttpConnection))
+        begun.set()
+        assert gate.wait(30)
+
+    def call() -> None:
+        with Team(crew, [Piece(0, 1)], work):
+            assert begun.wait(30)
+        over.set()
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    assert begun.wait(30)
+    assert not over.wait(0.2)
+    gate.set()
+    assert over.wait(30)
+    caller.join()
+    crew.close()
