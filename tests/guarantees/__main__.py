@@ -25,7 +25,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.guarantees.child import run_tests
+from tests.guarantees.child import PRINTED, run_tests
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -97,6 +97,7 @@ def verdict(one: Guarantee, tree: Path) -> str:
     before = target.read_text()
     try:
         target.write_text(one.breaks(tree))
+        (tree / PRINTED).write_text("")
         run = _FORKS.Process(target=run_tests, args=(tree, shlex.split(one.tests)))
         run.start()
         run.join(LIMIT_S)
@@ -107,7 +108,7 @@ def verdict(one: Guarantee, tree: Path) -> str:
     finally:
         target.write_text(before)
     # 1: tests failed. 2: the edit stops the import of a test, which proves nothing.
-    last = (tree / "printed").read_text().strip().rpartition("\n")[2]
+    last = (tree / PRINTED).read_text().strip().rpartition("\n")[2]
     return "found" if run.exitcode == 1 else f"NOT FOUND (exit {run.exitcode}: {last})"
 
 

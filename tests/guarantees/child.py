@@ -7,11 +7,14 @@ from typing import NoReturn
 
 import pytest
 
+PRINTED = "printed.txt"
+"""File in the tree with what pytest has printed."""
+
 
 def run_tests(tree: Path, tests: list[str]) -> NoReturn:
     """Run pytest with the objkv and the tests of ``tree``, and exit with its status."""
     os.chdir(tree)
-    with open("printed", "w") as printed:
+    with open(PRINTED, "w") as printed:
         os.dup2(printed.fileno(), 1)
         os.dup2(printed.fileno(), 2)
     for name in list(sys.modules):

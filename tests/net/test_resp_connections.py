@@ -83,12 +83,13 @@ def test_a_kept_connection_that_the_server_closed_is_replaced(
     assert second is not first
 
 
-def test_what_was_not_read_to_its_end_is_not_lent_again(client: redis.Redis) -> None:
+@pytest.mark.parametrize("sent", [packed(b"PING"), packed(b"PING")[:-4]])
+def test_what_was_not_read_to_its_end_is_not_lent_again(client: redis.Redis, sent: bytes) -> None:
     lines = RespConnections(client)
     line = lines.take("k")
     assert line is not None
     sock = line.sock
-    line.send(packed(b"PING"))
+    line.send(sent)
     lines.give(line)
     again = lines.take("k")
     ping(again)
