@@ -241,5 +241,12 @@ def test_a_file_that_was_removed_or_replaced_is_not_used_on(tmp_path: Path) -> N
     assert mine.lookup(chunk(1).namespace, [chunk(1).prefix_hash]) == [None]
     mine.publish(chunk(2), {FIELD: shard(2)}, ttl_s=60)
     assert others.lookup(chunk(2).namespace, [chunk(2).prefix_hash]) != [None]
-    mine.close()
     others.close()
+    replacement = SqliteIndex(tmp_path / "replacement.sqlite")
+    replacement.publish(chunk(3), {FIELD: shard(3)}, ttl_s=60)
+    replacement.close()
+    for suffix in ("-wal", "-shm"):
+        Path(f"{path}{suffix}").unlink(missing_ok=True)
+    (tmp_path / "replacement.sqlite").rename(path)
+    assert mine.lookup(chunk(3).namespace, [chunk(3).prefix_hash]) != [None]
+    mine.close()

@@ -37,7 +37,8 @@ class Server(BaseHTTPRequestHandler):
             self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
             self.wfile.write(b"0\r\n\r\n")
-        elif key != "first" and loses == "closed":
+        elif key != "first" and loses in ("closed", "rival"):
+            self.values[self.path] = body if loses == "closed" else b"rival"
             self.connection.shutdown(socket.SHUT_RDWR)
             self.close_connection = True
         elif key != "first" and loses == "unavailable":
@@ -103,3 +104,11 @@ def test_a_repeated_put_that_another_writer_beat_is_false(url: str) -> None:
         Server.loses = "unavailable"
         assert store.put_if_absent("k", b"other")
         assert not store.put_if_absent("k", b"value")
+
+
+def test_a_lost_put_that_another_writer_beat_is_false(url: str) -> None:
+    with s3_store(url) as store:
+        assert store.put_if_absent("first", b"0")
+        Server.loses = "rival"
+        assert not store.put_if_absent("k", b"value")
+        assert store.get("k") == b"rival"
