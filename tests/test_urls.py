@@ -20,7 +20,7 @@ from objkv.config.urls import FORMS, check_proxies, parse_url
 from objkv.errors import ConfigError, ObjkvError
 from objkv.ops.top.scrape import MetricsSource
 from objkv.ops.warm.endpoint import EndpointLimits, PrefillEndpoint
-from objkv.redact import forget_secrets
+from objkv.redact import forget_secrets, without_secrets
 from objkv.stores.s3.client import open_s3_client
 from objkv.telemetry import NullRecorder
 
@@ -49,6 +49,7 @@ def test_user_and_password_are_decoded_and_not_shown() -> None:
     assert place.shown == "redis://***@h/1"
     assert "p%40" not in repr(place)
     assert "p@s" not in repr(place)
+    assert without_secrets("wrong password p@s/s") == "wrong password ***"
 
 
 def test_a_bucket_and_its_prefix_are_taken_as_written() -> None:

@@ -55,6 +55,7 @@ def test_a_path_has_one_agent_and_a_stale_socket_is_no_obstacle(config: Config) 
     assert not is_listening(path), "nobody may wait for what could still fail"
     second.listen()
     assert is_listening(path)
+    assert path.stat().st_mode & 0o077 == 0, "only its user may connect"
     second.close()
     assert not path.exists()
     first.listener.close()

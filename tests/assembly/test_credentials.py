@@ -2,6 +2,7 @@
 
 import asyncio
 from threading import Event, Thread
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,8 @@ import redis
 from objkv.assembly import credentials
 from objkv.assembly.credentials import RenewedCredentials, load_credentials
 from objkv.errors import ConfigError
-from objkv.redact import forget_secrets, keep_secret
+from objkv.net.deadline import EndsBy
+from objkv.redact import forget_secrets, keep_secret, without_secrets
 
 
 def provider_that(act: Any) -> RenewedCredentials:
@@ -99,3 +101,25 @@ def test_the_reason_of_a_failed_import_shows_no_secret(
         assert "hunter2" not in str(caught.value)
     finally:
         forget_secrets()
+
+
+def test_what_a_provider_returns_is_a_secret_from_then_on() -> None:
+    assert provider_that(lambda: ("user", "t0ken-of-iam")).get_credentials()
+    assert without_secrets("sent t0ken-of-iam") == "sent ***"
+
+
+def test_the_reason_of_a_failed_call_shows_no_secret() -> None:
+    def act() -> Any:
+        raise ValueError("bad t0ken-of-iam")
+
+    keep_secret("t0ken-of-iam")
+    with pytest.raises(redis.ConnectionError, match=r"ValueError: bad \*\*\*$"):
+        provider_that(act).get_credentials()
+
+
+def test_a_provider_that_blocks_ends_with_the_call() -> None:
+    gate, began_s = Event(), monotonic()
+    with EndsBy(began_s + 0.05), pytest.raises(redis.ConnectionError, match="nothing within"):
+        provider_that(lambda: gate.wait(5)).get_credentials()
+    assert monotonic() - began_s < credentials.WAIT_S
+    gate.set()

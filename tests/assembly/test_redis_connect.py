@@ -22,6 +22,14 @@ def test_user_and_password_come_from_the_url_unless_they_are_set() -> None:
     assert (both["username"], both["password"]) == ("other", "hush")
 
 
+def test_a_sentinel_never_gets_the_password_of_redis() -> None:
+    url = "redis+sentinel://localhost?service=s"
+    client = connect_redis(url, Config(index_url=url, redis_username="u", redis_password="hush"))
+    for sentinel in client.connection_pool.sentinel_manager.sentinels:
+        given = sentinel.connection_pool.connection_kwargs
+        assert (given["username"], given["password"]) == (None, None)
+
+
 def test_pools_are_bounded_and_wait() -> None:
     for url in ("redis://localhost", "redis+sentinel://localhost?service=s"):
         client = connect_redis(url, Config(index_url=url, redis_calls_max=3))

@@ -3,6 +3,7 @@ any order."""
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -120,6 +121,16 @@ def test_a_chain_loses_its_end() -> None:
 def test_what_was_used_longer_ago_goes_first() -> None:
     candidates = chain(2, used_s=NOW_S - 10) + chain(2, first=10, used_s=NOW_S - 5_000)
     assert given_up(candidates, 20) == [11, 10]
+
+
+def test_the_last_hit_counts_as_use_and_so_does_the_save() -> None:
+    (old,) = chain(1, used_s=NOW_S - 5_000)
+    (other,) = chain(1, first=10, used_s=NOW_S - 100)
+    touched = replace(old, touched_s=NOW_S - 10, created_s=NOW_S - 5_000)
+    saved = replace(other, touched_s=0, created_s=NOW_S - 100)
+    assert given_up([touched, saved], 5) == [10]
+    touched = replace(touched, touched_s=NOW_S - 1_000)
+    assert given_up([touched, saved], 5) == [0]
 
 
 def test_what_was_hit_more_often_stays_longer() -> None:

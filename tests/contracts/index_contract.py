@@ -444,15 +444,18 @@ class IndexContract(RequestContract):
         self, index: PruneIndex, clock: ManualClock
     ) -> None:
         """Publishing and touching meanwhile do not shorten it."""
-        index.publish(chunk(), {FIELD: shard()}, ttl_s=self.short_s)
         until_s = int(clock()) + 3 * self.short_s
-        assert index.pin(NAMESPACE, prefix_hash(1), until_s=until_s, ttl_s=self.short_s)
-        index.publish(chunk(), {OTHER_FIELD: shard()}, ttl_s=self.short_s)
-        index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=self.short_s)
+        for number in (1, 2):
+            index.publish(chunk(number), {FIELD: shard()}, ttl_s=self.short_s)
+            assert index.pin(NAMESPACE, prefix_hash(number), until_s=until_s, ttl_s=self.short_s)
+        index.publish(chunk(1), {OTHER_FIELD: shard()}, ttl_s=self.short_s)
+        index.touch(NAMESPACE, [prefix_hash(2)], ttl_s=self.short_s)
         self.pass_time(clock, 2 * self.short_s)
-        assert the(index).pinned
+        assert the(index, 1).pinned
+        assert the(index, 2).pinned
         self.pass_time(clock, 2 * self.short_s)
-        assert get(index) is None
+        assert get(index, 1) is None
+        assert get(index, 2) is None
 
     def test_a_record_that_outlives_its_pin_is_not_pinned_any_more(
         self, index: PruneIndex, clock: ManualClock

@@ -2,7 +2,7 @@ import json
 from dataclasses import astuple
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from objkv.index.base import ShardRecord
@@ -40,6 +40,7 @@ def test_encoded_shards_are_the_mapping_of_their_records(shards: list[ShardRecor
 
 
 @given(st.binary() | st.text().map(str.encode))
+@example(encode_shard(shard()) + b" ")
 def test_nothing_else_raises(value: bytes) -> None:
     record = decode_shard(value)
     assert record is None or encode_shard(record) == value

@@ -21,7 +21,7 @@ from objkv.index.shapes import SHAPES_HASH
 from objkv.index.sqlite import file as sqlite_file
 from objkv.index.sqlite import file as sqlite_place
 from objkv.index.sqlite import file as sqlite_schema
-from objkv.index.sqlite.file import translated
+from objkv.index.sqlite.file import SqliteFile, translated
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.net.deadline import EndsBy
 from tests.contracts.clock import ManualClock
@@ -103,12 +103,24 @@ def test_a_killed_writer_leaves_a_usable_index_of_whole_records(tmp_path: Path) 
         index.close()
 
 
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "index.sqlite"
+    twice = [("a",), ("a",)]
+    with pytest.raises(StoreError), SqliteFile(path, busy_ms=1_000).write() as connection:
+        connection.executemany("INSERT INTO leases VALUES (?, 'me', 9e12)", twice)
+    assert SqliteIndex(path).lease("a", "another", ttl_ms=1_000)
+
+
 def test_a_forked_child_uses_connections_of_its_own(tmp_path: Path) -> None:
     index = SqliteIndex(tmp_path / "index.sqlite")
     index.publish(chunk(1), {FIELD: shard()}, ttl_s=LONG_S)
+    with index._file.read() as before:
+        pass
     child = os.fork()
     if child == 0:
         try:
+            with index._file.read() as own:
+                assert own is not before
             found = get(index, 1) is not None
             index.publish(chunk(2), {FIELD: shard()}, ttl_s=LONG_S)
             index.close()
@@ -244,8 +256,15 @@ def test_a_file_that_was_removed_or_replaced_is_not_used_on(tmp_path: Path) -> N
     assert mine.lookup(chunk(1).namespace, [chunk(1).prefix_hash]) == [None]
     mine.publish(chunk(2), {FIELD: shard(2)}, ttl_s=60)
     assert others.lookup(chunk(2).namespace, [chunk(2).prefix_hash]) != [None]
-    mine.close()
     others.close()
+    replacement = SqliteIndex(tmp_path / "replacement.sqlite")
+    replacement.publish(chunk(3), {FIELD: shard(3)}, ttl_s=60)
+    replacement.close()
+    for suffix in ("-wal", "-shm"):
+        Path(f"{path}{suffix}").unlink(missing_ok=True)
+    (tmp_path / "replacement.sqlite").rename(path)
+    assert mine.lookup(chunk(3).namespace, [chunk(3).prefix_hash]) != [None]
+    mine.close()
 
 
 CHUNK = chunk()

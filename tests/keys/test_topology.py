@@ -160,6 +160,11 @@ def test_with_dcp_a_cover_has_all_tokens_of_the_need(
         assert cover(share.shard, missing) is None
 
 
+def test_tokens_that_are_dealt_out_otherwise_are_not_combined() -> None:
+    dealt = [Shard(0, 1, 0, 1, TokenPart(rank, 4)) for rank in range(4)]
+    assert cover(Shard(0, 1, 0, 1, TokenPart(0, 4, 2)), dealt) is None
+
+
 def test_names_of_parts_of_the_tokens_are_read_in_one_form_only() -> None:
     for text in ("L0-2_H0-1_T0of2", "L0-2_H0-1_T3of4i16"):
         assert str(Shard.parse(text)) == text

@@ -137,15 +137,22 @@ def test_writes_leave_half_of_the_slots_to_reads() -> None:
     inner, gate = FlakyStore(MemoryStore()), threading.Event()
     inner.hold(gate)
     store = GuardedStore(inner, guard_of(slots=(4, 60)))
+
+    def get() -> bytes | None:
+        with EndsBy(time.monotonic() + 2):
+            return store.get("k0")
+
     with ThreadPoolExecutor(10) as pool:
-        puts = [pool.submit(store.put, f"k{i}", b"v") for i in range(8)]
-        while len(inner.calls) < 2:
-            pass
-        gets = [pool.submit(store.get, "k0") for _ in range(2)]
-        while inner.calls.count("get") < 2:
-            pass
-        assert inner.calls.count("put") == 2
-        gate.set()
+        try:
+            puts = [pool.submit(store.put, f"k{i}", b"v") for i in range(8)]
+            while len(inner.calls) < 2:
+                pass
+            gets = [pool.submit(get) for _ in range(2)]
+            while inner.calls.count("get") < 2:
+                assert not any(one.done() for one in gets)
+            assert inner.calls.count("put") == 2
+        finally:
+            gate.set()
         for call in (*puts, *gets):
             call.result()
     assert inner.calls.count("put") == 8
@@ -154,13 +161,15 @@ def test_writes_leave_half_of_the_slots_to_reads() -> None:
 def test_whoever_has_less_time_waits_less() -> None:
     inner, gate = FlakyStore(MemoryStore()), threading.Event()
     inner.hold(gate)
-    store = GuardedStore(inner, guard_of(slots=(1, 3600)))
+    store = GuardedStore(inner, guard_of(slots=(1, 5)))
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(store.get, "k")
         assert inner.arrived.wait(60)
-        with pytest.raises(StoreUnavailable), EndsBy(time.monotonic()):
+        now_s = time.monotonic()
+        with pytest.raises(StoreUnavailable), EndsBy(now_s):
             store.get("k")
         gate.set()
+        assert time.monotonic() - now_s < 5
         assert first.result() is None
 
 

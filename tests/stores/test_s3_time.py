@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from botocore.exceptions import ClientError
@@ -21,8 +22,8 @@ from objkv.net.deadline import EndsBy
 from objkv.stores.s3 import client as s3_client_module
 from objkv.stores.s3 import helpers as s3_helpers
 from objkv.stores.s3.client import begun_by
-from objkv.stores.s3.helpers import HelperPool
-from objkv.stores.s3.http import WireFailed
+from objkv.stores.s3.helpers import Helper, HelperPool, Piece, Team
+from objkv.stores.s3.http import HttpConnection, WireFailed
 from objkv.stores.s3.store import S3Store
 from objkv.stores.s3.wire import LATE_MIN_S, SAMPLES_MIN, Hedge
 from objkv.telemetry import MemoryRecorder
@@ -512,3 +513,26 @@ def test_late_is_later_than_95_of_100() -> None:
     late_s = hedge.late_s()
     assert late_s is not None
     assert 0.085 <= late_s <= 0.096
+
+
+def test_a_team_ends_when_no_helper_touches_the_buffer() -> None:
+    crew, begun, gate, over = HelperPool(1), *(threading.Event() for _ in range(3))
+
+    def work(piece: Piece, helper: Helper) -> None:
+        helper.attach(Mock(spec=HttpConnection))
+        begun.set()
+        assert gate.wait(30)
+
+    def call() -> None:
+        with Team(crew, [Piece(0, 1)], work):
+            assert begun.wait(30)
+        over.set()
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    assert begun.wait(30)
+    assert not over.wait(0.2)
+    gate.set()
+    assert over.wait(30)
+    caller.join()
+    crew.close()

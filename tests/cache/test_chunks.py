@@ -1,0 +1,126 @@
+"""Saves, gets and rejections through the cache: their order, and what a fault costs."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from objkv.cache.chunks import CacheSettings, ChunkCache, SaveOutcome
+from objkv.codec.payload import Claim, Header, Provenance, encode, read_header
+from objkv.errors import StoreUnavailable
+from objkv.index.base import ShardRecord
+from objkv.index.memory import MemoryIndex
+from objkv.stores.memory import MemoryStore
+from objkv.telemetry import MemoryRecorder
+from tests.codec.payloads import CLAIM, LAYERS, pages_of
+from tests.contracts.flaky import FlakyStore
+from tests.index.flaky_index import FlakyIndex
+
+KEY, PATH = CLAIM.key, CLAIM.key.path()
+
+
+def payload_of(claim: Claim = CLAIM, writer: str = "tests") -> tuple[bytes, Header]:
+    provenance = Provenance("cd" * 32, writer, 1_700_000_000)
+    made = bytes(encode(claim, LAYERS, pages_of(LAYERS), codec="none", provenance=provenance))
+    return made, read_header(made)
+
+
+PAYLOAD, HEADER = payload_of()
+OTHER_CLAIM = replace(CLAIM, parent_hash=b"\x03" * 20)
+
+
+class World:
+    def __init__(self) -> None:
+        self.bulk, self.hot = MemoryStore(), FlakyStore(MemoryStore())
+        self.index, self.recorder = FlakyIndex(MemoryIndex()), MemoryRecorder()
+        settings = CacheSettings("w", 60, 1000, 1 << 20)
+        self.cache = ChunkCache(self.bulk, self.hot, self.index, settings, self.recorder)
+
+    def record(self) -> ShardRecord | None:
+        (found,) = self.index.lookup(KEY.namespace, [KEY.prefix_hash])
+        return None if found is None else found.shards[KEY.field]
+
+    def get(self, arrived: Any = None) -> bytes:
+        room = bytearray(len(PAYLOAD))
+        assert self.cache.get_into(KEY, memoryview(room), hot=True, arrived=arrived)
+        return bytes(room)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_a_record_appears_when_its_payload_can_be_read(world: World) -> None:
+    stored: list[bytes | None] = []
+    world.index.after = lambda: stored.append(world.bulk.get(PATH))
+    assert world.cache.save(CLAIM, PAYLOAD, HEADER) is SaveOutcome.SAVED
+    assert stored == [PAYLOAD]
+    record = world.record()
+    assert record is not None
+    assert record.header_checksum == HEADER.checksum
+
+
+def test_another_writers_payload_is_published_as_it_is(world: World) -> None:
+    theirs, header = payload_of(writer="another")
+    world.bulk.put(PATH, theirs)
+    assert world.cache.save(CLAIM, PAYLOAD, HEADER) is SaveOutcome.EXISTED
+    record = world.record()
+    assert record is not None
+    assert record.header_checksum == header.checksum != HEADER.checksum
+
+
+@pytest.mark.parametrize("stored", [payload_of(OTHER_CLAIM)[0], PAYLOAD[:-1], b"garbage"])
+def test_an_unusable_payload_is_replaced(world: World, stored: bytes) -> None:
+    world.bulk.put(PATH, stored)
+    assert world.cache.save(CLAIM, PAYLOAD, HEADER) is SaveOutcome.SAVED
+    assert world.bulk.get(PATH) == PAYLOAD
+
+
+def test_a_corrupt_payload_is_forgotten_and_replaced(world: World) -> None:
+    world.cache.save(CLAIM, PAYLOAD, HEADER)
+    record = world.record()
+    assert record is not None
+    damaged = PAYLOAD[:-1] + b"?"
+    world.bulk.put(PATH, damaged)
+    world.cache.reject(KEY, {KEY.field: record}, corrupt=True)
+    assert world.record() is None
+    assert world.cache.save(CLAIM, PAYLOAD, HEADER) is SaveOutcome.SAVED
+    assert world.bulk.get(PATH) == PAYLOAD
+
+
+def test_a_corrupt_hot_copy_is_not_read_again(world: World) -> None:
+    world.cache.save(CLAIM, PAYLOAD, HEADER)
+    world.hot.put(PATH, bytes(len(PAYLOAD)))
+    record = world.record()
+    assert record is not None
+    assert record.hot
+    world.cache.reject(KEY, {KEY.field: record}, corrupt=True)
+    assert world.get() == PAYLOAD
+
+
+def test_a_hot_store_that_fails_is_read_past(world: World) -> None:
+    world.cache.save(CLAIM, PAYLOAD, HEADER)
+    world.hot.fail_until_mended(StoreUnavailable("gone"))
+    assert world.get() == PAYLOAD
+
+
+def test_bytes_of_a_hot_copy_are_told_when_it_is_whole(world: World) -> None:
+    world.cache.save(CLAIM, PAYLOAD, HEADER)
+    told: list[int] = []
+    world.get(told.append)
+    assert told == [0, len(PAYLOAD)]
+
+
+def test_an_unreachable_index_stops_no_save(world: World) -> None:
+    world.index.error = StoreUnavailable("gone")
+    assert world.cache.take_lease(KEY)
+    assert world.cache.save(CLAIM, PAYLOAD, HEADER) is SaveOutcome.SAVED
+    assert world.recorder.value("publish_errors") == 1
+
+
+def test_one_process_saves_a_chunk_once_at_a_time(world: World) -> None:
+    assert world.cache.begin_save(KEY)
+    assert not world.cache.begin_save(KEY)
+    world.cache.end_save(KEY)
+    assert world.cache.begin_save(KEY)
