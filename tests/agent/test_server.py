@@ -6,6 +6,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from objkv.agent.client import AgentConnection, is_listening
 from objkv.agent.memory.arena import CellState
 from objkv.agent.outbox import AgentSaves, Outbox
 from objkv.agent.prefetch import PrefetchOrder
+from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason
 from objkv.agent.server import ServerLimits
 from objkv.cache.chunks import SaveOutcome
@@ -164,7 +166,7 @@ def test_a_client_that_does_not_greet_is_dropped_in_time(
         sock.close()
 
 
-def test_there_is_a_limit_of_clients_and_of_leases() -> None:
+def test_there_is_a_limit_of_clients_leases_and_deadlines() -> None:
     node = Node().listen(ServerLimits(clients_max=2, leases_max=2))
     first = node.connect()
     node.connect()
@@ -175,6 +177,11 @@ def test_there_is_a_limit_of_clients_and_of_leases() -> None:
     (over,) = opened(first, wanted[2:])
     assert (over.number, over.progress.state) == (0, CellState.FAILED)
     first.release([lease.number for lease in leases])
+    (held,) = first.open(wanted[:1], deadline_s=3600, urgency=Urgency.IN_STEP)
+    (resident,) = node.residents.seen([wanted[0].claim.key.path()])
+    assert resident is not None
+    assert resident.deadline <= monotonic() + 600
+    first.release([held.number])
     node.close()
 
 
