@@ -16,6 +16,7 @@ from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason, Resident
 from objkv.codec.payload import encode, frame_pages, read_header
 from objkv.errors import StoreUnavailable
+from objkv.net.deadline import ends_s
 from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
 from tests.agent.test_residents import Sleeper
@@ -328,9 +329,11 @@ def test_a_late_payload_is_late_and_a_broken_store_is_a_miss(
     wait_until(lambda: failed.state is not CellState.FILLING or node.core.has_ended)
     assert not node.core.has_ended
     assert failed.reason is MissReason.STORE
-    node.store.on_get = lambda key: None
+    until = list[float]()
+    node.store.on_get = lambda key: until.append(ends_s())
     (again,) = fetch(node, second)
     assert right(node, again)
+    assert until[0] <= again.deadline  # the store knows how long it may take
     for one in (late, failed, again):
         node.residents.release(one)
 

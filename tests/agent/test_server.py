@@ -225,16 +225,16 @@ def test_a_process_that_is_no_agent_is_none() -> None:
 
 
 def test_an_agent_that_never_answers_is_lost_in_time(node: Node) -> None:
-    client = node.connect()
-    client._sock.settimeout(0.01)
+    client = AgentConnection(node.path, call_s=1.0)
     gate = threading.Event()
-    node.index.find = lambda *_: gate.wait(PATIENCE_S) and []  # type: ignore[assignment, method-assign, func-returns-value]
+    node.index.find = lambda *_: gate.wait(20) and []  # type: ignore[assignment, method-assign, func-returns-value]
     with pytest.raises(TransferError, match="no answer"):
         client.find(NAMESPACE, [bytes(20)], ("0.L0-2_H0-2",))
     assert not client.is_open
     with pytest.raises(TransferError, match="lost"):
         client.find(NAMESPACE, [bytes(20)], ("0.L0-2_H0-2",))
     gate.set()
+    client.close()
 
 
 @pytest.fixture
