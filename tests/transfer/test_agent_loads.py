@@ -307,6 +307,7 @@ def test_a_payload_of_another_chunk_in_the_arena_is_refused(world: World) -> Non
     outcome = world.reader.load(range(4), 1)
     assert min(outcome.failed_blocks) == 1 + BLOCKS
     assert outcome.rejected
+    assert world.reader.loader.take_finished(sync=False) == [], "told once"
 
 
 @pytest.mark.parametrize("sync", [False, True])
