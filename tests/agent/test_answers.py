@@ -253,6 +253,8 @@ def test_other_namespaces_keep_their_answers_and_answer_no_others(world: World) 
     assert Scope(NAMESPACE, FIELDS[:1]).key(b"") != world.scope.key(b"")
     world.board.discard("f" * 32)
     assert world.kept(numbers) is not None
+    world.board.discard(NAMESPACE)
+    assert world.kept(numbers) is None
 
 
 def test_what_is_too_long_or_damaged_is_not_read(world: World) -> None:

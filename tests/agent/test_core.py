@@ -16,6 +16,7 @@ from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason, Resident
 from objkv.codec.payload import encode, frame_pages, read_header
 from objkv.errors import StoreUnavailable
+from objkv.net.deadline import ends_s
 from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
 from tests.agent.test_residents import Sleeper
@@ -99,7 +100,9 @@ def test_no_changed_byte_is_served(data: st.DataObject, codec: str) -> None:
         key = wanted.claim.key
         stored = bytearray(node.store.get(key.path()) or b"")
         change = data.draw(st.sampled_from(["flip", "cut", "grow"]))
-        at = data.draw(st.integers(0, len(stored) - 1))
+        # Most of a small payload is its header.
+        end = len(stored) - 1
+        at = data.draw(st.one_of(st.integers(0, end), st.integers(end - 16, end)))
         if change == "flip":
             stored[at] ^= 1 << data.draw(st.integers(0, 7))
         elif change == "cut":
@@ -307,22 +310,30 @@ def test_a_load_finds_a_thread_while_much_is_being_prefetched(make: Callable[...
     wait_until(lambda: len(slow.order) == 9)
 
 
-def test_a_late_payload_is_late_and_a_broken_store_is_a_miss(make: Callable[..., Node]) -> None:
-    node = make()
+@pytest.mark.parametrize("error", [StoreUnavailable("down"), KeyError("a bug")])
+def test_a_late_payload_is_late_and_a_broken_store_is_a_miss(
+    error: Exception, make: Callable[..., Node]
+) -> None:
+    node = make(threads=1)
     assert isinstance(node.store, WatchedStore)
     first, second, _ = node.save()
     (late,) = fetch(node, first, deadline_s=0.0)
     assert late.reason is MissReason.LATE
 
     def broken(key: str) -> None:
-        raise StoreUnavailable("down")
+        raise error
 
     node.store.on_get = broken
-    (failed,) = fetch(node, second)
+    (failed,) = node.core.open(Sleeper(), [second], deadline_s=PATIENCE_S, urgency=Urgency.IN_STEP)
+    assert isinstance(failed, Resident)
+    wait_until(lambda: failed.state is not CellState.FILLING or node.core.has_ended)
+    assert not node.core.has_ended
     assert failed.reason is MissReason.STORE
-    node.store.on_get = lambda key: None
+    until = list[float]()
+    node.store.on_get = lambda key: until.append(ends_s())
     (again,) = fetch(node, second)
     assert right(node, again)
+    assert until[0] <= again.deadline  # the store knows how long it may take
     for one in (late, failed, again):
         node.residents.release(one)
 

@@ -298,6 +298,7 @@ def test_nothing_is_announced_before_all_is_verified(
     advance = node.residents.advance
     assert isinstance(node.store, WatchedStore)
     node.store.on_get = lambda key: fetching.set()
+    monkeypatch.setattr("objkv.agent.spill.disk._SLICE_BYTES", 64)
 
     def watched(one: Resident, frames: int) -> None:
         announced.append(fetching.is_set())
@@ -610,6 +611,9 @@ def test_a_smaller_bound_keeps_the_newest(tmp_path: Path) -> None:
     disk.load(lambda: False)
     assert [n for n in range(10) if disk.size_of(str(n)) is not None] == [7, 8, 9]
     assert len(list(folder.glob("*.plain"))) == 3
+    disk.begin("new")
+    disk.write("new", memoryview(bytes(PAGE)))
+    assert disk.nbytes == 3 * PAGE
     disk.close()
 
 

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from objkv.agent.client import AgentConnection, is_listening
 from objkv.agent.memory.arena import CellState
 from objkv.agent.outbox import AgentSaves, Outbox
 from objkv.agent.prefetch import PrefetchOrder
+from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason
 from objkv.agent.server import ServerLimits
 from objkv.cache.chunks import SaveOutcome
@@ -165,7 +167,7 @@ def test_a_client_that_does_not_greet_is_dropped_in_time(
         sock.close()
 
 
-def test_there_is_a_limit_of_clients_and_of_leases() -> None:
+def test_there_is_a_limit_of_clients_leases_and_deadlines() -> None:
     node = Node().listen(ServerLimits(clients_max=2, leases_max=2))
     first = node.connect()
     node.connect()
@@ -176,6 +178,11 @@ def test_there_is_a_limit_of_clients_and_of_leases() -> None:
     (over,) = opened(first, wanted[2:])
     assert (over.number, over.progress.state) == (0, CellState.FAILED)
     first.release([lease.number for lease in leases])
+    (held,) = first.open(wanted[:1], deadline_s=3600, urgency=Urgency.IN_STEP)
+    (resident,) = node.residents.seen([wanted[0].claim.key.path()])
+    assert resident is not None
+    assert resident.deadline <= monotonic() + 600
+    first.release([held.number])
     node.close()
 
 
@@ -219,16 +226,16 @@ def test_a_process_that_is_no_agent_is_none(tmp_path: Path) -> None:
 
 
 def test_an_agent_that_never_answers_is_lost_in_time(node: Node) -> None:
-    client = node.connect()
-    client._sock.settimeout(0.01)
+    client = AgentConnection(node.path, call_s=1.0)
     gate = threading.Event()
-    node.index.find = lambda *_: gate.wait(PATIENCE_S) and []  # type: ignore[assignment, method-assign, func-returns-value]
+    node.index.find = lambda *_: gate.wait(20) and []  # type: ignore[assignment, method-assign, func-returns-value]
     with pytest.raises(TransferError, match="no answer"):
         client.find(NAMESPACE, [bytes(20)], ("0.L0-2_H0-2",))
     assert not client.is_open
     with pytest.raises(TransferError, match="lost"):
         client.find(NAMESPACE, [bytes(20)], ("0.L0-2_H0-2",))
     gate.set()
+    client.close()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from objkv.config import Config, load_config
@@ -84,6 +84,7 @@ def test_nothing_is_allowed_wholesale(role: str) -> None:
 
 
 @given(st.sampled_from(ROLES), TENANTS, TENANTS, st.text(max_size=8))
+@example("reader", "a", "ab", "x")
 def test_no_tenant_reaches_into_another(role: str, mine: str, theirs: str, rest: str) -> None:
     own = access(role, mine)
     assert own.iam is not None

@@ -88,6 +88,7 @@ def scheduler_side(
     records_max: int = 8,
     roles: Mapping[str, Any] | None = None,
     prefetch: Any = None,
+    geometry: Geometry = GEOMETRY,
     **settings: Any,
 ) -> SchedulerSide:
     """A scheduler's side of a model with one layer; ``settings`` of ``Config``."""
@@ -96,7 +97,7 @@ def scheduler_side(
     return make_scheduler_side(
         Config.model_validate(plain | settings),
         Roles(**(does | dict(roles or {}))),
-        GEOMETRY,
+        geometry,
         IDENTITY,
         bulk=bulk or MemoryStore(),
         index=NearIndex(
@@ -104,7 +105,7 @@ def scheduler_side(
             records_max=records_max,
             ttl_s=1.0,
             miss_ttl_s=PATIENCE_MS / 1000,
-            fields=frozenset({FIELD}),
+            fields=geometry.all_fields(),
         ),
         recorder=MemoryRecorder(),
         prefetch=prefetch,

@@ -301,6 +301,19 @@ def test_a_payload_of_other_layers_is_refused_and_not_served_again(world: World)
     assert other.moves[0].records
 
 
+def test_a_payload_of_another_chunk_in_the_arena_is_refused(world: World) -> None:
+    assert not world.reader.load(range(4), 1).failed_blocks
+    one, two = world.node.residents.seen([world.reader.path(1), world.reader.path(2)])
+    assert one is not None
+    assert two is not None
+    memory = world.node.arena.view
+    memory[one.offset :][: one.nbytes] = memory[two.offset :][: two.nbytes]
+    outcome = world.reader.load(range(4), 1)
+    assert min(outcome.failed_blocks) == 1 + BLOCKS
+    assert outcome.rejected
+    assert world.reader.loader.take_finished(sync=False) == [], "told once"
+
+
 @pytest.mark.parametrize("sync", [False, True])
 def test_a_byte_that_flips_in_the_arena_is_found_by_a_reader_that_verifies(
     world: World, sync: bool

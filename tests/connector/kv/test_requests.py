@@ -37,6 +37,15 @@ def test_they_are_those_of_the_prompt_in_any_slices() -> None:
     assert hashes[0:100] == WHOLE
 
 
+def test_prompts_that_differ_in_more_than_tokens_share_nothing() -> None:
+    place = SimpleNamespace(offset=0, length=4)
+    cat, dog = (SimpleNamespace(identifier=name, mm_position=place) for name in ("cat", "dog"))
+    beside = ({}, {"cache_salt": "s"}, {"mm_features": [cat]}, {"mm_features": [dog]})
+    alike = [hashes_of(TOKENS, **more) for more in beside]
+    alike.append(RequestHashes(request(TOKENS), NAMESPACE, b"adapter", SIZE))
+    assert len({name for hashes in alike for name in hashes[0:3]}) == 3 * len(alike)
+
+
 def test_the_scheduler_is_told_of_what_others_computed_and_has_the_rest_computed() -> None:
     hashes, jobs = hashes_of(TOKENS), Jobs()
     assert hashes.ready(80, jobs.submit) == 0

@@ -1,6 +1,7 @@
 """The scheduler's side: the sync gate, hit counters, matches, and saves that are planned."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +13,18 @@ from objkv.cache.admission import LoadTime
 from objkv.connector.kv import scheduler as module
 from objkv.connector.kv.metadata import LostLoad, StepReport
 from objkv.connector.kv.scheduler import HitCounters, SchedulerSide, SyncGate
+from objkv.connector.model.groups import DraftGroups
 from objkv.connector.pacing import EMPTY_STEP_S
 from objkv.index.base import ChunkEntry, ShardRecord, Shards
 from objkv.index.memory import MemoryIndex
 from objkv.telemetry import MemoryRecorder
-from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
+from objkv.transfer.plan import Blank, ChunkMove, LoadMove, LoadPlan
 from tests.contracts.clock import ManualClock
 from tests.support.paged_cache import wait_until
 from tests.support.sides import (
     FIELD,
+    GEOMETRY,
+    ONE_LAYER,
     PATIENCE_MS,
     RECORD,
     publish_prompt,
@@ -101,6 +105,33 @@ def test_while_the_gate_is_closed_loads_are_planned_between_steps() -> None:
     assert loads_between_steps(side, "between")
     side.update(KVConnectorOutput(finished_recving={"between"}))
     assert not loads_between_steps(side, "within again")
+    side.close()
+
+
+@pytest.mark.parametrize(("mode", "tokens"), [("layerwise", 32), ("async", 64)])
+def test_a_load_within_a_step_leaves_a_token_to_compute(mode: str, tokens: int) -> None:
+    publish_prompt(index := MemoryIndex(), [7] * 64)
+    side, one = scheduler_side(index, load_mode=mode), request(64)
+    side.track(one)
+    wait_until(lambda: side.match(one, 0)[0] is not None)
+    assert side.match(one, 0) == (tokens, mode == "async")
+    side.close()
+
+
+def test_blocks_of_a_draft_that_is_not_stored_are_zeroed() -> None:
+    drafted = replace(
+        GEOMETRY,
+        groups=(ONE_LAYER, replace(ONE_LAYER, layers=("d0",))),
+        tables=(0, 0),
+        table_count=1,
+        drafted=DraftGroups(1, 1000, lags=False),
+    )
+    publish_prompt(index := MemoryIndex(), [7] * 70)
+    side, one = scheduler_side(index, geometry=drafted), request(70)
+    side.track(one)
+    wait_until(lambda: side.match(one, 0)[0] is not None)
+    side.plan_load(one, [[1, 2, 3]], 64)
+    assert side.plan_step(step({}, ())).loads[0].blanks == (Blank(1000, (1, 2)),)
     side.close()
 
 
@@ -354,6 +385,9 @@ def test_what_was_refused_is_looked_up_again() -> None:
     side.track(other := request(70, "other"))
     wait_until(lambda: side.match(other, 0)[0] is not None)
     assert side.match(other, 0)[0] == 0
+    side.plan_load(one, (), 0)
+    plan = side.plan_step(step({"one": 70}, (1, 2, 3)))
+    assert [save.move.chunk for of_one in plan.saves for save in of_one.moves] == [0, 1]
     side.close()
 
 

@@ -58,7 +58,8 @@ def test_a_load_that_failed_within_a_step_is_told_in_that_step(
 ) -> None:
     """With speculation vLLM asks for results before it ends the step."""
     worker, load = spoilt
-    plan = StepPlan(loads=(load,))
+    save = SaveMove(load.moves[0].move, token_digest(TOKENS[:CHUNK]), None)
+    plan = StepPlan((load,), (SavePlan(load.request_id, load.namespace, (save,)),))
     worker.start_loads(plan)
     for layer in GROUP.layers:
         worker.wait_layer(layer)
@@ -70,6 +71,9 @@ def test_a_load_that_failed_within_a_step_is_told_in_that_step(
     if speculating:
         worker.end_forward(plan)
     assert worker.take_failed_blocks() == set()
+    report = worker.take_report()
+    assert report is not None
+    assert report.dropped == {(load.request_id, 0)}  # computed from blocks that were not loaded
 
 
 def test_a_load_is_told_to_have_ended_whatever_happens_to_its_report(
