@@ -63,13 +63,6 @@ def test_nothing_is_imported_from_the_folder_that_the_engine_runs_in(
     assert not (tmp_path / "planted").exists()
 
 
-def test_a_program_that_is_not_there_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    recorder = MemoryRecorder()
-    caplog.set_level(logging.WARNING)
-    assert AutoSweep(MemoryIndex(), {}, recorder, command=["/nowhere/objkv"])()
-    assert "/nowhere/objkv" in caplog.text
-
-
 def test_an_index_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(*arguments: object, **options: object) -> bool:
         raise StoreUnavailable("gone")

@@ -29,6 +29,7 @@ def objkv(home: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedP
     )
 
 
+@pytest.mark.slow
 def test_from_an_empty_machine_to_a_served_prompt(home: Path) -> None:
     first = objkv(home, "ls", "--json")
     assert (first.returncode, first.stderr) == (0, "")
@@ -75,6 +76,7 @@ def imported(home: Path, *arguments: str) -> set[str]:
     return set(ran.stderr.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", [("--version",), ("--help",), *[("completion", shell) for shell in SCRIPTS]]
 )
@@ -84,6 +86,7 @@ def test_what_only_prints_imports_almost_nothing(home: Path, arguments: tuple[st
     assert not modules & SLOW
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["access", "audit", "diff", "doctor", "ls", "match", "sweep", "verify", "warm"]
 )
@@ -179,6 +182,7 @@ def test_streams_that_the_caller_has_closed_are_no_error(
     assert ran.stderr == (b"objkv: the prompt is empty (no token ids)\n" if code else b"")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("encoding", "shown"), [("ascii", b"mod\\xe8le\\u2192"), ("latin-1", b"mod\xe8le\\u2192")]
 )

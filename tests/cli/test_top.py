@@ -202,6 +202,7 @@ def quiet_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
 def test_a_signal_leaves_the_terminal_as_it_was(
     quiet_home: Path, number: signal.Signals, status: int

@@ -89,6 +89,7 @@ def test_the_match_example_prints_each_namespace(
     assert "its last 232 do not fill a chunk" in second
 
 
+@pytest.mark.slow
 def test_the_notebook_audits_a_sample_or_what_is_stored(
     urls: dict[str, str],
     tmp_path: Path,

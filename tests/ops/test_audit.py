@@ -12,7 +12,7 @@ from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.ops.audit.figures import LIST_PRICES
 from objkv.ops.audit.report import AuditReport, Prices
-from objkv.ops.audit.spool import SeenRecord
+from objkv.ops.audit.spool import AuditSpool, SeenRecord
 from objkv.stores.base import Entry
 from objkv.stores.memory import MemoryStore
 from tests.contracts.clock import ManualClock
@@ -194,3 +194,13 @@ def test_the_list_prices_are_those_of_the_costs_that_the_simulation_uses() -> No
     assert LIST_PRICES.gb_month == s3["gb_month_usd"]
     assert LIST_PRICES.per_1000_puts == pytest.approx(1000 * s3["put_usd"])
     assert LIST_PRICES.per_1000_gets == pytest.approx(1000 * s3["get_usd"])
+
+
+def test_numbers_that_no_record_can_have_do_no_harm() -> None:
+    spool = AuditSpool(None)
+    shard_free = Record(b"\1" * 20, bytes(20), 0, 1 << 90, {}, hits=1 << 90, touched_s=1 << 90)
+    spool.add_records([SeenRecord(NAMESPACE, shard_free, True)])
+    [(start, hits)] = spool.some("SELECT token_start, hits FROM records")
+    assert start is None
+    assert hits == 1 << 32
+    spool.close()

@@ -111,16 +111,6 @@ def test_another_dtype_is_one_cause_with_what_follows_from_it() -> None:
     assert {d.follows_from for d in report.differences[1:]} == {"extra.dtype"}
 
 
-def test_another_block_size_is_one_cause_unless_the_wish_for_chunks_differs_as_well() -> None:
-    def both(block_size: int, chunk_tokens: int) -> list[str]:
-        changed = (replace(GROUP, block_size=block_size),)
-        report = against(groups=changed, chunk_tokens=chunk_tokens)
-        return [cause.field for cause in report.causes]
-
-    assert both(160, 320) == ["groups[0].block_size"]  # chunk_tokens is 256 in both
-    assert both(32, 512) == ["chunk_tokens", "groups[0].block_size"]
-
-
 def test_a_reset_replica_is_told_from_one_whose_operator_raised_the_epoch() -> None:
     report = against(weights_epoch=1, extra=(("dtype", "bfloat16"), ("reset", "ab")))
     assert [cause.field for cause in report.causes] == ["extra.reset"]

@@ -8,7 +8,7 @@ import pytest
 from objkv.errors import ConfigError
 from objkv.index.base import ChunkEntry, Record, ShardRecord
 from objkv.index.memory import MemoryIndex
-from objkv.keys.identity import GroupIdentity, identity_path
+from objkv.keys.identity import identity_path
 from objkv.keys.prefix import PromptExtras, prefix_hashes, root_hash
 from objkv.ops.explain.causes import Explanation, Question
 from objkv.ops.explain.explain import ask_replica, explain_match
@@ -192,23 +192,6 @@ def test_prompts_that_part_are_told_to_part(
     assert (why.cause, why.chunk) == ("parted", 1)
     assert "1 other prompt continues there" in why.sentence
     assert any("no token ids are stored" in one for one in why.untold)
-
-
-def test_a_window_that_is_not_stored_stops_a_hybrid_model(index: MemoryIndex) -> None:
-    full = IDENTITY.groups[0]
-    window = GroupIdentity("sliding_window", 16, ("w.0",), heads=1, content=8, block_size=8)
-    hybrid = replace(IDENTITY, groups=(full, window))
-    name, bulk = hybrid.namespace(), MemoryStore()
-    bulk.put(identity_path(name), hybrid.canonical())
-    [digest] = prefix_hashes(name, TOKENS[:CHUNK], CHUNK)
-    chunk = ChunkEntry(name, digest, root_hash(name), 0, CHUNK)
-    index.publish(chunk, {"0.L0-2_H0-2": record_of_any()}, ttl_s=60)
-    report = match_prompt(index, hybrid, TOKENS[:CHUNK], PromptExtras())
-    why = explain_match(
-        Question(bulk, index, hybrid, TOKENS[:CHUNK], PromptExtras(), report, None, 60)
-    )
-    assert why.cause == "incomplete"
-    assert "group 1 (sliding window) is missing" in why.sentence
 
 
 def test_a_password_of_a_replica_is_not_shown() -> None:

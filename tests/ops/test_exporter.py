@@ -148,16 +148,6 @@ def test_an_end_that_hangs_is_down_and_a_scrape_does_not_wait(world: World) -> N
     assert world.page()["objkv_answer_seconds"]["index"] == 11
 
 
-def test_beyond_the_largest_namespaces_there_is_only_a_sum(world: World) -> None:
-    world.usage = [Usage(f"{n:032x}", 100 * n, n, counted_s=n) for n in range(1, 6)]
-    world.ask()
-    page = world.page()
-    assert page["objkv_stored_bytes"] == {f"{5:032x}||": 500, f"{4:032x}||": 400, "other||": 600}
-    assert page["objkv_counted_timestamp_seconds"]["other||"] == 1
-    assert page["objkv_namespaces"] == {"": 5}
-    assert page["objkv_tenant_stored_bytes"] == {"": 1500}
-
-
 # Scans.
 
 

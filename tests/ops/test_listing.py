@@ -123,18 +123,3 @@ def test_what_prompts_share_is_one_branch_that_forks(bulk: MemoryStore, index: M
     assert shared.tree_bytes == shared.nbytes + long.nbytes + short.nbytes
     assert (long.last, long.level, long.chunks, long.is_last) == (hashes[-1], 1, 3, False)
     assert (short.level, short.chunks, short.leaves, short.is_last) == (1, 1, 1, True)
-
-
-def test_thousands_of_forks_below_each_other_are_no_recursion(index: MemoryIndex) -> None:
-    shard = ShardRecord(1, 1, "none", False, "0" * 32, 1)
-    parent = b"\0" * 20
-    for number in range(3_000):
-        for side in (0, 1):
-            own = number.to_bytes(19, "little") + bytes([side + 1])
-            chunk = ChunkEntry(NAMESPACE, own, parent, number, number + 1)
-            index.publish(chunk, {"0.L0-1_H0-1": shard}, ttl_s=60)
-        parent = own
-    found = tree(index)
-    assert max(branch.level for branch in found) == 2_999
-    assert found[0].tree_chunks + found[-1].tree_chunks >= 3_000
-    assert {replace(b, level=0).leaves for b in found if not b.branches} == {1}

@@ -1,6 +1,7 @@
 """Pinning and unpinning: pinned chunks survive, and interrupted commands can be repeated."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -250,3 +251,18 @@ def test_what_is_pinned_while_a_longer_prefix_is_unpinned_stays_pinned(
         index.pin = meddled_pin  # type: ignore[method-assign]
     assert pinner.unpin(NAMESPACE, chunks[2]) is not None
     assert until(index, chunks) == [near, near, 0]
+
+
+def test_records_that_name_each_other_as_parents_are_no_chain(
+    bulk: MemoryStore, index: MemoryIndex
+) -> None:
+    chunks = hashes(save(bulk, index))
+    [record] = index.lookup(NAMESPACE, chunks[1:2])
+    assert record is not None
+    for changed in (
+        replace(record, parent_hash=record.prefix_hash),
+        replace(record, token_start=record.token_end),
+    ):
+        index._records[(NAMESPACE, chunks[1])] = (changed, float("inf"))
+        with pytest.raises(ConfigError):
+            chain_of(index, NAMESPACE, chunks[1])

@@ -2,22 +2,15 @@
 
 import json
 import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from html import unescape
 
 import pytest
 
-from objkv.ops.audit.figures import savings_audit
 from objkv.ops.audit.html.page import html_report
 from objkv.ops.audit.html.remarks import remarks
 from objkv.ops.audit.report import (
-    AgesAudit,
-    AuditReport,
-    AuditTotals,
-    CostAudit,
     FindingsAudit,
-    GrowthAudit,
-    Prices,
 )
 from objkv.ops.formats import (
     brief,
@@ -32,33 +25,6 @@ from objkv.ops.formats import (
 from tests.support.audit import sample_report
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\u202e\u2028\x07'\"&"
-
-
-def empty_report() -> AuditReport:
-    """Return the report of an empty store."""
-    unknown = {field.name: None for field in fields(AuditTotals)}
-    zero = {"namespaces": 0, "tenants": 0, "roots": 0, "chunks": 0, "payloads": 0, "nbytes": 0}
-    return replace(
-        sample_report(),
-        totals=AuditTotals(**{**unknown, **zero}),  # type: ignore[arg-type]
-        namespaces=(),
-        tenants=(),
-        depths=(),
-        roots=(),
-        roots_omitted=0,
-        tree=(),
-        ages=AgesAudit((), (), None, None),
-        growth=GrowthAudit((), None, None, None),
-        cost=CostAudit(Prices(0.0, 0.0, 0.0), 0.0, 0.0, None, 0.0, 0.0, None, None, ()),
-        findings=FindingsAudit((), (), 0),
-        differences=(),
-        savings=savings_audit([], None),
-        provenance=(),
-        pins=(),
-        lifecycle=None,
-        changes=None,
-        problems=(),
-    )
 
 
 def data_of(page: str) -> dict[str, object]:
@@ -105,13 +71,6 @@ def test_whatever_others_wrote_is_text() -> None:
     nodes = data_of(page)["nodes"]
     assert isinstance(nodes, list)
     assert nodes[0]["text"].startswith("</script><script>alert(1)")
-
-
-def test_an_empty_store_has_a_page() -> None:
-    page = html_report(empty_report())
-    assert "No data yet." in page
-    assert data_of(page)["nodes"] == []
-    assert "None" not in re.sub(r"<script.*?</script>|None\.", "", page, flags=re.S)
 
 
 def test_only_a_whole_audit_without_findings_says_that_both_ends_agree() -> None:

@@ -111,16 +111,6 @@ def test_a_second_run_at_once_keeps_no_checkpoint(tmp_path: Path) -> None:
     first.close(complete=True)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"format": 2}', '{"format": 1, "done": 3}', "\xff"]
-)
-def test_a_file_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
-    (tmp_path / "file").write_text(text, "latin-1")
-    checkpoint = Checkpoint(tmp_path / "file")
-    assert (checkpoint.resumed, checkpoint.is_kept) == (False, True)
-    checkpoint.close(complete=True)
-
-
 def test_findings_beyond_the_bound_are_counted() -> None:
     counters = Counters()
     for number in range(FINDINGS_MAX + 5):

@@ -93,14 +93,6 @@ def test_large_payloads_take_several_requests() -> None:
     assert (found.puts_per_s, found.gets_per_s) == (16 * (2 + 2), 14 * 4)
 
 
-def test_small_payloads_lie_in_redis_too_where_there_is_one() -> None:
-    nbytes = sized().chunk.nbytes
-    assert sized().hot_bytes == 0
-    assert sized(layout=replace(LAYOUT, hot_save_bytes_max=nbytes - 1)).hot_bytes == 0
-    found = sized(layout=replace(LAYOUT, hot_save_bytes_max=nbytes))
-    assert found.hot_bytes == found.records * nbytes
-
-
 def test_of_windows_only_their_end_is_kept_and_loaded() -> None:
     layers = (LayerShape("full", 4, 128), LayerShape("sliding_window", 4, 128, 32))
     model = ModelShape("windows", layers, "bfloat16", "a test")

@@ -76,13 +76,3 @@ def test_one_that_does_not_answer_is_left_to_the_others_until_it_passes_a_check(
     assert not fleet.has_room()  # not before it has passed
     fleet.passed(seat)
     assert fleet.take(b"a") is seat
-
-
-def test_nobody_is_there_since_the_last_of_them_went(fleet: PrefillFleet, clock: Clock) -> None:
-    one, two = fleet.take(b"a"), fleet.take(b"b")
-    fleet.failed(one, PrefillError("down", "refused"))
-    clock.now += 10
-    assert fleet.gone_s() == 0
-    fleet.failed(two, PrefillError("down", "refused"))
-    clock.now += 3
-    assert fleet.gone_s() == 3

@@ -33,27 +33,6 @@ def test_a_prompt_has_many_forms(line: Any, prompt: WarmPrompt) -> None:
     assert to_prompt(line, "p") == prompt
 
 
-def test_what_decides_the_tokens_of_messages_is_kept_and_nothing_else() -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    request = {
-        "messages": MESSAGES,
-        "tools": tools,
-        "temperature": 0.7,
-        "stream": True,
-        "chat_template_kwargs": {"enable_thinking": False},
-        "reasoning_effort": "low",
-        "continue_final_message": True,
-    }
-    prompt = to_prompt(request, "p")
-    assert prompt.chat is not None
-    assert prompt.chat.options == {
-        "tools": tools,
-        "chat_template_kwargs": {"reasoning_effort": "low", "enable_thinking": False},
-        "continue_final_message": True,
-        "add_generation_prompt": False,
-    }
-
-
 @pytest.mark.parametrize(
     ("value", "words"),
     [
