@@ -158,32 +158,23 @@ def test_messages_are_read_as_they_were_written() -> None:
         assert GetRequest.unpack(request.pack()) == request
     answer = Answer(AnswerKind.COUNTED, 3, 4, "s3_hedges")
     assert Answer.unpack(answer.pack()) == answer
+    for message in (b"", b"\x01", b"\xff" * 17, b"\x05" + b"\x7f" * 16):
+        with pytest.raises(ValueError, match=r"."):
+            Answer.unpack(message)
 
 
-@pytest.mark.parametrize("message", [b"", b"\x01", b"\xff" * 17, b"\x05" + b"\x7f" * 16])
-def test_what_is_no_answer_is_refused(message: bytes) -> None:
-    with pytest.raises(ValueError, match=r"."):
-        Answer.unpack(message)
-
-
-def test_the_first_gets_do_not_wait_for_a_process(fleet: Fleet) -> None:
+def test_small_gets_and_those_before_a_process_is_ready_stay_here(fleet: Fleet) -> None:
     fleet.store.put("a", value(1))
     into = memoryview(bytearray(SIZE))
     assert fleet.store.get_into("a", into) == SIZE
     assert into == value(1)
     assert fleet.own.starts == [None]
-
-
-def test_what_a_process_counts_is_counted_here(fleet: Fleet) -> None:
     fleet.ready()
     before = fleet.recorder.value("child_gets")
-    fleet.store.get_into("warm", memoryview(bytearray(SIZE)))
-    assert fleet.recorder.value("child_gets") == before + 1
-
-
-def test_small_gets_stay_here(fleet: Fleet) -> None:
-    fleet.ready()
     fleet.own.starts.clear()
+    fleet.store.get_into("warm", into)
+    assert fleet.own.starts == []
+    assert fleet.recorder.value("child_gets") == before + 1, "what it counts is counted here"
     fleet.store.put("small", b"x")
     assert fleet.store.get_into("small", memoryview(bytearray(10))) == 1
     assert fleet.own.starts == [None]
