@@ -1,4 +1,4 @@
-"""The options and the closing words of the whole test run."""
+"""What the whole test run shares."""
 
 import functools
 import logging
@@ -12,11 +12,8 @@ import pytest
 from botocore.loaders import JSONFileLoader, Loader
 
 from objkv.redact import forget_secrets
-from tests import progress
-from tests.engine.cache import LEDGER
-from tests.order import EnginesApart
-
-_COUNTS = ("engine_fresh", "engine_replayed")
+from tests import durations
+from tests.leaks import Leaks
 
 # Other processes use the same cores; a slow example says nothing about objkv. In CI examples are
 # the same in every run: new ones are for whoever changes something, not for the day of a release.
@@ -74,56 +71,7 @@ def loggers_are_as_before() -> Iterator[None]:
     log.setLevel(before[1])
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--fresh``."""
-    parser.addoption("--fresh", action="store_true", help="replay no engine run: do them all again")
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    """Replay engine runs unless told otherwise; make place for the counts of all processes."""
-    LEDGER.replay = not config.getoption("--fresh")
-    config.stash[_TOTALS] = dict.fromkeys(_COUNTS, 0)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> EnginesApart | None:
-    """Files in their order, where xdist is to keep those of a file together."""
-    return EnginesApart(config, log) if config.option.dist == "loadfile" else None
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Show progress."""
-    progress.register(session.config)
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """An xdist worker hands its counts to the process that prints."""
-    output = getattr(session.config, "workeroutput", None)
-    if output is not None:
-        output |= _counted()
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any, error: object) -> None:
-    """Add a worker's counts; a worker that crashed has none."""
-    totals = node.config.stash[_TOTALS]
-    for name in _COUNTS:
-        totals[name] += getattr(node, "workeroutput", {}).get(name, 0)
-
-
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    """Say how many engine runs were real, so that nobody takes a replay for one."""
-    own, totals = _counted(), config.stash[_TOTALS]
-    fresh, replayed = (own[name] + totals[name] for name in _COUNTS)
-    if fresh or replayed:
-        hint = " (--fresh runs them all)" if replayed else ""
-        terminalreporter.write_line(f"engine runs: {fresh} fresh, {replayed} replayed{hint}")
-
-
-_TOTALS: pytest.StashKey[dict[str, int]] = pytest.StashKey()
-
-
-def _counted() -> dict[str, int]:
-    return dict(zip(_COUNTS, (LEDGER.fresh, LEDGER.replayed), strict=True))
+    """Watch what tests take and what they leave."""
+    durations.register(config)
+    config.pluginmanager.register(Leaks(), "objkv-leaks")

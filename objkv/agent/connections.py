@@ -194,7 +194,7 @@ class InsideConnection:
     def __init__(self, core: Core, arena: Arena, ended: Callable[[], None]) -> None:
         """``ended``: called at the end of ``close``."""
         self.arena, self._ended = arena, ended
-        self._core = core
+        self.core = core
         self._holder = LeaseHolder(core)
         self._is_closed = False
 
@@ -216,7 +216,7 @@ class InsideConnection:
 
     def reject(self, wanted: Wanted) -> None:
         """See ``ArenaConnection``."""
-        self._core.reject(wanted)
+        self.core.reject(wanted)
 
     def wait(self, seconds: float, also: Alarm) -> bool:
         """See ``ArenaConnection``."""

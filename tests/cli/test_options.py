@@ -1,23 +1,12 @@
 """One vocabulary of options: forms of output, options before the command, durations, sizes, and
 outputs that cannot be written."""
 
-import json
-import re
 from pathlib import Path
 
 import pytest
-import typer
 
-from objkv.assembly.backends import Backends
-from objkv.cli.app import all_commands
-from objkv.cli.options import CommonOptions, current_name
-from objkv.ops.verify import Verify
-from objkv.ops.verify_payload import Budget
-from objkv.testing.damage import DamagedStore, Defects
 from tests.cli.conftest import Machine, Run, refused
 from tests.support.samples import NAMESPACE
-
-UNITS = ("-s", "-ms", "-seconds", "-bytes", "-mib", "-days")
 
 
 def test_every_form_of_output_is_an_option_of_every_command(run: Run, machine: Machine) -> None:
@@ -56,15 +45,6 @@ def test_common_options_may_stand_before_the_command(
     assert "Traceback (most" in run("ls", "--debug", "--index-url", "redis://127.0.0.1:1").err
 
 
-def test_each_common_option_is_kept_before_a_command() -> None:
-    before = CommonOptions("a", "b", Path("c"), "json", False, True, True)
-    assert before.then(CommonOptions()) == before
-    assert CommonOptions().then(before) == before
-    assert before.then(CommonOptions("x", output="wide")).form == "wide"
-    with pytest.raises(typer.BadParameter):
-        CommonOptions(output="table", json=True)
-
-
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
@@ -97,33 +77,6 @@ def test_a_wrong_duration_or_size_is_wrong_usage(
     refused(run(*arguments), words)
 
 
-def test_sizes_have_units(run: Run, ends: Backends, monkeypatch: pytest.MonkeyPatch) -> None:
-    DamagedStore(ends).plant(Defects(good=2))
-    seen = []
-
-    def budget(nbytes: int) -> Budget:
-        seen.append(nbytes)
-        return Budget(nbytes)
-
-    monkeypatch.setattr("objkv.cli.verify.Budget", budget)
-    for given in ("64MiB", "67108864"):
-        assert run("verify", "--memory", given, "--deadline", "1h").code == 0
-    assert seen == [64 << 20] * 2
-
-
-def test_names_have_no_units_and_the_old_names_still_work(run: Run, ends: Backends) -> None:
-    for path, command in all_commands():
-        names = [name for option in command.params for name in option.opts]
-        assert not [name for name in names if name.startswith("--") and name.endswith(UNITS)], path
-    assert current_name("grace-s") == "grace"
-    DamagedStore(ends).plant(Defects(good=2, orphan=1))
-    new, old = (run("sweep", option, "0", "--json").document for option in ("--grace", "--grace-s"))
-    assert new["categories"] == old["categories"]
-    assert new["categories"]["orphan"]["payloads"] == 1
-    assert run("verify", "--deadline-s", "60", "--memory-bytes", "1000000").code == 0
-    assert "--grace-s" not in run("sweep", "--help").out
-
-
 def test_outputs_that_cannot_be_written_are_found_before_anything_is_read(
     run: Run, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,43 +85,10 @@ def test_outputs_that_cannot_be_written_are_found_before_anything_is_read(
 
     machine.fill()
     (tmp_path / "file").touch()
-    for module in (
-        "export.upkeep",
-        "audit.upkeep",
-        "gpu_check.GpuChecks",
-        "bench.describe_machine",
-    ):
+    for module in ("export.upkeep", "audit.upkeep"):
         monkeypatch.setattr(f"objkv.cli.{module}", read)
     export = ("export", "--namespace", NAMESPACE, "--out")
     refused(run(*export, str(tmp_path / "file")), "is not a directory")
     refused(run(*export, str(tmp_path / "file" / "inside")), "is not a directory")
     refused(run(*export, "/proc/out"), "cannot write to /proc")
-    refused(run("gpu-check", "--out", "/proc/out"), "cannot write to /proc")
-    refused(run("bench", "lookup", "--plot", "/proc/ratios.svg"), "cannot write to /proc")
     refused(run("audit", "--html", "/proc/report.html"), "cannot write to /proc")
-
-
-def test_a_resumed_run_says_so_at_its_start(
-    run: Run, ends: Backends, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    DamagedStore(ends).plant(Defects(good=30))
-    checked, verify = [], Verify._verify
-
-    def interrupted(self: Verify, *arguments: object) -> None:
-        if len(checked) == 20:
-            raise KeyboardInterrupt
-        checked.append(1)
-        verify(self, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Verify, "_verify", interrupted)
-    first = run("verify", "--all", "--workers", "1")
-    assert (first.code, "resuming" in first.err) == (130, False)
-    monkeypatch.setattr(Verify, "_verify", verify)
-    again = run("verify", "--all", "--workers", "1", "--deadline", "0", "--json")
-    note = re.search(r"resuming the run begun .* ago: (\d+) entries in (\d+) parts were", again.err)
-    assert note is not None
-    assert 1 <= int(note[2]) <= int(note[1]) <= 20
-    assert "--restart starts over" in again.err
-    assert json.loads(again.out)["resumed"]
-    afresh = run("verify", "--all", "--restart")
-    assert (afresh.code, "resuming" in afresh.err) == (0, False)

@@ -14,15 +14,8 @@ from pathlib import Path
 import pytest
 
 from objkv.assembly.backends import Backends
-from objkv.cli import bench, demo, top
-from objkv.cli.output import Printer
-from objkv.cli.tables import shortened
-from objkv.ops.top.prefixes import HotPrefix, PrefixLook
-from objkv.ops.top.rates import Flow, ReplicaRow
-from objkv.ops.top.watch import View
-from objkv.testing.damage import DamagedStore, Defects
-from tests.cli import test_bench, test_demo
 from tests.cli.conftest import Machine, Run
+from tests.contracts.damage import DamagedStore, Defects
 from tests.support.samples import NAMESPACE, TOKENS
 
 COLUMNS = 80
@@ -77,6 +70,7 @@ def on_terminal(lines: list[list[str]], home: Path) -> dict[str, list[list[str]]
     }
 
 
+@pytest.mark.slow
 def test_each_table_fits_a_terminal_and_is_whole_in_a_pipe(
     run: Run, ends: Backends, machine: Machine, home: Path
 ) -> None:
@@ -119,83 +113,6 @@ def test_each_table_fits_a_terminal_and_is_whole_in_a_pipe(
     assert max(map(len, piped.splitlines())) > COLUMNS
     wide = on_terminal([["ls", "--prefixes", "-o", "wide"]], home)
     assert "\n".join(next(iter(wide.values()))[0]).replace(" ", "") in piped.replace(" ", "")
-
-
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Printer:
-    monkeypatch.setenv("COLUMNS", str(COLUMNS))
-    monkeypatch.setenv("TERM", "dumb")
-    monkeypatch.setattr(type(sys.stdout), "isatty", lambda _: True)
-    return Printer(machine=False, color=False)
-
-
-def rows_with(text: str, *words: str) -> list[str]:
-    """The lines with one of ``words``, which begin rows of tables."""
-    found = [line for line in text.splitlines() if line.startswith(words)]
-    assert found, text
-    return found
-
-
-def test_tables_of_measurements_fit_too(
-    terminal: Printer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    names = [row.name for row in (test_bench.REACHED, test_bench.MISSED)]
-    bench.print_report(terminal, test_bench.report(test_bench.REACHED, test_bench.MISSED))
-    out = capsys.readouterr().out
-    assert all(len(line) <= COLUMNS for line in rows_with(out, *names))
-    assert "objkv" in out
-    demo.print_report(terminal, test_demo.report(test_demo.rows()))
-    prompts = tuple(prompt.name for prompt in test_demo.PROMPTS)
-    assert all(
-        len(line) <= COLUMNS for line in rows_with(capsys.readouterr().out, "prompt ", *prompts)
-    )
-
-
-def test_top_keeps_why_a_replica_is_down(
-    terminal: Printer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    problem = "the connection was refused three times in a row"
-    rows = (
-        ReplicaRow("http://replica-1.example:8000", "up", None, Flow(), ()),
-        ReplicaRow("http://replica-2.example:8000", "down", problem, Flow(), ()),
-    )
-    prefix = HotPrefix(NAMESPACE, b"\x01" * 20, 5, 1.0, 512, 4096, 1 << 20, 0)
-    look = PrefixLook(0.0, (prefix,), 10, True)
-    top._print(terminal, View(rows, Flow(), (), None, (), look, ()))
-    out = capsys.readouterr().out
-    assert all(
-        len(line) <= COLUMNS for line in rows_with(out, "http://", "replica", NAMESPACE[:12])
-    )
-    assert "refused three" in " ".join(out.split())
-    assert NAMESPACE not in out
-
-
-def test_hashes_are_as_long_as_it_takes_to_tell_them_apart(
-    terminal: Printer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    alike = ["a" * 14 + "b" * 26, "a" * 40]
-    terminal.table(("hash", ">n"), [(one, 1_234_567) for one in alike])
-    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
-        ["hash", "n"],
-        ["a" * 14 + "b", "1,234,567"],
-        ["a" * 15, "1,234,567"],
-    ]
-    assert shortened(f"{'1' * 32}/22/{'2' * 40}/0.0", 12) == f"{'1' * 12}…/22/{'2' * 12}…/0.0"
-    assert shortened("no hash: 1234567890123", 12) == "no hash: 1234567890123"
-
-
-def test_names_are_cut_and_columns_left_out_before_a_number_is(
-    terminal: Printer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    columns = ("name", ">first", ">second", "~notes", "last")
-    row = ("n" * 90, 10**30, 10**12, "one two three " * 4, "z" * 30)
-    terminal.table(columns, [row])
-    lines = capsys.readouterr().out.splitlines()
-    assert all(len(line) <= COLUMNS for line in lines)
-    assert lines[0].split() == ["name", "first", "second"]
-    assert lines[1].split()[0].endswith("n…")
-    assert lines[1].split()[1:] == [f"{10**30:,}", f"{10**12:,}"]
-    assert lines[2] == "cut to fit the terminal: -o wide shows everything"
 
 
 def test_a_pipe_has_no_width_even_with_forced_colors(

@@ -8,6 +8,7 @@ from tests.crash.agents import run_rounds
 from tests.crash.places import folder_place, quick_place
 from tests.crash.run import Open, run_place
 
+pytestmark = pytest.mark.slow
 FOREVER_S = 10_000.0
 
 

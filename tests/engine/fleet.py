@@ -63,15 +63,17 @@ class SharedStore:
         role: str = "kv_both",
         transfer: dict[str, Any] | None = None,
         engine: dict[str, Any] | None = None,
+        also: dict[str, Any] | None = None,
         **settings: Any,
     ) -> Job:
-        """A replica on this store. ``settings`` are objkv's; ``transfer`` adds to vLLM's."""
+        """A replica on this store. ``settings`` are objkv's, ``also`` those whose names are
+        arguments here; ``transfer`` adds to vLLM's."""
         extra = {
             "bulk_url": f"file://{self.bulk}",
             "index_url": f"sqlite://{self.index_file}",
             "chunk_tokens": CHUNK,
         }
-        extra |= PATIENT | settings
+        extra |= PATIENT | settings | (also or {})
         connector = {
             "kv_connector": CONNECTOR,
             "kv_role": role,
@@ -133,8 +135,9 @@ def drain_saves(llm: Any) -> bool:
 def _drain(_worker: Any) -> bool:
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    worker = get_kv_transfer_group()._worker if has_kv_transfer_group() else None
-    return worker is None or worker._saver.drain(300)  # None: an engine that only encodes
+    connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+    worker = getattr(connector, "worker", None)  # None: an engine that only encodes
+    return worker is None or worker.drain_saves(300)
 
 
 _drain.objkv_keeps_weights = True  # type: ignore[attr-defined]
@@ -202,15 +205,9 @@ def end_loads(_llm: Any) -> None:
     """Wait until no payload is being read any more, also of loads that nobody waits for."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    from objkv.transfer.loading.loader import Loader
-
     if has_kv_transfer_group():
-        loader = get_kv_transfer_group()._worker._loader
-        is_shared = isinstance(loader, Loader)
-        wait_until(
-            lambda: not loader.leased if is_shared else " 0/" in repr(loader._slabs),
-            "all loads to end",
-        )
+        loads = get_kv_transfer_group().worker.loads
+        wait_until(lambda: not loads.leased, "all loads to end")
 
 
 def update_weights(llm: Any) -> int:

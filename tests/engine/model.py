@@ -6,9 +6,11 @@ heads, for tensor parallelism, and no tokenizer: prompts are token ids below ``V
 """
 
 import hashlib
+import json
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -43,11 +45,16 @@ def folder(name: ModelName) -> Path:
 
 def make(name: ModelName) -> Path:
     """Make the model unless it is there; of many makers at once, each sees a whole one."""
-    target = folder(name)
+    return make_once(folder(name), lambda target: _save(name, target))
+
+
+def make_once(target: Path, save: Callable[[Path], None]) -> Path:
+    """Have ``save`` make ``target``, unless it is there."""
     if target.exists():
         return target
-    partial = target.with_suffix(f".{os.getpid()}")
-    _save(name, partial)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f"{target.name}.{os.getpid()}")
+    save(partial)
     try:
         partial.rename(target)
     except OSError:  # Another process was first; models are made from a seed and equal.
@@ -123,6 +130,49 @@ def _deepseek() -> Any:
         moe_intermediate_size=128,
         **sizes,
     )
+
+
+ADAPTERS: dict[Path, int] = {}
+"""The folder of each adapter that was asked for, and the seed of its weights."""
+
+
+def adapter(name: str, seed: int) -> Path:
+    """Where an adapter of the tiny Llama will be, once ``make_adapters`` was called."""
+    place = folder("llama").with_name(f"{folder('llama').name}-adapter-{seed}") / name
+    ADAPTERS[place] = seed
+    return place
+
+
+def make_adapters() -> None:
+    """Make all that were asked for, unless they are there."""
+    for place, seed in ADAPTERS.items():
+        make_once(place, lambda target, seed=seed: make_adapter(target, seed=seed))  # type: ignore
+
+
+def make_adapter(folder: Path, *, seed: int) -> Path:
+    """An adapter that changes the queries and values of every layer, and so the tokens."""
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(seed)
+    weights = {}
+    for layer in range(3):
+        for name in ("q_proj", "v_proj"):
+            stem = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{stem}.lora_A.weight"] = torch.randn(8, 256) * 0.2
+            weights[f"{stem}.lora_B.weight"] = torch.randn(256, 8) * 0.2
+    folder.mkdir(parents=True)
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": 8,
+        "lora_alpha": 16,
+        "target_modules": ["q_proj", "v_proj"],
+        "bias": "none",
+        "task_type": "CAUSAL_LM",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
 
 
 if __name__ == "__main__":

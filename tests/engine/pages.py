@@ -7,10 +7,17 @@ Needs the engine core in the replica's own process, and one worker.
 
 import hashlib
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
+ASKED = "tests.engine.pages:block_tokens"
 LOADED_PAGES = "tests.engine.pages:cached_pages"
+
+
+def block_tokens(llm: Any) -> int:
+    """What vLLM made of the wish for 32. States must fit into a block of the attention, and how
+    large they are depends on the processor's kernels."""
+    tokens: int = llm.llm_engine.vllm_config.cache_config.block_size
+    return tokens
 
 
 def cached_pages(llm: Any, prompts: list[list[int]]) -> list[dict[str, list[str]]]:
@@ -98,16 +105,6 @@ def _heads_of_rank(worker: Any, tables: list[list[int]]) -> list[dict[str, list[
 
 
 _heads_of_rank.objkv_keeps_weights = True  # type: ignore[attr-defined]
-
-
-def stored_heads(payload: Path) -> dict[str, list[list[str]]]:
-    """The same of one stored payload, uncompressed: per layer and block a digest of each head."""
-    from safetensors.torch import load_file
-
-    return {
-        name: [[_digest(head) for head in block] for block in pages]
-        for name, pages in load_file(payload).items()
-    }
 
 
 _WATCHED: list[dict[str, list[str]]] = []

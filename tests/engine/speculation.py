@@ -7,14 +7,11 @@ draft's KV, as equal tokens are of the target's. The other drafts are random.
 """
 
 import json
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
-from tests.engine.model import SIZES, VOCABULARY, folder
+from tests.engine.model import SIZES, VOCABULARY, folder, make_once
 
-METHODS = ("draft_model", "eagle", "eagle3", "dflash", "mtp")
 TOKENS = 3
 """Tokens that a draft proposes per step."""
 _SIZES = SIZES | {"num_hidden_layers": 4, "tie_word_embeddings": False}
@@ -24,13 +21,7 @@ def make_pair(method: str) -> dict[str, Any]:
     """Make a target and its draft unless they are there. Returns arguments of ``vllm.LLM``."""
     place = folder("llama").parent / f"drafts-{folder('llama').name[-6:]}-{_recipe()}"
     target = "glm4_moe" if method == "mtp" else "target"
-    if not place.exists():
-        partial = place.with_suffix(f".{os.getpid()}")
-        _save_all(partial)
-        try:
-            partial.rename(place)
-        except OSError:  # another process was first
-            shutil.rmtree(partial)
+    make_once(place, _save_all)
     draft: dict[str, Any] = {"method": method, "num_speculative_tokens": TOKENS}
     if method != "mtp":
         draft["model"] = str(place / ("target" if method == "draft_model" else method))

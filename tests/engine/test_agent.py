@@ -9,16 +9,17 @@ import pytest
 
 from objkv.index.redis.index import RedisIndex
 from objkv.index.sqlite.index import SqliteIndex
-from tests.engine.cache import Values, scenario
 from tests.engine.fleet import CHUNK, SAVED, SharedStore
 from tests.engine.harness import ReplicaFailed, run_replica, run_replicas
 from tests.engine.job import Call, Generate, Job, ResetPrefixCache, Settle, Step
 from tests.engine.prompts import prompt_of
-from tests.engine.test_shapes_tp import TWO_RANKS
+from tests.engine.ranks import on_ranks
+from tests.engine.scenario import Values, scenario
 from tests.support.agents import AgentProcess, agent_folder, await_names
 from tests.support.paged_cache import wait_until
 from tests.support.servers.redis import valkey_server
 
+pytestmark = pytest.mark.slow
 PROMPTS = (prompt_of(300), prompt_of(600, seed=1))
 LOADED = [256, 512]
 CHUNKS = sum(LOADED) // CHUNK
@@ -33,7 +34,7 @@ def settings(store: SharedStore) -> dict[str, str]:
         "index_url": f"sqlite://{store.index_file}",
         "agent_memory_bytes": "64MiB",
         "near_miss_ttl_ms": "0",
-        "codec": "zstd",
+        "codec": "lz4",
         "save_deadline_ms": "600s",
         "drain_deadline_ms": "600s",
     }
@@ -179,14 +180,8 @@ def agent_killed(folder: Path) -> Values:
 def two_ranks(folder: Path) -> Values:
     store = SharedStore(folder / "store")
     with AgentProcess(settings(store)) as agent:
-        made = store.job(
-            *GENERATE, saved(store, 2 * CHUNKS), engine=TWO_RANKS, agent=agent.url, **NOWHERE
-        )
-        environment = {
-            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-        }
-        first = run_replica(made.model_copy(update={"env": environment}), folder)
+        made = store.job(*GENERATE, saved(store, 2 * CHUNKS), agent=agent.url, **NOWHERE)
+        first = run_replica(on_ranks(made, 2), folder)
         second = run_replica(job(store, agent, *GENERATE), folder)
         return {"first": first, "second": second, "numbers": agent.end()}
 
@@ -259,7 +254,6 @@ def test_an_agent_that_is_killed_costs_loads_and_no_token() -> None:
     assert run.tokens == on_one_agent()["alone"].tokens * 2
 
 
-@pytest.mark.wide
 def test_ranks_of_one_engine_share_an_agent() -> None:
     runs = two_ranks()
     assert runs["second"].cached == LOADED

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from tests.engine.cache import Values, scenario
 from tests.engine.fleet import CHUNK, NUMBERS_TOLD, SharedStore, one_by_one
 from tests.engine.harness import run_replica, run_replicas
 from tests.engine.job import Call, Generate, Job, Prompt, ResetPrefixCache, Settle, Step
 from tests.engine.prompts import prompt_of
+from tests.engine.scenario import Values, scenario
 
-pytestmark = pytest.mark.wide
+pytestmark = pytest.mark.slow
 CHUNKS = 3
 PLAIN = prompt_of(CHUNKS * CHUNK + 9)
 UNKNOWN = prompt_of(CHUNKS * CHUNK + 9, seed=1)
@@ -174,7 +174,6 @@ def test_the_device_is_told_of_as_without_objkv() -> None:
     assert of("writer", 0, "GPU") == of("alone", 0, "GPU")
 
 
-@pytest.mark.wide
 def test_what_two_ranks_saved_is_told_once_on_the_wire() -> None:
     (heard,) = [a for a in published_by_two_ranks()["pair"].answers if isinstance(a, list)]
     told = [event for event in heard if event["medium"] == "STORAGE"]

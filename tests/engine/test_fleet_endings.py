@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.cache import Values, scenario
 from tests.engine.endings import (
     END_S,
     EXIT,
@@ -25,9 +24,10 @@ from tests.engine.harness import Replica, run_replica
 from tests.engine.job import Call, Generate, Job, Touch, WaitFor
 from tests.engine.loglines import objkv_errors
 from tests.engine.prompts import prompt_of
+from tests.engine.scenario import Values, scenario
 from tests.support.servers.redis import wait_until
 
-pytestmark = pytest.mark.wide
+pytestmark = pytest.mark.slow
 WAYS = {
     "a script that ends": (EXIT, False),
     "a script that ends, its engine in other processes": (EXIT, True),

@@ -8,12 +8,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.engine.cache import scenario
+import pytest
+
 from tests.engine.endings import kill_session
 from tests.engine.harness import ROOT, environment
+from tests.engine.scenario import scenario
 from tests.examples import tiny
 from tests.support.servers.ports import free_port
 
+pytestmark = pytest.mark.slow
 PAGE = ROOT / "docs" / "quickstart.md"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PORTS = "PORT_A=8001 PORT_B=8002\n"

@@ -8,23 +8,26 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from objkv.config import Config
 from objkv.index.redis.index import RedisIndex
 from objkv.keys.prefix import PromptExtras, prefix_hashes
 from objkv.stores.s3.client import open_s3_client
-from tests.engine.cache import Values, scenario
 from tests.engine.collector import Collector, collecting
 from tests.engine.endings import DRAIN_S
 from tests.engine.harness import run_replica
 from tests.engine.job import Generate, Job, Prompt
 from tests.engine.loglines import objkv_errors
 from tests.engine.prompts import prompt_of
+from tests.engine.scenario import Values, scenario
 from tests.engine.servers import Answer, Server
 from tests.monitoring.prometheus import need_prometheus, prometheus, serving
 from tests.monitoring.queries import dashboard_queries, selectors
 from tests.support.servers.ceph import ceph_missing, ceph_radosgw
 from tests.support.servers.redis import RedisServer, valkey_server, wait_until
 
+pytestmark = pytest.mark.slow
 BUCKET = "kv-cache"
 SHARED, DURING, AFTER, LAST = (prompt_of(600, seed=seed) for seed in range(4))
 CHUNK, LOADED = 256, 512

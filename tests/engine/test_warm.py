@@ -23,10 +23,11 @@ from objkv.ops.warm.lookup import known_identities
 from objkv.ops.warm.prompts import read_prompts
 from objkv.telemetry import NullRecorder
 from tests.engine import model
-from tests.engine.cache import Values, scenario
+from tests.engine.scenario import Values, scenario
 from tests.engine.servers import Server
 from tests.support.servers.redis import wait_until
 
+pytestmark = pytest.mark.slow
 OBJKV = Path(sys.executable).with_name("objkv")
 GROUPS, PROMPTS, CHUNK = 3, 6, 256
 RUNS = 3
@@ -222,7 +223,6 @@ def test_the_tokenizer_here_gives_the_tokens_that_the_servers_give() -> None:
     assert third["report"]["stored_before"] == GROUPS * PROMPTS
 
 
-@pytest.mark.wide
 def test_an_engine_of_its_own_saves_where_the_servers_look() -> None:
     engine = an_engine_of_its_own()
     report = engine["run"]["report"]

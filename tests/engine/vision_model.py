@@ -11,7 +11,6 @@ The functions at the end are for ``Call`` steps: they run in the replica and tak
 import hashlib
 import os
 import shutil
-import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -197,24 +196,10 @@ def drain_saves(llm: Any) -> None:
     from vllm.distributed.ec_transfer import get_ec_transfer, has_ec_transfer
 
     if has_ec_transfer():
-        worker = getattr(get_ec_transfer(), "_worker", None)
-        if worker is not None and worker._saver is not None:
-            assert worker._saver.drain(300)
+        worker = getattr(get_ec_transfer(), "worker", None)
+        assert worker is None or worker.drain_saves(300)
     if hasattr(llm.llm_engine.engine_core, "engine_core"):
         fleet.drain_saves(llm)
-
-
-def slow_gets(_llm: Any, seconds: float) -> None:
-    """From now on, reading a payload from a folder takes ``seconds`` longer."""
-    from objkv.stores.local import LocalStore
-
-    get = LocalStore.get_into
-
-    def wait_and_get(*args: Any, **options: Any) -> Any:
-        time.sleep(seconds)
-        return get(*args, **options)
-
-    LocalStore.get_into = wait_and_get  # type: ignore[method-assign]
 
 
 def zero_loads(_llm: Any) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from objkv.config import Config, load_config
 from tests.engine.harness import VLLM_CACHE
-from tests.engine.test_share_isolation import make_adapter
+from tests.engine.model import make_adapter
 from tests.examples.places import EXAMPLES, need
 from tests.support.servers.ports import free_port
 

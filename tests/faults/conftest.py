@@ -1,4 +1,4 @@
-"""The servers of the quick form, and a clock that can be moved; the full form is asked for."""
+"""The servers of the matrix, and a clock that can be moved."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,16 +26,6 @@ from objkv.transfer.saver import Saver
 from tests.faults.places import AgentSockets, Calls, Clock, Servers, running_servers
 
 _PATIENT_MS = 60_000
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """``-m faults`` runs the full form; nothing else does."""
-    if "faults" in (config.option.markexpr or ""):
-        return
-    full = [item for item in items if item.get_closest_marker("faults")]
-    if full:
-        config.hook.pytest_deselected(items=full)
-        items[:] = [item for item in items if item not in full]
 
 
 @pytest.fixture(scope="module")  # no longer: what it replaces would be so for other tests, too

@@ -1,17 +1,17 @@
 """What a replica does to itself while the matrix is tried on it: functions for ``Call`` steps.
 
-The fault is in another process, or in this one's clock; ``control`` is the port of whoever causes
+The fault is in another process; ``control`` is the port of whoever causes
 it, who is told ``inject`` and ``mend`` and answers when that is done.
 """
 
 import logging
 import socket
 import time
-from datetime import UTC, datetime
 from typing import Any
 
 from tests.engine.replica import read_metrics
 from tests.faults.seen import Lines
+from tests.support.paged_cache import forget_all
 from tests.support.servers.redis import wait_until
 
 PAUSE_S = 0.3
@@ -36,11 +36,8 @@ def begin(_llm: Any) -> None:
     calls._RETRY_S = outbox._RETRY_S = PAUSE_S / 3
 
 
-def tell(llm: Any, control: int, word: str) -> None:
-    """Have ``word`` done, here or there; returns when it is."""
-    if word.startswith("clock"):
-        _shift(llm, float(word.partition(" ")[2]))
-        return
+def tell(_llm: Any, control: int, word: str) -> None:
+    """Have ``word`` done; returns when it is."""
     with socket.create_connection(("127.0.0.1", control)) as connection:
         connection.sendall(f"{word}\n".encode())
         answer = connection.makefile().readline().strip()
@@ -99,29 +96,23 @@ def attach(_llm: Any) -> None:
     """Wait until loads have a node agent to go to."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    loader = get_kv_transfer_group()._worker._loader
-    wait_until(
-        lambda: loader._agent is not None and not loader._agent.has_ended(),
-        "loads to find the agent",
-    )
+    loads = get_kv_transfer_group().worker.loads
+    wait_until(lambda: is_attached(loads), "loads to find the agent")
 
 
-def _shift(llm: Any, ahead_s: float) -> None:
-    """Let this process's wall clock differ, as far as objkv and its clients read it."""
-    import botocore.auth
+def core_of(loads: Any) -> Any:
+    """What fetches in this process for these loads; None if a node agent does."""
+    return getattr(loads.agent, "core", None)
+
+
+def forget(_llm: Any) -> None:
+    """Let this process have no payload in memory, so that each load asks the stores."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    from objkv.stores.s3 import signing as s3_signing
+    if (core := core_of(get_kv_transfer_group().worker.loads)) is not None:
+        forget_all(core.residents)
 
-    def wall() -> float:
-        return time.time() + ahead_s
 
-    s3_signing.time = wall
-    botocore.auth.get_current_datetime = lambda: datetime.fromtimestamp(wall(), UTC)
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler.connector
-    for connector in (scheduler, get_kv_transfer_group()):
-        place = connector._backends.index
-        while place is not None:  # through all wrappers
-            if hasattr(place, "_clock"):
-                place._clock = wall
-            place = getattr(place, "_inner", None)
+def is_attached(loads: Any) -> bool:
+    """Whether loads have a node agent to go to."""
+    return loads.agent is not None and not loads.agent.has_ended()

@@ -399,9 +399,3 @@ HELD_ROWS: tuple[HeldRow, ...] = (
 )
 
 BY_NAME = {row.name: row for row in ROWS}
-CELLS = tuple((row.name, verb, mode) for row in ROWS for verb in VERBS for mode in MODES)
-
-
-def cell_id(name: str, verb: str, mode: str) -> str:
-    """Return the id of a cell's test."""
-    return f"{name}-{verb}-{mode}"

@@ -1,15 +1,13 @@
 """Writes the fault matrix into ``docs/reliability.md``: ``python -m tests.faults.table``."""
 
-import re
 from pathlib import Path
 
-from tests.faults.rows import HELD_ROWS, MODES, ROWS, VERBS, Cell, Row, Verb, cell_id
+from tests.faults.rows import HELD_ROWS, ROWS, VERBS, Cell, Row
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
-BEGIN, END = "<!-- matrix: written by `make faults` -->", "<!-- end of the matrix -->"
-HELD_BEGIN, HELD_END = (
-    f"<!-- {what} put on request: written by `make faults` -->" for what in ("table of", "end of")
-)
+WRITTEN = "written by `python -m tests.faults.table` -->"
+BEGIN, END = f"<!-- matrix: {WRITTEN}", "<!-- end of the matrix -->"
+HELD_BEGIN, HELD_END = (f"<!-- {what} put on request: {WRITTEN}" for what in ("table of", "end of"))
 
 
 def page() -> str:
@@ -51,19 +49,9 @@ def _cell(cell: Cell) -> str:
     return f"**{cell.outcome}**{touched}{counted}"
 
 
-def listed() -> set[str]:
-    """Return the tests of the faults that the page lists."""
-    text = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
-    faults = re.findall(r"^\| `([^`]+)`", text, re.MULTILINE)
-    return {cell_id(fault, verb, mode) for fault in faults for verb in VERBS for mode in MODES}
-
-
 def main() -> None:
-    """Write the page and print the matrix."""
+    """Write the page."""
     PAGE.write_text(page())
-    for row in ROWS:
-        verbs: tuple[Verb, ...] = VERBS
-        print(f"{row.name:22}", *(f"{verb}: {row.cell(verb).outcome:6}" for verb in verbs))
 
 
 if __name__ == "__main__":

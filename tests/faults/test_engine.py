@@ -1,7 +1,6 @@
-"""The matrix in real vLLM engines, with a real Valkey and a real Ceph: ``make faults``.
+"""Some rows of the matrix in real vLLM engines, each in one mode: one replica a row.
 
-One replica for each row and mode, forked off a process that has imported vLLM. What it is asked and
-what is asserted is what the quick form asks and asserts.
+What it is asked and what is asserted is what ``test_matrix`` asks and asserts.
 """
 
 import socket
@@ -17,35 +16,34 @@ from tests.engine.fleet import CHUNK, CONNECTOR, NUMBERS_TOLD, PATIENT, SAVED
 from tests.engine.harness import run_replica
 from tests.engine.job import Call, Generate, Job, Prompt, ResetPrefixCache, Result, Settle, Step
 from tests.engine.prompts import prompt_of
-from tests.faults.agents import LARGE_ARENA_BYTES, AgentPlace
-from tests.faults.fleet import real_servers
-from tests.faults.places import HOUR_S, Place, Servers
-from tests.faults.rows import BY_NAME, CELLS, Row, Verb, cell_id
+from tests.faults.agents import AgentPlace
+from tests.faults.places import Clock, Place, Servers, running_servers
+from tests.faults.rows import BY_NAME, VERBS, Row
 from tests.faults.seen import Seen
-from tests.faults.test_quick import OWN_ENGINE
-from tests.support.servers.ceph import ceph_missing
+from tests.faults.test_matrix import OWN_ENGINE
 from tests.support.servers.listener import Listener
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(3_600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3_600)]
 
+CASES = {
+    "s3-killed": "async",
+    "s3-stalled": "layerwise",
+    "s3-flipped": "layerwise",
+    "s3-404": "async",
+    "redis-killed": "layerwise",
+    "redis-stalled": "async",
+    "redis-wiped": "async",
+    "agent-killed": "async",
+    "agent-frozen": "layerwise",
+    "agent-store-flipped": "layerwise",
+}
+"""The rows, and the mode of each."""
 CHUNKS = 3
 FOUND, LOADED, NEW, OTHER = (prompt_of(CHUNKS * CHUNK + 9, seed=70 + i) for i in range(4))
 SHORT = prompt_of(CHUNKS * CHUNK + 9, seed=74, max_tokens=1)
 """Its answer does not count as one."""
-OWN_CELLS = tuple(
-    cell for cell in CELLS if not BY_NAME[cell[0]].is_theirs and cell[0] != "agent-full"
-)
-"""That revisions share nothing is shown in real engines by ``tests/engine/test_identity*.py``. An
-arena is as large as a prompt in the quick form only."""
 ROUNDS = CHUNKS + 1
 """Each request finds out of one chunk at least that it is gone."""
-DISK_BYTES = 32 << 20
-SHIFTS = {
-    "s3-clock-ahead": 5 * HOUR_S,
-    "s3-clock-behind": -5 * HOUR_S,
-    "sqlite-clock-ahead": 48 * HOUR_S,
-    "sqlite-clock-behind": -48 * HOUR_S,
-}
 IMPATIENT: dict[str, Any] = {
     "chunk_tokens": CHUNK,
     "near_records_max": 0,
@@ -62,23 +60,20 @@ STALLED: dict[str, dict[str, Any]] = {
 }
 IN_PAUSES = Call(function="tests.faults.inside:pause")
 NOTED = Call(function="tests.faults.inside:note")
-CLEAN: tuple[Step, ...] = (SAVED, Settle(), ResetPrefixCache(), IN_PAUSES)
+FORGOTTEN = Call(function="tests.faults.inside:forget")
+CLEAN: tuple[Step, ...] = (SAVED, Settle(), ResetPrefixCache(), FORGOTTEN, IN_PAUSES)
 
 _HANDS = ThreadPoolExecutor(1)
 """Does what replicas ask for: a server dies with the thread that started it, so this one stays."""
 
-_known: dict[tuple[str, str], dict[str, Seen] | Exception] = {}
 
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    if missing := ceph_missing():
-        pytest.fail(missing)
-    with real_servers(tmp_path_factory.mktemp("fleet")) as servers:
+    with running_servers(tmp_path_factory.mktemp("fleet"), Clock()) as servers:
         yield servers
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, ...]]:
     """The tokens of the prompts without a connector."""
     steps = tuple(Generate(prompts=(prompt,)) for prompt in (FOUND, LOADED, NEW))
@@ -147,9 +142,6 @@ class _Row:
 
     def steps(self, port: int) -> tuple[Step, ...]:
         """Lookup, load, save, and the time after."""
-        ahead = SHIFTS.get(self._row.name)
-        inject = "inject" if ahead is None else f"clock {ahead}"
-        mend = "mend" if ahead is None else "clock 0"
 
         def tell(word: str, function: str = "tell") -> Call:
             arguments = {"control": port, "word": word}
@@ -168,10 +160,10 @@ class _Row:
         ended = (NUMBERS_TOLD, NOTED)
         disarm = Call(function="tests.faults.inside:disarm")
         idle = Call(function="tests.engine.fleet:end_loads")
-        lookup = (tell(inject), tell(mend, "at_load"), Generate(prompts=(FOUND,)))
-        load = (tell(inject, "at_load"), Generate(prompts=(LOADED,)))
+        lookup = (tell("inject"), tell("mend", "at_load"), Generate(prompts=(FOUND,)))
+        load = (tell("inject", "at_load"), Generate(prompts=(LOADED,)))
         settled = (tell("settle"),) if self._row.world == "agent" else ()
-        save = (tell(inject), Generate(prompts=(NEW,)), SAVED, *settled)
+        save = (tell("inject"), Generate(prompts=(NEW,)), SAVED, *settled)
         # All parts have found the new agent when a prompt was looked up.
         found = (tell("empty"), *clean, Generate(prompts=(SHORT,)), *clean)
         emptied = found if self._row.is_fetched else ()
@@ -180,22 +172,19 @@ class _Row:
         again = (Generate(prompts=(NEW,)), *clean, *ended)
         return (
             Call(function="tests.faults.inside:begin"),
-            *(*healthy(FOUND), *lookup, disarm, *ended, tell(mend), *clean),
-            *(*healthy(LOADED, *emptied), *load, idle, *ended, tell(mend), *clean),
-            *(*works, tell("prepare"), NUMBERS_TOLD, NOTED, *save, *ended, tell(mend), *clean),
+            *(*healthy(FOUND), *lookup, disarm, *ended, tell("mend"), *clean),
+            *(*healthy(LOADED, *emptied), *load, idle, *ended, tell("mend"), *clean),
+            *(*works, tell("prepare"), NUMBERS_TOLD, NOTED, *save, *ended, tell("mend"), *clean),
             *(again * (ROUNDS + 1)),
         )
 
 
 def _run(fleet: Servers, row: Row, mode: str, folder: Path) -> tuple[_Row, Result]:
-    if row.uses_process:
-        place: Place = AgentPlace(fleet, arena_bytes=LARGE_ARENA_BYTES, processes=1)
-    elif row.world == "agent":
+    place: Place
+    if row.world == "agent":
         place = AgentPlace(fleet, arena_bytes=64 << 20)
     else:
         place = Place(fleet, row.world, direct=OWN_ENGINE.get(row.name, False))
-    if row.name == "disk-full":
-        place.small_disk(DISK_BYTES)
     with closing(fleet.redis.client()) as client:
         client.flushall()  # all rows ask for the same prompts
     told = _Row(row, place)
@@ -254,34 +243,12 @@ def _judged(
     return seen, stored[-1]
 
 
-def seen(
-    fleet: Servers, alone: list[tuple[int, ...]], cell: tuple[str, str], folder: Path
-) -> dict[str, Seen]:
-    """What was seen of a row in one mode, by verb."""
-    if cell not in _known:
-        row = BY_NAME[cell[0]]
-        try:
-            found, works = _judged(row, *_run(fleet, row, cell[1], folder), alone)
-            assert works, "what was lost was not found again afterwards"
-            _known[cell] = found
-        except Exception as exc:
-            _known[cell] = exc
-    known = _known[cell]
-    if isinstance(known, Exception):
-        raise known
-    return known
-
-
-@pytest.mark.parametrize(
-    ("name", "verb", "mode"), OWN_CELLS, ids=[cell_id(*cell) for cell in OWN_CELLS]
-)
-def test_cell(
-    fleet: Servers,
-    alone: list[tuple[int, ...]],
-    tmp_path: Path,
-    name: str,
-    verb: Verb,
-    mode: str,
+@pytest.mark.parametrize("name", CASES)
+def test_a_fault_is_a_miss(
+    fleet: Servers, alone: list[tuple[int, ...]], tmp_path: Path, name: str
 ) -> None:
-    found = seen(fleet, alone, (name, mode), tmp_path)
-    found[verb].check(BY_NAME[name].cell(verb))
+    row = BY_NAME[name]
+    seen, works = _judged(row, *_run(fleet, row, CASES[name], tmp_path), alone)
+    for verb in VERBS:
+        seen[verb].check(row.cell(verb))
+    assert works, "what was lost is not found again"

@@ -11,10 +11,11 @@ from tests.faults.nodes import TwoNodes
 from tests.faults.places import Servers
 from tests.faults.rows import HELD_ROWS, HeldRow
 from tests.faults.seen import Lines, Seen
-from tests.faults.test_quick import PATIENT
+from tests.faults.test_matrix import PATIENT
 from tests.faults.toy import STORED_TOKENS, expected
 from tests.support.servers.spoil import wait_for
 
+pytestmark = pytest.mark.slow
 WAIT_S = 1.0
 """How long a request waits for what cannot come."""
 PATIENCE_S = 60.0

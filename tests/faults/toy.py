@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from objkv.agent.core import Core
 from objkv.keys.identity import GroupIdentity
 from tests.connector.kv.hybrid_engine import Answer, Engine, digest, next_token
 from tests.connector.kv.hybrid_layout import Layout
+from tests.faults.inside import core_of, is_attached
 from tests.support.paged_cache import forget_all
 
 LAYOUT = Layout((("full", 0),), (4,), chunk_tokens=8)
@@ -63,7 +63,7 @@ class ShakenEngine(Engine):
 
     def answer(self, tokens: list[int]) -> Answer:
         """The answer to one prompt. What its own memory holds of earlier ones is forgotten."""
-        if (core := self._core()) is not None:
+        if (core := core_of(self.worker.worker.loads)) is not None:
             forget_all(core.residents)
         return self.run([tokens], max_tokens=ANSWER_TOKENS)[0]
 
@@ -106,20 +106,16 @@ class ShakenEngine(Engine):
 
     def is_idle(self) -> bool:
         """Whether nothing is being looked up, marked as used, or read in the background."""
-        lookups, core = self.scheduler.connector._scheduler._lookups, self._core()
-        is_reading = self.worker._worker._loader.leased > 0
+        lookups, loads = self.scheduler.connector._scheduler._lookups, self.worker.worker.loads
+        core = core_of(loads)
+        is_reading = loads.leased > 0
         is_fetching = core is not None and core.residents.leased() > 0
         is_looking = lookups._slots._value < lookups._limits.queue_max
         return not (is_looking or is_reading or is_fetching)
 
-    def _core(self) -> Core | None:
-        inside = self.worker._worker._loader._inside
-        return None if inside is None else inside.core
-
     def is_attached(self) -> bool:
         """Whether loads have a node agent to go to."""
-        agent = self.worker._worker._loader._agent
-        return agent is not None and not agent.has_ended()
+        return is_attached(self.worker.worker.loads)
 
     def _execute(self, output: Any) -> Any:
         loads = output.kv_connector_metadata.loads

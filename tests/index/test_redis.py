@@ -21,8 +21,8 @@ from objkv.index.fields import encode_shard
 from objkv.index.redis.find import _Question
 from objkv.index.redis.index import PendingTotals, RedisIndex, read_totals
 from objkv.index.shapes import SHAPES_HASH
-from objkv.testing.clock import ManualClock
-from objkv.testing.index_contract import (
+from tests.contracts.clock import ManualClock
+from tests.contracts.index_contract import (
     FIELD,
     LONG_S,
     NAMESPACE,

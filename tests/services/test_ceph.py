@@ -24,9 +24,9 @@ from objkv.stores.s3.client import open_s3_client
 from objkv.stores.s3.demands import PutDemands
 from objkv.stores.s3.store import S3Store
 from objkv.telemetry import NullRecorder
-from objkv.testing.damage import DamagedStore, Defects
-from objkv.testing.store_contract import WRITERS, StoreContract, at_once
 from tests.cli.conftest import Run, home, run
+from tests.contracts.damage import DamagedStore, Defects
+from tests.contracts.store_contract import WRITERS, StoreContract, at_once
 from tests.services.access_roles import KEY, NAMESPACE, PAYLOAD, WORK
 from tests.support.paged_cache import HASHES, Replica
 from tests.support.paged_cache import NAMESPACE as CHUNKS
@@ -520,7 +520,6 @@ def fleet(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 LINES = {
     "access": "access --role reader",
-    "bench lookup": "bench lookup --rounds 1",
     "diff": f"diff acme/tiny {FLEETS}",
     "export": "export --out {out} -n acme/tiny",
     "exporter": "exporter --once",

@@ -20,8 +20,8 @@ from objkv.errors import StoreDenied, StoreUnavailable
 from objkv.index.base import PruneIndex
 from objkv.index.redis.index import RedisIndex
 from objkv.stores.redis import RedisStore
-from objkv.testing.clock import ManualClock
-from objkv.testing.index_contract import (
+from tests.contracts.clock import ManualClock
+from tests.contracts.index_contract import (
     FIELD,
     LONG_S,
     NAMESPACE,
@@ -32,7 +32,7 @@ from objkv.testing.index_contract import (
     prefix_hash,
     shard,
 )
-from objkv.testing.store_contract import StoreContract
+from tests.contracts.store_contract import StoreContract
 from tests.support.servers.fixtures import PATIENT, flushed
 from tests.support.servers.redis import START_S, RedisServer, redis_server, wait_until
 from tests.support.servers.redis_groups import ServerGroup

@@ -16,7 +16,7 @@ import pytest
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.stores.base import KEY_BYTES_MAX
 from objkv.stores.local import LocalStore
-from objkv.testing.store_contract import StoreContract
+from tests.contracts.store_contract import StoreContract
 from tests.support.servers.quick_s3 import QuickS3
 from tests.support.servers.s3_stores import BUCKET, s3_client, s3_store
 

@@ -14,7 +14,7 @@ from redis.retry import Retry
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable, ValueTooLong
 from objkv.stores.redis import UNDONE, RedisStore
-from objkv.testing.store_contract import StoreContract
+from tests.contracts.store_contract import StoreContract
 from tests.support.servers.listener import Scripted
 from tests.support.servers.redis import RedisServer, valkey_server
 

@@ -15,6 +15,7 @@ from botocore.exceptions import (
     SSLError,
 )
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from moto.s3.models import s3_backends
 from werkzeug.serving import make_server
 
 from objkv.config import Config
@@ -24,7 +25,7 @@ from objkv.stores.s3.absent import PROOF_S, Absence
 from objkv.stores.s3.client import open_s3_client, translated
 from objkv.stores.s3.store import S3Store
 from objkv.telemetry import MemoryRecorder
-from objkv.testing.store_contract import StoreContract
+from tests.contracts.store_contract import StoreContract
 from tests.support.servers.listener import Scripted, hasty
 
 BUCKET = "kv-cache"
@@ -45,6 +46,7 @@ def endpoint_url() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()
+    s3_backends.reset()  # its files of large keys
 
 
 @pytest.fixture(scope="module")

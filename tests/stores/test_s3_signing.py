@@ -30,7 +30,7 @@ from objkv.stores.s3.demands import PutDemands
 from objkv.stores.s3.signing import S3Endpoint, find_endpoint
 from objkv.stores.s3.store import S3Store
 from objkv.telemetry import NullRecorder
-from objkv.testing.store_contract import StoreContract
+from tests.contracts.store_contract import StoreContract
 from tests.support.samples import save, save_identity
 from tests.support.servers.quick_s3 import Answer, QuickS3, Request, failure
 from tests.support.servers.s3_stores import BUCKET, MIB, PART, pattern, s3_client, s3_store

@@ -28,7 +28,7 @@ from objkv.stores.s3.client import CallDeadline
 from objkv.stores.s3.http import HttpConnection, HttpResponse, KeptConnections, WireFailed
 from objkv.stores.s3.store import S3Store
 from objkv.stores.s3.write import Put
-from objkv.testing.store_contract import StoreContract
+from tests.contracts.store_contract import StoreContract
 from tests.support.servers.certificates import make_certificates
 from tests.support.servers.listener import Scripted, hasty
 from tests.support.servers.quick_s3 import (

@@ -185,6 +185,11 @@ class ObjKVECConnector(ECConnectorBase):
 
     # Worker's side.
 
+    @property
+    def worker(self) -> EncoderWorkerSide | None:
+        """The worker's side, in a worker."""
+        return self._worker
+
     def start_load_caches(self, encoder_cache: EncoderCache, **kwargs: Any) -> None:
         """Add this step's loaded outputs to vLLM's encoder cache. See the base class."""
         if self._worker is not None and self._is_consumer:

@@ -220,6 +220,10 @@ class EncoderWorkerSide:
         numbers = self._recorder.drain()
         return EncoderReport(numbers) if numbers else None
 
+    def drain_saves(self, seconds: float) -> bool:
+        """Wait until nothing is being saved. Returns whether that was so within the bound."""
+        return self._saver is None or self._saver.drain(seconds)
+
     def close(self) -> None:
         """Drain saves within the configured bound, then stop. Idempotent."""
         if self._closed or getpid() != self._pid:

@@ -94,6 +94,11 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
             release_worker(vllm_config)  # or the next engine would get it
             raise
 
+    @property
+    def worker(self) -> WorkerSide | None:
+        """The worker's side, in a worker that has its paged cache."""
+        return self._worker
+
     def _open(
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
     ) -> None:

@@ -111,6 +111,15 @@ class WorkerSide:
         self._fails_whole = geometry.windowed or geometry.several_tables
         self._pid = getpid()
 
+    @property
+    def loads(self) -> Loads:
+        """Its loads, for who watches them."""
+        return self._loader
+
+    def drain_saves(self, deadline_s: float) -> bool:
+        """Wait until nothing is being saved. Returns whether that was so within the bound."""
+        return self._saver.drain(deadline_s)
+
     def before_forward(self, plan: StepPlan) -> None:
         """Mark the point that this step's loads follow. vLLM starts most loads when it has launched
         the forward pass, and they must not wait for that.

@@ -66,6 +66,11 @@ class Loads:
         self._jobs: dict[str, LoadJob] = {}
         self._over = Event()
 
+    @property
+    def leased(self) -> int:
+        """Number of payloads that are being read now."""
+        raise NotImplementedError
+
     def _begin(self, job: LoadJob) -> int:
         """Start a job. Returns how many of its moves were accepted, from the first on."""
         raise NotImplementedError

@@ -26,9 +26,11 @@ ROWS, WIDTH = 4, 256
 class Engine:
     """Scheduler's and worker's connector of one process, asked in vLLM's order."""
 
-    def __init__(self, model: Path, store: Path, role: str) -> None:
-        settings = {"bulk_url": f"file://{store}/c", "index_url": f"sqlite://{store}/i.sqlite"}
-        config = engine(model, role, settings=settings)
+    def __init__(
+        self, model: Path, store: Path, role: str, settings: dict[str, Any] | None = None
+    ) -> None:
+        places = {"bulk_url": f"file://{store}/c", "index_url": f"sqlite://{store}/i.sqlite"}
+        config = engine(model, role, settings=places | (settings or {}))
         self.worker = ObjKVECConnector(config, ECConnectorRole.WORKER)
         self.scheduler = ObjKVECConnector(config, ECConnectorRole.SCHEDULER)
         self.cache: dict[str, torch.Tensor] = {}

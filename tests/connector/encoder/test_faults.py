@@ -4,18 +4,13 @@ from threading import Event
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from objkv.errors import StoreUnavailable
 from tests.connector.encoder.world import (
     EMBEDS,
     WIDTH,
     Limits,
     Place,
     Replica,
-    output_of,
     replica,
     request,
     saved,
@@ -36,28 +31,6 @@ def spoil(place: Place, change: Any) -> None:
     place.store.put(key, change(value))
 
 
-def flipped(value: bytes, bit: int) -> bytes:
-    changed = bytearray(value)
-    changed[bit // 8] ^= 1 << bit % 8
-    return bytes(changed)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_no_flipped_bit_reaches_the_model(data: st.DataObject) -> None:
-    place = Place()
-    saved(place, "x")
-    size = len(place.store.get(place.payloads()[0]) or b"")
-    bit = data.draw(st.integers(0, 8 * size - 1))
-    spoil(place, lambda value: flipped(value, bit))
-    with replica(place) as second:
-        encoded = second.see(request("b", "x"))
-        assert torch.equal(second.cache["x"], output_of("x"))
-        assert second.count("load_corrupt") == len(encoded)
-    with replica(place) as third:
-        assert third.see(request("c", "x")) == []
-
-
 @pytest.mark.parametrize("nbytes", [0, 7, 100, 4095, 4096, 4096 + ITEM - 1])
 def test_a_short_payload_is_refused_and_replaced(place: Place, nbytes: int) -> None:
     saved(place, "x")
@@ -67,26 +40,6 @@ def test_a_short_payload_is_refused_and_replaced(place: Place, nbytes: int) -> N
         assert second.count("load_corrupt") == 1
     with replica(place) as third:
         assert third.see(request("c", "x")) == []
-
-
-def test_a_payload_that_is_longer_than_announced_is_refused(place: Place) -> None:
-    saved(place, "x")
-    spoil(place, lambda value: value + b"\0")
-    with replica(place) as second:
-        assert second.see(request("b", "x")) == ["x"]
-        assert second.count("load_corrupt") == 1
-
-
-def test_another_items_payload_is_refused(place: Place) -> None:
-    saved(place, "x", "y")
-    one, other = place.payloads()
-    value = place.store.get(other)
-    assert value is not None
-    place.store.put(one, value)
-    with replica(place) as second:
-        assert len(second.see(request("b", "x", "y"))) == 1
-        assert torch.equal(second.cache["x"], output_of("x"))
-        assert torch.equal(second.cache["y"], output_of("y"))
 
 
 def test_an_output_that_is_gone_is_forgotten_and_saved_again(place: Place) -> None:
@@ -178,27 +131,6 @@ def test_loads_of_a_step_without_tokens_come_with_the_next(place: Place) -> None
         assert [load.identifier for load in second.plan(0).loads] == ["x", "y"]
         assert [load.identifier for load in second.plan(1, freed=("x",)).loads] == ["y"]
         assert not second.plan(1).loads
-
-
-def test_a_store_that_is_down_costs_an_encode(place: Place) -> None:
-    saved(place, "x")
-    with replica(place) as second:
-        place.store.fail_until_mended(StoreUnavailable("down"))
-        assert second.see(request("b", "x", "new")) == ["x", "new"]
-        assert second.count("load_errors") == 1
-        assert second.count("save_errors") == 1  # of the new one; the other is stored
-        place.store.mend()
-    with replica(place) as third:
-        assert third.see(request("c", "x")) == []
-
-
-def test_an_index_that_is_down_costs_an_encode(place: Place) -> None:
-    saved(place, "x")
-    with replica(place) as second:
-        place.index.error = StoreUnavailable("down")
-        assert second.see(request("b", "x")) == ["x"]
-        assert second.count("lookup_errors") == 1
-        place.index.error = None
 
 
 def test_whatever_an_index_raises_nobody_waits_for_it(place: Place) -> None:

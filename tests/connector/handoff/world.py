@@ -22,6 +22,8 @@ from tests.connector.handoff.model import (
 
 PROMPTS = [list(range(10, 17)), list(range(40, 53))]
 TABLES = [[3, 1], [9, 8, 7, 6]]
+SPOILT = 85
+"""What KV is that was forgotten."""
 OTHER_TABLES = [[20, 21], [30, 33, 31, 32]]
 
 
@@ -89,7 +91,7 @@ class Engine:
     def spoil(self) -> None:
         """Forget all KV: as an engine that has not computed anything."""
         for cache in self.caches:
-            bits(cache).fill_(85)
+            bits(cache).fill_(SPOILT)
 
     def kv(self, slots: torch.Tensor) -> list[torch.Tensor]:
         """The KV at ``slots``, per layer, bit by bit."""

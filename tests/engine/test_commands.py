@@ -1,0 +1,154 @@
+"""What operators say and ask: admission, ``objkv diff``, and stores that are not there."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from objkv.cache.admission import OBSERVATIONS_MIN, STEP_TOKENS_MIN
+from tests.engine.fleet import CHUNK, NUMBERS_TOLD, PATIENT, SharedStore, one_by_one
+from tests.engine.harness import ROOT, ReplicaFailed, run_replica
+from tests.engine.job import Call, Job, Step
+from tests.engine.prompts import prompt_of
+from tests.engine.scenario import Values, scenario
+
+pytestmark = pytest.mark.slow
+LOADED = 4 * CHUNK
+STORED = [prompt_of(LOADED + 9, seed=seed) for seed in range(OBSERVATIONS_MIN + 2)]
+FRESH = [prompt_of(LOADED + 9, seed=100 + seed) for seed in range(OBSERVATIONS_MIN)]
+SLOW_S = 6.0
+"""Longer than even a busy machine takes to compute a prompt, but for the first, of which there are
+enough others."""
+
+
+def _orders(store: SharedStore) -> list[Step]:
+    """Prompts before an operator's order, under it, and after its end."""
+    at = ("--bulk-url", f"file://{store.bulk}", "--index-url", f"sqlite://{store.index_file}")
+
+    def order(*words: str) -> Call:
+        arguments = {"words": [*words, *at]}
+        return Call(function="tests.engine.fleet:order_admission", arguments=arguments)
+
+    before, under, after = (one_by_one([prompt]) for prompt in STORED[:3])
+    return [*before, order("never", "--for", "1h"), *under, order("clear"), *after]
+
+
+@scenario
+def admission(folder: Path) -> Values:
+    store = SharedStore(folder / "store")
+    values: Values = {"saved": run_replica(store.job(*one_by_one(STORED)), folder)}
+    slow = Call(function="tests.engine.fleet:slow_gets", arguments={"seconds": SLOW_S})
+    steps = (*one_by_one(FRESH), slow, *one_by_one(STORED), NUMBERS_TOLD)
+    values["auto"] = run_replica(store.job(*steps, admission="auto"), folder)
+    return values | {"ordered": run_replica(store.job(*_orders(store)), folder)}
+
+
+def test_a_store_slower_than_computing_is_measured_and_then_left_alone() -> None:
+    assert LOADED >= STEP_TOKENS_MIN
+    run, asked = admission()["auto"], slice(len(FRESH), len(FRESH) + len(STORED))
+    refused = len(STORED) - OBSERVATIONS_MIN
+    assert run.cached[asked] == [LOADED] * OBSERVATIONS_MIN + [0] * refused
+    assert run.tokens[asked] == admission()["saved"].tokens
+    assert run.metrics["vllm:objkv_admission_refused"] == refused
+    assert run.metrics["vllm:objkv_admission_refused_tokens"] == refused * LOADED
+
+
+def test_an_operators_order_goes_before_the_settings_of_a_running_replica() -> None:
+    assert admission()["ordered"].cached == [LOADED, 0, LOADED]
+    assert admission()["ordered"].tokens == admission()["saved"].tokens[:3]
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "copy": {"max_num_seqs": 4, "max_model_len": 1024},
+    "blocks": {"block_size": 64},
+    "dtype": {"dtype": "bfloat16"},
+    "loads only": {"block_size": 128},
+}
+
+
+def diff(store: SharedStore, *arguments: str) -> tuple[int, str]:
+    """Exit code and standard output of the command, as users run it."""
+    ends = (f"--bulk-url=file://{store.bulk}", f"--index-url=sqlite://{store.index_file}")
+    command = [sys.executable, "-m", "objkv.cli", "diff", *arguments, *ends]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return ran.returncode, ran.stdout
+
+
+@scenario
+def differences(folder: Path) -> Values:
+    store, namespaces = SharedStore(folder / "store"), {}
+    for name, engine in ENGINES.items():
+        role = "kv_consumer" if name == "loads only" else "kv_both"
+        prompts = one_by_one([prompt_of(CHUNK + 9)])
+        run = run_replica(store.job(*prompts, engine=engine, role=role), folder)
+        [namespaces[name]] = set(re.findall(r"objkv ready .*namespace=([0-9a-f]{32})", run.log))
+        (folder / f"{name}.log").write_text(run.log)
+    answers = {}
+    for name in ENGINES:
+        other = str(folder / f"{name}.log") if name == "loads only" else namespaces[name]
+        code, out = diff(store, namespaces["plain"][:8], other, "--json")
+        answers[name] = [code, json.loads(out)]
+    return {"namespaces": namespaces, "answers": answers}
+
+
+@pytest.mark.parametrize("name", ["plain", "copy"])
+def test_replicas_that_share_are_told_to(name: str) -> None:
+    code, document = differences()["answers"][name]
+    assert (code, document["share"], document["differences"]) == (0, True, [])
+    assert document["a"]["namespace"] == differences()["namespaces"]["plain"]
+
+
+@pytest.mark.parametrize(
+    ("name", "cause", "values"),
+    [
+        ("blocks", "groups[0].block_size", [32, 64]),
+        ("dtype", "extra.dtype", ["float32", "bfloat16"]),
+        ("loads only", "groups[0].block_size", [32, 128]),
+    ],
+)
+def test_exactly_what_differs_is_named(name: str, cause: str, values: list[Any]) -> None:
+    code, document = differences()["answers"][name]
+    assert (code, document["share"]) == (1, False)
+    [found] = [d for d in document["differences"] if d["follows_from"] is None]
+    assert (found["field"], [found["a"], found["b"]]) == (cause, values)
+    assert document["b"]["namespace"] == differences()["namespaces"][name]
+
+
+SECRET = "open-sesame"
+FAR = "127.0.0.1:9"
+"""``discard``: nobody listens there on a machine that runs tests."""
+
+
+def test_a_replica_without_its_stores_serves_or_refuses_and_says_why(tmp_path: Path) -> None:
+    places: dict[str, Any] = {
+        "bulk_url": "s3://chunks/fleet",
+        "s3_endpoint_url": f"http://{FAR}",
+        "index_url": f"redis://{FAR}/0",
+    }
+    # In the environment, because vLLM prints the settings that it is given.
+    names = ("S3_ACCESS_KEY_ID", "S3_SECRET_ACCESS_KEY", "REDIS_PASSWORD")
+    environment = {"env": {f"OBJKV_{name}": SECRET for name in names}}
+    steps = one_by_one([prompt_of(LOADED), prompt_of(LOADED)])
+    store = SharedStore(tmp_path / "store")
+    alone = run_replica(Job(steps=steps), tmp_path)
+    job = store.job(*steps, drain_deadline_ms=3_000, **places).model_copy(update=environment)
+    run = run_replica(job, tmp_path)
+    assert run.tokens == alone.tokens
+    assert run.cached == [0, 0]
+    lines = [w.message for w in run.warnings if "unreachable at start" in w.message]
+    assert len(lines) == 4  # scheduler and worker, bulk store and index
+    assert {any(place in line for line in lines) for place in ("s3://chunks/fleet", FAR)} == {True}
+    for slow, fast in zip(run.outputs, alone.outputs, strict=True):
+        assert slow[0].seconds < fast[0].seconds + PATIENT["lookup_deadline_ms"] / 1000 / 2
+    strict = store.job(*steps, at_start="strict", **places).model_copy(update=environment)
+    with pytest.raises(ReplicaFailed, match="exit status 1") as refused:
+        run_replica(strict, tmp_path)
+    last = [line for line in str(refused.value).splitlines() if line.strip()][-1]
+    assert "objkv.errors." in last
+    assert "s3://chunks" in last
+    assert SECRET not in run.log + str(refused.value)

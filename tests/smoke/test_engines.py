@@ -1,0 +1,56 @@
+"""Two real replicas share a prefix through a node agent; two ranks share theirs with one."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.engine.fleet import CHUNK, SAVED, SharedStore
+from tests.engine.harness import run_replica
+from tests.engine.job import Generate, Job, Settle
+from tests.engine.prompts import prompt_of
+from tests.engine.ranks import on_ranks
+from tests.support.agents import AgentProcess
+from tests.support.servers.process import has_ended
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None and not os.environ.get("CI"),
+        reason="vLLM is not installed",
+    ),
+]
+PROMPTS = (prompt_of(300), prompt_of(600, seed=1))
+LOADED = [256, 512]
+ASK = (Generate(prompts=PROMPTS), Settle())
+NOWHERE = {"bulk_url": "file:///nowhere/chunks", "index_url": "sqlite:///nowhere/index"}
+
+
+def test_two_replicas_share_a_prefix_through_an_agent(tmp_path: Path) -> None:
+    store = SharedStore(tmp_path / "store")
+    settings = {
+        "bulk_url": f"file://{store.bulk}",
+        "index_url": f"sqlite://{store.index_file}",
+        "agent_memory_bytes": "64MiB",
+        "near_miss_ttl_ms": "0",
+    }
+    alone = run_replica(Job(steps=ASK), tmp_path)
+    with AgentProcess(settings) as agent:
+        job = store.job(*ASK, SAVED, agent=agent.url, **NOWHERE)
+        first, second = (run_replica(job, tmp_path) for _ in range(2))
+        counted = agent.end()
+    assert has_ended(agent.process.pid)
+    assert (first.cached, second.cached) == ([0, 0], LOADED)
+    assert first.tokens == second.tokens == alone.tokens
+    assert second.metrics["vllm:objkv_hit_tokens"] == sum(LOADED)
+    assert counted["saves"] == counted["hits"] == len(store.payloads()) == sum(LOADED) // CHUNK
+
+
+def test_one_rank_loads_what_two_saved(tmp_path: Path) -> None:
+    store = SharedStore(tmp_path / "store")
+    two = run_replica(on_ranks(store.job(*ASK, SAVED), 2), tmp_path)
+    one = run_replica(store.job(*ASK), tmp_path)
+    assert (two.cached, one.cached) == ([0, 0], LOADED)
+    assert one.tokens == two.tokens
+    assert {path.stem for path in store.payloads()} == {"0.L0-3_H0-2", "0.L0-3_H2-4"}
