@@ -227,6 +227,7 @@ def test_two_halves_that_do_not_match_prove_nothing_about_the_value(
         fleet.own.get_into("held/a", into, verify)
 
 
+@pytest.mark.slow
 def test_a_stopped_process_is_late_then_killed_and_changes_no_byte(
     fleet: Fleet, one_thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,6 +307,7 @@ def test_a_process_that_owes_an_answer_gets_nothing_new(
     assert fleet.own.starts == []
 
 
+@pytest.mark.slow
 def test_processes_killed_at_random_moments_cost_no_byte(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, processes=2, restart_max_s=0.01)
     rng = random.Random(9)
@@ -348,6 +350,7 @@ def test_processes_killed_at_random_moments_cost_no_byte(tmp_path: Path) -> None
     assert fleet.recorder.value("fetch_process_losses") >= len(killed) - 2
 
 
+@pytest.mark.slow
 def test_processes_end_when_idle_and_start_again(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, idle_s=2.0)
     (pid,) = fleet.ready()
@@ -427,6 +430,7 @@ def test_close_ends_all_processes_and_gets_go_on(
     assert fleet.store.get_into("warm", into) == SIZE
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_process_goes_with_it(tmp_path: Path) -> None:
     gc.collect()
     gc.disable()  # an idle agent may not collect for hours
