@@ -532,7 +532,7 @@ def test_a_user_without_the_right_to_ask_so_is_asked_for_whole_records(
 
 
 def test_find_on_a_server_that_is_not_there() -> None:
-    index = RedisIndex(redis.Redis(port=1, protocol=2))
+    index = RedisIndex(redis.Redis(port=1, protocol=2, retry=NEVER))
     with pytest.raises(StoreUnavailable):
         index.find(NAMESPACE, [prefix_hash(1)], [FIELD])
 

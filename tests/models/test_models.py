@@ -47,6 +47,7 @@ def test_no_folder_is_left_out() -> None:
     assert len(folders) >= 30
 
 
+@pytest.mark.slow
 def test_a_refusal_names_a_fix() -> None:
     for model in models().values():
         for version, found in answers(model.name).items():
