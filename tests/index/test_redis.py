@@ -164,50 +164,30 @@ def test_the_holder_of_a_lease_renews_it(client: redis.Redis) -> None:
     assert client.pttl("objkv:l:x") > 1_000
 
 
-def test_a_lookup_of_a_thousand_hashes_is_one_round_trip(valkey: RedisServer) -> None:
+THOUSAND = [prefix_hash(number) for number in range(1000)]
+AT_ONCE: dict[str, Callable[[RedisIndex], object]] = {
+    "lookup": lambda index: index.lookup(NAMESPACE, THOUSAND),
+    "touch": lambda index: index.touch(NAMESPACE, THOUSAND, ttl_s=1),
+    "sight": lambda index: index.sight([one.hex() for one in THOUSAND], ttl_s=LONG_S),
+}
+
+
+@pytest.mark.parametrize("call", AT_ONCE.values(), ids=AT_ONCE)
+def test_a_thousand_at_once_are_one_round_trip_once_the_server_knows_the_script(
+    valkey: RedisServer, call: Callable[[RedisIndex], object]
+) -> None:
     trips = RoundTrips()
-    index = RedisIndex(counted(valkey, trips))
+    client = counted(valkey, trips)
+    index = RedisIndex(client)
     index.check()
+    call(index)
     before = trips.count
-    index.lookup(NAMESPACE, [prefix_hash(n) for n in range(1000)])
+    call(index)
     assert trips.count - before == 1
-    index.close()
-
-
-def test_a_touch_of_a_thousand_hashes_is_one_round_trip_once_the_server_knows_the_script(
-    valkey: RedisServer,
-) -> None:
-    trips = RoundTrips()
-    index = RedisIndex(counted(valkey, trips))
-    index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=1)
-    before = trips.count
-    index.touch(NAMESPACE, [prefix_hash(n) for n in range(1000)], ttl_s=1)
-    assert trips.count - before == 1
-    index.close()
-
-
-def test_a_thousand_sightings_are_one_round_trip_once_the_server_knows_the_script(
-    valkey: RedisServer,
-) -> None:
-    trips = RoundTrips()
-    index = RedisIndex(counted(valkey, trips))
-    names = [str(number) for number in range(1000)]
-    assert index.sight(names[:1], ttl_s=LONG_S) == [False]
-    before = trips.count
-    assert index.sight(names, ttl_s=LONG_S) == [True] + [False] * 999
-    assert trips.count - before == 1
-    index.close()
-
-
-def test_commands_one_after_the_other_are_a_round_trip_each(valkey: RedisServer) -> None:
-    """Commands are really counted: otherwise the two tests before this one would prove nothing."""
-    trips = RoundTrips()
-    with counted(valkey, trips) as client:
+    for _ in range(3):
         client.ping()
-        before = trips.by_port[valkey.port]
-        for _ in range(3):
-            client.ping()
-        assert trips.by_port[valkey.port] - before == 3
+    assert trips.by_port[valkey.port] - before == 4, "commands are really counted"
+    index.close()
 
 
 def test_a_server_that_forgot_the_scripts_learns_them_again(client: redis.Redis) -> None:
@@ -552,7 +532,7 @@ def test_a_user_without_the_right_to_ask_so_is_asked_for_whole_records(
 
 
 def test_find_on_a_server_that_is_not_there() -> None:
-    index = RedisIndex(redis.Redis(port=1, protocol=2))
+    index = RedisIndex(redis.Redis(port=1, protocol=2, retry=NEVER))
     with pytest.raises(StoreUnavailable):
         index.find(NAMESPACE, [prefix_hash(1)], [FIELD])
 

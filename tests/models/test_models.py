@@ -1,4 +1,4 @@
-"""vLLM's recorded answers are whole, and those of the installed vLLM."""
+"""vLLM's recorded answers are whole, those of the installed vLLM, and what they come to."""
 
 import json
 import re
@@ -47,6 +47,7 @@ def test_no_folder_is_left_out() -> None:
     assert len(folders) >= 30
 
 
+@pytest.mark.slow
 def test_a_refusal_names_a_fix() -> None:
     for model in models().values():
         for version, found in answers(model.name).items():

@@ -520,7 +520,6 @@ def fleet(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 LINES = {
     "access": "access --role reader",
-    "bench lookup": "bench lookup --rounds 1",
     "diff": f"diff acme/tiny {FLEETS}",
     "export": "export --out {out} -n acme/tiny",
     "exporter": "exporter --once",

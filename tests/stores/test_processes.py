@@ -158,32 +158,23 @@ def test_messages_are_read_as_they_were_written() -> None:
         assert GetRequest.unpack(request.pack()) == request
     answer = Answer(AnswerKind.COUNTED, 3, 4, "s3_hedges")
     assert Answer.unpack(answer.pack()) == answer
+    for message in (b"", b"\x01", b"\xff" * 17, b"\x05" + b"\x7f" * 16):
+        with pytest.raises(ValueError, match=r"."):
+            Answer.unpack(message)
 
 
-@pytest.mark.parametrize("message", [b"", b"\x01", b"\xff" * 17, b"\x05" + b"\x7f" * 16])
-def test_what_is_no_answer_is_refused(message: bytes) -> None:
-    with pytest.raises(ValueError, match=r"."):
-        Answer.unpack(message)
-
-
-def test_the_first_gets_do_not_wait_for_a_process(fleet: Fleet) -> None:
+def test_small_gets_and_those_before_a_process_is_ready_stay_here(fleet: Fleet) -> None:
     fleet.store.put("a", value(1))
     into = memoryview(bytearray(SIZE))
     assert fleet.store.get_into("a", into) == SIZE
     assert into == value(1)
     assert fleet.own.starts == [None]
-
-
-def test_what_a_process_counts_is_counted_here(fleet: Fleet) -> None:
     fleet.ready()
     before = fleet.recorder.value("child_gets")
-    fleet.store.get_into("warm", memoryview(bytearray(SIZE)))
-    assert fleet.recorder.value("child_gets") == before + 1
-
-
-def test_small_gets_stay_here(fleet: Fleet) -> None:
-    fleet.ready()
     fleet.own.starts.clear()
+    fleet.store.get_into("warm", into)
+    assert fleet.own.starts == []
+    assert fleet.recorder.value("child_gets") == before + 1, "what it counts is counted here"
     fleet.store.put("small", b"x")
     assert fleet.store.get_into("small", memoryview(bytearray(10))) == 1
     assert fleet.own.starts == [None]
@@ -236,6 +227,7 @@ def test_two_halves_that_do_not_match_prove_nothing_about_the_value(
         fleet.own.get_into("held/a", into, verify)
 
 
+@pytest.mark.slow
 def test_a_stopped_process_is_late_then_killed_and_changes_no_byte(
     fleet: Fleet, one_thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,6 +307,7 @@ def test_a_process_that_owes_an_answer_gets_nothing_new(
     assert fleet.own.starts == []
 
 
+@pytest.mark.slow
 def test_processes_killed_at_random_moments_cost_no_byte(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, processes=2, restart_max_s=0.01)
     rng = random.Random(9)
@@ -357,6 +350,7 @@ def test_processes_killed_at_random_moments_cost_no_byte(tmp_path: Path) -> None
     assert fleet.recorder.value("fetch_process_losses") >= len(killed) - 2
 
 
+@pytest.mark.slow
 def test_processes_end_when_idle_and_start_again(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, idle_s=2.0)
     (pid,) = fleet.ready()
@@ -436,6 +430,7 @@ def test_close_ends_all_processes_and_gets_go_on(
     assert fleet.store.get_into("warm", into) == SIZE
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_process_goes_with_it(tmp_path: Path) -> None:
     gc.collect()
     gc.disable()  # an idle agent may not collect for hours

@@ -122,7 +122,13 @@ def opened(url: str, *, is_direct: bool) -> Iterator[S3Store]:
 
 
 @pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "client"])
-@pytest.mark.parametrize("slow", SLOW)
+@pytest.mark.parametrize(
+    "slow",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name == "hardly takes anything" else name
+        for name in SLOW
+    ],
+)
 def test_a_server_that_is_slow_is_left(slow: str, is_direct: bool) -> None:
     serve, calls = SLOW[slow]
     with Scripted(serve) as server, opened(server.url, is_direct=is_direct) as store:
@@ -332,7 +338,13 @@ def faults(shares: dict[str, float], seed: int, verbs: frozenset[str] = frozense
     return [rule(*one) for one in shares.items()]
 
 
-@pytest.mark.parametrize("shares", SHARES.values(), ids=SHARES)
+@pytest.mark.parametrize(
+    "shares",
+    [
+        pytest.param(shares, id=name, marks=pytest.mark.slow if "stall" in shares else ())
+        for name, shares in SHARES.items()
+    ],
+)
 @pytest.mark.parametrize("ranges_max", [0, 3])
 def test_a_fault_is_a_right_value_or_an_error_never_wrong_bytes(
     near: QuickS3, shares: dict[str, float], ranges_max: int
