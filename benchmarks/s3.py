@@ -3,26 +3,43 @@
 objkv verifies every byte while it arrives; the limit does not.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Self
 
 from benchmarks.alone import run_alone
-from objkv.config import Config
-from objkv.ops.bench.harness import BenchRow, BenchSetting, Section, Target
-from objkv.ops.bench.servers import local_config
-from objkv.ops.bench.store import (
-    CONNECTIONS,
-    Limit,
-    Move,
-    PayloadBench,
-    connections,
-    large_payloads,
+from benchmarks.harness import (
+    BenchRow,
+    BenchSetting,
+    Compared,
+    Section,
+    Target,
+    Threads,
+    Work,
+    interleave,
+    local_config,
+    make_slab,
+    open_store,
 )
+from benchmarks.sample import PAYLOAD_1_MIB, PAYLOAD_32_MIB
+from objkv.config import Config
+from objkv.ops.bench.sample import PAYLOAD_8_MIB, PayloadSample, Shape, get_verified, make_samples
+from objkv.stores.base import PruneStore
 from tests.support.servers.plain_limit import PlainClient
 from tests.support.servers.quick_s3 import QuickS3Process, quick_s3_process
 
 S3_GET = Target(0.85)
 S3_PUT = Target(0.80)
+CONNECTIONS = (1, 4)
+_ROUND_BYTES = 64 << 20
+_QUICK_ROUND_BYTES = 1 << 20
+_PASSES = 6
+"""Passes over all payloads in a round. One pass of 64 MiB takes 15 ms, in which a busy machine may
+not run every thread."""
+
+Move = Callable[[int, PayloadSample, memoryview], object]
+"""Moves one payload; arguments are the thread's number, the payload and the thread's slab."""
 
 
 def bench_s3(setting: BenchSetting) -> Section:
@@ -47,7 +64,7 @@ def s3_config(endpoint_url: str, **changes: str) -> Config:
 def _rows(setting: BenchSetting, server: QuickS3Process) -> Iterator[BenchRow]:
     # One request per payload: the limit has as many connections as there are threads, and no more.
     config = s3_config(server.url, s3_ranges_max="0", s3_hedge_percent_max="0")
-    store = setting.factories.open_bulk(config)
+    store = open_store(config)
     try:
         for shape in large_payloads(setting):
             for threads in CONNECTIONS:
@@ -79,6 +96,95 @@ def _plain_gets(clients: Sequence[PlainClient]) -> Move:
 
 def _plain_puts(clients: Sequence[PlainClient]) -> Move:
     return lambda number, sample, _: clients[number].put(sample.payload)
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The comparison: moving the same number of bytes without objkv."""
+
+    name: str
+    work: Work
+
+
+class PayloadBench:
+    """Threads, each with its own slab and payloads. All payloads together are about
+    ``_ROUND_BYTES``, more than CPU caches hold; a pass moves each of them once."""
+
+    def __init__(self, setting: BenchSetting, shape: Shape, threads: int) -> None:
+        self._setting = setting
+        self._crew = Threads(threads)
+        wanted = _QUICK_ROUND_BYTES if setting.quick else _ROUND_BYTES
+        each = max(1, wanted // (shape.raw_bytes * threads))
+        self.samples = make_samples(shape, each * threads)
+        self._slabs = [make_slab(len(self.samples[0].payload)) for _ in range(threads)]
+        self._nbytes = sum(len(sample.payload) for sample in self.samples)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._crew.__exit__()
+
+    def each(self, move: Move, passes: int = 1) -> Work:
+        """Return a round in which every thread moves its samples; it gives the seconds per pass."""
+
+        def thread(number: int) -> None:
+            for _ in range(passes):
+                for sample in self.samples[number :: self._crew.threads]:
+                    move(number, sample, self._slabs[number])
+
+        return lambda: self._crew.run(thread) / passes
+
+    def gets(self, move: Move) -> Work:
+        """Return a round of several passes, as gets can be repeated."""
+        return self.each(move, 1 if self._setting.quick else _PASSES)
+
+    def compare_gets(self, name: str, store: PruneStore, limit: Limit, target: Target) -> BenchRow:
+        """Return a row for getting and verifying every payload."""
+
+        def get(_: int, sample: PayloadSample, slab: memoryview) -> None:
+            get_verified(store, sample, slab)
+
+        try:
+            for sample in self.samples:
+                store.put(sample.key, sample.payload)
+            return self._compare(name, self.gets(get), limit, target)
+        finally:
+            self._delete(store)
+
+    def compare_puts(self, name: str, store: PruneStore, limit: Limit, target: Target) -> BenchRow:
+        """Return a row for putting until acknowledged; payloads are deleted between rounds."""
+
+        def put(_: int, sample: PayloadSample, __: memoryview) -> None:
+            assert store.put_if_absent(sample.key, sample.payload)
+
+        def put_and_delete() -> float:
+            try:
+                return puts()
+            finally:
+                self._delete(store)
+
+        puts = self.each(put)
+        return self._compare(name, put_and_delete, limit, target)
+
+    def _compare(self, name: str, ours: Work, limit: Limit, target: Target) -> BenchRow:
+        timings = interleave({"ours": ours, "limit": limit.work}, self._setting.rounds)
+        compared = Compared(timings, "ours", "limit", limit.name)
+        return compared.throughput(name, self._nbytes, target)
+
+    def _delete(self, store: PruneStore) -> None:
+        for sample in self.samples:
+            store.delete(sample.key)
+
+
+def large_payloads(setting: BenchSetting) -> tuple[Shape, ...]:
+    """Return the shapes measured in bulk stores."""
+    return (PAYLOAD_1_MIB,) if setting.quick else (PAYLOAD_8_MIB, PAYLOAD_32_MIB)
+
+
+def connections(count: int) -> str:
+    """Return the number of connections in words."""
+    return "1 connection" if count == 1 else f"{count} connections"
 
 
 if __name__ == "__main__":

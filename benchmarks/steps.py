@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.alone import run_alone
+from benchmarks.harness import SCALES, BenchRow, BenchSetting, Section, Target
+from benchmarks.sample import make_tokens
 from objkv.assembly.backends import open_bulk, open_index
 from objkv.config import Config, load_config
 from objkv.connector.kv.scheduler import Roles, SchedulerSide
@@ -20,8 +22,8 @@ from objkv.index.base import Record, Shards
 from objkv.index.guarded import GuardedIndex
 from objkv.index.near import NearIndex
 from objkv.keys.identity import GroupIdentity, Identity
-from objkv.ops.bench.harness import SCALES, BenchRow, BenchSetting, Section, Target, percentile
-from objkv.ops.bench.sample import CHUNK_TOKENS, make_tokens
+from objkv.ops.bench.sample import CHUNK_TOKENS
+from objkv.ops.bench.stores import percentile
 from objkv.telemetry import NullRecorder
 
 STEP_US = Target(100, at_most=True, of="ours")

@@ -1,11 +1,11 @@
 """Audit a fleet's KV cache with pandas, and plot it.
 
     pip install "objkv[notebook]"
-    python examples/notebook.py
+    python -m examples.notebook
 
 Each ``# %%`` begins a cell in VS Code, PyCharm, and JupyterLab with Jupytext. The stores are those
 of replicas and of the ``objkv`` command: ``OBJKV_*`` or a file. If they are empty, the program
-makes a small sample in a temporary folder. The role reader is enough.
+makes a small sample in a temporary folder, in a clone only. The role reader is enough.
 """
 
 # %%
@@ -13,17 +13,17 @@ import random
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 import pandas as pd
 
 import objkv
-from objkv.testing.sample import SamplePrompt, save_sample
 
 DAY_S = 24 * 3600
 
 
-def sample_prompts() -> Iterator[SamplePrompt]:
+def sample_prompts() -> Iterator[dict[str, Any]]:
     """Three tenants' month: each has a system prompt, documents and questions about them."""
     dice = random.Random(7)
     for tenant, documents in (("search", 14), ("support", 8), ("research", 4)):
@@ -31,21 +31,23 @@ def sample_prompts() -> Iterator[SamplePrompt]:
         for _ in range(documents):
             document = [dice.randrange(50_000) for _ in range(256 * dice.randrange(2, 12))]
             for question in range(dice.randrange(1, 5)):
-                yield SamplePrompt(
-                    tokens=system + document + [question] * 256,
-                    model="acme/sample-8b" if tenant != "research" else "acme/sample-70b",
-                    tenant=tenant,
-                    age_s=dice.uniform(0, 30) * DAY_S,
-                    hits=dice.choice((0, 0, 1, 3, 9)),
-                )
+                yield {
+                    "tokens": system + document + [question] * 256,
+                    "model": "acme/sample-8b" if tenant != "research" else "acme/sample-70b",
+                    "tenant": tenant,
+                    "age_s": dice.uniform(0, 30) * DAY_S,
+                    "hits": dice.choice((0, 0, 1, 3, 9)),
+                }
 
 
 client = objkv.open(role="reader")
 if not client.namespaces():
+    from tests.contracts.sample import SamplePrompt, save_sample
+
     print("nothing is stored yet; here is a sample")
     folder = tempfile.mkdtemp(prefix="objkv-sample-")
     urls = {"bulk_url": f"file://{folder}/chunks", "index_url": f"sqlite://{folder}/index.sqlite"}
-    save_sample(sample_prompts(), **urls)
+    save_sample((SamplePrompt(**prompt) for prompt in sample_prompts()), **urls)
     client = objkv.open(**urls, role="reader")
 
 # %% [markdown]

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PLACES = ("README.md", "CONTRIBUTING.md", "Dockerfile", "docs", "examples", "terraform", "objkv")
+PLACES = ("README.md", "Dockerfile", "mkdocs.yml", "docs", "examples", "terraform", "objkv")
 SUFFIXES = ("", ".md", ".yaml", ".yml", ".toml", ".tf", ".sh", ".py", ".txt", ".tpl")
 _IMAGE = r"(?<![\w./@:$~-])[\w-]+(?:\.[\w-]+)+(?::\d+)?(?:/[\w.-]+)*/"
 _END = r"(?![\w./-])"

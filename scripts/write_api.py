@@ -1,9 +1,4 @@
-"""Writes ``docs/reference/api.md`` from the docstrings of what ``objkv`` offers.
-
-Other words come from ``api_page.txt``.
-
-python scripts/write_api.py; ``tests/test_docs.py`` fails when the page is stale.
-"""
+"""``docs/reference/api.md``, from the docstrings of what ``objkv`` offers and ``api_page.txt``."""
 
 import ast
 import inspect
@@ -175,7 +170,3 @@ def page() -> str:
         inherits = "" if base == "Exception" else f" A `{base}`."
         lines.append(wrapped(f"`objkv.{name}`: {plain(kind.__doc__)}{inherits}", "* ", "  "))
     return "\n".join(lines).replace("\n\n\n", "\n\n").rstrip() + "\n"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())

@@ -1,8 +1,5 @@
-"""Writes ``docs/reference/cli.md`` from the command line itself, so that it cannot drift.
-
-Commands, options and JSON keys come from ``objkv/cli``, the other words from ``cli_page.txt``.
-python scripts/write_cli.py; ``tests/test_docs.py`` fails when the page is stale.
-"""
+"""``docs/reference/cli.md``: commands, options and JSON keys from ``objkv/cli``, the other words
+from ``cli_page.txt``."""
 
 import inspect
 import re
@@ -17,8 +14,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, is_type
 from typer.core import TyperArgument, TyperOption
 
 from objkv.cli.app import COMMANDS, all_commands
-from objkv.cli.documents import DOCUMENTS, Key, RunKeys, keys_of
 from objkv.cli.options import CommonOptions
+from tests.support.documents import DOCUMENTS, Key, RunKeys, keys_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
 WORDS = Path(__file__).with_name("cli_page.txt")
@@ -195,8 +192,3 @@ def page() -> str:
         if path != "objkv"
     ]
     return "\n".join([head, *sections]).replace("\n\n\n", "\n\n").rstrip() + "\n"
-
-
-if __name__ == "__main__":
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(page())

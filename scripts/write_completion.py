@@ -1,7 +1,4 @@
-"""Writes the completion scripts in ``objkv/cli/completions`` from the command line itself.
-
-python scripts/write_completion.py; ``tests/cli/test_completion.py`` fails when one is stale.
-"""
+"""The completion scripts in ``objkv/cli/completions``, from the command line itself."""
 
 import re
 from collections.abc import Callable
@@ -12,7 +9,6 @@ from shlex import quote
 from typing import Any, Literal, get_args, get_origin
 
 from objkv.cli.app import all_commands
-from objkv.cli.completion import SCRIPTS
 from objkv.codec.payload import CODECS
 from objkv.ops.size.model import DTYPES
 from objkv.ops.sweep.remove import CATEGORIES
@@ -348,9 +344,3 @@ def values_table(value: Callable[[Value], str]) -> str:
 def scripts() -> dict[str, str]:
     """Each shell's script."""
     return {"bash": bash(), "zsh": zsh(), "fish": fish()}
-
-
-if __name__ == "__main__":
-    FOLDER.mkdir(exist_ok=True)
-    for shell, text in scripts().items():
-        (FOLDER / SCRIPTS[shell]).write_text(text)

@@ -1,7 +1,4 @@
-"""Write ``docs/configuration.md`` from the schema of settings.
-
-python scripts/write_configuration.py; ``tests/test_docs.py`` fails when the page is stale.
-"""
+"""``docs/configuration.md``, from the schema of settings."""
 
 import types
 from collections.abc import Iterable
@@ -93,7 +90,3 @@ def page() -> str:
         *(f"\n### {topic}\n{table(names)}" for topic, names in advanced().items()),
     ]
     return "".join(parts)
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())

@@ -1,7 +1,4 @@
-"""Write ``docs/metrics.md`` from the tables of metrics.
-
-python scripts/write_metrics.py; ``tests/test_metrics_page.py`` fails when the page is stale.
-"""
+"""``docs/metrics.md``, from the tables of metrics."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -81,7 +78,3 @@ def page() -> str:
     for name, rows in parts.items():
         text = text.replace(f"<!-- table: {name} -->", table(rows))
     return text.replace("<!-- buckets -->", ", ".join(f"{bound:g}" for bound in BUCKETS_S))
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())

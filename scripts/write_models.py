@@ -1,16 +1,14 @@
-"""Write ``docs/models.md``: what vLLM and objkv make of published models.
+"""``docs/models.md``: what vLLM and objkv make of published models.
 
-python scripts/write_models.py [--check]; ``tests/models/test_models.py`` fails when the page is
-stale. ``--record [NAME ...]`` records the answers of the installed vLLM again, see
-``tests/models/record.py``.
+``python -m scripts.write_models --record [NAME ...]`` records the answers of the installed vLLM
+again, see ``tests/models/record.py``.
 """
 
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from objkv.cache.match import stored_blocks
 from objkv.connector.model.groups import Geometry
@@ -23,29 +21,10 @@ IMAGES = (
     "Prompts with images or audio are named by the content of these, see [Sharing](sharing.md)."
 )
 PROOFS = {
-    "full": ("E", "tests/engine/test_zoo.py"),
-    "sliding_window": ("E", "tests/engine/test_zoo.py"),
-    "mla": ("E", "tests/engine/test_zoo.py"),
-    "gdn_attn": ("E", "tests/engine/test_zoo.py"),
-    "mamba": ("M", "tests/connector/kv/test_hybrid_world.py"),
-    "chunked_local": ("M", "tests/connector/kv/test_hybrid_world.py"),
-    "page": ("M", "tests/connector/kv/test_hybrid_world.py"),
-    "refused": ("R", "tests/models/test_models.py"),
-    "TP": ("E", "tests/engine/test_zoo.py"),
-    "PP": ("E", "tests/engine/test_zoo.py"),
-    "fp8": ("E", "tests/engine/test_zoo.py"),
-    "drafts": ("E", "tests/engine/test_zoo.py"),
-    "images": ("E", "tests/engine/test_encoder.py"),
-}
-"""How each kind of cache and each setting is shown, and where."""
-_WORDS = {
-    "full": "full attention", "sliding_window": "sliding windows", "mla": "latents (MLA)",
-    "gdn_attn": "states of Gated DeltaNet", "mamba": "states of other kinds, such as Mamba 2",
-    "chunked_local": "chunked local attention",
-    "page": "sparse attention with an indexer, compressed states", "refused": "refusals",
-    "TP": "tensor parallelism", "PP": "pipeline parallelism", "fp8": "fp8 KV", "drafts": "drafts",
-    "images": "images",
+    "full": "E", "sliding_window": "E", "mla": "E", "gdn_attn": "E", "mamba": "M",
+    "chunked_local": "M", "page": "M",
 }  # fmt: skip
+"""How each kind of cache is shown."""
 _ITEM = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -111,7 +90,7 @@ def shown_by(model: Model) -> str:
     if word != "yes" or isinstance(found, str):
         return "R"
     kinds = {kind_of(group) for group in found.groups[: found.target_count]}
-    return ", ".join(sorted({PROOFS[kind][0] for kind in kinds}))
+    return ", ".join(sorted({PROOFS[kind] for kind in kinds}))
 
 
 def row(model: Model) -> str:
@@ -150,15 +129,11 @@ def refusals() -> Iterator[str]:
 _NAMED_MAX = 12
 
 
-def wrapped(*texts: str, width: int = 110) -> list[str]:
+def wrapped(*texts: str) -> list[str]:
     """Return texts as one list item."""
-    lines, line = [], ""
-    for word in " ".join(texts).split(" "):
-        if line and len(line) + len(word) >= width:
-            lines.append(line)
-            line = " "
-        line += f" {word}" if line.strip() else f"{line}{word}"[:] if not line else f" {word}"
-    return [*lines, line]
+    return textwrap.wrap(
+        " ".join(texts), 110, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def differences() -> Iterator[str]:
@@ -198,13 +173,6 @@ def block_sizes(found: Geometry) -> str:
     return ", ".join(map(str, sorted({group.block_size for group in found.groups})))
 
 
-def tests() -> Iterator[str]:
-    """List the tests."""
-    yield "| Subject | Shown by | Test |\n|---|---|---|\n"
-    for kind, (how, test) in PROOFS.items():
-        yield f"| {_WORDS[kind]} | {how} | `{test}` |\n"
-
-
 def sources() -> Iterator[str]:
     """List where the configurations come from."""
     yield "| Model | Configuration |\n|---|---|\n"
@@ -225,8 +193,6 @@ def page() -> str:
         "\n## Other versions of vLLM\n\n",
         f"The table is of vLLM {REFERENCE}. Differences of others:\n\n",
         *(list(differences()) or ["Nothing.\n"]),
-        "\n## Tests\n\n",
-        *tests(),
         "\n## Configurations\n\n",
         "A configuration has the values of the published model where they shape its cache. "
         "vLLM may say no on a\nCPU to what it runs on a GPU.\n\n",
@@ -258,8 +224,3 @@ def record(names: list[str]) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--record"]:
         record(sys.argv[2:])
-    elif sys.argv[1:] == ["--check"]:
-        if PAGE.read_text() != page():
-            sys.exit("docs/models.md is stale: run scripts/write_models.py")
-    else:
-        PAGE.write_text(page())

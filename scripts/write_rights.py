@@ -1,8 +1,5 @@
-"""Writes Terraform's ``rights.json`` and the commands of each role in ``docs/access.md`` from
-``objkv.ops.doctor.access``, so that they cannot drift.
-
-python scripts/write_rights.py; ``tests/test_terraform.py`` fails when the file is stale.
-"""
+"""Terraform's ``rights.json`` and the commands of each role in ``docs/access.md``, from
+``objkv.ops.doctor.access``."""
 
 import json
 import re
@@ -62,8 +59,3 @@ def page() -> str:
         rows.append(f"| `{name}` | {' | '.join(cells)} |")
     matrix = "\n" + "\n".join(rows) + "\n\n"
     return _MATRIX.sub(lambda _: matrix, PAGE.read_text(encoding="utf-8"))
-
-
-if __name__ == "__main__":
-    FILE.write_text(text(), encoding="utf-8")
-    PAGE.write_text(page(), encoding="utf-8")

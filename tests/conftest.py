@@ -12,8 +12,8 @@ import pytest
 from botocore.loaders import JSONFileLoader, Loader
 
 from objkv.redact import forget_secrets
-from tests import progress
-from tests.order import EnginesApart
+from tests import durations
+from tests.leaks import Leaks
 
 # Other processes use the same cores; a slow example says nothing about objkv. In CI examples are
 # the same in every run: new ones are for whoever changes something, not for the day of a release.
@@ -71,12 +71,7 @@ def loggers_are_as_before() -> Iterator[None]:
     log.setLevel(before[1])
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> EnginesApart | None:
-    """Files in their order, where xdist is to keep those of a file together."""
-    return EnginesApart(config, log) if config.option.dist == "loadfile" else None
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Show progress."""
-    progress.register(session.config)
+def pytest_configure(config: pytest.Config) -> None:
+    """Note durations, and what tests leave open."""
+    durations.register(config)
+    config.pluginmanager.register(Leaks(), "objkv-leaks")

@@ -13,7 +13,7 @@ from threading import Event
 import pytest
 
 from objkv.background import Pool
-from objkv.testing.clock import ManualClock
+from tests.contracts.clock import ManualClock
 
 PATIENCE_S = 120.0
 

@@ -22,7 +22,7 @@ from objkv.cli.app import app
 from objkv.config import load_config, resolve_config
 from objkv.errors import ConfigError, ObjkvError
 from objkv.telemetry import MemoryRecorder
-from objkv.testing.index_contract import FIELD, NAMESPACE, chunk, prefix_hash, shard
+from tests.contracts.index_contract import FIELD, NAMESPACE, chunk, prefix_hash, shard
 from tests.support.servers.listener import Listener
 
 IN_URL = "url/password+one"
@@ -109,11 +109,6 @@ def settings_for(redis: str, s3: str, keys: Path) -> dict[str, str]:
 WORLDS = ("unreachable", "denied", "denied in setting")
 
 
-def one_in_ci(name: str) -> list[Any]:
-    """All worlds; CI has time for one of them."""
-    return [pytest.param(w, marks=[] if w == name else pytest.mark.wide) for w in WORLDS]
-
-
 @pytest.fixture
 def world(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -172,7 +167,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("sweep",),
     ("rebuild",),
     ("access", "--role", "writer"),
-    ("bench", "store", "--configured", "--quick", "--rounds", "1"),
+    ("bench", "--quick"),
     ("admission",),
     ("audit",),
     ("completion", "bash"),
@@ -190,8 +185,7 @@ def test_every_command_is_tried() -> None:
     assert set(ALL) == {words[0] for words in COMMANDS} | own_servers
 
 
-BRIEFLY = [("denied", "doctor")]
-"""What CI has time for: all commands reach the ends in the same way."""
+SLOW = ("doctor", "top")
 
 
 @pytest.mark.parametrize(
@@ -200,11 +194,12 @@ BRIEFLY = [("denied", "doctor")]
         pytest.param(
             world,
             words,
-            marks=[] if (world, words[0]) in BRIEFLY else pytest.mark.wide,
+            marks=[pytest.mark.slow] if words[0] in SLOW else [],
             id=f"{world}: {' '.join(words)}",
         )
         for world in WORLDS
         for words in COMMANDS
+        if world == "denied" or words[0] == "doctor"
     ],
     indirect=["world"],
 )
@@ -262,7 +257,7 @@ def told(error: BaseException) -> str:
     return f"{error!r} {error} " + "".join(traceback.format_exception(error))
 
 
-@pytest.mark.parametrize("world", one_in_ci("denied in setting"), indirect=True)
+@pytest.mark.parametrize("world", WORLDS, indirect=True)
 def test_no_error_of_an_end_shows_a_secret(world: World, logged: Callable[[], str]) -> None:
     config = load_config({"breaker_failures": 1000}, environ=world.environ)
     with open_backends(config, MemoryRecorder()) as backends:
@@ -314,7 +309,7 @@ def _is_empty(cell: Any) -> bool:
         return True
 
 
-@pytest.mark.parametrize("world", one_in_ci("denied"), indirect=True)
+@pytest.mark.parametrize("world", WORLDS, indirect=True)
 def test_no_object_of_the_wiring_shows_a_secret(world: World) -> None:
     resolved = resolve_config(environ=world.environ)
     assert shown(f"{resolved!r} {resolved.config!r} {resolved.config} ") == []

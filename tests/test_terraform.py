@@ -1,8 +1,5 @@
-"""Terraform's modules as far as no provider is needed: their rights are those that ``objkv access``
-prints, and what they print is what objkv understands.
-
-The modules' own tests, the state moves and the policy scan are ``make terraform-check``.
-"""
+"""Terraform's rights are those that ``objkv access`` prints, and what it prints is what objkv
+understands. The modules' own tests are run by ``make terraform-check``."""
 
 import json
 import os
@@ -17,8 +14,7 @@ import pytest
 from objkv.config import Config, load_config
 from objkv.errors import ConfigError
 from objkv.ops.doctor.access import ROLES, access_of, acl_rights, directory_policy, iam_policy
-from scripts.terraform_moves import findings
-from scripts.write_rights import FILE, PAGE, page, text
+from scripts.write_rights import FILE
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "terraform"
@@ -33,7 +29,6 @@ needs_terraform = pytest.mark.skipif(
     shutil.which("terraform") is None and os.environ.get("CI") != "true",
     reason="terraform is not installed",
 )
-MODULES = sorted(path.parent for path in FOLDER.glob("**/versions.tf"))
 
 
 def terraform(folder: Path, *arguments: str) -> str:
@@ -45,17 +40,6 @@ def terraform(folder: Path, *arguments: str) -> str:
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
-
-
-@needs_terraform
-def test_terraform_files_are_formatted() -> None:
-    terraform(FOLDER, "fmt", "-check", "-recursive")
-
-
-def test_the_rights_are_written_from_where_they_are_decided() -> None:
-    """python -m scripts.write_rights mends this."""
-    assert PAGE.read_text(encoding="utf-8") == page()
-    assert FILE.read_text() == text()
 
 
 def applied_rights(folder: Path, **variables: Any) -> dict[str, Any]:
@@ -130,63 +114,3 @@ def test_terraforms_default_life_is_that_of_the_settings() -> None:
     variables = (FOLDER / "aws" / "variables.tf").read_text()
     (found,) = re.findall(r'variable "ttl_s" \{.*?default += (\d+)', variables, re.S)
     assert int(found) == Config.model_fields["ttl_s"].default
-
-
-@pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(FOLDER)))
-def test_each_module_tells_of_all_that_goes_in_and_comes_out(module: Path) -> None:
-    page = (module / "README.md").read_text()
-    code = "".join(path.read_text() for path in sorted(module.glob("*.tf")))
-    for kind in ("variable", "output"):
-        names = set(re.findall(rf'^{kind} "(\w+)"', code, re.M))
-        assert names
-        assert names - set(re.findall(r"^\| `(\w+)` ", page, re.M)) == set()
-
-
-def test_what_the_policy_scan_leaves_out_has_its_reason() -> None:
-    left_out = [
-        line.strip()
-        for path in FOLDER.glob("**/*.tf")
-        for line in path.read_text().splitlines()
-        if "checkov" in line
-    ]
-    assert left_out
-    for line in left_out:
-        assert re.fullmatch(r"#checkov:skip=CKV2?_AWS_\d+:\S.{8,}\.", line), line
-
-
-def moved(**change: Any) -> dict[str, Any]:
-    no_op = {"actions": ["no-op"], "before": {"name": "a"}, "after": {"name": "a"}}
-    return {"address": "module.m.r", "previous_address": "r", "change": no_op | change}
-
-
-def test_what_moved_is_counted() -> None:
-    assert findings({"resource_changes": [moved(), moved()]}) == (2, [])
-
-
-@pytest.mark.parametrize(
-    ("one", "said"),
-    [
-        (moved(actions=["update"], after={"name": "b"}), "module.m.r: update (name)"),
-        (moved(actions=["delete", "create"]), "module.m.r: delete and create ()"),
-        (moved(actions=["create"], before=None), "module.m.r: create ()"),
-        ({"address": "r", "change": moved()["change"]}, "r: was there before, at the same place"),
-    ],
-)
-def test_what_did_not_merely_move_is_found(one: dict[str, Any], said: str) -> None:
-    assert findings({"resource_changes": [one]}) == (0, [said])
-
-
-def test_without_terraform_the_check_says_what_to_install(tmp_path: Path) -> None:
-    for name in ("bash", "dirname", "mkdir", "mktemp", "rm"):
-        found = shutil.which(name)
-        assert found is not None
-        (tmp_path / name).symlink_to(found)
-    result = subprocess.run(
-        [str(tmp_path / "bash"), str(ROOT / "scripts" / "terraform_check.sh")],
-        env={"PATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert result.returncode == 2
-    assert "terraform is not installed: get 1.9 or later from https://" in result.stderr

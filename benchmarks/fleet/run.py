@@ -1,6 +1,6 @@
 """Simulate a fleet over the request trace and print the effect of each setting.
 
-    python benchmarks/fleet/run.py [--replicas 8] [--model llama-3.1-70b] [--json] [--plots DIR]
+    python benchmarks/fleet/run.py [--replicas 8] [--model llama-3.1-70b] [--json]
 
 Without ``--trace`` it uses the included sample. The full trace is ``conversation_trace.jsonl`` in
 the folder ``FAST25-release/traces`` of the public repository kvcache-ai/Mooncake. The
@@ -79,9 +79,6 @@ def options() -> argparse.Namespace:
         "--replicas-per-node", type=int, default=4, help="of one agent, with --agents"
     )
     parser.add_argument("--json", action="store_true")
-    parser.add_argument(
-        "--plots", type=Path, metavar="DIR", help="write plots (SVG) to this folder"
-    )
     return parser.parse_args()
 
 
@@ -130,12 +127,6 @@ def main() -> None:
         print_agents(given, costs, requests, fleet)
         return
     runs = Runs(requests, costs)
-    if given.plots:
-        from benchmarks.fleet.plots import write_plots
-
-        for file in write_plots(given.plots, runs, fleet):
-            print(file, file=sys.stderr)
-        return
     table = Table(title=f"simulated: {fleet.replicas} replicas of {fleet.model} on {fleet.bulk}")
     table.add_column("what", no_wrap=True)
     for column in _COLUMNS:

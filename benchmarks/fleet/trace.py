@@ -9,12 +9,11 @@ where the block and all before it are equal. ``sample.jsonl`` has 399 of them: e
 shared.
 """
 
-import argparse
 import hashlib
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,30 +144,3 @@ def _arrival(
 def _chance(number: int) -> float:
     """The same for the same number in every run."""
     return int.from_bytes(hashlib.sha256(str(number).encode()).digest()[:6]) / 2**48
-
-
-def pick_conversations(lines: Sequence[str], share: float, salt: int) -> Iterator[str]:
-    """Lines of the conversations that a hash picks, shortened to what the simulation reads."""
-    for line in lines:
-        raw = json.loads(line)
-        blocks = raw["hash_ids"]
-        root = blocks[1] if len(blocks) > 1 else -1
-        digest = hashlib.sha256(f"{salt}{root}".encode()).hexdigest()
-        if int(digest[:8], 16) / 2**32 < share:
-            yield json.dumps(raw, separators=(",", ":"))
-
-
-def main() -> None:
-    """Make a sample of a full trace."""
-    parser = argparse.ArgumentParser(description="Pick whole conversations of a trace.")
-    parser.add_argument("trace", type=Path)
-    parser.add_argument("--share", type=float, default=1 / 30)
-    parser.add_argument("--salt", type=int, default=5)
-    arguments = parser.parse_args()
-    lines = arguments.trace.read_text(encoding="utf-8").splitlines()
-    for line in pick_conversations(lines, arguments.share, arguments.salt):
-        print(line)
-
-
-if __name__ == "__main__":
-    main()

@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Event
 from time import monotonic, sleep, time
@@ -219,29 +220,39 @@ class NodeAgent:
         """Open what may be missing or refused, and only then listen."""
         self._socket = AgentSocket(path, replace=replace)
         try:
-            self._backends = open_backends(self._config, recorder, of_agent=True)
-            check_backends(self._backends, self._config)
-            nbytes = self._config.agent_memory_bytes or host_bytes() // _MEMORY_SHARE
-            if nbytes > host_bytes():
-                logger.warning(
-                    "arena larger than this machine's memory, lower agent_memory_bytes: an agent "
-                    "that fills it is killed arena_bytes=%d memory_bytes=%d",
-                    nbytes,
-                    host_bytes(),
-                )
-            self.arena = Arena.create(max(PAGE, nbytes))
-            self._board = AnswerBoard.create()
-            self._cache = self._open_cache(recorder)
-            self.core = self._open_core(recorder)
-            holder = self._socket.replaced
-            if self._config.agent_listen and (holder or not replace):
-                check_address(parse_address(self._config.agent_listen), holder)
-            self._socket.listen()
+            with ExitStack() as opened:
+                self._backends = open_backends(self._config, recorder, of_agent=True)
+                opened.callback(self._backends.close)
+                check_backends(self._backends, self._config)
+                self.arena = Arena.create(max(PAGE, self._arena_bytes()))
+                opened.callback(self.arena.close)
+                self._board = AnswerBoard.create()
+                opened.callback(self._board.close)
+                self._cache = self._open_cache(recorder)
+                opened.callback(self._cache.close, 1.0)
+                self.core = self._open_core(recorder)
+                opened.callback(self.core.close, JOIN_S)
+                holder = self._socket.replaced
+                if self._config.agent_listen and (holder or not replace):
+                    check_address(parse_address(self._config.agent_listen), holder)
+                self._socket.listen()
+                opened.pop_all()
         except BaseException as exc:
             self._socket.report(exc)
             self._socket.close()
             raise
         self._socket.report(None)
+
+    def _arena_bytes(self) -> int:
+        nbytes = self._config.agent_memory_bytes or host_bytes() // _MEMORY_SHARE
+        if nbytes > host_bytes():
+            logger.warning(
+                "arena larger than this machine's memory, lower agent_memory_bytes: an agent "
+                "that fills it is killed arena_bytes=%d memory_bytes=%d",
+                nbytes,
+                host_bytes(),
+            )
+        return nbytes
 
     def _open_cache(self, recorder: Recorder) -> ChunkCache:
         config, backends = self._config, self._backends
@@ -337,6 +348,7 @@ class NodeAgent:
         self.saves.close(max(0.0, end - monotonic()))
         self._cache.close(1.0)
         self._backends.close()
+        self.arena.close()
         numbers, unsaved = self.numbers.read(), self.core.residents.unsaved
         logger.info(
             "agent ended hits=%d fills=%d disk_hits=%d load_bytes=%d saves=%d save_bytes=%d "

@@ -13,6 +13,7 @@ from threading import Thread
 from types import TracebackType
 from typing import Self
 
+from objkv.assembly.auto_sweep import AutoSweep
 from objkv.assembly.call_times import call_s
 from objkv.cache.bulk_index import BulkIndex
 from objkv.cache.quota import Quota, Room, TenantUsage, Unlimited
@@ -29,11 +30,10 @@ from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import PruneIndex, WriteIndex
 from objkv.index.guarded import INDEX_VERBS, GuardedIndex
 from objkv.index.memory import MemoryIndex
+from objkv.index.server import ServerFacts
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.net.breaker import Breakers, Change, OnChange, Patience
 from objkv.net.guard import Guard, Slots
-from objkv.ops.doctor.server import ServerFacts
-from objkv.ops.sweep.auto import AutoSweep
 from objkv.stores.base import LifecycleRules, PruneStore, ReadStore
 from objkv.stores.guarded import STORE_VERBS, GuardedStore
 from objkv.stores.local import LocalStore

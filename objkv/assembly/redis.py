@@ -27,10 +27,10 @@ from objkv.assembly import call_times
 from objkv.assembly.credentials import load_credentials
 from objkv.config import Config, Url, is_this_machine, parse_url
 from objkv.errors import ConfigError, StoreUnavailable
+from objkv.index.server import ServerFacts
 from objkv.net.deadline import ends_s
 from objkv.net.resp import DeadlinePool, keep_deadlines
 from objkv.net.transport import ClearRefused
-from objkv.ops.doctor.server import ServerFacts
 
 
 class _OnThisMachine(redis.Connection):

@@ -28,7 +28,7 @@ from objkv.ops.warm.run import WarmLimits
 from objkv.ops.warm.warm import Means, WarmProgress, check_stored, promote_stored, warm_by
 from objkv.telemetry import NullRecorder
 
-_ENGINE = "objkv.connector.programs.warm"
+_ENGINE = "objkv.programs.warm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

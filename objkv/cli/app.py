@@ -57,9 +57,9 @@ COMMANDS: Final = {
     "rebuild": ("rebuild:rebuild", "Rebuild the index from the bulk store."),
     "gpu-check": (
         "gpu_check:gpu_check",
-        "Check that objkv is right and fast on this machine's GPU.",
+        "Check on this machine's GPU that replicas share KV and give the same answers.",
     ),
-    "bench": ("bench:bench", "Benchmark objkv against the limits of this machine."),
+    "bench": ("bench:bench", "Measure your stores, index and node agent from this machine."),
 }
 """Each subcommand's module and function, and the first sentence of its help."""
 
@@ -75,10 +75,7 @@ class CommandTable(MutableMapping[str, Any]):
             module, _, attribute = COMMANDS[name][0].partition(":")
             found = getattr(import_module(f"objkv.cli.{module}"), attribute)
             group = typer.Typer(add_completion=False, rich_markup_mode=None)
-            if isinstance(found, typer.Typer):
-                group.add_typer(found, name=name)
-            else:
-                group.command(name)(found)
+            group.command(name)(found)
             self._loaded[name] = get_group(group).commands[name]
         return self._loaded[name]
 
@@ -162,16 +159,13 @@ def root(
 
 
 def all_commands() -> Iterator[tuple[str, Any]]:
-    """Yield each visible command after its group, as (``objkv bench store``, Click command).
-
-    Imports every module of the command line.
-    """
-    waiting: list[tuple[str, Any]] = [("objkv", get_group(app))]
-    while waiting:
-        path, command = waiting.pop(0)
-        yield path, command
-        inner = getattr(command, "commands", {})
-        waiting[:0] = [(f"{path} {name}", inner[name]) for name in inner if not inner[name].hidden]
+    """Yield ``objkv`` and each visible command, as (``objkv ls``, Click command). Imports every
+    module of the command line."""
+    group = get_group(app)
+    yield "objkv", group
+    for name, command in group.commands.items():
+        if not command.hidden:
+            yield f"objkv {name}", command
 
 
 def main() -> None:

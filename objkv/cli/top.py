@@ -563,8 +563,9 @@ def _pressed(keys: int | None) -> str:
     if keys is None:
         time.sleep(_POLL_S)
         return ""
-    ready, _, _ = select.select([keys], [], [], _POLL_S)
-    if not ready:
+    poll = select.poll()
+    poll.register(keys, select.POLLIN)
+    if not poll.poll(1000 * _POLL_S):
         return ""
     text = os.read(keys, 8).decode(errors="replace")
     return _ARROWS.get(text, text[:1]) if text else "q"  # end of input: the terminal has closed

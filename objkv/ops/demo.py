@@ -1,7 +1,7 @@
 """The demo: three replicas, one after the other. R runs without objkv. A and B have a node agent
 and an empty store in common: A computes and saves, B loads.
 
-``objkv.connector.programs.demo_replica`` is the process of one replica; its events are defined
+``objkv.programs.demo_replica`` is the process of one replica; its events are defined
 here.
 """
 
@@ -363,7 +363,7 @@ def _live(
 ) -> tuple[Answers, ReplicaEnd]:
     """Run one replica from start to exit."""
     name, answers, end = _NAMES[replica], dict[str, DemoAnswer](), None
-    arguments = ("-m", "objkv.connector.programs.demo_replica", replica, size, str(place.models))
+    arguments = ("-m", "objkv.programs.demo_replica", replica, size, str(place.models))
     tell(name, "starting Python")
     with Program(name, arguments, place.logs / f"replica-{replica}.log", settings) as program:
         for line in program.lines(bound_s=_BOUND_S):

@@ -261,13 +261,18 @@ class Saver:
         )
 
     def _copies_end(self, until: float) -> bool:
-        """Poll until all copies are done. Returns False if the time ``until`` comes first.
+        """Poll until all copies are done. Returns False if the time ``until`` comes first, or if
+        the device fails.
 
         Blocks and slabs may be unmapped next, so no copy may run later. CUDA has no wait with a
         timeout, so this polls.
         """
         while True:
-            self._poll()
+            try:
+                self._poll()
+            except Exception:
+                logger.exception("copies of saves failed on the device")
+                return False
             if not self._open:
                 return True
             if self._clock() >= until:

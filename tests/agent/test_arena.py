@@ -1,7 +1,7 @@
 import mmap
 import os
 import random
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import pytest
 from hypothesis import settings
@@ -44,7 +44,8 @@ def test_only_the_agent_can_write_and_nobody_can_resize() -> None:
 @pytest.mark.parametrize("sealed", [False, True])
 def test_a_file_that_could_shrink_or_has_no_room_is_refused_and_closed(sealed: bool) -> None:
     if sealed:
-        fd = os.dup(Arena.create(PAGE).fd)
+        with closing(Arena.create(PAGE)) as arena:
+            fd = os.dup(arena.fd)
         assert check_seals(fd, writable=False)
         Arena.join(fd).close()
     fd = os.memfd_create("x", os.MFD_ALLOW_SEALING)
@@ -121,6 +122,8 @@ def test_a_reader_sees_what_the_agent_writes_into_a_cell() -> None:
     assert mine.board.read(5) == written
     with pytest.raises(TypeError):
         mine.board.write(5, written)
+    mine.close()
+    arena.close()
 
 
 class ExtentsMachine(RuleBasedStateMachine):
@@ -203,3 +206,4 @@ def test_little_is_lost_between_payloads_of_three_models() -> None:
             lost.append(residents.free_bytes / residents.total_bytes)
     assert residents.check()
     assert sum(lost) / len(lost) < 0.1
+    arena.close()

@@ -6,6 +6,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,11 @@ class DiskNode(Node):
     def count(self, name: str) -> float:
         """A counter's value."""
         return self.recorder.value(f"agent_disk_{name}")
+
+
+@pytest.fixture(autouse=True)
+def slow_machines_hang_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spill_module, "_HANGS_S", PATIENCE_S)
 
 
 @pytest.fixture
@@ -348,8 +354,16 @@ def test_a_failing_disk_is_left_out_and_the_stores_are_read(
 
 
 @pytest.mark.usefixtures("no_probes")
-def test_a_disk_that_hangs_does_not_keep_all_threads(
-    make: Callable[..., DiskNode], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("clock", "hangs_for_all"),
+    [(count(1).__next__, True), (lambda: 1.0, False)],
+    ids=["nothing since", "a byte just now"],
+)
+def test_a_slow_read_keeps_not_all_threads_and_only_one_that_hangs_closes_the_disk(
+    clock: Callable[[], float],
+    hangs_for_all: bool,
+    make: Callable[..., DiskNode],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     node = make(threads=2)
     wanted = node.save()
@@ -358,14 +372,17 @@ def test_a_disk_that_hangs_does_not_keep_all_threads(
     hangs, mends = threading.Event(), threading.Event()
     preadv = os.preadv
 
-    def slow(*args: object) -> int:
+    def slow(fd: int, buffers: list[memoryview], at: int) -> int:
+        if not at:
+            return preadv(fd, [buffers[0][:1]], at)
         hangs.set()
         assert mends.wait(PATIENCE_S)
-        return preadv(*args)  # type: ignore[arg-type]
+        return preadv(fd, buffers, at)
 
     with monkeypatch.context() as hanging:
         hanging.setattr(module.os, "preadv", slow)
         hanging.setattr(spill_module, "_HANGS_S", 0.05)
+        hanging.setattr(spill_module, "monotonic", clock)
         (first,) = node.core.open(
             Sleeper(), wanted[:1], deadline_s=PATIENCE_S, urgency=Urgency.IN_STEP
         )
@@ -375,7 +392,7 @@ def test_a_disk_that_hangs_does_not_keep_all_threads(
             assert right(node, one)
             node.residents.release(one)
         assert node.count("busy") == 2
-        assert node.recorder.value("breaker_open_disk_read") == 1
+        assert node.recorder.value("breaker_open_disk_read") == hangs_for_all
         mends.set()
         wait_until(lambda: first.state is not CellState.FILLING)
     assert right(node, first)

@@ -1,5 +1,7 @@
 """The states of payloads, against a model with several clients."""
 
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import pytest
@@ -215,8 +217,10 @@ TestResidents = ResidentsMachine.TestCase
 TestResidents.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 
 
-def make(pages: int = PAGES) -> Residents:
-    return Residents(Arena.create(pages * PAGE), MemoryRecorder())
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    with closing(Arena.create(6 * PAGE)) as arena:
+        yield arena
 
 
 def filled(residents: Residents, key: str, pages: int = 1) -> Resident:
@@ -229,9 +233,9 @@ def filled(residents: Residents, key: str, pages: int = 1) -> Resident:
     return one
 
 
-def test_without_a_cell_nothing_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_cell_nothing_is_opened(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CELLS", 2)
-    residents = make()
+    residents = Residents(arena, MemoryRecorder())
     first = residents.open("a", None)
     assert first is not None
     assert residents.open("b", None) is not None
@@ -239,8 +243,8 @@ def test_without_a_cell_nothing_is_opened(monkeypatch: pytest.MonkeyPatch) -> No
     assert residents.open("a", None) == (first[0], False)
 
 
-def test_neighbours_make_room_where_single_gaps_do_not() -> None:
-    residents = make(6)
+def test_neighbours_make_room_where_single_gaps_do_not(arena: Arena) -> None:
+    residents = Residents(arena, MemoryRecorder())
     ones = [filled(residents, str(number)) for number in range(6)]
     for number in (0, 1, 2, 4, 5):
         residents.release(ones[number])
@@ -254,17 +258,19 @@ def test_neighbours_make_room_where_single_gaps_do_not() -> None:
     assert residents.check()
 
 
-def test_waiting_for_readers() -> None:
-    residents = make()
+def test_waiting_for_readers(arena: Arena) -> None:
+    residents = Residents(arena, MemoryRecorder())
     one = filled(residents, "a")
     assert not residents.wait_idle(0.0)
     residents.release(one)
     assert residents.wait_idle(0.0)
 
 
-def test_many_small_payloads_make_room_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_small_payloads_make_room_for_each_other(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "CELLS", 2)
-    residents = make()
+    residents = Residents(arena, MemoryRecorder())
     for key in ("a", "b"):
         residents.release(filled(residents, key))
     kept = residents.open("b", None)

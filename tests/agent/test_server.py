@@ -6,6 +6,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -212,9 +213,9 @@ def test_without_a_free_descriptor_there_is_no_agent(
     calls.close()
 
 
-def test_a_process_that_is_no_agent_is_none() -> None:
+def test_a_process_that_is_no_agent_is_none(tmp_path: Path) -> None:
     with pytest.raises(TransferError, match="no agent at"):
-        AgentConnection(Node().folder / "nothing")
+        AgentConnection(tmp_path / "nothing")
 
 
 def test_an_agent_that_never_answers_is_lost_in_time(node: Node) -> None:

@@ -347,7 +347,7 @@ def test_an_old_record_without_an_index_is_a_miss(
     node.read(others)
 
     def down(*_: object) -> Any:
-        raise error
+        raise type(error)(*error.args)  # one that is kept keeps all that its frames had
 
     node.index.find = down  # type: ignore[method-assign]
     assert node.read(wanted) == [MissReason.STORE]

@@ -213,6 +213,7 @@ def test_a_load_that_an_old_agent_does_not_open_is_loaded_by_the_next(
     reader.load()
     assert reader.replica.recorder.value("load_errors") == 0
     reader.replica.close()
+    writer.close()
     assert Old(node).join() is True
 
 
@@ -344,3 +345,4 @@ def test_a_replica_of_another_version_says_so_once_and_runs_without(
     assert caplog.text.count("loads from the agent") == 1
     assert caplog.text.count("speaks version") >= 1
     reader.replica.close()
+    writer.close()

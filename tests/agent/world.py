@@ -158,6 +158,7 @@ class Node:
             self.server.close()
         self.lookups.close()
         self.saves.close(PATIENCE_S)
+        self.arena.close()
         shutil.rmtree(self.folder)
 
 

@@ -27,7 +27,7 @@ from objkv.net.deadline import EndsBy, ends_s
 from objkv.ops.doctor.probes import probe_index, probe_store
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder, NullRecorder
-from objkv.testing.clock import ManualClock
+from tests.contracts.clock import ManualClock
 from tests.support.samples import NAMESPACE, WHOLE, save
 from tests.support.servers.quick_s3 import Answer, QuickS3, Request, failure
 from tests.support.servers.redis import valkey_server

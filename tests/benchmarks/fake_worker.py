@@ -1,8 +1,6 @@
-"""A peer that keeps values as files, and can be told to lie, fail, hang or die."""
+"""A peer that keeps values as files, and can be told to lie."""
 
-import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,9 +11,6 @@ from protocol import Bytes, Case, Servers, Worker, serve
 
 
 class FakeWorker(Worker):
-    def __init__(self, fault: str) -> None:
-        self._fault = fault
-
     def open(self, servers: Servers, role: str, threads: int) -> None:
         print("what a library prints is no answer")
         self._folder, self._role = Path(servers.folder), role
@@ -29,26 +24,13 @@ class FakeWorker(Worker):
             (self._folder / name).write_bytes(value)
 
     def get(self, names: Sequence[str]) -> None:
-        if self._fault == "fails":
-            raise ValueError("as the test wants it")
-        if self._fault == "hangs":
-            time.sleep(3600)
-        if self._fault == "dies" or (self._fault == "dies once" and self._is_first()):
-            os._exit(3)
         for name, buffer in zip(names, self._buffers, strict=True):
             buffer[:] = np.frombuffer((self._folder / name).read_bytes(), np.uint8)
-        if self._fault == "lies":
+        if sys.argv[1] == "lies":
             self._buffers[-1][-1] ^= 1
 
     def got(self, count: int) -> list[Bytes]:
         return self._buffers[:count]
-
-    def _is_first(self) -> bool:
-        try:
-            (self._folder / "died").touch(exist_ok=False)
-        except FileExistsError:
-            return False
-        return True
 
     def lookup(self, names: Sequence[str]) -> int:
         stored = [(self._folder / name).exists() for name in names]
@@ -56,4 +38,4 @@ class FakeWorker(Worker):
 
 
 if __name__ == "__main__":
-    serve(FakeWorker(sys.argv[1]))
+    serve(FakeWorker())

@@ -14,7 +14,7 @@ from objkv.cache.admission import (
     Tier,
 )
 from objkv.telemetry import MemoryRecorder, NullRecorder
-from objkv.testing.clock import ManualClock
+from tests.contracts.clock import ManualClock
 
 MB = 1_000_000
 

@@ -8,7 +8,7 @@ import pytest
 from objkv.cache import codec_choice as choose
 from objkv.cache.codec_choice import SAMPLE_BYTES_MAX, SAMPLE_EVERY, CodecChooser, load_seconds
 from objkv.codec.payload import LayerSpec
-from objkv.testing.clock import ManualClock
+from tests.contracts.clock import ManualClock
 
 PATIENCE_S = 120.0
 LAYERS = [LayerSpec(f"l{i}", "BF16", (1, 1, 32, 64)) for i in range(32)]

@@ -201,8 +201,8 @@ def test_a_prompt_that_grows_in_steps_matches_as_one_that_was_asked_for_at_once(
     for i, there in enumerate(stored):
         if there:
             index.publish(ChunkEntry(NS, hashes[i], b"p" * 20, 0, 64), {FIELD: SHARD}, ttl_s=3600)
-    service = LookupService(index, [FIELD], MemoryRecorder(), LookupLimits(PATIENCE_S, 2))
     steps = sorted(data.draw(st.lists(st.integers(0, len(stored)), max_size=4)))
+    service = LookupService(index, [FIELD], MemoryRecorder(), LookupLimits(PATIENCE_S, 2))
     group = GroupIdentity("full", None, ("a", "b"), heads=4, content=16, block_size=32)
     for count in [*steps, len(stored)]:
         records = answer(lambda n=count: service.ask("r", NS, hashes[:n]))  # type: ignore[misc]

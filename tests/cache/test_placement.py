@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from objkv.cache.promotion import HOUR_S, HotLimits, OftenLoaded, belongs_in_hot
-from objkv.testing.clock import ManualClock
+from tests.contracts.clock import ManualClock
 
 LIMITS = HotLimits(
     payload_bytes_max=1000, save_bytes_max=100, promote_loads=3, promote_bytes_max=2000

@@ -1,6 +1,6 @@
 """Payloads that are loaded often are copied to the hot store, hot first and the record last."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Event, Thread
 
@@ -91,17 +91,22 @@ Make = Callable[..., World]
 
 
 @pytest.fixture
-def make() -> Make:
+def make() -> Iterator[Make]:
+    caches: list[ChunkCache] = []
+
     def world(**changes: int) -> World:
         log: list[str] = []
         bulk, hot, index = MemoryStore(), WatchedStore(log), WatchedIndex(log)
         recorder = MemoryRecorder()
         cache = ChunkCache(bulk, hot, index, replace(SETTINGS, **changes), recorder)
+        caches.append(cache)
         cache.save(CLAIM, PAYLOAD, HEADER)
         log.clear()
         return World(cache, bulk, hot, index, recorder, log)
 
-    return world
+    yield world
+    for cache in caches:
+        assert cache.close(PATIENCE_S)
 
 
 def test_a_payload_that_is_loaded_often_becomes_hot_and_its_record_says_so_last(make: Make) -> None:
@@ -173,6 +178,7 @@ def test_a_hot_copy_that_the_server_evicted_is_made_again(make: Make) -> None:
     assert world.recorder.value("hot_hits") == 1
     world.load(10, hot=True)
     assert world.log == ["hot", "record"]
+    assert again.close(PATIENCE_S)
 
 
 @pytest.mark.parametrize("replaced", [False, True])

@@ -10,9 +10,9 @@ from objkv.index.memory import MemoryIndex
 from objkv.stores.base import Buffer
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
-from objkv.testing.clock import ManualClock
-from objkv.testing.flaky import FlakyStore
 from tests.codec.payloads import CLAIM, sample
+from tests.contracts.clock import ManualClock
+from tests.contracts.flaky import FlakyStore
 
 PATH = CLAIM.key.path()
 PAYLOAD = bytes(sample("none"))

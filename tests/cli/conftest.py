@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 from objkv.assembly.backends import Backends, open_backends
 from objkv.cli.app import app
-from objkv.cli.documents import DOCUMENTS
 from objkv.config import load_config
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.stores.local import LocalStore
 from objkv.telemetry import NullRecorder
+from tests.support.documents import DOCUMENTS
 from tests.support.json_documents import faults_of
 from tests.support.samples import LEFT, RIGHT, save, save_identity
 

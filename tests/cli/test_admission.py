@@ -5,12 +5,10 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from objkv.cache.switch import SWITCH_PATH, AdmissionSwitch
 from objkv.ops.audit.findings import foreign_folders
 from objkv.telemetry import NullRecorder
-from tests.cli.conftest import Machine, Run, refused
+from tests.cli.conftest import Machine, Run
 from tests.support.samples import NAMESPACE, TOKENS
 
 
@@ -55,44 +53,6 @@ def test_the_document_says_who_and_until_when(machine: Machine, run: Run) -> Non
     assert order["by"]
     stored = json.loads(machine.bulk.get(SWITCH_PATH) or b"")
     assert stored["switches"] == [order]
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (("admission", "sometimes"), "auto, always, never"),
-        (("admission", "--for", "1h"), "needs a mode"),
-        (("admission", "clear", "--for", "1h"), "needs a mode"),
-        (("admission", "never", "--for", "soon"), "not a duration"),
-        (("admission", "never", "--for", "400d"), "must be"),
-        (("admission", "never", "-n", "ffffff"), "ffffff"),
-    ],
-)
-def test_what_cannot_be_ordered_changes_nothing(
-    machine: Machine, run: Run, words: tuple[str, ...], reason: str
-) -> None:
-    machine.fill()
-    refused(run(*words), reason)
-    assert machine.bulk.get(SWITCH_PATH) is None
-
-
-def test_a_long_name_of_a_user_is_cut(
-    machine: Machine, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine.fill()
-    monkeypatch.setenv("LOGNAME", "a" * 250)
-    assert run("admission", "never").code == 0
-    assert followed(machine) == "never"
-
-
-def test_a_reader_may_look_and_not_order(
-    machine: Machine, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine.fill()
-    monkeypatch.setenv("OBJKV_ROLE", "reader")
-    assert run("admission").code == 0
-    refused(run("admission", "never"), "role")
-    assert machine.bulk.get(SWITCH_PATH) is None
 
 
 def test_an_explained_match_names_the_order(machine: Machine, run: Run) -> None:

@@ -63,18 +63,6 @@ def test_nothing_changes_without_apply(
     assert state(machine) != before
 
 
-@pytest.mark.parametrize("command", ["import", "rebuild"])
-def test_dry_run_is_still_taken_and_no_longer_shown(
-    run: Run, machine: Machine, damaged: Path, command: str
-) -> None:
-    given = [word.format(out=damaged) for word in DRY[command][1]]
-    before = state(machine)
-    assert run(*given, "--dry-run").code == 1
-    refused(run(*given, "--dry-run", "--apply"), "exclude each other")
-    assert state(machine) == before
-    assert "--dry-run" not in run(command, "--help").out
-
-
 def test_a_second_look_finds_nothing_left(run: Run, damaged: Path) -> None:
     assert run("import", str(damaged), "--apply").code == 0
     assert run("import", str(damaged)).code == 0

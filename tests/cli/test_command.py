@@ -5,9 +5,8 @@ import json
 
 import pytest
 
-from objkv.cli.app import COMMANDS, all_commands
+from objkv.cli.app import COMMANDS
 from objkv.cli.command import exit_code, guarded
-from objkv.cli.documents import DOCUMENTS
 from objkv.cli.output import Printer, age, size
 from objkv.errors import (
     ConfigError,
@@ -21,7 +20,6 @@ from objkv.errors import (
 from objkv.ops.doctor.access import ROLES
 from objkv.ops.formats import printable
 from tests.cli.conftest import Machine, Run, refused
-from tests.support.json_documents import faults_of
 from tests.support.samples import NAMESPACE
 
 
@@ -40,40 +38,8 @@ def test_every_error_has_its_exit_code(error: ObjkvError, code: int) -> None:
     assert exit_code(error) == code
 
 
-def test_the_list_of_commands_cuts_no_sentence_short(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    told = run("--help").out
-    assert "..." not in told.partition("Commands:")[2]
-    assert "--install-completion" not in told, "objkv completion is the one way"
-
-
-def test_the_list_shows_the_first_sentence_of_each_command(run: Run) -> None:
-    for path, command in all_commands():
-        name = path.removeprefix("objkv ")
-        if name in COMMANDS:
-            first = " ".join(command.help.split("\n\n")[0].split())
-            sentence = first.partition(". ")[0].removesuffix(".")
-            assert COMMANDS[name][1] == f"{sentence}.", f"{name}: change COMMANDS in cli/app.py"
-    shown = " ".join(run("--help").out.split())
-    for name, (_, sentence) in COMMANDS.items():
-        assert f" {name} {sentence} " in shown
-
-
-def test_each_document_has_a_declared_type_and_is_held_to_it(run: Run) -> None:
-    assert set(DOCUMENTS) == set(COMMANDS) - {"completion"}
-    document = run("access", "--role", "reader", "--json").document
-    assert faults_of("access", document) == []
-    assert faults_of("access", {**document, "more": 1})
-    assert faults_of("access", {name: document[name] for name in ("role", "iam", "acl")})
-    assert faults_of("access", {**document, "acl": 1})
-    assert faults_of("access", {**document, "role": "root"})
-
-
 def test_a_misspelt_command_is_wrong_usage_with_a_suggestion(run: Run) -> None:
     refused(run("verfy"), "No such command 'verfy'", "'verify'")
-    refused(run("bench", "lokup"), "No such command 'lokup'", "'lookup'")
 
 
 def test_a_choice_that_is_none_is_told_without_the_names_of_libraries(run: Run) -> None:
@@ -122,16 +88,6 @@ def test_an_error_cannot_drive_the_terminal(capsys: pytest.CaptureFixture[str]) 
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["ls", "match", "show"])
-def test_an_index_that_does_not_answer_is_3_and_a_sentence(run: Run, name: str) -> None:
-    arguments = {"show": ["abcd"]}.get(name, [])
-    ran = run(name, *arguments, "--index-url", "redis://127.0.0.1:1", "--json", stdin="1")
-    assert (ran.code, ran.out) == (3, "")
-    assert ran.err.startswith("objkv: redis index")
-    assert ran.err.endswith("; objkv doctor shows what works\n")
-    assert ran.err.count("\n") == 1
-
-
 def test_debug_shows_where_an_error_comes_from(run: Run) -> None:
     ran = run("--debug", "ls", "--index-url", "redis://127.0.0.1:1")
     assert ran.code == 3
@@ -163,8 +119,8 @@ def test_the_version_is_told(run: Run) -> None:
     assert ran.out.startswith("objkv 0.")
 
 
-WITH_OPTIONS = [name for name in COMMANDS if name not in ("completion", "bench")]
-"""``completion`` prints a script, whatever the settings; ``bench`` is a group."""
+WITH_OPTIONS = [name for name in COMMANDS if name != "completion"]
+"""``completion`` prints a script, whatever the settings."""
 
 
 @pytest.mark.parametrize("name", WITH_OPTIONS)
@@ -193,19 +149,6 @@ def test_long_rows_are_not_cut_where_there_is_no_terminal(run: Run, machine: Mac
     digest = machine.fill()[2]
     row = run("ls", NAMESPACE).out.splitlines()[1]
     assert digest in row
-
-
-def test_rows_are_neither_folded_nor_padded_on_a_narrow_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "20")
-    rows = [("a" * 40, "ok"), ("b", "long " * 9 + "enough")]
-    Printer(machine=False, color=False).table(("hash", "detail"), rows)
-    assert capsys.readouterr().out.splitlines() == [
-        f"{'hash':40}  detail",
-        f"{'a' * 40}  ok",
-        f"{'b':40}  {'long ' * 9}enough",
-    ]
 
 
 def test_sizes_and_ages_are_for_people() -> None:

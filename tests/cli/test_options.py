@@ -6,18 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
-import typer
 
 from objkv.assembly.backends import Backends
-from objkv.cli.app import all_commands
-from objkv.cli.options import CommonOptions, current_name
 from objkv.ops.verify import Verify
 from objkv.ops.verify_payload import Budget
-from objkv.testing.damage import DamagedStore, Defects
 from tests.cli.conftest import Machine, Run, refused
+from tests.contracts.damage import DamagedStore, Defects
 from tests.support.samples import NAMESPACE
-
-UNITS = ("-s", "-ms", "-seconds", "-bytes", "-mib", "-days")
 
 
 def test_every_form_of_output_is_an_option_of_every_command(run: Run, machine: Machine) -> None:
@@ -54,15 +49,6 @@ def test_common_options_may_stand_before_the_command(
     assert "prefixes" not in run("--json", "ls", "--prefixes", "-o", "table").out
     assert run("-o", "table", "ls", *there, "--json").document["namespaces"] == document
     assert "Traceback (most" in run("ls", "--debug", "--index-url", "redis://127.0.0.1:1").err
-
-
-def test_each_common_option_is_kept_before_a_command() -> None:
-    before = CommonOptions("a", "b", Path("c"), "json", False, True, True)
-    assert before.then(CommonOptions()) == before
-    assert CommonOptions().then(before) == before
-    assert before.then(CommonOptions("x", output="wide")).form == "wide"
-    with pytest.raises(typer.BadParameter):
-        CommonOptions(output="table", json=True)
 
 
 @pytest.mark.parametrize(
@@ -111,19 +97,6 @@ def test_sizes_have_units(run: Run, ends: Backends, monkeypatch: pytest.MonkeyPa
     assert seen == [64 << 20] * 2
 
 
-def test_names_have_no_units_and_the_old_names_still_work(run: Run, ends: Backends) -> None:
-    for path, command in all_commands():
-        names = [name for option in command.params for name in option.opts]
-        assert not [name for name in names if name.startswith("--") and name.endswith(UNITS)], path
-    assert current_name("grace-s") == "grace"
-    DamagedStore(ends).plant(Defects(good=2, orphan=1))
-    new, old = (run("sweep", option, "0", "--json").document for option in ("--grace", "--grace-s"))
-    assert new["categories"] == old["categories"]
-    assert new["categories"]["orphan"]["payloads"] == 1
-    assert run("verify", "--deadline-s", "60", "--memory-bytes", "1000000").code == 0
-    assert "--grace-s" not in run("sweep", "--help").out
-
-
 def test_outputs_that_cannot_be_written_are_found_before_anything_is_read(
     run: Run, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,19 +105,12 @@ def test_outputs_that_cannot_be_written_are_found_before_anything_is_read(
 
     machine.fill()
     (tmp_path / "file").touch()
-    for module in (
-        "export.upkeep",
-        "audit.upkeep",
-        "gpu_check.GpuChecks",
-        "bench.describe_machine",
-    ):
+    for module in ("export.upkeep", "audit.upkeep"):
         monkeypatch.setattr(f"objkv.cli.{module}", read)
     export = ("export", "--namespace", NAMESPACE, "--out")
     refused(run(*export, str(tmp_path / "file")), "is not a directory")
     refused(run(*export, str(tmp_path / "file" / "inside")), "is not a directory")
     refused(run(*export, "/proc/out"), "cannot write to /proc")
-    refused(run("gpu-check", "--out", "/proc/out"), "cannot write to /proc")
-    refused(run("bench", "lookup", "--plot", "/proc/ratios.svg"), "cannot write to /proc")
     refused(run("audit", "--html", "/proc/report.html"), "cannot write to /proc")
 
 

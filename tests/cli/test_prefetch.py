@@ -5,7 +5,6 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from objkv.config import load_config
 from objkv.config.node import http_path
 from objkv.errors import StoreUnavailable
 from objkv.telemetry import MemoryRecorder
-from objkv.testing.index_contract import chunk, shard
 from tests.cli.conftest import Machine, Run, refused
 from tests.support.samples import IDENTITY, NAMESPACE, TOKENS, save_identity
 
@@ -60,14 +58,6 @@ def test_a_namespace_has_the_names_that_it_has_elsewhere(
     ran = run("prefetch", "-n", name, "--no-wait", "--json", stdin=PROMPT)
     assert (ran.code, ran.document["started"]) == (0, 6)
     refused(run("prefetch", "-n", "none", stdin=PROMPT), "no namespace matches none")
-
-
-def test_one_of_several_namespaces_is_chosen(run: Run, machine: Machine, agent: NodeAgent) -> None:
-    other = replace(IDENTITY, tenant="other")
-    save_identity(machine.bulk, other)
-    entry = replace(chunk(), namespace=other.namespace())
-    machine.index.publish(entry, {"0.L0-1_H0-1": shard()}, ttl_s=60)
-    refused(run("prefetch", stdin=PROMPT), "2 namespaces; choose one with --namespace", NAMESPACE)
 
 
 def test_a_salt_is_part_of_the_prompt_and_what_is_not_stored_is_said(

@@ -2,18 +2,8 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.cli.conftest import Machine, Run
 from tests.support.samples import NAMESPACE
-
-PAYLOAD_KEYS = [
-    "key", "verdict", "problem", "nbytes", "group", "shard", "parent_hash", "token_start",
-    "token_end", "codec", "ratio", "header_bytes", "header_checksum", "token_digest",
-    "tokens_stored", "writer", "created_s", "frames", "signed_by",
-    "encrypted_by", "seal_verified",
-]  # fmt: skip
-FRAME_KEYS = ["layer", "dtype", "shape", "codec", "nbytes", "raw_bytes", "problem"]
 
 
 def path_of(home: Path, digest: str) -> Path:
@@ -34,17 +24,6 @@ def test_one_payload_is_shown_by_its_path(run: Run, machine: Machine) -> None:
     path = f"{NAMESPACE}/{digest[:2]}/{digest}/0.L0-2_H0-1.safetensors"
     document = run("show", path, "--json").document
     assert [payload["key"] for payload in document["payloads"]] == [path]
-
-
-def test_the_keys_for_machines_are_stable(run: Run, machine: Machine) -> None:
-    digest = machine.fill()[0]
-    document = run("show", digest, "--json").document
-    assert list(document) == ["key", "verdict", "payloads"]
-    assert (document["key"], document["verdict"]) == (digest, "ok")
-    assert len(document["payloads"]) == 2
-    for payload in document["payloads"]:
-        assert list(payload) == PAYLOAD_KEYS
-        assert [list(frame) for frame in payload["frames"]] == [FRAME_KEYS] * 2
 
 
 def test_a_corrupt_payload_is_1_and_located(run: Run, machine: Machine, home: Path) -> None:
@@ -81,29 +60,10 @@ def test_what_nobody_knows_is_1(run: Run, machine: Machine) -> None:
     }
 
 
-def test_a_store_without_namespaces_is_reported_instead_of_a_missing_chunk(
-    run: Run,
-) -> None:
-    ran = run("show", "ffff")
-    assert (ran.code, ran.out) == (2, "")
-    assert ran.err == (
-        "objkv: no namespace is stored; either no replica has saved yet, or bulk_url and index_url "
-        "are wrong\n"
-    )
-
-
 def test_a_whole_namespace_needs_no_index(run: Run, machine: Machine) -> None:
     digest = machine.fill()[0]
     arguments = ("--namespace", NAMESPACE, "--index-url", "redis://127.0.0.1:1")
     assert run("show", digest[:12], *arguments).code == 0
-
-
-@pytest.mark.parametrize("key", ["abc", "xyzw", "a/b/c", "ABCD"])
-def test_what_can_be_no_key_is_2(run: Run, key: str) -> None:
-    ran = run("show", key)
-    assert (ran.code, ran.out) == (2, "")
-    assert ran.err.startswith("objkv: ")
-    assert ran.err.count("\n") == 1
 
 
 def test_a_beginning_of_several_lists_what_can_be_given_instead(
@@ -119,9 +79,3 @@ def test_a_beginning_of_several_lists_what_can_be_given_instead(
     choices = ran.err.strip().partition("; give one of ")[2].split(", ")
     assert sorted(choices) == sorted([digest, other])
     assert run("show", other).code == 1
-
-
-def test_nothing_is_printed_after_the_last_table(run: Run, machine: Machine) -> None:
-    out = run("show", machine.fill()[0]).out
-    assert not out.endswith("\n\n")
-    assert "\n\n\n" not in out

@@ -14,15 +14,10 @@ from pathlib import Path
 import pytest
 
 from objkv.assembly.backends import Backends
-from objkv.cli import bench, demo, top
 from objkv.cli.output import Printer
 from objkv.cli.tables import shortened
-from objkv.ops.top.prefixes import HotPrefix, PrefixLook
-from objkv.ops.top.rates import Flow, ReplicaRow
-from objkv.ops.top.watch import View
-from objkv.testing.damage import DamagedStore, Defects
-from tests.cli import test_bench, test_demo
 from tests.cli.conftest import Machine, Run
+from tests.contracts.damage import DamagedStore, Defects
 from tests.support.samples import NAMESPACE, TOKENS
 
 COLUMNS = 80
@@ -77,6 +72,7 @@ def on_terminal(lines: list[list[str]], home: Path) -> dict[str, list[list[str]]
     }
 
 
+@pytest.mark.slow
 def test_each_table_fits_a_terminal_and_is_whole_in_a_pipe(
     run: Run, ends: Backends, machine: Machine, home: Path
 ) -> None:
@@ -127,47 +123,6 @@ def terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setattr(type(sys.stdout), "isatty", lambda _: True)
     return Printer(machine=False, color=False)
-
-
-def rows_with(text: str, *words: str) -> list[str]:
-    """The lines with one of ``words``, which begin rows of tables."""
-    found = [line for line in text.splitlines() if line.startswith(words)]
-    assert found, text
-    return found
-
-
-def test_tables_of_measurements_fit_too(
-    terminal: Printer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    names = [row.name for row in (test_bench.REACHED, test_bench.MISSED)]
-    bench.print_report(terminal, test_bench.report(test_bench.REACHED, test_bench.MISSED))
-    out = capsys.readouterr().out
-    assert all(len(line) <= COLUMNS for line in rows_with(out, *names))
-    assert "objkv" in out
-    demo.print_report(terminal, test_demo.report(test_demo.rows()))
-    prompts = tuple(prompt.name for prompt in test_demo.PROMPTS)
-    assert all(
-        len(line) <= COLUMNS for line in rows_with(capsys.readouterr().out, "prompt ", *prompts)
-    )
-
-
-def test_top_keeps_why_a_replica_is_down(
-    terminal: Printer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    problem = "the connection was refused three times in a row"
-    rows = (
-        ReplicaRow("http://replica-1.example:8000", "up", None, Flow(), ()),
-        ReplicaRow("http://replica-2.example:8000", "down", problem, Flow(), ()),
-    )
-    prefix = HotPrefix(NAMESPACE, b"\x01" * 20, 5, 1.0, 512, 4096, 1 << 20, 0)
-    look = PrefixLook(0.0, (prefix,), 10, True)
-    top._print(terminal, View(rows, Flow(), (), None, (), look, ()))
-    out = capsys.readouterr().out
-    assert all(
-        len(line) <= COLUMNS for line in rows_with(out, "http://", "replica", NAMESPACE[:12])
-    )
-    assert "refused three" in " ".join(out.split())
-    assert NAMESPACE not in out
 
 
 def test_hashes_are_as_long_as_it_takes_to_tell_them_apart(

@@ -12,7 +12,6 @@ import termios
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from fcntl import ioctl
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
@@ -25,13 +24,13 @@ import pyte
 import pytest
 from rich.console import Console
 
-from objkv.cli.top import SORTS, Showing, screen, sort_rows, summary_lines
+from objkv.cli.top import Showing, screen
 from objkv.ops.top.nodes import NodeRow
 from objkv.ops.top.prefixes import HotPrefix, PrefixLook
 from objkv.ops.top.rates import Flow, ReplicaRow, total_of
 from objkv.ops.top.watch import StoredTotals, View
 from tests.agent.world import Node, http_of
-from tests.cli.conftest import Machine, Run, refused
+from tests.cli.conftest import Machine, Run
 from tests.support.samples import NAMESPACE
 
 OBJKV = Path(sys.executable).with_name("objkv")
@@ -141,35 +140,6 @@ def test_a_nodes_agent_is_a_row_of_its_own(run: Run, home: Path, agent: Path) ->
     assert (row["name"], row["state"], row["clients"]) == (str(agent), "up", 7)
 
 
-def test_an_agent_alone_needs_no_replica(run: Run, home: Path, agent: Path) -> None:
-    words = ("top", *QUICK, "--no-index", "--agent", str(agent))
-    ran, document = run(*words, "--once"), run(*words, "--json").document
-    assert (ran.code, ran.err) == (0, "")
-    assert ran.out.splitlines()[0] == "1 node agent, 0 down"
-    assert "127.0.0.1:8000" not in ran.out
-    assert document["rows"] == []
-    assert [row["state"] for row in document["nodes"]] == ["up"]
-    nowhere = run("top", "--once", *QUICK, "--no-index", "--agent", "/nowhere/agent.sock")
-    assert nowhere.code == 3
-    assert nowhere.out.splitlines()[0] == "1 node agent, 1 down"
-
-
-def test_the_agent_of_the_settings_is_shown(
-    run: Run, home: Path, agent: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OBJKV_AGENT", f"unix://{agent}")
-    with replica() as url:
-        words = ("top", "--json", *QUICK, "--endpoint", url, "--no-index")
-        assert [row["state"] for row in run(*words).document["nodes"]] == ["up"]
-        monkeypatch.setenv("OBJKV_AGENT", "unix:///nowhere/agent.sock")
-        ran = run(*words)
-        assert [row["state"] for row in ran.document["nodes"]] == ["down"]
-        assert ran.code == 1
-        monkeypatch.setenv("OBJKV_AGENT", "auto")  # and no replica has started one
-        monkeypatch.setenv("XDG_RUNTIME_DIR", str(agent.parent))
-        assert run(*words).document["nodes"] == []
-
-
 def test_a_replica_that_is_down_is_a_row_and_1(run: Run, home: Path) -> None:
     with replica() as url:
         ran = run("top", "--once", *QUICK, "--endpoint", url, "--endpoint", "127.0.0.1:1")
@@ -180,40 +150,12 @@ def test_a_replica_that_is_down_is_a_row_and_1(run: Run, home: Path) -> None:
     assert "refused" in row
 
 
-def test_a_fleet_that_is_down_is_3(run: Run, home: Path) -> None:
-    assert run("top", "--once", *QUICK, "--endpoint", "127.0.0.1:1").code == 3
-
-
 def test_words_of_a_server_cannot_drive_the_terminal(run: Run, home: Path) -> None:
     with replica(lambda _: "\x1b[31mhello\x07 }{\n") as url:
         ran = run("top", "--once", *QUICK, "--endpoint", url)
     assert ran.code == 3
     assert "\x1b" not in ran.out
     assert "\x07" not in ran.out
-
-
-def test_endpoints_may_be_in_a_file(run: Run, tmp_path: Path, home: Path) -> None:
-    with replica() as one, replica() as two:
-        names = tmp_path / "replicas"
-        names.write_text(f"# the fleet\n{one}\n\n{two}\n")
-        document = run("top", "--json", *QUICK, "--endpoints", str(names)).document
-    assert [row["name"] for row in document["rows"]] == [one, two]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--endpoint", "ftp://x"), "http://HOST:PORT"),
-        (("--every", "0"), "--every"),
-        (("--endpoints", "/nowhere"), "/nowhere"),
-        (("--endpoints", "/dev/null"), "contains no endpoint URL"),
-        (("--exporter", "http://"), "endpoint"),
-    ],
-)
-def test_wrong_usage_is_2_and_a_sentence(
-    run: Run, home: Path, arguments: tuple[str, ...], words: str
-) -> None:
-    refused(run("top", "--once", *arguments), words)
 
 
 class Terminal:
@@ -255,22 +197,21 @@ class Terminal:
         deadline = time.monotonic() + BOUND_S
         while words not in (shown := "\n".join(self.screen.display)):
             assert time.monotonic() < deadline, f"no {words!r} in:\n{shown}"
-            ready, _, _ = select.select([self.primary], [], [], 1.0)
-            if ready:
-                self._stream.feed(os.read(self.primary, 65_536))
+            self._read(1.0)
         return shown
 
-    def press(self, keys: bytes) -> None:
-        os.write(self.primary, keys)
+    def _read(self, seconds: float) -> None:
+        poll = select.poll()
+        poll.register(self.primary, select.POLLIN)
+        if poll.poll(1000 * seconds):
+            self._stream.feed(os.read(self.primary, 65_536))
 
     def end(self) -> int:
         """Its exit status; what it still prints is read, or it would wait."""
         deadline = time.monotonic() + BOUND_S
         while self.process.poll() is None:
             assert time.monotonic() < deadline
-            ready, _, _ = select.select([self.primary], [], [], 0.1)
-            if ready:
-                self._stream.feed(os.read(self.primary, 65_536))
+            self._read(0.1)
         return self.process.returncode
 
 
@@ -279,27 +220,6 @@ def quiet_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("home")
     Machine(home).fill()
     return home
-
-
-def test_a_terminal_shows_the_fleet_and_obeys_keys(quiet_home: Path) -> None:
-    with (
-        replica() as url,
-        Terminal(quiet_home, *QUICK, "--endpoint", url, "--endpoint", "127.0.0.1:1") as terminal,
-    ):
-        shown = terminal.shows("hit rate 25%")
-        assert "2 replicas, 1 down" in shown
-        terminal.shows("bulk 25%")
-        terminal.shows("hottest prefixes among 3 chunks")
-        terminal.press(b"p")
-        terminal.shows("PAUSED")
-        terminal.press(b"s")
-        terminal.shows("sorted by tokens")
-        terminal.press(b"\x1b[B")
-        shown = terminal.shows("2 to 2 of 2")
-        assert "refused" in shown
-        terminal.press(b"q")
-        assert terminal.end() == 0
-        assert termios.tcgetattr(terminal.secondary) == terminal.settings
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
@@ -353,85 +273,3 @@ def test_every_width_shows_what_matters_most(width: int) -> None:
     for name in ("replica-one:8000", "replica-two:8000", "down", "tokens/s", "refused/s"):
         assert name in text
     assert "\x1b" not in text
-
-
-def test_a_wide_terminal_shows_all_columns_and_a_narrow_one_fewer() -> None:
-    wide = "\n".join(drawn(VIEW, Showing(2), 200, 40))
-    narrow = "\n".join(drawn(VIEW, Showing(2), 90, 40))
-    assert "wait" in wide
-    assert "wait" not in narrow
-    assert "circuit open: bulk write" in wide
-    assert "operator's order" in wide
-    assert "Connection refused" in wide
-    assert "index DOWN" in wide
-
-
-@pytest.mark.parametrize("height", [16, 20, 30, 50])
-def test_no_more_is_drawn_than_there_is_room_for(height: int) -> None:
-    many = View(ROWS * 20, *[getattr(VIEW, name) for name in View.__slots__[1:]])
-    lines = drawn(many, Showing(2), 160, height)
-    assert len(lines) <= height
-    assert any("of 80" in line for line in lines)
-
-
-@pytest.mark.parametrize("width", [72, 100, 160])
-def test_nodes_are_shown_and_why_one_is_down(width: int) -> None:
-    lines = drawn(VIEW, Showing(2), width, 40)
-    [up] = [line for line in lines if line.startswith("/run/objkv/")]
-    assert up.split()[1] == "up"
-    if width > 100:
-        assert up.split()[2:7] == ["16.0", "GiB", "75%", "6%", "75%"]
-    [down] = [line for line in lines if line.startswith("/run/objkv-b/")]
-    assert down.split()[1:3] == ["down", "No"]
-
-
-def test_an_index_that_was_read_in_part_says_so() -> None:
-    text = "\n".join(drawn(VIEW, Showing(2), 160, 40))
-    assert "among 50,000 chunks (the index has more)" in text
-    assert "1,234" in text
-
-
-def test_before_the_first_look_it_says_that_it_asks() -> None:
-    assert "reading metrics ..." in "\n".join(drawn(None, Showing(2), 80, 24))
-
-
-def test_rows_are_sorted_by_what_the_user_chose() -> None:
-    assert sort_rows(ROWS, "name") == list(ROWS)
-    assert sort_rows(ROWS, "tokens")[0] is ROWS[0]
-    assert sort_rows(ROWS, "refusals")[0] is ROWS[3]
-    for name in SORTS:
-        assert len(sort_rows(ROWS, name)) == len(ROWS)
-
-
-def test_keys_do_what_the_head_says() -> None:
-    showing = Showing(2)
-    assert all(showing.key(key, 3) for key in ("p", "s", "down", "x"))
-    assert (showing.paused, showing.sort, showing.top) == (True, "tokens", 1)
-    for key in ("down", "down", "down"):
-        showing.key(key, 3)
-    assert showing.top == 2
-    showing.key("up", 3)
-    assert showing.top == 1
-    assert not showing.key("q", 3)
-
-
-def test_on_a_very_narrow_terminal_the_reason_why_a_replica_is_down_stays() -> None:
-    text = "\n".join(drawn(VIEW, Showing(2), 60, 40))
-    assert "Connection refused" in text
-    assert "circuit open: bulk write" in text
-
-
-def test_a_low_hit_rate_names_the_share_that_replicas_did_not_have() -> None:
-    own = replace(BUSY, computed_tokens=20, local_tokens=980, bulk_tokens=0)
-    lines = summary_lines(replace(VIEW, total=own))
-    assert "hit rate 0% of the 2% that was not in GPU memory;" in lines[0]
-
-
-def test_a_fleet_that_is_down_has_no_figures() -> None:
-    down = (ROWS[1],)
-    lines = summary_lines(replace(VIEW, rows=down, total=total_of(down)))
-    assert lines[0] == "1 replica, 1 down; hit rate -; - prompt tokens/s"
-    assert not any(char.isdigit() for char in lines[1])
-    assert "--endpoint URL" in lines[2]
-    assert lines[3].startswith("stored 1.0 GiB")
-    assert "--endpoint URL" in "\n".join(drawn(replace(VIEW, rows=down), Showing(2), 100, 40))

@@ -5,7 +5,7 @@ import base64
 import os
 import re
 import time
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,9 @@ from objkv.index.shapes import SHAPES_HASH
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
-from objkv.ops.sweep.remove import CATEGORIES
-from objkv.ops.sweep.sweep import Sweep
 from objkv.telemetry import NullRecorder
-from objkv.testing.damage import IDENTITY, DamagedStore, Defects, main
 from tests.cli.conftest import Run, refused
+from tests.contracts.damage import IDENTITY, DamagedStore, Defects
 from tests.support.samples import CHUNK, save, save_identity
 from tests.support.samples import NAMESPACE as TINY
 from tests.support.upkeep import (
@@ -36,6 +34,7 @@ from tests.support.upkeep import (
 )
 
 
+@pytest.mark.slow
 def test_all_defects_are_found_and_mended(run: Run, ends: Backends) -> None:
     check_that_all_is_found_and_mended(run, ends)
     check_that_a_wiped_index_is_restored(run, ends)
@@ -65,6 +64,7 @@ def test_a_folder_that_is_its_own_index_is_verified_and_swept(run: Run, tmp_path
         )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_sealed_payloads_are_held_against_their_keys(
     run: Run, ends: Backends, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,16 +159,6 @@ def test_nothing_is_taken_out_of_use_before_all_is_judged(run: Run, ends: Backen
         ]
         == 25
     )
-
-
-@pytest.mark.parametrize("command", ["verify", "sweep", "rebuild"])
-def test_memory_is_refused(run: Run, command: str) -> None:
-    refused(run(command, "--bulk-url", "memory:"), "only the replica itself can read")
-
-
-@pytest.mark.parametrize("command", ["verify", "sweep", "rebuild"])
-def test_nothing_stored_is_fine(run: Run, command: str) -> None:
-    assert run(command).code == 0
 
 
 def test_what_is_young_is_left_alone(run: Run, ends: Backends) -> None:
@@ -308,49 +298,6 @@ def test_records_are_not_forgotten_because_the_bulk_store_is_another_one(
     assert records(ends, NAMESPACE) == {}
 
 
-def test_a_sweep_that_goes_on_heeds_another_quota(
-    run: Run, ends: Backends, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    DamagedStore(ends).plant(Defects(good=40))
-    used = sum(record.nbytes for record in records(ends, NAMESPACE).values())
-    options = ("sweep", "--apply", "--grace-s", "0", "--json")
-    monkeypatch.setenv("OBJKV_QUOTA_BYTES", str(2 * used))
-    documents = Sweep.documents
-
-    def denied(_: Sweep) -> Any:
-        raise StoreDenied("no")
-
-    monkeypatch.setattr(Sweep, "documents", denied)
-    assert run(*options).code == 2
-    monkeypatch.setattr(Sweep, "documents", documents)
-    monkeypatch.setenv("OBJKV_QUOTA_BYTES", str(used // 4))
-    document = run(*options).document
-    assert not document["resumed"]
-    assert document["categories"]["over_quota"]["payloads"] > 0
-
-
-def test_quotas_are_judged_anew_by_a_sweep_that_goes_on(
-    run: Run, ends: Backends, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    maker = DamagedStore(ends)
-    maker.plant(Defects(good=40))
-    used = sum(record.nbytes for record in records(ends, NAMESPACE).values())
-    options = ("sweep", "--apply", "--grace-s", "0", "--json")
-    monkeypatch.setenv("OBJKV_QUOTA_BYTES", str(2 * used))
-    documents = Sweep.documents
-
-    def denied(_: Sweep) -> Any:
-        raise StoreDenied("no")
-
-    monkeypatch.setattr(Sweep, "documents", denied)
-    assert run(*options).code == 2
-    monkeypatch.setattr(Sweep, "documents", documents)
-    maker.plant(Defects(good=80))
-    document = run(*options).document
-    assert document["resumed"]
-    assert document["categories"]["over_quota"]["payloads"] > 0
-
-
 def test_what_did_not_look_at_everything_is_not_fine(run: Run, ends: Backends) -> None:
     DamagedStore(ends).plant(Defects(good=8, orphan=3))
     ran = run("verify", "--all", "--deadline-s", "0", "--json")
@@ -392,66 +339,6 @@ def test_people_see_what_was_found(run: Run, ends: Backends) -> None:
     assert "nothing was deleted: add --apply to delete" in said
     assert "deleted 1, " in run("sweep", "--grace-s", "0", "--apply").out
     assert "had a correct record" in run("rebuild", "--apply").out
-
-
-def test_a_sweep_shows_some_of_each_category(run: Run, ends: Backends) -> None:
-    planted = DamagedStore(ends).plant(Defects(good=8, ghost=5, orphan=1))
-    said = run("sweep", "--grace-s", "0").out
-    assert sum(path in said for path in planted["ghost"]) == 3
-    assert "2 more" in said
-    assert planted["orphan"][0] in said
-    said = run("sweep", "--grace-s", "0", "--apply", "--only", "ghost").out
-    assert "deleted 5 records of missing payloads\n" in said
-    assert " 0 B" not in said.partition("deleted")[2]
-
-
-def test_the_help_of_a_sweep_lists_its_categories(run: Run) -> None:
-    told = run("sweep", "--help").out
-    assert all(one in told for one in CATEGORIES)
-
-
-@pytest.mark.parametrize("command", ["verify", "sweep", "rebuild"])
-def test_where_nothing_is_stored_it_is_said_where(
-    run: Run, home: Path, tmp_path: Path, command: str
-) -> None:
-    (tmp_path / "mistyped").mkdir()
-    ran = run(command)
-    assert (ran.code, ran.out) == (0, f"nothing is stored in file://{home}/objkv/chunks yet\n")
-    where = f"file://{tmp_path}/mistyped"
-    index = f"sqlite://{tmp_path}/other.sqlite"
-    ran = run(command, "--bulk-url", where, "--index-url", index)
-    assert (ran.code, ran.out) == (0, f"nothing is stored in {where} yet\n")
-
-
-def test_a_sample_says_that_it_is_one(run: Run, ends: Backends) -> None:
-    DamagedStore(ends).plant(Defects(good=12))
-    told = run("verify", "--sample", "4").out.splitlines()
-    assert told[0].startswith("checked 4 of about 12 payloads, chosen at random, ")
-    assert told[0].endswith(": 0 bad")
-    assert told[1] == "--all checks all payloads"
-    assert run("verify", "--sample", "4", "--json").document["chosen_of"] == 12
-    every = run("verify", "--all")
-    assert every.out.startswith("checked 12 payloads, ")
-    assert "chosen at random" not in every.out
-    assert run("verify", "--all", "--json").document["chosen_of"] is None
-    assert "chosen at random" not in run("verify").out, "all of them were in the sample"
-
-
-LONG = ("verify", "sweep", "rebuild")
-
-
-@pytest.mark.parametrize("command", LONG)
-def test_a_namespace_is_named_by_its_beginning(run: Run, ends: Backends, command: str) -> None:
-    DamagedStore(ends).plant(Defects(good=4))
-    options = ("--all",) if command == "verify" else ()
-    ran = run(command, *options, "--json", "--namespace", NAMESPACE[:6])
-    assert (ran.code, ran.document["complete"]) == (0, True)
-    if command == "verify":
-        assert ran.document["checked"] == 4
-    absent = "0" if NAMESPACE[0] != "0" else "1"
-    for name in (absent, absent * 32):
-        assert run(command, *options, "--namespace", name).code == 2
-    assert "no namespace matches" in run(command, "--namespace", absent * 32).err
 
 
 @pytest.mark.parametrize("options", [("--all",), ()])
@@ -498,17 +385,6 @@ def test_an_interrupt_before_the_first_unit_shows_what_was_done(
     assert "incomplete, interrupted" in ran.out
 
 
-def test_the_script_that_plants_defects_says_what_each_is(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--help"])
-    assert ended.value.code == 0
-    told = " ".join(capsys.readouterr().out.split())
-    for one in fields(Defects):
-        assert f"--{one.name.replace('_', '-')} N {one.metadata['help']}" in told
-
-
 def test_one_namespace_that_looks_wrong_does_not_stop_a_sweep(run: Run, ends: Backends) -> None:
     planted = DamagedStore(ends).plant(Defects(good=8, orphan=2, stranger=6, old_epoch=1))
     other = replace(IDENTITY, tenant="other")
@@ -549,6 +425,7 @@ def advice(report: Any) -> dict[str, list[list[str]]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "defects",
     [
@@ -576,6 +453,7 @@ def test_the_advice_of_an_audit_fixes_what_it_is_about(
         assert set(advice(run("audit", "--json").document)) <= {"old_epoch", "leftover"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", [0, 12])
 def test_an_audit_advises_what_deletes_the_payloads_of_one_namespace_without_records(
     run: Run, ends: Backends, monkeypatch: pytest.MonkeyPatch, others: int
@@ -591,28 +469,3 @@ def test_an_audit_advises_what_deletes_the_payloads_of_one_namespace_without_rec
         run(*command)
     assert advice(run("audit", "--json").document) == {}
     assert run("verify", "--all", "--json").document["checked"] == 12
-
-
-def test_an_audit_says_until_when_a_sweep_keeps_what_is_fresh(run: Run, ends: Backends) -> None:
-    DamagedStore(ends).plant(Defects(good=4, short=1))
-    assert run("verify", "--all", "--quarantine", "--apply").code == 0
-    [leftover] = [
-        one for one in run("audit", "--json").document["findings"]["counts"] if one["count"]
-    ]
-    assert "younger than sweep_grace_s, so a sweep keeps them for up to" in leftover["remedy"]
-
-
-def test_the_verdict_of_an_audit_is_its_worst_finding(
-    run: Run, ends: Backends, tmp_path: Path
-) -> None:
-    DamagedStore(ends).plant(Defects(good=8, short=5, ghost=1))
-    page = tmp_path / "report.html"
-    ran = run("audit", "--json", "--html", str(page))
-    assert (ran.code, ran.document["verdict"]) == (1, "corrupt")
-    assert '<span class="badge bad">Corrupt payloads</span>' in page.read_text()
-    assert run("audit").out.startswith("corrupt payloads were found\n")
-
-
-def test_an_unwritable_report_is_refused_before_the_walk(run: Run, ends: Backends) -> None:
-    DamagedStore(ends).plant(Defects(good=2))
-    refused(run("audit", "--html", "/proc/report.html"), "cannot write to /proc")

@@ -12,17 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Machine, Run, refused
-from tests.ops.warm.fake_vllm import ADAPTER, ADAPTER_DIGEST, LONGEST, FakeVllm, Gate, Place
+from tests.ops.warm.fake_vllm import ADAPTER, ADAPTER_DIGEST, LONGEST, FakeVllm, Place
 from tests.support.samples import CHUNK, NAMESPACE, TOKENS, save, save_identity
-from tests.support.servers.redis import valkey_server, wait_until
 
 OBJKV = Path(sys.executable).with_name("objkv")
-KEYS = [
-    "command", "complete", "mode", "namespace", "model", "ending", "prompts", "stored_before",
-    "short", "warmed", "shared", "failed", "left", "prompt_tokens", "asked_tokens",
-    "cached_tokens", "saved_chunks", "saved_bytes", "retries", "seconds", "endpoints", "failures",
-    "resumed", "earlier", "why", "promotion", "omitted",
-]  # fmt: skip
 
 
 @pytest.fixture
@@ -52,21 +45,6 @@ def test_all_is_stored_afterwards_and_match_says_so(
         assert matched["usable_tokens"] == len(tokens)
 
 
-def test_the_keys_for_machines_are_stable(run: Run, server: FakeVllm, prompts: Path) -> None:
-    document = run("warm", str(prompts), "--endpoint", server.url, "--json").document
-    assert list(document) == KEYS
-    assert (document["warmed"], document["saved_chunks"]) == (4, 6)
-    again = run("warm", str(prompts), "--endpoint", server.url, "--json").document
-    assert (again["stored_before"], again["warmed"], again["resumed"]) == (4, 0, False)
-
-
-def test_prompts_come_from_stdin_too(run: Run, server: FakeVllm) -> None:
-    stdin = json.dumps({"token_ids": list(TOKENS), "cache_salt": "acme"})
-    ran = run("warm", "-", "--endpoint", server.url, "--json", stdin=stdin)
-    assert (ran.code, ran.document["warmed"]) == (0, 1)
-    assert server.real[0].salt == "acme"
-
-
 def test_a_prompt_that_could_not_be_warmed_is_1_and_named(
     run: Run, server: FakeVllm, tmp_path: Path
 ) -> None:
@@ -76,22 +54,6 @@ def test_a_prompt_that_could_not_be_warmed_is_1_and_named(
     assert ran.code == 1
     assert f"{file}:1" in ran.out
     assert "maximum context length" in ran.out
-
-
-def test_nobody_there_is_3(run: Run, server: FakeVllm, prompts: Path) -> None:
-    server.end()
-    ran = run("warm", str(prompts), "--endpoint", server.url)
-    assert (ran.code, ran.out) == (3, "")
-    assert ran.err.count(f"{server.url}/health: connection refused") == 1
-    assert "skipped" not in ran.err
-
-
-def test_text_is_not_checked_without_a_tokenizer(run: Run, machine: Machine) -> None:
-    save_identity(machine.bulk)
-    save(machine.bulk, machine.index)
-    refused(
-        run("warm", "-", "--check", stdin='"some words"'), "stdin:1: is text", "set --tokenizer"
-    )
 
 
 def test_adapters_are_known_by_what_they_hold(run: Run, server: FakeVllm) -> None:
@@ -131,67 +93,7 @@ def test_what_is_stored_is_checked_without_anybody_who_computes(
     assert (ran.code, ran.document["stored_before"], ran.document["complete"]) == (0, 1, True)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((), "no prompts: name JSON Lines files"),
-        (
-            ("-", "--endpoint", "http://127.0.0.1:9"),
-            "http://127.0.0.1:9/health: connection refused",
-        ),
-        (("/nowhere.jsonl", "--endpoint", "http://127.0.0.1:9"), "/nowhere.jsonl: no such file"),
-        (("/nowhere.jsonl", "--check"), "/nowhere.jsonl: no such file"),
-        (("-", "--check", "--promote"), "--check and --promote exclude each other"),
-        (("-",), "choose how to compute"),
-        (("-", "--endpoint", "x", "--promote"), "choose how to compute"),
-        (("-", "--endpoint", "x", "--engine-arg", "a=1"), "--engine-arg needs --model"),
-        (("-", "--model", "x", "--engine-arg", "a"), "write NAME=VALUE"),
-        (("-", "--endpoint", "x", "--lora", "a=b"), "b is neither a folder nor a digest"),
-        (("-", "--endpoint", "x", "--index-url", "memory:"), "index_url is memory:"),
-        (("--promote",), "the bulk store has no namespaces"),
-    ],
-)
-def test_wrong_usage_is_a_sentence(
-    run: Run, machine: Machine, arguments: tuple[str, ...], words: str
-) -> None:
-    ran = run("warm", *arguments, stdin='"x"')
-    assert ran.code in (2, 3)
-    assert words in ran.err
-    assert ran.out == ""
-
-
-def test_a_run_that_is_interrupted_says_what_it_did_and_the_next_one_goes_on(
-    run: Run, home: Path, server: FakeVllm, tmp_path: Path
-) -> None:
-    file = tmp_path / "prompts.jsonl"
-    every = [list(range(number * 100, number * 100 + CHUNK)) for number in range(1, 9)]
-    file.write_text("\n".join(map(json.dumps, every)))
-    gate = Gate()
-    server.every = lambda handler: len(server.real) > 4 and gate(handler)
-    arguments = ("warm", str(file), "--endpoint", server.url, "--concurrency", "1", "--json")
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("OBJKV_")}
-    with subprocess.Popen(
-        [str(OBJKV), *arguments],
-        env={**environ, "XDG_CACHE_HOME": str(home)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
-        wait_until(lambda: len(server.real) == 5, "half of the prompts to be asked", bound_s=120)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=120)
-    first = json.loads(out)
-    assert (process.returncode, err) == (130, b"")
-    assert (first["ending"], first["warmed"], first["left"]) == ("interrupted", 4, 4)
-    gate.opened.set()
-    server.every = None
-
-    second = run(*arguments).document
-    assert (second["resumed"], second["earlier"]["warmed"]) == (True, 4)
-    assert second["stored_before"] + second["warmed"] == 8
-    assert second["complete"]
-    assert run(*arguments).document["resumed"] is False  # what is done is done
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_who_says_nothing_does_not_hold_up_an_end(
     machine: Machine, home: Path, prompts: Path, number: int, code: int
@@ -212,22 +114,3 @@ def test_who_says_nothing_does_not_hold_up_an_end(
                 process.send_signal(number)
                 process.communicate(timeout=60)
     assert process.returncode == code
-
-
-def test_what_is_in_a_bucket_becomes_hot_in_redis(
-    run: Run, machine: Machine, tmp_path: Path
-) -> None:
-    with valkey_server(tmp_path / "valkey") as valkey:
-        url = f"{valkey.url}/0"
-        save_identity(machine.bulk)
-        keys = save(machine.bulk, None)
-        assert run("rebuild", "--apply", "--index-url", url).code == 0
-        ran = run("warm", "--promote", "--index-url", url, "--json")
-        assert (ran.code, ran.document["failures"]) == (0, [])
-        assert ran.document["promotion"]["promoted"] == len(keys)
-        with valkey.client() as client:
-            hot = [key for key in client.keys("objkv:p:*") if b"safetensors" in key]
-        assert len(hot) == len(keys)
-        again = run("warm", "-", "--promote", "--index-url", url, stdin=json.dumps(TOKENS))
-        assert again.code == 0
-        assert "hot before  3" in again.out

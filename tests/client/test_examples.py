@@ -1,5 +1,6 @@
 """The programs for users of the client run, on made-up stores."""
 
+import re
 import runpy
 import sys
 from array import array
@@ -9,10 +10,10 @@ import matplotlib as mpl
 import pytest
 
 import objkv
-from objkv.testing.sample import SamplePrompt, save_sample
+from tests.contracts.sample import SamplePrompt, save_sample
 from tests.examples.places import EXAMPLES, ROOT
-from tests.test_docs import FENCED
 
+FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 TOKENS = list(range(1_000, 2_000))
 
 

@@ -1,9 +1,21 @@
-"""Fixtures of tests that patch vLLM's classes in this process."""
+"""Fixtures of tests of the connector: replicas end, and what is patched in vLLM is mended."""
 
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def replicas_are_closed() -> Iterator[None]:
+    """Those that a test opened, at its end."""
+    replicas = sys.modules.get("tests.support.paged_cache")
+    before = [] if replicas is None else list(replicas.Worker.opened)
+    yield
+    if replicas := sys.modules.get("tests.support.paged_cache"):
+        for worker in [one for one in replicas.Worker.opened if one not in before]:
+            worker.close()
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from objkv.errors import StoreUnavailable
 from objkv.keys.identity import identity_path
 from objkv.ops.diff import namespace_of, parse_document
 from objkv.stores.memory import MemoryStore
-from objkv.testing.flaky import FlakyStore
+from tests.contracts.flaky import FlakyStore
 from tests.support.sides import IDENTITY, Jobs
 
 

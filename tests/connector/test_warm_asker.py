@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from objkv.connector.programs.warm import LlmAsker
 from objkv.ops.warm.prefill import PrefillError, PrefillReply, PrefillRequest
+from objkv.programs.warm import LlmAsker
 
 BOUND_S = 60
 """Against a hang; nothing takes this long."""

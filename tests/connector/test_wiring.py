@@ -13,6 +13,7 @@ from objkv.assembly.backends import is_far
 from objkv.codec.payload import payload_bytes_max
 from objkv.config import Config
 from objkv.connector.kv import wiring
+from objkv.connector.kv.connector import ObjKVConnector
 from objkv.connector.kv.wiring import Pools, open_slabs, plan_pools
 from objkv.connector.kv.worker import Rank
 from objkv.connector.wiring import may_save
@@ -140,3 +141,12 @@ def test_an_arena_of_a_worker_has_room_for_payloads_of_any_shape() -> None:
     with patch.object(wiring, "whole_payload_bytes_max", return_value=9 * largest):
         pools = plan_pools(config, {0: paged}, CHUNK, Rank(0, "w", 1))
     assert pools.arena_bytes >= 2 * 9 * largest
+
+
+@pytest.mark.parametrize(
+    ("mode", "between"), [("async", False), ("layerwise", True), ("auto", True)]
+)
+def test_python_runs_between_layers_only_where_layers_wait(mode: str, between: bool) -> None:
+    """Else vLLM may capture the whole model in one graph."""
+    asked = ObjKVConnector.requires_piecewise_for_cudagraph({"load_mode": mode})
+    assert asked is between

@@ -19,7 +19,7 @@ from objkv.ops.sweep.sweep import Sweep
 from objkv.ops.verify import Verify
 from objkv.ops.verify_payload import Budget
 from objkv.telemetry import NullRecorder
-from objkv.testing.damage import CHUNK, IDENTITY, SHARDS, make_payload
+from tests.contracts.damage import CHUNK, IDENTITY, SHARDS, make_payload
 from tests.crash.places import LEASE_MS
 
 NAMESPACE = IDENTITY.namespace()

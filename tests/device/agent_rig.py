@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from objkv.connector.programs import gpu_order
-from objkv.connector.programs.ordering.agent import agent_rig
+from tests.device import gpu_order
 from tests.device.mutants import mutant
+from tests.device.ordering.agent import agent_rig
 
 
 @contextmanager

@@ -17,10 +17,10 @@ from unittest.mock import patch
 
 import torch
 
-from objkv.connector.programs.gpu_order import SCENARIOS, run_scenarios
-from objkv.connector.programs.ordering.rig import Scenario
-from objkv.connector.programs.ordering.setup import Setup
 from tests.device import simulated
+from tests.device.gpu_order import SCENARIOS, run_scenarios
+from tests.device.ordering.rig import Scenario
+from tests.device.ordering.setup import Setup
 
 PATIENCE_S = 4.0
 """For mutants that make something wait for ever."""

@@ -15,12 +15,7 @@ import torch
 
 from objkv.agent.client import AgentConnection
 from objkv.connector.kv.metadata import StepPlan
-from objkv.connector.programs.gpu_order import SCENARIOS
-from objkv.connector.programs.ordering import agent
-from objkv.connector.programs.ordering.agent import AgentRig, agent_rig
-from objkv.connector.programs.ordering.setup import STRIDED, WHOLE, CacheLayout, Setup
 from objkv.index.sqlite.index import SqliteIndex
-from objkv.ops.gpu_check.check import WAYS
 from objkv.stores.local import LocalStore
 from objkv.transfer.devices import open_lane
 from objkv.transfer.loading import loader
@@ -29,7 +24,11 @@ from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.slabs import Slab, SlabPool
 from tests.device.agent_rig import AGENT_MUTANTS, by_agent
+from tests.device.gpu_order import SCENARIOS
 from tests.device.mutants import Mutant, delay, finds, play
+from tests.device.ordering import agent
+from tests.device.ordering.agent import WAYS, AgentRig, agent_rig
+from tests.device.ordering.setup import STRIDED, WHOLE, CacheLayout, Setup
 from tests.support.agents import AgentProcess
 from tests.support.device import caches_on
 from tests.support.paged_cache import BLOCKS, PATIENCE_S, Replica, same_blocks, wait_until

@@ -1,11 +1,5 @@
-"""``objkv gpu-check`` on the simulated device, as a user runs it. Its scenarios are tested one by
-one in ``test_order.py``, and its replicas in ``tests/flow``."""
+"""The device of ``objkv gpu-check``, and the self-test of lanes, on the simulated device."""
 
-import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,17 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from objkv.connector.programs import gpu_check, self_test
-from objkv.connector.programs.devices import open_device
-from objkv.connector.programs.self_test import run_self_test
-from objkv.ops.gpu_check.report import GpuCase
+from benchmarks.gpu import FORMS, ORDERS, GpuAnswer, rows_of
+from objkv.programs import gpu_facts
 from objkv.transfer.devices import add_driver
 from objkv.transfer.lanes import PagedLayers, Recast
-from tests.cli.test_bench import children, runs
-from tests.support.servers.redis import wait_until
-
-COMMAND = [sys.executable, "-c", "from objkv.cli.app import main; main()"]
-COMMAND += ["gpu-check", "--simulated", "--quick", "--json", "--out"]
+from tests.device import self_test
+from tests.device.self_test import LaneCase, run_self_test
 
 
 @pytest.fixture(autouse=True)
@@ -34,56 +23,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def started(folder: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*COMMAND, str(folder / "report")],
-        env={**os.environ, "XDG_CACHE_HOME": str(folder)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.usefixtures("loaded_sim")
-def test_everything_passes_and_is_reported(tmp_path: Path) -> None:
-    with started(tmp_path) as process:
-        out, err = process.communicate(timeout=590)
-    assert process.returncode == 0, out + err
-    document = json.loads(out)
-    outcomes = [stage["outcome"] for stage in document["stages"]]
-    assert outcomes == ["passed", "passed", "passed", "passed", "skipped"]
-    assert (document["passed"], document["simulated"]) == (True, True)
-    assert document["facts"]["Host to device"].endswith("GB/s")
-    layouts, order, by_agent, speed, _ = document["stages"]
-    assert len(layouts["cases"]) > 3 * len(self_test.FORMS)
-    assert len(order["cases"]) > 5
-    assert len(by_agent["cases"]) > 10
-    assert all(row["name"].startswith("simulated: ") for row in speed["figures"])
-    assert json.loads((tmp_path / "report" / "report.json").read_text()) == document
-    assert "**The device is simulated.**" in (tmp_path / "report" / "report.md").read_text()
-    assert not list((tmp_path / "objkv" / "gpu-check").iterdir())
-
-
-@pytest.mark.usefixtures("loaded_sim")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupting_it_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
-    with started(tmp_path) as process:
-        try:
-            assert process.stderr is not None
-            assert process.stderr.readline() == "Device: running\n"
-            wait_until(lambda: bool(children(process.pid)), "a program to start")
-            programs = children(process.pid)
-            process.send_signal(number)
-            process.wait(120)
-        finally:
-            process.kill()
-    assert process.returncode == 128 + number
-    wait_until(lambda: not any(runs(pid) for pid in programs), "its programs to end with it")
-    assert not list((tmp_path / "objkv" / "gpu-check").iterdir())
-    assert not (tmp_path / "report").exists()
 
 
 def test_every_layout_is_right_in_every_way(sim: ModuleType) -> None:
@@ -154,31 +93,45 @@ def test_a_way_that_is_wrong_is_found(
         add_driver("sim", sim.DRIVER)
     found = [case for case in cases if case.ok is False and detail in case.detail]
     assert found, cases
-    assert GpuCase("HND: PyTorch's kernels", True, "", cases[1].seconds) == cases[1]
+    assert LaneCase("HND: PyTorch's kernels", True) == cases[1]
 
 
-def test_a_link_is_read_from_linux(
+def test_copies_are_compared_with_the_link_that_linux_reports(
     sim: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_check, "_COPIED_BYTES", 1 << 20)
-    monkeypatch.setattr(gpu_check, "_PCI", tmp_path)
-    monkeypatch.setattr(gpu_check, "_MODULES", tmp_path)
+    monkeypatch.setattr(gpu_facts, "_COPIED_BYTES", 1 << 20)
+    monkeypatch.setattr(gpu_facts, "_PCI", tmp_path)
+    monkeypatch.setattr(gpu_facts, "_MODULES", tmp_path)
     monkeypatch.setattr(torch.sim, "get_device_properties", lambda _: Place(), raising=False)
     device = torch.device("sim", 0)
-    assert "Link" not in gpu_check.read_facts(device)
+    facts = gpu_facts.read_facts(device)
+    assert (facts.link, facts.link_gb_s) == (None, None)
     place = tmp_path / "0000:c1:00.0"
     (tmp_path / "amdgpu").mkdir()
     (tmp_path / "amdgpu" / "version").write_text("6.10\n")
     place.mkdir()
     (place / "current_link_speed").write_text("32.0 GT/s PCIe\n")
     (place / "current_link_width").write_text("16\n")
-    facts = gpu_check.read_facts(device)
-    assert (facts["Link"], facts["Driver"]) == ("32.0 GT/s PCIe, 16 lanes", "amdgpu 6.10")
+    facts = gpu_facts.read_facts(device)
+    assert (facts.link, facts.about["Driver"]) == ("32.0 GT/s PCIe, 16 lanes", "amdgpu 6.10")
+    assert facts.link_gb_s == pytest.approx(63.0, rel=0.01)
+    assert min(facts.to_device_gb_s, facts.to_host_gb_s) > 0
 
 
 class Place:
     pci_domain_id, pci_bus_id, pci_device_id = 0, 0xC1, 0
 
 
-def test_there_is_no_other_device_here(sim: ModuleType) -> None:
-    assert open_device("cuda") is None
+def test_each_measured_row_has_the_limit_of_as_many_bytes() -> None:
+    sides = ["step", "step beside", "load beside", "busy load"]
+    sides += [f"forward {what}" for what in ("load", "save", "idle")]
+    for form in FORMS:
+        sides += [f"{form} to_device", f"{form} to_host"]
+        sides += [f"{form} {what} {order}" for what in ("load", "gather") for order in ORDERS]
+    answer = GpuAnswer("x", 10**9, 8, 2, 1, {side: [0.5] for side in sides})
+    rows = {row.name: row for row in rows_of(answer)}
+    load, save = rows["load, NHD, scattered blocks"], rows["save, NHD, scattered blocks"]
+    assert (load.ours, load.limit, load.ratio) == (16.0, 16.0, 1.0)
+    assert (save.ours, save.limit, save.ratio) == (4.0, 16.0, 0.25)
+    busy = rows["load of 1 chunks in each step of 30 ms"]
+    assert (busy.ours, busy.limit) == (500.0, 30 + 500 / 8)

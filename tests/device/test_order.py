@@ -4,9 +4,7 @@ Each scenario runs on the host and on the simulated device, whose streams are la
 mutant lacks one edge, and the scenario that is named with it finds that.
 """
 
-import json
 import re
-import sys
 from collections.abc import Iterator
 from itertools import count
 from time import sleep
@@ -18,12 +16,12 @@ import torch
 
 from objkv.cache.chunks import ChunkCache
 from objkv.connector.kv.metadata import StepPlan
-from objkv.connector.programs import gpu_order
-from objkv.connector.programs.gpu_order import SCENARIOS, busy_kernel, run_scenarios
-from objkv.connector.programs.ordering.rig import OrderRig, Scenario
-from objkv.connector.programs.ordering.setup import STRIDED, WHOLE, CacheLayout, Pages, Setup
 from objkv.transfer.saver import Saver
+from tests.device import gpu_order
+from tests.device.gpu_order import SCENARIOS, busy_kernel, run_scenarios
 from tests.device.mutants import MUTANTS, Edit, Mutant, delay, finds, play
+from tests.device.ordering.rig import OrderRig, Scenario
+from tests.device.ordering.setup import STRIDED, WHOLE, CacheLayout, Pages, Setup
 
 HOST = torch.device("cpu")
 SEEDS = (1, 2)
@@ -208,21 +206,15 @@ def test_an_exception_is_a_failure_of_its_scenario_alone() -> None:
     assert (right.name, right.is_right) == (last.name, True)
 
 
-def test_the_program_prints_a_line_per_scenario(
+def test_the_program_fails_where_a_scenario_does(
     sim: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpu_order, "SCENARIOS", SCENARIOS[:2])
-    monkeypatch.setattr(sys, "argv", ["gpu_order", "sim", "1", "own"])
-    gpu_order.main()
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(line["name"], line["is_right"]) for line in lines] == [
-        (scenario.name, True) for scenario in SCENARIOS[:2]
-    ]
+    def fail(rig: OrderRig) -> bool:
+        """A scenario that fails"""
+        return False
 
-
-def test_the_program_prints_nothing_without_a_device(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu_order", "no such device", "1", "own"])
-    gpu_order.main()
-    assert not capsys.readouterr().out
+    monkeypatch.setattr(gpu_order, "SCENARIOS", SCENARIOS[:1])
+    assert gpu_order.main("sim", "own") == 0
+    monkeypatch.setattr(gpu_order, "SCENARIOS", (*SCENARIOS[:1], Scenario("fails", fail)))
+    assert gpu_order.main("sim", "own") == 1
+    assert "FAILED own, fails: A scenario that fails" in capsys.readouterr().out

@@ -22,8 +22,8 @@ from objkv.errors import StoreUnavailable, TransferError
 from objkv.index.base import Shards
 from objkv.index.fields import WrittenShards, written_rows
 from objkv.keys.prefix import PREFIX_HASH_BYTES
-from objkv.testing.index_contract import shard
 from tests.agent.world import RIGHT, Node, ended, pages_at
+from tests.contracts.index_contract import shard
 from tests.fuzz.mutation import changed_bytes, spoiled
 from tests.fuzz.target import Target, outcome, require
 from tests.support.samples import NAMESPACE

@@ -22,8 +22,8 @@ from objkv.ops.backends_view import parse_identity
 from objkv.ops.diff import diff, parse_document
 from objkv.stores.base import check_key, check_prefix, is_key
 from objkv.stores.memory import MemoryStore
-from objkv.testing.index_contract import shard
 from tests.codec.payloads import CLAIM, sample
+from tests.contracts.index_contract import shard
 from tests.fuzz.mutation import change_document, changed_bytes, changed_text, spoiled
 from tests.fuzz.payloads import whole_payloads
 from tests.fuzz.target import Finding, Target, outcome, require

@@ -14,7 +14,7 @@ from objkv.index.redis.find import _Question, _RefusedError
 from objkv.net.resp import CLIENT_ERRORS, RespConnection
 from objkv.stores.redis import _received
 from objkv.stores.s3.http import HttpResponse, WireFailed
-from objkv.testing.index_contract import shard
+from tests.contracts.index_contract import shard
 from tests.fuzz.mutation import NUMBERS, changed_bytes, spoiled
 from tests.fuzz.target import Finding, Target, outcome, require
 

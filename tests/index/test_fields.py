@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from objkv.index.base import ShardRecord
 from objkv.index.fields import WrittenShards, decode_shard, encode_shard
-from objkv.testing.index_contract import shard
+from tests.contracts.index_contract import shard
 
 COUNT = st.integers(0, 10**18 - 1)
 NAME = st.from_regex(r"[A-Za-z0-9._:+-]{0,128}", fullmatch=True)

@@ -2,8 +2,8 @@ import pytest
 
 from objkv.index.base import PruneIndex
 from objkv.index.memory import MemoryIndex
-from objkv.testing.clock import ManualClock
-from objkv.testing.index_contract import FIELD, IndexContract, chunk, shard
+from tests.contracts.clock import ManualClock
+from tests.contracts.index_contract import FIELD, IndexContract, chunk, shard
 
 
 class TestMemoryIndex(IndexContract):

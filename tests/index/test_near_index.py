@@ -5,8 +5,8 @@ import pytest
 from objkv.errors import StoreUnavailable
 from objkv.index.memory import MemoryIndex
 from objkv.index.near import SETTLE_S, NearIndex
-from objkv.testing.clock import ManualClock
-from objkv.testing.index_contract import (
+from tests.contracts.clock import ManualClock
+from tests.contracts.index_contract import (
     FIELD,
     LONG_S,
     NAMESPACE,

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from objkv.index.base import Shards
 from objkv.index.memory import MemoryIndex
 from objkv.index.near import SETTLE_S, NearIndex
-from objkv.testing.clock import ManualClock
-from objkv.testing.index_contract import FIELD, NAMESPACE, chunk, prefix_hash, shard
+from tests.contracts.clock import ManualClock
+from tests.contracts.index_contract import FIELD, NAMESPACE, chunk, prefix_hash, shard
 from tests.index.flaky_index import FlakyIndex
 
 TTL_S, MISS_TTL_S, FOREVER_S = 30.0, 1.0, 10**9

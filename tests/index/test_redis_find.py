@@ -13,7 +13,7 @@ from objkv.index.base import Shards
 from objkv.index.fields import encode_shard
 from objkv.index.redis.find import _Question
 from objkv.index.redis.index import RedisIndex
-from objkv.testing.index_contract import (
+from tests.contracts.index_contract import (
     FIELD,
     LONG_S,
     NAMESPACE,

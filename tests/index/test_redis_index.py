@@ -11,8 +11,8 @@ from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import ChunkEntry, PruneIndex
 from objkv.index.redis.index import RedisIndex
 from objkv.index.shapes import SHAPES_HASH
-from objkv.testing.clock import ManualClock
-from objkv.testing.index_contract import (
+from tests.contracts.clock import ManualClock
+from tests.contracts.index_contract import (
     FIELD,
     LONG_S,
     NAMESPACE,

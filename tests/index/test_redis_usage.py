@@ -10,8 +10,16 @@ import redis
 from objkv.errors import StoreUnavailable
 from objkv.index.base import Savings, Usage
 from objkv.index.redis.index import PendingTotals, RedisIndex, read_totals
-from objkv.testing.clock import ManualClock
-from objkv.testing.index_contract import FIELD, LONG_S, NAMESPACE, OTHER, chunk, prefix_hash, shard
+from tests.contracts.clock import ManualClock
+from tests.contracts.index_contract import (
+    FIELD,
+    LONG_S,
+    NAMESPACE,
+    OTHER,
+    chunk,
+    prefix_hash,
+    shard,
+)
 from tests.index.test_redis_index import counted
 from tests.support.servers.redis import RedisServer
 from tests.support.servers.round_trips import RoundTrips

@@ -10,7 +10,7 @@ from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards
 from objkv.index.memory import MemoryIndex
 from objkv.index.near import NearIndex
 from objkv.index.shapes import SHAPES_HASH, ShapesIndex, is_shapes
-from objkv.testing.clock import ManualClock
+from tests.contracts.clock import ManualClock
 
 NAMESPACE = "0123456789abcdef" * 2
 OTHER = "f" * 32

@@ -10,8 +10,8 @@ from objkv.errors import StoreDenied, StoreUnavailable
 from objkv.index.base import PruneIndex
 from objkv.index.sqlite.file import translated
 from objkv.index.sqlite.index import SqliteIndex
-from objkv.testing.clock import ManualClock
-from objkv.testing.index_contract import (
+from tests.contracts.clock import ManualClock
+from tests.contracts.index_contract import (
     FIELD,
     LONG_S,
     NAMESPACE,
@@ -28,7 +28,7 @@ PUBLISH_FOREVER = """
 import sys
 from pathlib import Path
 from objkv.index.sqlite.index import SqliteIndex
-from objkv.testing.index_contract import (FIELD, OTHER_FIELD, chunk, shard)
+from tests.contracts.index_contract import (FIELD, OTHER_FIELD, chunk, shard)
 index = SqliteIndex(Path(sys.argv[1]))
 for number in range(1, 1_000_000):
     index.publish(chunk(number), {FIELD: shard(), OTHER_FIELD: shard()}, ttl_s=1000)
@@ -39,7 +39,7 @@ PUBLISH_SOME = """
 import sys
 from pathlib import Path
 from objkv.index.sqlite.index import SqliteIndex
-from objkv.testing.index_contract import (FIELD, chunk, shard)
+from tests.contracts.index_contract import (FIELD, chunk, shard)
 index = SqliteIndex(Path(sys.argv[1]), busy_ms=240_000)
 for number in range(int(sys.argv[2]), int(sys.argv[2]) + 50):
     index.publish(chunk(number), {FIELD: shard()}, ttl_s=1000)

@@ -11,7 +11,7 @@ import pytest
 from objkv.errors import StoreDenied, StoreError
 from objkv.index.sqlite import file as sqlite_place
 from objkv.index.sqlite.index import SqliteIndex
-from objkv.testing.index_contract import NAMESPACE, chunk, shard
+from tests.contracts.index_contract import NAMESPACE, chunk, shard
 
 CHUNK = chunk()
 

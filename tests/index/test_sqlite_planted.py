@@ -11,7 +11,7 @@ from objkv.errors import StoreDenied, StoreUnavailable
 from objkv.index.sqlite import file as sqlite_file
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.net.deadline import EndsBy
-from objkv.testing.index_contract import FIELD, LONG_S, NAMESPACE, chunk, get, prefix_hash, shard
+from tests.contracts.index_contract import FIELD, LONG_S, NAMESPACE, chunk, get, prefix_hash, shard
 from tests.index.test_sqlite_upgrade import old_file
 
 ENDLESS = "WITH RECURSIVE r(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM r)"

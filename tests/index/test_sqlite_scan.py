@@ -8,7 +8,7 @@ import pytest
 
 from objkv.index.sqlite import file as sqlite_file
 from objkv.index.sqlite.index import SqliteIndex
-from objkv.testing.index_contract import FIELD, NAMESPACE, OTHER_FIELD, chunk, shard
+from tests.contracts.index_contract import FIELD, NAMESPACE, OTHER_FIELD, chunk, shard
 
 RECORDS = 600
 STEPS = 100

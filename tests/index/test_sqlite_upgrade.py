@@ -8,8 +8,8 @@ from objkv.index.fields import encode_shard
 from objkv.index.shapes import SHAPES_HASH
 from objkv.index.sqlite import file as sqlite_schema
 from objkv.index.sqlite.index import SqliteIndex
-from objkv.testing.clock import ManualClock
-from objkv.testing.index_contract import (
+from tests.contracts.clock import ManualClock
+from tests.contracts.index_contract import (
     FIELD,
     LONG_S,
     NAMESPACE,

@@ -3,7 +3,7 @@
 vLLM builds the model without weights (on PyTorch's ``meta`` device), reads the cache of each
 attention layer, and divides layers into groups as its engine does. Ranks are only imitated: layers
 divide their heads by sizes that are set here, and no second process runs.
-``scripts/write_models.py --record`` calls this.
+``python -m scripts.write_models --record`` calls this.
 """
 
 import os

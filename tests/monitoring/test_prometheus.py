@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -192,11 +191,6 @@ def test_a_name_that_nobody_tells_would_be_found() -> None:
     assert selector[0] not in known()
     with pytest.raises(ValueError, match="unclosed left parenthesis"):
         selectors("sum(rate(x[5m])")
-
-
-def test_the_dashboard_is_as_it_is_written() -> None:
-    script = runpy.run_path(str(ROOT / "scripts/write_dashboard.py"))
-    assert DASHBOARD.read_text() == script["page"](), "run make docs"
 
 
 def test_panels_do_not_lie_on_each_other_and_say_what_they_show() -> None:

@@ -14,7 +14,7 @@ from objkv.errors import LeftAlone, StoreBusy, StoreDenied, StoreError, StoreUna
 from objkv.net.breaker import Attempt, Breaker, Breakers, Burst, Change, Direction, Patience
 from objkv.net.deadline import EndsBy
 from objkv.telemetry import MemoryRecorder, NullRecorder
-from objkv.testing.clock import ManualClock
+from tests.contracts.clock import ManualClock
 
 PATIENCE = Patience(failures=3, reset_s=1.0, reset_max_s=15.0)
 DAY_S = 86_400.0

@@ -158,12 +158,6 @@ def test_a_tenants_name_is_a_name(tenant: str) -> None:
         access("reader", tenant)
 
 
-def test_the_whole_bucket_may_be_one_tenants() -> None:
-    policy = iam_policy("reader", "arn:aws:s3:::bucket", "")
-    assert policy["Statement"][0].keys() == {"Sid", "Effect", "Action", "Resource"}
-    assert policy["Statement"][1]["Resource"] == ["arn:aws:s3:::bucket/*"]
-
-
 def test_a_bucket_that_a_key_encrypts() -> None:
     found = [
         iam_policy(role, "arn", "p", kms_key_arn="arn:aws:kms:r:1:key/2")["Statement"][-1]
@@ -172,12 +166,6 @@ def test_a_bucket_that_a_key_encrypts() -> None:
     assert [one["Resource"] for one in found] == [["arn:aws:kms:r:1:key/2"]] * 3
     assert found[0]["Action"] == ["kms:Decrypt"]
     assert found[1]["Action"] == ["kms:Decrypt", "kms:GenerateDataKey"]
-
-
-def test_places_without_rights_have_none() -> None:
-    found = access_of(Config(bulk_url="memory:", index_url="memory:"), "writer")
-    assert (found.iam, found.acl) == (None, None)
-    assert found.settings == {"role": "writer", "tenant": "default"}
 
 
 def test_no_secret_is_in_it() -> None:

@@ -1,29 +1,25 @@
 """Audits of stores with known defects, and while replicas keep writing."""
 
 import tomllib
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from objkv.assembly.backends import Backends
-from objkv.errors import StoreDenied
 from objkv.index.base import Record
 from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
-from objkv.keys.identity import identity_path
 from objkv.ops.audit.figures import LIST_PRICES
 from objkv.ops.audit.report import AuditReport, Prices
-from objkv.ops.audit.spool import AuditSpool, SeenRecord
-from objkv.ops.audit.walk import AuditView
-from objkv.stores.base import Entry, Unfinished
+from objkv.ops.audit.spool import SeenRecord
+from objkv.stores.base import Entry
 from objkv.stores.memory import MemoryStore
-from objkv.testing.clock import ManualClock
-from objkv.testing.damage import IDENTITY as DAMAGED
-from objkv.testing.damage import DamagedStore, Defects
+from tests.contracts.clock import ManualClock
+from tests.contracts.damage import IDENTITY as DAMAGED
+from tests.contracts.damage import DamagedStore, Defects
 from tests.support.audit import Auditor, hash_of, save_prompts
-from tests.support.samples import IDENTITY, NAMESPACE, WHOLE, save, save_identity
+from tests.support.samples import NAMESPACE, WHOLE, save, save_identity
 
 DAY_S = 86_400
 NOW_S = 20_000 * DAY_S + 3_600.0
@@ -160,48 +156,6 @@ def test_what_was_not_walked_is_not_judged() -> None:
     assert "running the same command again resumes the audit" in report.problems[0]
 
 
-def test_writers_leftovers_are_found_and_who_may_not_list_them_is_reported() -> None:
-    bulk, index = MemoryStore(), MemoryIndex()
-    save_prompts(bulk, index, [(0,)])
-
-    def left() -> Iterator[Unfinished]:
-        yield Unfinished("a/b", "upload-1", 77, 0.0)
-
-    def denied() -> Iterator[Unfinished]:
-        raise StoreDenied("unfinished: HTTP 403")
-
-    auditor = Auditor(bulk, index)
-    auditor.walk.view = AuditView(bulk, index, False, unfinished=left)
-    [found] = [one for one in auditor.all().findings.counts if one.count]
-    assert (found.kind, found.nbytes) == ("leftover", 77)
-    auditor = Auditor(bulk, index)
-    auditor.walk.view = AuditView(bulk, index, False, unfinished=denied)
-    assert any("HTTP 403" in problem for problem in auditor.all().problems)
-
-
-def test_namespaces_that_differ_in_one_setting_are_told_why_they_do_not_share() -> None:
-    bulk, index = MemoryStore(), MemoryIndex()
-    save_prompts(bulk, index, [(0,)])
-    for other in (replace(IDENTITY, kv_dtype="fp8_e4m3"), replace(IDENTITY, tenant="other")):
-        save_identity(bulk, other)
-        bulk.put(ChunkKey(other.namespace(), bytes(20), 0, WHOLE).path(), bytes(5_000))
-    report = Auditor(bulk, index).all()
-    assert len(report.differences) == 3
-    first = report.differences[0]  # of one tenant, before those that never share
-    assert [one.field for one in first.fields] == ["kv_dtype"]
-    assert first.reason == "they do not share: kv_dtype differs"
-    assert {one.tenant: one.namespaces for one in report.tenants} == {"default": 2, "other": 1}
-
-
-def test_a_document_of_another_name_makes_its_payloads_strangers() -> None:
-    bulk, index = MemoryStore(), MemoryIndex()
-    save_prompts(bulk, index, [(0,)])
-    bulk.put(identity_path(NAMESPACE), b"{}")
-    report = Auditor(bulk, index).all()
-    assert counts(report) == {"stranger": 1}
-    assert not report.namespaces[0].is_known
-
-
 def test_costs_and_growth_are_plain_arithmetic() -> None:
     bulk, index = MemoryStore(), MemoryIndex()
     save_identity(bulk)
@@ -232,44 +186,6 @@ def test_costs_and_growth_are_plain_arithmetic() -> None:
     assert cost.tenants[0].month == pytest.approx(8.66)
     assert (report.totals.hits, report.totals.used_chunks) == (6, 1)
     assert any("exceeds its quota" in problem for problem in report.problems)
-
-
-def test_ages_are_counted_in_buckets_without_gaps() -> None:
-    bulk, index = MemoryStore(), MemoryIndex()
-    save_identity(bulk)
-    auditor = Auditor(bulk, index, clock=lambda: NOW_S)
-    ages = (-60, 0, 3_599, 3_600, 7 * DAY_S, 400 * DAY_S)
-    for number, age_s in enumerate(ages):
-        key = ChunkKey(NAMESPACE, bytes([number]) * 20, 0, WHOLE)
-        auditor.spool.add_payloads([(key, Entry(key.path(), 5_000, NOW_S - age_s))])
-    age = auditor.report().ages.age
-    assert [one.start_s for one in age[1:]] == [one.end_s for one in age[:-1]]
-    assert {one.start_s: one.chunks for one in age if one.chunks} == {
-        0: 3, 3_600: 1, 7 * DAY_S: 1, 90 * DAY_S: 1,
-    }  # fmt: skip
-
-
-def test_days_that_are_too_long_ago_are_told_as_one() -> None:
-    bulk, index = MemoryStore(), MemoryIndex()
-    auditor = Auditor(bulk, index, clock=lambda: NOW_S)
-    for number, age_days in enumerate((0, 399, 400, 3_000)):
-        key = ChunkKey(NAMESPACE, bytes([number]) * 20, 0, WHOLE)
-        auditor.spool.add_payloads([(key, Entry(key.path(), 5_000, NOW_S - age_days * DAY_S))])
-    growth = auditor.report().growth
-    assert len(growth.days) == 400
-    assert growth.days[0].chunks == 1
-    assert growth.before is not None
-    assert (growth.before.chunks, growth.before.nbytes) == (2, 10_000)
-
-
-def test_numbers_that_no_record_can_have_do_no_harm() -> None:
-    spool = AuditSpool(None)
-    shard_free = Record(b"\1" * 20, bytes(20), 0, 1 << 90, {}, hits=1 << 90, touched_s=1 << 90)
-    spool.add_records([SeenRecord(NAMESPACE, shard_free, True)])
-    [(start, hits)] = spool.some("SELECT token_start, hits FROM records")
-    assert start is None
-    assert hits == 1 << 32
-    spool.close()
 
 
 def test_the_list_prices_are_those_of_the_costs_that_the_simulation_uses() -> None:

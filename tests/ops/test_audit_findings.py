@@ -15,8 +15,8 @@ from objkv.ops.audit.html.remarks import FAULTS
 from objkv.ops.audit.report import AuditReport
 from objkv.stores.base import Unfinished
 from objkv.stores.memory import MemoryStore
-from objkv.testing.clock import ManualClock
-from objkv.testing.damage import DamagedStore, Defects
+from tests.contracts.clock import ManualClock
+from tests.contracts.damage import DamagedStore, Defects
 from tests.support.audit import Auditor, save_prompts, tokens_of
 from tests.support.samples import IDENTITY, NAMESPACE, WHOLE, save, save_identity
 

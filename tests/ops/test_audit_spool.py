@@ -13,11 +13,11 @@ from objkv.keys.chunk import ChunkKey
 from objkv.ops.audit.audit import find_places
 from objkv.ops.audit.html.page import html_report
 from objkv.ops.audit.report import AuditReport, FindingCount
-from objkv.ops.audit.spool import AGE_MAX_S, AuditSpool, SeenRecord, make_chunks
+from objkv.ops.audit.spool import AuditSpool, SeenRecord, make_chunks
 from objkv.ops.audit.tree import read_roots, read_tree
 from objkv.stores.base import Entry
 from objkv.stores.memory import MemoryStore
-from objkv.testing.clock import ManualClock
+from tests.contracts.clock import ManualClock
 from tests.support.audit import Auditor, save_prompts
 from tests.support.samples import CHUNK, NAMESPACE, WHOLE, save
 
@@ -62,36 +62,6 @@ def test_what_is_seen_twice_counts_once() -> None:
     assert count(spool) == 1
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"no database" * 100, b"SQLite format 3\0" + bytes(4_000)]
-)
-def test_what_lies_there_and_is_none_of_ours_is_replaced(tmp_path: Path, content: bytes) -> None:
-    file = tmp_path / "audit.sqlite"
-    file.write_bytes(content)
-    spool = AuditSpool(file)
-    spool.add_payloads([payload(1)])
-    assert spool.is_kept
-    assert not spool.resumed
-    spool.close()
-    assert count(AuditSpool(file)) == 1
-
-
-def test_after_a_day_or_when_asked_to_it_begins_anew(tmp_path: Path) -> None:
-    clock, file = ManualClock(), tmp_path / "audit.sqlite"
-
-    def seen(*, restart: bool = False) -> int:
-        spool = AuditSpool(file, restart=restart, clock=clock)
-        found = count(spool)
-        spool.add_payloads([payload(1)])
-        spool.finish("unit")
-        spool.close()
-        return found
-
-    assert [seen(), seen(), seen(restart=True), seen()] == [0, 1, 0, 1]
-    clock.advance(AGE_MAX_S)
-    assert [seen(), seen()] == [0, 1]
-
-
 def test_two_audits_at_once_do_not_mix(tmp_path: Path) -> None:
     first = AuditSpool(tmp_path / "audit.sqlite")
     first.add_payloads([payload(1)])
@@ -103,13 +73,6 @@ def test_two_audits_at_once_do_not_mix(tmp_path: Path) -> None:
     assert count(first) == 1
     first.close()
     assert count(AuditSpool(tmp_path / "audit.sqlite")) == 1
-
-
-def test_where_no_file_can_be_made_it_keeps_none(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    spool = AuditSpool(tmp_path / "file" / "audit.sqlite")
-    spool.add_payloads([payload(1)])
-    assert (spool.is_kept, count(spool)) == (False, 1)
 
 
 def test_a_full_disk_is_said_and_what_to_do(tmp_path: Path) -> None:
@@ -130,8 +93,9 @@ def test_the_file_is_the_users_own(tmp_path: Path) -> None:
         assert db.execute("SELECT name FROM done").fetchall() == [("unit",)]
 
 
+@pytest.mark.slow
 def test_pythons_memory_does_not_grow_with_the_store() -> None:
-    """A setting limits SQLite's own memory; benchmarks/audit.py measures the whole process."""
+    """A setting limits SQLite's own memory."""
 
     def peak(chunks: int) -> int:
         spool = AuditSpool(None)
@@ -214,25 +178,6 @@ def test_what_had_no_record_before_the_walk_began_is_a_loss(
     assert report.problems[0].startswith("60 of 61 payloads")
 
 
-def test_a_walk_that_is_continued_later_says_how_old_its_beginning_is(tmp_path: Path) -> None:
-    clock, file = ManualClock(NOW_S), tmp_path / "audit.sqlite"
-    bulk, index = MemoryStore(clock=clock), MemoryIndex()
-    save_prompts(bulk, index, [(0,), (1,)])
-    first = Auditor(bulk, index, spool=AuditSpool(file, clock=clock), clock=clock)
-    first.records()
-    first.payloads()
-    first.spool.close()
-    for entry in list(bulk.scan("")):
-        bulk.delete(entry.key)
-    clock.advance(5 * HOUR_S)
-    report = Auditor(bulk, index, spool=AuditSpool(file, clock=clock), clock=clock).all()
-    assert report.totals.payloads == 2
-    assert report.begun_s == NOW_S
-    assert "5 h ago" in report.problems[0]
-    assert "--restart" in report.problems[0]
-    assert_no_agreement(report)
-
-
 def test_a_continued_walk_of_a_store_that_lost_its_payloads_does_not_say_that_all_is_well(
     tmp_path: Path,
 ) -> None:
@@ -258,9 +203,3 @@ def assert_no_agreement(report: AuditReport) -> str:
     assert "Index and bulk store agree" not in page
     assert "index and store agree" not in page
     return page
-
-
-def test_a_walk_that_was_not_stopped_says_nothing_of_its_age() -> None:
-    bulk, index = MemoryStore(), MemoryIndex()
-    save_prompts(bulk, index, [(0,)])
-    assert Auditor(bulk, index).all().problems == ()

@@ -1,6 +1,5 @@
 """Explanations of the differences between two identity documents."""
 
-import copy
 import json
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,6 @@ from objkv.errors import ConfigError
 from objkv.keys.identity import GroupIdentity, Identity
 from objkv.ops.diff import (
     _REASONS,
-    ABSENT,
     DiffReport,
     Document,
     diff,
@@ -102,17 +100,6 @@ def test_what_an_identity_has_is_all_explained() -> None:
     assert fields | group <= _REASONS.keys()
 
 
-def test_lists_are_told_in_few_words() -> None:
-    [layers] = in_group(layers=LAYERS[:-1]).differences
-    assert layers.a == "28: model.layers.0.self_attn.attn … model.layers.27.self_attn.attn"
-    sliding = replace(GROUP, kind="sliding_window", window=8, layers=("l",))
-    [groups] = against(groups=(GROUP, sliding)).differences
-    assert (groups.a, groups.b) == (
-        "1: full of 28 layers",
-        "2: full of 28 layers, sliding_window of 1 layer",
-    )
-
-
 def test_one_sentence_names_what_there_is_to_change() -> None:
     assert against(tenant="t").reason == "they do not share: tenant differs"
     assert in_group(block_size=32).reason == "they do not share: block_size of group 0 differs"
@@ -147,61 +134,6 @@ def test_another_block_size_is_one_cause_unless_the_wish_for_chunks_differs_as_w
 def test_a_reset_replica_is_told_from_one_whose_operator_raised_the_epoch() -> None:
     report = against(weights_epoch=1, extra=(("dtype", "bfloat16"), ("reset", "ab")))
     assert [cause.field for cause in report.causes] == ["extra.reset"]
-
-
-@pytest.mark.parametrize(
-    ("weights", "words"),
-    [
-        ("full:" + "1" * 40, "the same weights_digest"),
-        ("revision:main", "read the weights"),
-        ("sampled:" + "2" * 40, "same checkpoint"),
-    ],
-)
-def test_weights_that_are_told_otherwise_are_not_called_other_weights(
-    weights: str, words: str
-) -> None:
-    [found] = against(weights=weights).differences
-    assert words in found.fix
-
-
-def test_seeds_of_random_weights_are_told() -> None:
-    a = replace(IDENTITY, weights="dummy:seed=0")
-    b = replace(IDENTITY, weights="dummy:seed=1")
-    [found] = diff(as_read(a), as_read(b)).differences
-    assert "seed" in found.fix
-
-
-def test_only_another_name_is_told_from_another_model() -> None:
-    [found] = against(model="other").differences
-    assert found.why == "the weights are the same, but the names of the models differ"
-    assert "model_id" in found.fix
-
-
-def test_settings_that_are_text_of_json_are_compared_within() -> None:
-    def overrides(theta: int) -> Identity:
-        return replace(IDENTITY, extra=(("hf_overrides", f'{{"a": 1, "rope_theta": {theta}}}'),))
-
-    [found] = diff(as_read(overrides(1)), as_read(overrides(2))).differences
-    assert (found.field, found.a, found.b) == ("extra.hf_overrides.rope_theta", 1, 2)
-    assert found.why == _REASONS["extra.hf_overrides"][0]
-
-
-def test_fields_of_other_versions_are_told_with_a_plain_sentence() -> None:
-    a = dict(as_read(IDENTITY))
-    b = copy.deepcopy(a) | {"planet": {"name": "mars"}}
-    b["groups"][0]["spin"] = 7
-    found = {d.field: d for d in diff(a, b).differences}
-    assert found.keys() == {"planet", "groups[0].spin"}
-    assert found["groups[0].spin"].a == ABSENT
-    assert "planet is part of the name" in found["planet"].why
-
-
-@pytest.mark.parametrize("other", [7, None, "text", [1], [{}], {}, [["a", 1], ["a", 2]]])
-def test_documents_that_nobody_would_write_are_compared_all_the_same(other: Any) -> None:
-    for field in ("groups", "extra", "weights"):
-        document = dict(as_read(IDENTITY)) | {field: other}
-        assert not diff(as_read(IDENTITY), document).share
-        assert not diff(document, as_read(IDENTITY)).share
 
 
 values = st.recursive(

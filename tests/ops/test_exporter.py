@@ -1,13 +1,8 @@
 """What is watched is told as it was last seen, whatever the ends do meanwhile."""
 
-import logging
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from http.client import HTTPConnection
-from socket import create_connection
-from urllib.parse import urlsplit
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -16,13 +11,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import Usage
 from objkv.index.memory import MemoryIndex
-from objkv.ops.doctor.server import ServerFacts
-from objkv.ops.exporter.metrics import METRICS, StoreCollector, Watched
+from objkv.index.server import ServerFacts
+from objkv.ops.exporter.metrics import StoreCollector, Watched
 from objkv.ops.exporter.scan import Scans
 from objkv.ops.exporter.server import ExporterServer
 from objkv.ops.exporter.watch import Asks, BackendsWatch
 from objkv.stores.memory import MemoryStore
-from objkv.testing.flaky import FlakyStore
+from tests.contracts.flaky import FlakyStore
 from tests.support.samples import IDENTITY, NAMESPACE, save, save_identity, view_of
 
 Told = dict[str, dict[str, float]]
@@ -113,15 +108,6 @@ def test_what_is_stored_is_told_with_whose_it_is(world: World) -> None:
     assert "objkv_index_memory_max_bytes" not in page
 
 
-def test_a_document_that_comes_later_is_read_later(world: World) -> None:
-    world.usage = [Usage(NAMESPACE, 1, 1, 0)]
-    world.ask()
-    assert world.page()["objkv_stored_bytes"] == {f"{NAMESPACE}||": 1}
-    save_identity(world.bulk)
-    world.watch.ask("bulk")
-    assert list(world.page()["objkv_tenant_stored_bytes"]) == [IDENTITY.tenant]
-
-
 def test_an_end_that_fails_is_down_and_the_rest_is_told_as_before(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -183,24 +169,11 @@ def test_beyond_the_largest_namespaces_there_is_only_a_sum(world: World) -> None
     assert page["objkv_tenant_stored_bytes"] == {"": 1500}
 
 
-def test_without_a_quota_none_is_told(world: World) -> None:
-    world.usage = [Usage(NAMESPACE, 1, 1, 0)]
-    world.ask()
-    watched = Watched("1", "file:/x", "sqlite:/y", 60, 0, 10)
-    assert "objkv_tenant_quota_bytes" not in world.page(watched)
-
-
 def test_what_others_wrote_moves_no_cursor_and_has_an_end(world: World) -> None:
     world.usage = [Usage("\x1b[2J" + "n" * 500, 1, 1, 0), Usage("\ud800", 1, 1, 0)]
     world.ask()
     first, second = (label.split("|")[0] for label in world.page()["objkv_stored_bytes"])
     assert {first, second} == {"?[2J" + "n" * 196, "?"}
-
-
-def test_every_name_told_is_on_the_page(world: World) -> None:
-    world.usage = [Usage(NAMESPACE, 1, 1, 0)]
-    world.ask()
-    assert world.page().keys() <= METRICS.keys()
 
 
 # Scans.
@@ -231,15 +204,6 @@ def test_a_scan_counts_payloads_and_those_without_a_record() -> None:
     assert page["objkv_scan_bytes"][label] == sum(sizes)
     assert page["objkv_scan_orphans"][label] == 2
     assert page["objkv_scan_quarantined_payloads"] == {"": 1}
-
-
-def test_what_was_just_saved_is_no_orphan_yet() -> None:
-    bulk, index = MemoryStore(), MemoryIndex()
-    save(bulk, None)
-    found = scans(bulk, index, now_s=stored_at(bulk) + 50)
-    found.scan()
-    assert found.last is not None
-    assert [one.orphans for one in found.last.namespaces.values()] == [0]
 
 
 def test_a_scan_that_breaks_off_is_counted_and_the_last_whole_one_stays() -> None:
@@ -303,46 +267,7 @@ def test_nothing_else_is_served(server: ExporterServer) -> None:
     assert get(f"{server.url}/")[1] == "objkv exporter: /metrics, /healthz\n"
 
 
-@pytest.mark.parametrize("path", ["/", "/metrics", "/healthz", "/nothing"])
-def test_it_says_its_own_name_and_no_versions(server: ExporterServer, path: str) -> None:
-    asked = urlsplit(server.url)
-    assert asked.port is not None
-    connection = HTTPConnection(asked.hostname or "", asked.port, timeout=120)
-    connection.request("GET", path)
-    assert connection.getresponse().headers.get_all("Server") == ["objkv"]
-    connection.close()
-    with create_connection((asked.hostname or "", asked.port), timeout=120) as plain:
-        plain.sendall(b"no http at all\r\n\r\n")
-        assert b"Python" not in plain.makefile("rb").read()
-
-
-def test_clients_that_say_nothing_keep_nobody_out_and_are_bounded(server: ExporterServer) -> None:
-    address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
-    before = threading.active_count()  # other tests may have left some
-    silent = [create_connection(address) for _ in range(15)]
-    try:
-        assert get(f"{server.url}/healthz")[0] == 200
-        silent += [create_connection(address) for _ in range(20)]
-        assert threading.active_count() < before + 20
-        assert any(one.recv(1) == b"" for one in silent[16:17])  # one too many, closed at once
-    finally:
-        for one in silent:
-            one.close()
-
-
 def test_an_address_that_is_taken_is_told_in_a_sentence(server: ExporterServer) -> None:
     port = int(server.url.rpartition(":")[2])
     with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: Address already"):
         ExporterServer(CollectorRegistry(), "127.0.0.1", port, is_healthy=lambda: True)
-
-
-def test_the_watch_asks_by_itself_and_stops(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.ERROR)
-    asked = threading.Event()
-    world.during = asked.set
-    world.watch.start()
-    assert asked.wait(60)
-    assert world.watch.is_alive()
-    world.watch.stop()
-    assert not world.watch.is_alive()
-    assert not caplog.records

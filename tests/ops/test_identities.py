@@ -60,11 +60,6 @@ def test_what_is_no_document_is_refused(document: bytes) -> None:
         parse_identity(document, NAMESPACE)
 
 
-def test_a_document_written_otherwise_but_equal_is_accepted() -> None:
-    document = json.dumps(IDENTITY.document(), indent=2).encode()
-    assert parse_identity(document, NAMESPACE) == IDENTITY
-
-
 @pytest.mark.parametrize(
     "changed",
     [

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from objkv.index.base import ChunkEntry, Record, ShardRecord
+from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import identity_path
 from objkv.keys.prefix import prefix_hashes
@@ -20,12 +20,6 @@ from tests.support.samples import (
 )
 
 SHARD = ShardRecord(10, 20, "none", False, "0" * 32, 5)
-
-
-def test_nothing_stored_is_an_empty_list(bulk: MemoryStore, index: MemoryIndex) -> None:
-    assert list_namespaces(bulk, index) == []
-    assert list_prefixes(index, NAMESPACE) == []
-    assert count_bulk(bulk).namespaces == ()
 
 
 def test_a_namespace_is_described_and_summed(bulk: MemoryStore, index: MemoryIndex) -> None:
@@ -70,13 +64,6 @@ def test_the_bulk_store_is_counted_without_the_index(bulk: MemoryStore) -> None:
     assert summary.hits is None
     assert (count.other_entries, count.other_bytes) == (1, 5)
     assert seen == [8]
-
-
-def test_one_namespace_of_the_bulk_store_can_be_counted_alone(bulk: MemoryStore) -> None:
-    save(bulk, None)
-    bulk.put(identity_path("ab" * 16), b"{}")
-    assert [s.namespace for s in count_bulk(bulk, namespace=NAMESPACE).namespaces] == [NAMESPACE]
-    assert len(count_bulk(bulk).namespaces) == 2
 
 
 def test_prefixes_are_chains_from_root_to_leaf(bulk: MemoryStore, index: MemoryIndex) -> None:
@@ -147,16 +134,6 @@ def test_what_prompts_share_is_one_branch_that_forks(bulk: MemoryStore, index: M
     assert (short.level, short.chunks, short.leaves, short.is_last) == (1, 1, 1, True)
 
 
-def test_a_prefix_without_its_beginning_is_a_tree_of_its_own(
-    bulk: MemoryStore, index: MemoryIndex
-) -> None:
-    save(bulk, index, LONG)
-    index.drop(NAMESPACE, prefix_hashes(NAMESPACE, LONG, CHUNK)[1])
-    first, second = tree(index)
-    assert [first.level, second.level] == [0, 0]
-    assert (first.token_start, second.token_end) == (2 * CHUNK, CHUNK)
-
-
 def test_a_record_that_names_itself_as_its_parent_makes_no_loop(index: MemoryIndex) -> None:
     shard = ShardRecord(1, 1, "none", False, "0" * 32, 1)
     for name, parent in ((b"a", b"b"), (b"b", b"a"), (b"c", b"c")):
@@ -178,13 +155,3 @@ def test_thousands_of_forks_below_each_other_are_no_recursion(index: MemoryIndex
     assert max(branch.level for branch in found) == 2_999
     assert found[0].tree_chunks + found[-1].tree_chunks >= 3_000
     assert {replace(b, level=0).leaves for b in found if not b.branches} == {1}
-
-
-def test_a_scan_that_repeats_a_record_counts_it_once(bulk: MemoryStore, index: MemoryIndex) -> None:
-    class Repeating(MemoryIndex):
-        def scan(self, namespace: str) -> "list[Record]":  # type: ignore[override]
-            return [*index.scan(namespace)] * 2
-
-    save(bulk, index, SHORT)
-    [branch] = list_tree(Repeating(), NAMESPACE)
-    assert branch.tree_chunks == 3

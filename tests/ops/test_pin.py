@@ -1,7 +1,6 @@
 """Pinning and unpinning: pinned chunks survive, and interrupted commands can be repeated."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from objkv.ops.sweep.remove import Remover, SweepLimits
 from objkv.stores.base import PruneStore
 from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
-from objkv.testing.clock import ManualClock
+from tests.contracts.clock import ManualClock
 from tests.support.samples import CHUNK, NAMESPACE, TOKENS, save, view_of
 
 DAY_S = 86_400
@@ -78,17 +77,6 @@ def test_what_prefixes_share_is_pinned_as_long_as_one_of_them(
     assert read_pins(bulk, NAMESPACE) == {}
 
 
-def test_a_pin_can_be_made_longer_or_shorter(
-    pinner: Pinner, bulk: MemoryStore, index: MemoryIndex, clock: ManualClock
-) -> None:
-    chunks = hashes(save(bulk, index))
-    chain = chain_of(index, NAMESPACE, chunks[0])
-    for days in (2, 5, 1):
-        end = int(clock()) + days * DAY_S
-        pinner.pin(NAMESPACE, chain, until_s=end)
-        assert until(index, chunks[:1]) == [end]
-
-
 def test_what_is_not_stored_cannot_be_pinned(bulk: MemoryStore, index: MemoryIndex) -> None:
     chunks = hashes(save(bulk, index))
     with pytest.raises(ConfigError, match=r"78787878\w+ is not stored"):
@@ -96,31 +84,6 @@ def test_what_is_not_stored_cannot_be_pinned(bulk: MemoryStore, index: MemoryInd
     index.drop(NAMESPACE, chunks[0])
     with pytest.raises(ConfigError, match=r"the chunk before token 16 is not stored"):
         chain_of(index, NAMESPACE, chunks[2])
-
-
-def test_records_that_name_each_other_as_parents_are_no_chain(
-    bulk: MemoryStore, index: MemoryIndex
-) -> None:
-    chunks = hashes(save(bulk, index))
-    [record] = index.lookup(NAMESPACE, chunks[1:2])
-    assert record is not None
-    for changed in (
-        replace(record, parent_hash=record.prefix_hash),
-        replace(record, token_start=record.token_end),
-    ):
-        index._records[(NAMESPACE, chunks[1])] = (changed, float("inf"))
-        with pytest.raises(ConfigError):
-            chain_of(index, NAMESPACE, chunks[1])
-
-
-def test_a_pin_ends_in_the_future(
-    pinner: Pinner, bulk: MemoryStore, index: MemoryIndex, clock: ManualClock
-) -> None:
-    chain = chain_of(index, NAMESPACE, hashes(save(bulk, index))[0])
-    for end in (0, int(clock()), 1 << 50):
-        with pytest.raises(ConfigError, match="in the future"):
-            pinner.pin(NAMESPACE, chain, until_s=end)
-    assert read_pins(bulk, NAMESPACE) == {}
 
 
 def breaking(index: MemoryIndex, after: int) -> Callable[..., bool]:

@@ -9,6 +9,7 @@ from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import ChunkEntry, PruneIndex, ShardRecord
 from objkv.index.guarded import INDEX_VERBS, GuardedIndex
 from objkv.index.memory import MemoryIndex
+from objkv.index.server import ServerFacts
 from objkv.ops.doctor.probes import (
     Check,
     failure,
@@ -17,12 +18,12 @@ from objkv.ops.doctor.probes import (
     probe_store,
     probe_store_as,
 )
-from objkv.ops.doctor.server import ServerFacts, judge_server
+from objkv.ops.doctor.server import judge_server
 from objkv.stores.base import Buffer
 from objkv.stores.guarded import GuardedStore
 from objkv.stores.memory import MemoryStore
-from objkv.testing.clock import ManualClock
-from objkv.testing.flaky import FlakyStore
+from tests.contracts.clock import ManualClock
+from tests.contracts.flaky import FlakyStore
 from tests.stores.guards import guard_of
 
 BULK_STEPS = [

@@ -54,24 +54,6 @@ def test_a_program_imports_nothing_from_the_folder_that_it_is_started_in(
         assert "No module named planted" in (tmp_path / "log").read_text()
 
 
-def test_a_program_ends_with_its_block(tmp_path: Path) -> None:
-    wait_for_ever = "import time; print('up', flush=True); time.sleep(1e6)"
-    with Program("it", ("-c", wait_for_ever), tmp_path / "log", {}) as program:
-        assert next(program.lines(bound_s=280)) == "up\n"
-        program.check()
-    with pytest.raises(ProgramFailed, match="exit status -9"):
-        program.check()
-
-
-def test_a_program_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    arguments = ("-c", "import time; time.sleep(1e6)")
-    with (
-        Program("it", arguments, tmp_path / "log", {}) as program,
-        pytest.raises(ProgramFailed, match="it did not finish within 0 s"),
-    ):
-        list(program.lines(bound_s=0.01))
-
-
 def test_a_program_sees_its_own_settings_and_none_of_the_users(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,12 +82,3 @@ def test_one_that_does_not_answer_in_time_is_ended(tmp_path: Path) -> None:
             program.ask("a", bound_s=0.01)
         with pytest.raises(ProgramFailed, match="exit status -9"):
             program.check()
-
-
-def test_one_that_ended_does_not_answer_and_leaves_its_last_words(tmp_path: Path) -> None:
-    with Program(
-        "it", ("-c", "raise SystemExit('no')"), tmp_path / "log", {}, listens=True
-    ) as program:
-        with pytest.raises(ProgramFailed) as failed:
-            program.ask("a", bound_s=280)
-        assert failed.value.tail() == "no"

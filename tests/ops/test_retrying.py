@@ -6,7 +6,7 @@ from objkv.errors import StoreDenied, StoreUnavailable
 from objkv.index.memory import MemoryIndex
 from objkv.ops.retrying import PATIENCE_S, retrying
 from objkv.stores.memory import MemoryStore
-from objkv.testing.flaky import FlakyStore
+from tests.contracts.flaky import FlakyStore
 from tests.index.flaky_index import FlakyIndex
 
 

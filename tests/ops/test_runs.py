@@ -1,10 +1,8 @@
 """Units of work by several threads: each is done once, whatever ends the run."""
 
 import os
-import random
 import signal
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from threading import Event, Lock
 
@@ -12,16 +10,13 @@ import pytest
 
 from objkv.errors import StoreUnavailable
 from objkv.ops.runs import (
-    AGE_MAX_S,
     FINDINGS_MAX,
     Check,
     Checkpoint,
     Counters,
     Finding,
-    Forecast,
     Unit,
     WorkPool,
-    checkpoint_file,
 )
 
 
@@ -97,17 +92,6 @@ def test_the_first_error_ends_the_run_and_what_was_done_is_kept(tmp_path: Path) 
     again.close(complete=False)
 
 
-def test_what_is_never_done_for_good_is_done_in_every_run(tmp_path: Path) -> None:
-    work = Work()
-    for run in (1, 2):
-        checkpoint = Checkpoint(tmp_path / "file")
-        pool = WorkPool(checkpoint, workers=1)
-        pool.run([replace(unit, again=True) for unit in work.units(3)])
-        assert (pool.partial.counts["done"], sum(work.done.values())) == (3, 3 * run)
-        checkpoint.close(complete=False)
-        assert (checkpoint.done, checkpoint.counters.counts["done"]) == (set(), 0)
-
-
 def test_nothing_is_begun_after_the_deadline() -> None:
     now = 0.0
     work, checkpoint = Work(), Checkpoint(None)
@@ -137,25 +121,6 @@ def test_a_file_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
     checkpoint.close(complete=True)
 
 
-def test_what_was_found_long_ago_is_looked_at_again(tmp_path: Path) -> None:
-    now = 1000.0
-    for age_s, resumed in ((AGE_MAX_S - 1, True), (AGE_MAX_S, False), (-1, False)):
-        first = Checkpoint(tmp_path / "file", clock=lambda: now)
-        first.done.clear()
-        first._begun_s = now
-        first.finish("a", Counters())
-        first.close(complete=False)
-        again = Checkpoint(tmp_path / "file", clock=lambda age_s=age_s: now + age_s)
-        assert again.resumed is resumed
-        again.close(complete=True)
-
-
-def test_settings_that_decide_what_is_done_have_a_file_each(tmp_path: Path) -> None:
-    names = {checkpoint_file(tmp_path, "sweep", apply, 3) for apply in (True, False)}
-    assert len(names) == 2
-    assert checkpoint_file(tmp_path, "sweep", True, 3) in names
-
-
 def test_findings_beyond_the_bound_are_counted() -> None:
     counters = Counters()
     for number in range(FINDINGS_MAX + 5):
@@ -168,54 +133,3 @@ def test_findings_beyond_the_bound_are_counted() -> None:
     assert len(both.findings) + both.omitted == both.counts["orphan"]
     assert Counters.parse(both.plain()) == both
     assert both.findings[0] == Finding("orphan", "0", 2)
-
-
-@pytest.mark.parametrize("expected", [0.0, 60.0, 100.0])
-def test_what_is_left_falls_while_parts_are_done(expected: float) -> None:
-    """256 parts of about 100 payloads, 16 at once and each payload equally fast: the forecast is
-    near the truth once 16 parts have ended, whatever was expected, and so time left falls."""
-    chance = random.Random(7)
-    units = [Unit(str(n), lambda *_: None, items=expected) for n in range(256)]
-    sizes = {unit.name: chance.randint(80, 120) for unit in units}
-    every, waiting, forecast = sum(sizes.values()), list(units), Forecast(units, workers=16)
-    running: dict[str, int] = {}
-    left = []
-    while waiting or running:
-        while waiting and len(running) < 16:
-            running[waiting.pop(0).name] = 0
-        for name in list(running):
-            running[name] += 1
-            if running[name] == sizes[name]:
-                forecast.end(units[int(name)], running.pop(name))
-        done, total = forecast.progress(sum(running.values()))
-        if total is not None and done > every // 10:
-            assert total == pytest.approx(every, rel=0.15)
-            left.append(total - done)
-        elif not expected and done < 16 * 80:
-            assert total is None
-    assert (done, total) == (every, every)
-    tenths = left[:: len(left) // 9]
-    assert tenths == sorted(tenths, reverse=True)
-
-
-def test_items_that_are_counted_beforehand_are_the_total_from_the_start() -> None:
-    reports: list[tuple[int, int | None]] = []
-
-    def work(counters: Counters, check: Check) -> None:
-        for _ in range(5):
-            check(2)
-
-    units = [Unit(str(number), work, items=10) for number in range(3)]
-    WorkPool(Checkpoint(None), workers=1).run(units, lambda *both: reports.append(both))
-    assert (reports[0], reports[-1]) == ((0, 30), (30, 30))
-    assert {total for _, total in reports} == {30}
-
-
-def test_a_checkpoint_counts_the_items_that_are_done(tmp_path: Path) -> None:
-    first = Checkpoint(tmp_path / "file")
-    first.finish("1", Counters(), 20)
-    first.finish("2", Counters(), 22)
-    first.close(complete=False)
-    again = Checkpoint(tmp_path / "file")
-    assert (again.resumed, again.items, again.begun_s) == (True, 42, first.begun_s)
-    again.close(complete=True)

@@ -12,7 +12,7 @@ from objkv.errors import ConfigError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
 from objkv.ops.audit.report import Prices
-from objkv.ops.size.model import PRESETS, LayerShape, ModelShape, attention, preset, read_model
+from objkv.ops.size.model import LayerShape, ModelShape, attention, preset, read_model
 from objkv.ops.size.sizing import Layout, Load, Sizing, size_fleet
 
 TINY = attention("tiny", 3, 4, 64, kv_dtype="bfloat16", source="a test")
@@ -117,35 +117,6 @@ def test_of_windows_only_their_end_is_kept_and_loaded() -> None:
     assert found.gets_per_s == 2 * (7 + 1)
 
 
-def test_chunks_are_whole_blocks() -> None:
-    assert sized(layout=replace(LAYOUT, chunk_tokens=100)).chunk.tokens == 112
-
-
-def test_compressed_payloads_are_smaller_by_the_ratio() -> None:
-    found = sized(layout=replace(LAYOUT, codec_ratio=2)).chunk
-    assert found.nbytes - found.header_bytes == found.raw_bytes // 2
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"stored_share": 1.5}, "stored_share 1.5"),
-        ({"stored_share": float("nan")}, "stored_share nan"),
-        ({"prompts_per_s": -1.0}, "prompts_per_s -1"),
-        ({"used_s": -1.0}, "used_s -1"),
-    ],
-)
-def test_impossible_loads_are_refused(change: dict[str, float], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        sized(load=replace(LOAD, **change))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("change", [{"codec_ratio": 0.0}, {"tp_size": 3}])
-def test_impossible_layouts_are_refused(change: dict[str, float]) -> None:
-    with pytest.raises(ConfigError):
-        sized(layout=replace(LAYOUT, **change))  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("name", "token_bytes"),
     [
@@ -160,20 +131,6 @@ def test_impossible_layouts_are_refused(change: dict[str, float]) -> None:
 def test_known_models_have_the_kv_that_is_known_of_them(name: str, token_bytes: int) -> None:
     chunk = sized(preset(name, None), Layout(256, 16, 1)).chunk
     assert chunk.raw_bytes == 256 * token_bytes
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_can_be_sized(name: str) -> None:
-    shape = preset(name.upper(), "fp8")
-    assert len(shape.layers) == PRESETS[name].layers
-    found = sized(shape, Layout(256, 16, 1))
-    assert found.chunk.raw_bytes > 0
-    assert PRESETS[name].source in found.source
-
-
-def test_an_unknown_name_is_refused_with_the_nearest_ones() -> None:
-    with pytest.raises(ConfigError, match=r"gpt-5 is neither .*; did you mean gpt-oss"):
-        preset("gpt-5", None)
 
 
 LLAMA = {
@@ -203,30 +160,6 @@ def test_a_plain_model_is_read(tmp_path: Path) -> None:
     assert shape.layers == (FULL,) * 4
     assert (shape.kv_dtype, shape.name) == ("bfloat16", tmp_path.name)
     assert read_model(tmp_path / "config.json").layers == shape.layers
-
-
-def test_the_cache_may_have_another_dtype_than_the_model(tmp_path: Path) -> None:
-    assert read_model(written(tmp_path), "fp8").kv_dtype == "fp8"
-    assert read_model(written(tmp_path, torch_dtype=None, dtype="float16")).kv_dtype == "float16"
-    with pytest.raises(ConfigError, match="--kv-dtype"):
-        read_model(written(tmp_path, torch_dtype=None))
-
-
-def test_what_authors_leave_out_has_its_usual_meaning(tmp_path: Path) -> None:
-    assert layers_of(tmp_path, num_key_value_heads=None)[0] == LayerShape("full", 8, 128)
-    assert layers_of(tmp_path, head_dim=96)[0] == LayerShape("full", 2, 192)
-    assert layers_of(tmp_path, sliding_window=32, use_sliding_window=False) == (FULL,) * 4
-
-
-def test_the_language_model_of_one_that_sees_is_read(tmp_path: Path) -> None:
-    text = {**LLAMA, "num_hidden_layers": 3}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "text_config": text}))
-    assert len(read_model(tmp_path).layers) == 3
-
-
-def test_latents_are_one_head(tmp_path: Path) -> None:
-    found = layers_of(tmp_path, kv_lora_rank=512, qk_rope_head_dim=64, v_head_dim=128)
-    assert found == (LayerShape("mla", 1, 576),) * 4
 
 
 def test_layers_are_of_the_kinds_that_the_file_says(tmp_path: Path) -> None:
@@ -264,28 +197,3 @@ def test_other_files_are_no_configuration(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match="not a model configuration"):
         read_model(tmp_path)
-
-
-def test_a_folder_without_one_is_told_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read_model(tmp_path)
-    assert str(caught.value) == f"{tmp_path / 'config.json'}: No such file or directory"
-
-
-@pytest.mark.parametrize(
-    ("pattern", "sizes"),
-    [
-        ("ffff", [4]),
-        ("sf" * 12, [12, 12]),
-        ("sssssf" * 8, [8] * 6),
-        # Twelve and thirteen differ by too little to be cut.
-        ("sf" * 12 + "f", [12, 13]),
-    ],
-)
-def test_layers_are_grouped_as_vllm_groups_them(pattern: str, sizes: list[int]) -> None:
-    kinds = {"f": FULL, "s": SLIDING}
-    shape = ModelShape("x", tuple(kinds[kind] for kind in pattern), "bfloat16", "a test")
-    groups = shape.groups(16)
-    assert [len(group.layers) for group in groups] == sizes
-    named = [name for group in groups for name in group.layers]
-    assert sorted(named) == sorted(f"model.layers.{n}.self_attn.attn" for n in range(len(pattern)))

@@ -25,7 +25,7 @@ from objkv.ops.sweep.survey import find_doubts, old_epochs, survey
 from objkv.ops.sweep.sweep import Sweep
 from objkv.stores.base import Unfinished
 from objkv.stores.memory import MemoryStore
-from objkv.testing.damage import IDENTITY, DamagedStore, Defects, Planted
+from tests.contracts.damage import IDENTITY, DamagedStore, Defects, Planted
 from tests.support.samples import view_of
 
 NAMESPACE = IDENTITY.namespace()

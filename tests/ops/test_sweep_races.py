@@ -19,7 +19,7 @@ from objkv.ops.sweep.remove import Remover, SweepLimits
 from objkv.stores.base import Entry
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import NullRecorder
-from objkv.testing.clock import ManualClock
+from tests.contracts.clock import ManualClock
 from tests.support.samples import save, view_of
 
 LEASE_S = 10

@@ -15,7 +15,7 @@ from objkv.keys.identity import identity_path
 from objkv.keys.topology import Shard
 from objkv.ops.backends_view import BackendsView, record_keys
 from objkv.stores.memory import MemoryStore
-from objkv.testing.damage import DamagedStore, Defects
+from tests.contracts.damage import DamagedStore, Defects
 from tests.crash.saving import NAMESPACE, rebuild_all, save_all, saves, sweep_all, verify_all
 from tests.support.samples import view_of
 

@@ -19,7 +19,7 @@ from objkv.ops.runs import Counters
 from objkv.ops.verify import Verify, choose_sample
 from objkv.ops.verify_payload import LARGE_BYTES, Budget, Checker
 from objkv.stores.memory import MemoryStore
-from objkv.testing.damage import DamagedStore, Defects
+from tests.contracts.damage import DamagedStore, Defects
 from tests.support.samples import view_of
 
 

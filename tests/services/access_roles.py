@@ -15,8 +15,8 @@ from objkv.index.redis.index import RedisIndex
 from objkv.index.shapes import SHAPES_HASH
 from objkv.keys.identity import identity_path
 from objkv.telemetry import MemoryRecorder
-from objkv.testing.index_contract import LONG_S
 from tests.codec.payloads import CLAIM, sample
+from tests.contracts.index_contract import LONG_S
 
 PAYLOAD = bytes(sample("none"))
 HEADER = read_header(PAYLOAD)

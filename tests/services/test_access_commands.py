@@ -20,7 +20,6 @@ pytestmark = [pytest.mark.service, pytest.mark.xdist_group("ceph")]
 
 LINES = {
     "access": "access --role reader",
-    "bench lookup": "bench lookup --rounds 1",
     "diff": f"diff acme/tiny {NAMESPACE}",
     "export": "export --out {out} -n acme/tiny",
     "exporter": "exporter --once",

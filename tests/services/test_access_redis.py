@@ -18,8 +18,8 @@ from objkv.index.base import Usage
 from objkv.index.redis.index import RedisIndex
 from objkv.ops.doctor.access import ROLES, access_of
 from objkv.telemetry import MemoryRecorder, NullRecorder
-from objkv.testing.index_contract import LONG_S, chunk, shard
 from tests.codec.payloads import CLAIM
+from tests.contracts.index_contract import LONG_S, chunk, shard
 from tests.services.access_roles import FIELD, HASH, NAMESPACE, WORK, load, save
 from tests.support.servers.fixtures import PATIENT, flushed
 from tests.support.servers.redis import RedisServer, valkey_server, wait_until

@@ -8,8 +8,8 @@ from objkv.assembly.backends import open_backends
 from objkv.config import load_config
 from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import NullRecorder
-from objkv.testing.damage import DamagedStore, Defects
 from tests.cli.conftest import Run, home, run
+from tests.contracts.damage import DamagedStore, Defects
 from tests.support.servers.ceph import S3Server
 from tests.support.servers.fixtures import use_servers
 from tests.support.servers.redis import RedisServer

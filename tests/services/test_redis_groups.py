@@ -10,8 +10,8 @@ from objkv.config import Config
 from objkv.errors import StoreUnavailable
 from objkv.index.base import PruneIndex
 from objkv.index.redis.index import RedisIndex
-from objkv.testing.clock import ManualClock
-from objkv.testing.index_contract import (
+from tests.contracts.clock import ManualClock
+from tests.contracts.index_contract import (
     FIELD,
     LONG_S,
     NAMESPACE,

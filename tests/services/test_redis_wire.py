@@ -11,8 +11,8 @@ from objkv.config import Config
 from objkv.errors import StoreUnavailable
 from objkv.index.redis.index import RedisIndex
 from objkv.stores.redis import RedisStore
-from objkv.testing.index_contract import FIELD, LONG_S, NAMESPACE, chunk, prefix_hash, shard
-from objkv.testing.store_contract import StoreContract
+from tests.contracts.index_contract import FIELD, LONG_S, NAMESPACE, chunk, prefix_hash, shard
+from tests.contracts.store_contract import StoreContract
 from tests.support.servers.fixtures import PATIENT, flushed
 from tests.support.servers.redis import RedisServer, wait_until
 from tests.support.servers.redis_groups import ServerGroup

@@ -8,7 +8,7 @@ import pytest
 from objkv.errors import StoreDenied, StoreUnavailable
 from objkv.stores.s3.client import open_s3_client
 from objkv.stores.s3.store import S3Store
-from objkv.testing.store_contract import WRITERS, StoreContract, at_once
+from tests.contracts.store_contract import WRITERS, StoreContract, at_once
 from tests.support.servers.ceph import S3Server, ceph_missing, ceph_radosgw
 from tests.support.servers.certificates import make_certificates
 from tests.support.servers.fixtures import BUCKET, PART_BYTES, OpenS3Store, need, s3_config

@@ -7,8 +7,8 @@ import pytest
 
 from objkv.errors import StoreUnavailable
 from objkv.stores.memory import MemoryStore
-from objkv.testing.flaky import FlakyStore
-from objkv.testing.store_contract import StoreContract
+from tests.contracts.flaky import FlakyStore
+from tests.contracts.store_contract import StoreContract
 
 
 class TestFlakyStore(StoreContract):

@@ -22,8 +22,8 @@ from objkv.stores.base import Unfinished
 from objkv.stores.guarded import GuardedStore
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder, NullRecorder
-from objkv.testing.flaky import FlakyStore
-from objkv.testing.store_contract import StoreContract
+from tests.contracts.flaky import FlakyStore
+from tests.contracts.store_contract import StoreContract
 from tests.stores.guards import guard_of
 
 DOWN = StoreUnavailable("down")

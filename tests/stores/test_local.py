@@ -11,7 +11,7 @@ import pytest
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.stores.local import LocalStore
-from objkv.testing.store_contract import StoreContract
+from tests.contracts.store_contract import StoreContract
 
 
 class TestLocalStore(StoreContract):

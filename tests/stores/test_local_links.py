@@ -15,8 +15,8 @@ from objkv.stores import local_paths as local_beneath
 from objkv.stores.base import Unfinished
 from objkv.stores.local import LocalStore
 from objkv.stores.local_paths import PLACE, Beneath, kernel_opens, walking_opens
-from objkv.testing.index_contract import NAMESPACE
-from objkv.testing.store_contract import StoreContract
+from tests.contracts.index_contract import NAMESPACE
+from tests.contracts.store_contract import StoreContract
 
 SECRET = b"somebody else's"
 KEY = "ns/aa/hash/0.payload"

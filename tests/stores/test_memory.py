@@ -3,7 +3,7 @@
 import pytest
 
 from objkv.stores.memory import MemoryStore
-from objkv.testing.store_contract import StoreContract
+from tests.contracts.store_contract import StoreContract
 
 
 class TestMemoryStore(StoreContract):

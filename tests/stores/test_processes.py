@@ -29,7 +29,7 @@ from objkv.stores.processes.pool import FetchPool, PoolLimits
 from objkv.stores.processes.process import FetchProcess, FetchProgram
 from objkv.stores.processes.store import ProcessGets
 from objkv.telemetry import MemoryRecorder
-from objkv.testing.store_contract import StoreContract
+from tests.contracts.store_contract import StoreContract
 from tests.support.paged_cache import PATIENCE_S, wait_until
 
 LANES = 4

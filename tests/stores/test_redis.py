@@ -11,7 +11,7 @@ from redis.retry import Retry
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.stores.redis import RedisStore
-from objkv.testing.store_contract import StoreContract
+from tests.contracts.store_contract import StoreContract
 from tests.support.servers.redis import valkey_server
 
 TTL_S = 3_600

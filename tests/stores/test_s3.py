@@ -17,6 +17,7 @@ from botocore.exceptions import (
     SSLError,
 )
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from moto.s3.models import s3_backends
 from werkzeug.serving import make_server
 
 from objkv.config import Config
@@ -25,7 +26,7 @@ from objkv.stores.s3 import body as s3_body
 from objkv.stores.s3.client import open_s3_client, translated
 from objkv.stores.s3.store import S3Store
 from objkv.telemetry import MemoryRecorder
-from objkv.testing.store_contract import StoreContract
+from tests.contracts.store_contract import StoreContract
 from tests.support.servers.listener import Listener
 
 BUCKET = "kv-cache"
@@ -46,6 +47,7 @@ def endpoint_url() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()
+    s3_backends.reset()  # its files of large keys
 
 
 @pytest.fixture(scope="module")

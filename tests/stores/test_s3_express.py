@@ -20,7 +20,7 @@ from objkv.errors import StoreDenied
 from objkv.stores.base import PruneStore
 from objkv.stores.s3.client import open_s3_client
 from objkv.stores.s3.store import S3Store
-from objkv.testing.store_contract import StoreContract
+from tests.contracts.store_contract import StoreContract
 from tests.support.servers.quick_s3 import Answer, QuickS3, Request
 from tests.support.servers.quick_s3_values import failure
 from tests.support.servers.s3_stores import MIB, PART, pattern, s3_store

@@ -28,7 +28,7 @@ from objkv.stores.s3.http import HttpConnection, HttpResponse, KeptConnections, 
 from objkv.stores.s3.signing import S3Endpoint, find_endpoint
 from objkv.stores.s3.store import S3Store
 from objkv.stores.s3.write import Put
-from objkv.testing.store_contract import StoreContract
+from tests.contracts.store_contract import StoreContract
 from tests.support.servers.certificates import make_certificates
 from tests.support.servers.listener import Listener
 from tests.support.servers.quick_s3 import Answer, QuickS3, Request, quick_s3_process

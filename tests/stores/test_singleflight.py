@@ -12,8 +12,8 @@ from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.net.deadline import EndsBy
 from objkv.stores.memory import MemoryStore
 from objkv.stores.singleflight import SharedGets
-from objkv.testing.flaky import FlakyStore
-from objkv.testing.store_contract import StoreContract
+from tests.contracts.flaky import FlakyStore
+from tests.contracts.store_contract import StoreContract
 
 
 class TestSharedGets(StoreContract):

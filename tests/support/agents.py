@@ -113,8 +113,10 @@ class AgentProcess:
 
     def fetchers(self) -> list[int]:
         """Its fetching processes. Each child is listed by the thread that started it."""
-        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        return sorted(int(pid) for task in tasks for pid in task.read_text().split())
+        while True:
+            tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+            with suppress(OSError):  # a thread has ended, and its children are another's now
+                return sorted(int(pid) for task in tasks for pid in task.read_text().split())
 
     def __enter__(self) -> Self:
         return self

@@ -1,6 +1,5 @@
 """A real browser that looks at a page, and tells what it drew, said and asked for."""
 
-import io
 import json
 import shutil
 from collections.abc import Iterator
@@ -8,11 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from PIL import Image
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
-from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
@@ -66,11 +63,6 @@ class Browser:
         self.driver.get(page.as_uri())
         self.resize(*SIZE)
 
-    def resize(self, width: int, height: int) -> None:
-        """Of what the page has for itself."""
-        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-
     def find(self, selector: str) -> WebElement:
         """The one element, or the first."""
         return self.driver.find_element(By.CSS_SELECTOR, selector)
@@ -94,25 +86,10 @@ class Browser:
         """
         return {name: (x, y, w) for name, x, y, w in self.driver.execute_script(script)}
 
-    def press(self, key: str) -> None:
-        """A key, where the focus is."""
-        self.driver.switch_to.active_element.send_keys(getattr(Keys, key))
-
     def until(self, what: str, *arguments: object) -> None:
         """Wait until the script ``what`` returns true."""
         wait = WebDriverWait(self.driver, PATIENCE_S, poll_frequency=0.05)
         wait.until(lambda driver: driver.execute_script(f"return {what}", *arguments))
-
-    def picture(self, selector: str) -> Image.Image:
-        """The pixels of one element."""
-        return Image.open(io.BytesIO(self.find(selector).screenshot_as_png)).convert("RGB")
-
-    def shoot(self, target: Path, *, width: int = SIZE[0], height: int) -> None:
-        """A PNG of the page from where it is scrolled to."""
-        self.resize(width, height)
-        shot = Image.open(io.BytesIO(self.driver.get_screenshot_as_png())).convert("RGB")
-        # 256 colours are enough for flat ones, and a fifth of the bytes.
-        shot.quantize(256, dither=Image.Dither.NONE).save(target, optimize=True)
 
     def complaints(self) -> list[str]:
         """What the page's console has said since it was asked last."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, is_typeddict
 
-from objkv.cli.documents import DOCUMENTS, keys_of
+from tests.support.documents import DOCUMENTS, keys_of
 
 
 def faults_of(command: str, document: object) -> list[str]:

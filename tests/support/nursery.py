@@ -27,6 +27,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+KEPT = set[int]()
+"""Descriptors that this process has as long as nurseries that it started."""
+
 
 class Fork:
     """A process like ``subprocess.Popen``'s, as far as tests need it. Thread-safe."""
@@ -50,8 +53,10 @@ class Fork:
             raise subprocess.TimeoutExpired(self._what, timeout or 0.0)
         try:
             if self.returncode is None:
-                left = None if end is None else max(0.0, end - time.monotonic())
-                if not select.select([self._connection], [], [], left)[0]:
+                left = None if end is None else max(0.0, 1000 * (end - time.monotonic()))
+                poll = select.poll()  # its number may be larger than select() takes
+                poll.register(self._connection, select.POLLIN)
+                if not poll.poll(left):
                     raise subprocess.TimeoutExpired(self._what, timeout or 0.0)
                 self.returncode = int(self._lines.readline() or -signal.SIGKILL)
                 self._lines.close()
@@ -127,6 +132,8 @@ class Nursery:
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
             )
+            assert self._process.stdin is not None
+            KEPT.add(self._process.stdin.fileno())
 
 
 def _preload(modules: Sequence[str]) -> None:
@@ -140,9 +147,11 @@ def _preload(modules: Sequence[str]) -> None:
 def _serve(listener: socket.socket) -> dict[str, Any] | None:
     """Returns in each fork, with what it was told; None once nobody is left to ask."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who attend
+    ready = select.poll()
+    ready.register(listener, select.POLLIN)
+    ready.register(sys.stdin, select.POLLIN)
     while True:
-        ready, _, _ = select.select([listener, sys.stdin], [], [])
-        if sys.stdin in ready:
+        if any(number == sys.stdin.fileno() for number, _ in ready.poll()):
             return None
         connection, _ = listener.accept()
         with connection:

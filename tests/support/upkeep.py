@@ -7,8 +7,8 @@ from objkv.assembly.backends import Backends
 from objkv.index.base import Record
 from objkv.index.shapes import SHAPES_HASH
 from objkv.keys.identity import identity_path
-from objkv.testing.damage import IDENTITY, DamagedStore, Defects, Planted
 from tests.cli.conftest import Run
+from tests.contracts.damage import IDENTITY, DamagedStore, Defects, Planted
 
 ALL = Defects(
     good=40, orphan=3, ghost=4, old_epoch=5, stranger=2, header=2, frame=3, short=2, empty=1,

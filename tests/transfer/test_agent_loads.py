@@ -43,6 +43,7 @@ class World:
 
     def __init__(self) -> None:
         self.node = Node(memory=1 << 21).listen()
+        self.former: list[Node] = []
         self.writer = Replica(self.node.store, self.node.index, seed=1)
         self.writer.save(range(4))
         self.reader = self.open()
@@ -87,6 +88,7 @@ class World:
     def replace(self) -> None:
         """Another agent at the same place, which listens before the old one ends."""
         old = self.node
+        self.former.append(old)
         self.node = Node(memory=1 << 21, path=old.path, store=old.store, index=old.index)
         old.path.unlink()
         self.node.listen()
@@ -102,6 +104,7 @@ class World:
         self.node.core.close(PATIENCE_S)
         self.node.server.close()
         old, self.node = self.node, Node(memory=1 << 21, path=self.node.path, store=self.node.store)
+        self.former.append(old)
         self.node.index = old.index
         self.node.path.unlink()
         self.node.listen()
@@ -116,7 +119,8 @@ def world() -> Iterator[World]:
     world.reader.close()
     assert world.node.residents.wait_idle(PATIENCE_S)
     assert world.node.residents.check()
-    world.node.close()
+    for node in (world.node, *world.former):
+        node.close()
 
 
 @pytest.mark.parametrize("sync", [False, True])

@@ -5,10 +5,10 @@ from threading import Thread, Timer
 import pytest
 
 from objkv.keys.prefix import root_hash
-from objkv.testing.clock import ManualClock
 from objkv.transfer.lanes import HostLane, HostMark
 from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
+from tests.contracts.clock import ManualClock
 from tests.support.paged_cache import CHUNK, HASHES, NAMESPACE, wait_until
 
 pytestmark = pytest.mark.host

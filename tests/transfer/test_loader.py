@@ -20,11 +20,11 @@ from objkv.keys.identity import GroupIdentity
 from objkv.net.deadline import ends_s
 from objkv.stores.base import Arrived, Buffer
 from objkv.stores.memory import MemoryStore
-from objkv.testing.flaky import FlakyStore
 from objkv.transfer.lanes import BlockRuns, HostLane, HostMark, Mark
 from objkv.transfer.loading import loads
 from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.plan import LoadOutcome, LoadPlan
+from tests.contracts.flaky import FlakyStore
 from tests.support.paged_cache import (
     BLOCKS,
     HASHES,

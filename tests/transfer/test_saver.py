@@ -22,11 +22,11 @@ from objkv.stores.base import Buffer, WriteStore
 from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder, NullRecorder
-from objkv.testing.clock import ManualClock
 from objkv.transfer.lanes import BlockRuns, HostLane, HostMark, Mark, PagedLayers
 from objkv.transfer.plan import ChunkMove, SaveMove, SavePlan
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool
+from tests.contracts.clock import ManualClock
 from tests.support.paged_cache import (
     CHUNK,
     NAMESPACE,
@@ -142,6 +142,7 @@ class CountingLane(HostLane):
 @pytest.mark.host
 def test_all_chunks_of_a_step_are_gathered_with_one_call() -> None:
     replica, lane = Replica(*stores(), seed=1), CountingLane()
+    replica.saver.close(PATIENCE_S)
     replica.saver = replica.saver_of(SaveLimits(1, 8, PATIENCE_S, "none", "w"), lane)
     assert replica.save(range(4)) == set()
     assert lane.calls == ["mark_compute", "follow", "place", "gather 4", "mark"]
@@ -825,6 +826,7 @@ def test_a_device_that_fails_while_it_copies_costs_drops() -> None:
     assert replica.recorder.value("save_drops") == 1
     assert replica.save_slabs.leased == 1
     assert replica.save_slabs.adds_up
+    saver.close(-10.0)
 
 
 @pytest.mark.host

@@ -6,6 +6,7 @@ After any fault the payload comes from the stores, as if there were no disk.
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,12 +28,14 @@ from objkv.codec.seal import Seal
 from objkv.errors import LeftAlone, PayloadError, StoreError, ValueTooLong
 from objkv.net.breaker import Breakers, Change, Patience
 from objkv.net.deadline import ends_s
+from objkv.stores.base import Arrived
 from objkv.telemetry import Recorder
 
 logger = logging.getLogger(__name__)
 _LENGTH_BYTES = 8
 _HANGS_S = 1.0
-"""If no thread ends its read within this time, the stores are sooner."""
+"""If no read brings a byte within this time, the disk hangs. A payload whose turn to be read has
+not come by then comes sooner from the stores, from a disk that works, too."""
 _LOOK_S = 1.0
 """How often to look whether another agent gave up the folder."""
 _PURGE = ""
@@ -67,6 +70,8 @@ class Spill:
         self._residents, self._seal = residents, seal
         self._limits, self._recorder = limits, recorder
         self._slots = BoundedSemaphore(limits.readers)
+        self._arrived_s = -math.inf
+        """When a read last brought bytes."""
         self._breakers = Breakers("disk", Patience(), recorder, on_change=_log_change)
         self._ended = Event()
         if limits.keeps_all:
@@ -101,7 +106,7 @@ class Spill:
         if not 0 <= nbytes - raw_bytes <= HEADER_BYTES_MAX:
             self._refuse(key, f"{nbytes} bytes for {raw_bytes} of pages")
             return None
-        fill = make(Source(nbytes, partial(self.disk.get_into, key)))
+        fill = make(Source(nbytes, partial(self._get_into, key)))
         if self._reads(key, fill, staging):
             self._recorder.count("agent_disk_hits")
             self._recorder.count("agent_disk_read_bytes", nbytes)
@@ -193,6 +198,13 @@ class Spill:
             seal=self._seal,
         )
 
+    def _get_into(self, key: str, buffer: memoryview, arrived: Arrived) -> int | None:
+        def seen(nbytes: int) -> None:
+            self._arrived_s = monotonic()
+            arrived(nbytes)
+
+        return self.disk.get_into(key, buffer, seen)
+
     def _reads(self, key: str, fill: Fill, staging: Staging) -> bool:
         """Whether the payload was read and is right. If not, its file goes."""
         try:
@@ -212,11 +224,13 @@ class Spill:
 
     @contextmanager
     def _slot(self) -> Iterator[None]:
-        """Be one of the threads that read. Raises ``LeftAlone`` if none of them ends."""
-        seconds = max(0.0, min(_HANGS_S, ends_s() - monotonic()))
+        """Be one of the threads that read. Raises ``LeftAlone`` if none of them ends in
+        time."""
+        began_s = monotonic()
+        seconds = max(0.0, min(_HANGS_S, ends_s() - began_s))
         if not self._slots.acquire(timeout=seconds):
             error = LeftAlone("disk: reads hang")
-            if seconds == _HANGS_S:
+            if seconds == _HANGS_S and self._arrived_s < began_s:
                 self._breakers.read.open(error)
             raise error
         try:

@@ -1,1 +1,1 @@
-"""``objkv bench``: what objkv reaches of what this machine allows, measured in the same run."""
+"""``objkv bench``: what the configured stores, index and node agent achieve from this machine."""

@@ -56,7 +56,7 @@ _EVERY: Final = ROLES
 COMMAND_ROLES: Final[dict[str, tuple[Role, ...]]] = {
     **dict.fromkeys(
         (
-            *("access", "admission", "audit", "bench lookup", "diff", "doctor", "export"),
+            *("access", "admission", "audit", "diff", "doctor", "export"),
             *("exporter", "import"),
             *("ls", "ls NAMESPACE", "ls --bulk", "ls --prefixes", "ls --tree", "match"),
             *("pin --list", "rebuild", "show", "size", "sweep", "top", "verify"),

@@ -1,30 +1,11 @@
-"""Facts reported by a Redis-like server, and the checks of an index that follow from them."""
+"""The checks of an index that follow from the facts about its server."""
 
-from dataclasses import dataclass
-
+from objkv.index.server import ServerFacts
 from objkv.ops.doctor.probes import Check
 
 CLOCK_SKEW_MAX_S = 5.0
 _VERSION_MIN = (6, 2)
 _USED_MAX = 0.9
-
-
-@dataclass(frozen=True, slots=True)
-class ServerFacts:
-    """Values that the server reports; None if it does not (managed servers often deny CONFIG)."""
-
-    product: str
-    """``redis`` or ``valkey``."""
-    version: str | None
-    mode: str | None
-    """``standalone``, ``cluster`` or ``sentinel``."""
-    maxmemory_bytes: int | None
-    maxmemory_policy: str | None
-    used_bytes: int | None
-    clock_skew_s: float | None
-    """Server's clock minus this machine's, reduced by the possible duration of its answer."""
-    denied: tuple[str, ...] = ()
-    """Commands that the ACL denied."""
 
 
 def judge_server(facts: ServerFacts) -> list[Check]:

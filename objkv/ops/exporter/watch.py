@@ -14,8 +14,8 @@ from typing import Literal
 
 from objkv.errors import ObjkvError
 from objkv.index.base import Usage
+from objkv.index.server import ServerFacts
 from objkv.ops.backends_view import read_namespace
-from objkv.ops.doctor.server import ServerFacts
 from objkv.stores.base import ReadStore
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from objkv.ops.programs import die_with_parent
 from objkv.ops.warm.prefill import PrefillError, PrefillReply, PrefillRequest
 from objkv.ops.warm.prompts import WarmPrompt
 
-MODULE: Final = "objkv.connector.programs.warm"
+MODULE: Final = "objkv.programs.warm"
 AT_ONCE: Final = 64
 _TAIL_LINES = 200
 _ERROR = re.compile(r"\b\w*(?:Error|Exception): |^\s*Value error, ")

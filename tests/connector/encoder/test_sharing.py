@@ -13,7 +13,6 @@ from objkv.connector.encoder.scheduler import EncoderRoles
 from objkv.keys.encoder import encoder_hash, encoder_key
 from objkv.keys.identity import identity_path
 from objkv.stores.memory import MemoryStore
-from objkv.testing.flaky import FlakyStore
 from tests.connector.encoder.world import (
     EMBEDS,
     IDENTITY,
@@ -27,6 +26,7 @@ from tests.connector.encoder.world import (
     request,
     saved,
 )
+from tests.contracts.flaky import FlakyStore
 from tests.index.flaky_index import FlakyIndex
 
 

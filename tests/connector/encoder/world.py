@@ -20,8 +20,8 @@ from objkv.index.memory import MemoryIndex
 from objkv.keys.encoder import EncoderIdentity
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
-from objkv.testing.clock import ManualClock
-from objkv.testing.flaky import FlakyStore
+from tests.contracts.clock import ManualClock
+from tests.contracts.flaky import FlakyStore
 from tests.index.flaky_index import FlakyIndex
 
 EMBEDS, WIDTH = 4, 16

@@ -23,9 +23,9 @@ from objkv.index.base import ChunkEntry
 from objkv.index.memory import MemoryIndex
 from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
-from objkv.testing.flaky import FlakyStore
 from tests.connector.handoff.model import Shape, model_folder, prompts
 from tests.connector.handoff.world import PROMPTS, Engine, bits, step
+from tests.contracts.flaky import FlakyStore
 
 WAITS_S = 120.0
 """For another thread that has nothing else to do."""

@@ -11,7 +11,7 @@ from objkv.errors import StoreUnavailable
 from objkv.index.memory import MemoryIndex
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
-from objkv.testing.flaky import FlakyStore
+from tests.contracts.flaky import FlakyStore
 from tests.support.paged_cache import BLOCKS, PATIENCE_S, Replica, StuckStore, wait_until
 from tests.support.sides import publish_prompt, request, scheduler_side, worker_side
 

@@ -35,8 +35,8 @@ from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity
 from objkv.stores.memory import MemoryStore
-from objkv.testing.clock import ManualClock
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
+from tests.contracts.clock import ManualClock
 
 NAMESPACE = "0" * 32
 CHUNK = 64

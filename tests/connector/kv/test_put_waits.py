@@ -12,7 +12,7 @@ from objkv.index.base import Shards
 from objkv.index.fields import COMING
 from objkv.index.memory import MemoryIndex
 from objkv.telemetry import MemoryRecorder
-from objkv.testing.clock import ManualClock
+from tests.contracts.clock import ManualClock
 from tests.support.paged_cache import wait_until
 from tests.support.sides import publish_prompt, request, scheduler_side, step
 

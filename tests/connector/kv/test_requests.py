@@ -17,7 +17,7 @@ from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.memory import MemoryIndex
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.telemetry import MemoryRecorder
-from objkv.testing.clock import ManualClock
+from tests.contracts.clock import ManualClock
 from tests.support.sides import FIELD, GEOMETRY, SIZE, Jobs, request
 
 NAMESPACE = "0" * 32

@@ -16,8 +16,8 @@ from objkv.connector.pacing import EMPTY_STEP_S
 from objkv.index.base import ChunkEntry, ShardRecord, Shards
 from objkv.index.memory import MemoryIndex
 from objkv.telemetry import MemoryRecorder
-from objkv.testing.clock import ManualClock
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
+from tests.contracts.clock import ManualClock
 from tests.support.paged_cache import wait_until
 from tests.support.sides import (
     FIELD,

@@ -10,8 +10,8 @@ from objkv.connector.kv.timing import Timing
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import Savings, ShardRecord
 from objkv.keys.identity import GroupIdentity
-from objkv.testing.clock import ManualClock
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
+from tests.contracts.clock import ManualClock
 
 GROUP = GroupIdentity("full", None, ("a",), heads=2, content=16, block_size=16)
 COLD = ShardRecord(100, 100, "none", False, "0" * 32, 1)

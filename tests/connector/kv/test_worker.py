@@ -170,7 +170,9 @@ def _fail(group: GroupIdentity) -> tuple[set[str], set[str], set[int]]:
 def test_blank_blocks_are_zeroed_unless_the_cache_may_be_unmapped(*, closed: bool) -> None:
     store, index = stores()
     worker = worker_side(store, index)
-    load = replace(without_its_payload()[1], blanks=(Blank(0, (20, 22)), Blank(7, (21,))))
+    other, load = without_its_payload()
+    other.close()
+    load = replace(load, blanks=(Blank(0, (20, 22)), Blank(7, (21,))))
     caches = worker._groups[0].caches
     for cache in caches:
         cache.fill_(1)
@@ -187,7 +189,9 @@ def test_blank_blocks_are_zeroed_unless_the_cache_may_be_unmapped(*, closed: boo
 def test_a_load_with_blank_blocks_that_do_not_exist_has_failed() -> None:
     store, index = stores()
     worker = worker_side(store, index)
-    load = replace(without_its_payload()[1], blanks=(Blank(0, (10_000,)),))
+    other, load = without_its_payload()
+    other.close()
+    load = replace(load, blanks=(Blank(0, (10_000,)),))
     worker.start_loads(StepPlan(loads=(load,)))
     assert worker.results(StepPlan(), set()).received == {load.request_id}
     assert worker.take_failed_blocks() == set(range(9, 9 + BLOCKS))

@@ -15,8 +15,8 @@ from vllm.v1.kv_offload.base import LookupResult
 from objkv.assembly.backends import Backends
 from objkv.connector import wiring
 from objkv.errors import ConfigError
-from objkv.testing.flaky import FlakyStore
 from tests.connector.tier.world import Engine, init_hashes, offload_key, row
+from tests.contracts.flaky import FlakyStore
 from tests.support.servers.redis import wait_until
 
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY

@@ -17,7 +17,7 @@ from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.memory import MemoryIndex
 from objkv.telemetry import MemoryRecorder, NullRecorder
-from objkv.testing.clock import ManualClock
+from tests.contracts.clock import ManualClock
 from tests.support.servers.redis import wait_until
 
 NAMESPACE = "0" * 32

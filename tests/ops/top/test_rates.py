@@ -70,25 +70,9 @@ def test_one_that_does_not_answer_is_down_with_the_reason() -> None:
     assert (found.state, found.problem, found.flow) == ("down", "refused", Flow())
 
 
-def test_a_server_without_objkv_says_so() -> None:
-    found = row(None, Scrape(12, {"vllm_num_requests_running": 2.0}))
-    assert found.state == "no objkv"
-    assert found.flow.running == 2
-
-
-def test_what_is_open_is_named() -> None:
-    now = scrape(12, breaker_open_bulk_read=1.0, breaker_open_index_write=0.0)
-    assert row(FIRST, now).breakers_open == ("bulk_read",)
-
-
 def test_an_operators_order_is_seen_at_the_first_scrape() -> None:
     assert row(None, scrape(12, admission_switched=1.0)).switched
     assert not row(None, scrape(12, admission_switched=0.0)).switched
-
-
-def test_more_hits_than_queries_compute_nothing() -> None:
-    now = scrape(12, query_tokens_total=1000, hit_bulk_tokens_total=300)
-    assert row(FIRST, now).flow.computed_tokens == 0
 
 
 def test_a_fleet_is_the_sum() -> None:

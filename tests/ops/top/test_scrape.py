@@ -55,28 +55,6 @@ def test_of_what_is_open_the_largest_counts() -> None:
     assert values_of(TEXT)["vllm_objkv_breaker_open_bulk_read"] == 1
 
 
-def test_a_breaker_with_labels_is_read_like_one_with_them_in_its_name() -> None:
-    name = 'vllm:objkv_breaker_open{{engine="{}",store="bulk",direction="read"}} {}'
-    text = "\n".join(name.format(engine, value) for engine, value in ((0, 1), (1, 1), (2, 0)))
-    assert values_of(f"{text}\n") == {"vllm_objkv_breaker_open_bulk_read": 1}
-
-
-def test_ends_are_told_apart_and_what_is_no_number_is_left_out() -> None:
-    values = values_of(TEXT)
-    assert (values["objkv_up:bulk"], values["objkv_up:index"]) == (1, 0)
-    assert not [name for name in values if name.startswith("odd") or name.endswith("_bucket")]
-
-
-def test_names_as_ray_tells_them_are_the_same() -> None:
-    assert values_of(TEXT.replace("vllm:", "vllm_")) == values_of(TEXT)
-
-
-def test_an_answer_is_told_with_its_time() -> None:
-    found = source_that(httpx.Response(200, text=TEXT)).scrape()
-    assert (found.at_s, found.problem) == (7.0, None)
-    assert found.values["vllm_objkv_hit_tokens_total"] == 7
-
-
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
@@ -125,34 +103,6 @@ def test_an_answer_that_drips_is_given_up_at_the_deadline() -> None:
         transport=httpx.MockTransport(lambda _: httpx.Response(200, content=dripping())),
     )
     assert source.scrape().problem == "too slow"
-
-
-@pytest.mark.parametrize(
-    ("url", "asked", "name"),
-    [
-        ("http://a:8000", "http://a:8000/metrics", "a:8000"),
-        ("a:8000", "http://a:8000/metrics", "a:8000"),
-        ("https://a/metrics", "https://a/metrics", "a"),
-        ("http://a:8000/v1/", "http://a:8000/metrics", "a:8000"),
-        ("http://a/models/x", "http://a/models/x/metrics", "a/models/x"),
-        ("http://metrics", "http://metrics/metrics", "metrics"),
-        ("http://u:p@a:1", "http://u:p@a:1/metrics", "a:1"),
-    ],
-)
-def test_urls_are_taken_as_people_write_them(url: str, asked: str, name: str) -> None:
-    source = MetricsSource(url, deadline_s=1)
-    assert (source.url, source.name) == (asked, name)
-    assert repr(source) == f"<Source {name}>"
-    source.close()
-
-
-@pytest.mark.parametrize(
-    "url",
-    ["", "ftp://a", "http://", "http://a:port", "http://a/?x=1", "http://[::1", "http://a b\x01"],
-)
-def test_other_urls_are_the_operators_mistake(url: str) -> None:
-    with pytest.raises(ConfigError, match="endpoint"):
-        MetricsSource(url, deadline_s=1)
 
 
 @pytest.mark.parametrize(

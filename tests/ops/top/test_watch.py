@@ -4,12 +4,8 @@ from collections.abc import Callable
 
 import httpx
 
-from objkv.errors import StoreUnavailable
-from objkv.index.memory import MemoryIndex
 from objkv.ops.top.scrape import MetricsSource
 from objkv.ops.top.watch import FleetWatch
-from objkv.stores.memory import MemoryStore
-from tests.support.samples import save
 
 EXPORTER = """\
 # TYPE objkv_up gauge
@@ -85,40 +81,3 @@ def test_the_exporter_tells_what_is_stored_and_which_ends_answer() -> None:
     assert view.stored is not None
     assert (view.stored.nbytes, view.stored.namespaces, view.stored.told_by) == (30, 2, "exporter")
     assert len(view.rows) == 1
-
-
-def test_an_exporter_that_is_down_is_said_to_be() -> None:
-    clock = Clock()
-    exporter = source("exporter", clock, lambda: "")
-    with FleetWatch([source("a", clock, lambda: counters(0, 0))], exporter, clock=clock) as watch:
-        view = watch.tick()
-    assert (view.stored, view.ends) == (None, ())
-    assert view.problems == ("the exporter does not answer: refused",)
-
-
-def test_the_index_tells_what_is_stored_and_used() -> None:
-    index, clock = MemoryIndex(), Clock()
-    save(MemoryStore(), index)
-    watch = FleetWatch([source("a", clock, lambda: counters(0, 0))], index=index, clock=clock)
-    watch.look_now()
-    view = watch.tick()
-    watch.__exit__(None, None, None)
-    assert view.prefixes is not None
-    assert view.prefixes.records == 3
-    assert view.stored is not None
-    assert (view.stored.payloads, view.stored.told_by) == (3, "index")
-
-
-def test_an_index_that_is_down_costs_the_prefixes_only() -> None:
-    class Down(MemoryIndex):
-        def namespaces(self) -> list[str]:
-            raise StoreUnavailable("nobody there")
-
-    clock = Clock()
-    watch = FleetWatch([source("a", clock, lambda: counters(0, 0))], index=Down(), clock=clock)
-    watch.look_now()
-    view = watch.tick()
-    watch.__exit__(None, None, None)
-    assert view.prefixes is None
-    assert view.problems == ("the index does not answer: nobody there",)
-    assert view.rows[0].state == "new"

@@ -86,6 +86,7 @@ def reference(folder: Path) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "request_of",
     [
@@ -112,6 +113,7 @@ def test_messages_have_the_tokens_that_transformers_gives_them(
     assert LocalTokenizer(folder).tokenize(prompt) == list(expected)
 
 
+@pytest.mark.slow
 def test_arguments_of_calls_are_parsed_before_the_template_sees_them(
     folder: Path, reference: Any
 ) -> None:
@@ -125,18 +127,11 @@ def test_arguments_of_calls_are_parsed_before_the_template_sees_them(
     assert LocalTokenizer(folder).tokenize(prompt) == list(expected)
 
 
+@pytest.mark.slow
 def test_text_gets_the_special_tokens_that_the_tokenizer_adds(folder: Path, reference: Any) -> None:
     tokens = LocalTokenizer(folder).tokenize(WarmPrompt("p", text="how is the weather?"))
     assert tokens == reference.encode("how is the weather?")
     assert tokens[0] == 0
-
-
-def test_a_template_of_its_own_file_is_preferred(folder: Path, tmp_path: Path) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
-    (tmp_path / "chat_template.jinja").write_text("x")
-    prompt = to_prompt({"messages": [USER]}, "p")
-    assert LocalTokenizer(tmp_path).tokenize(prompt) != LocalTokenizer(folder).tokenize(prompt)
 
 
 @pytest.mark.parametrize(
@@ -161,14 +156,6 @@ def test_what_cannot_be_rendered_here_is_named(
     with pytest.raises(ConfigError, match=r"^p: ") as raised:
         LocalTokenizer(folder).tokenize(to_prompt(request_of, "p"))
     assert words in str(raised.value)
-
-
-def test_a_folder_without_a_template_takes_text_only(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    tokenizer = LocalTokenizer(tmp_path / "tokenizer.json")
-    assert tokenizer.tokenize(WarmPrompt("p", text="how"))
-    with pytest.raises(ConfigError, match=r"need a chat template, but .* has none"):
-        tokenizer.tokenize(to_prompt({"messages": [USER]}, "p"))
 
 
 def test_what_is_no_tokenizer_is_said(tmp_path: Path) -> None:

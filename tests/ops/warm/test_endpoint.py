@@ -4,9 +4,6 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -83,34 +80,6 @@ def test_what_an_answer_means_is_told_by_its_status(
     assert f"HTTP {code}: told so" in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("header", "seconds"), [("7", 7.0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0), ("soon", None)]
-)
-def test_retry_after_is_read_in_both_forms(
-    server: FakeVllm, endpoint: PrefillEndpoint, header: str, seconds: float | None
-) -> None:
-    server.every = status(429, Retry_After=header)
-    with pytest.raises(PrefillError) as raised:
-        endpoint.ask(ASK)
-    assert raised.value.after_s == seconds
-
-
-def test_a_server_of_something_else_is_told_in_a_sentence(tmp_path: Path) -> None:
-    handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as pages:
-        Thread(target=pages.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{pages.server_port}"
-        endpoint = PrefillEndpoint(url, EndpointLimits())
-        with pytest.raises(PrefillError) as raised:
-            endpoint.check()
-        with pytest.raises(PrefillError) as posted:
-            endpoint.ask(PrefillRequest([1, 2, 3], None, "tiny"))
-        endpoint.close()
-        pages.shutdown()
-    assert str(raised.value) == f"{url} answers HTTP 404 on /health: check that it is a vLLM server"
-    assert str(posted.value) == f"{url}/v1/completions: HTTP 501"
-
-
 def test_who_is_not_let_in_is_told_what_to_give(
     server: FakeVllm, endpoint: PrefillEndpoint
 ) -> None:
@@ -172,19 +141,6 @@ def test_a_key_that_no_request_can_carry_is_refused(key: str) -> None:
     assert "open" not in str(raised.value)
 
 
-def test_without_a_key_the_network_is_the_operators_business() -> None:
-    endpoint = PrefillEndpoint("gpu-7.example.com:8000", EndpointLimits())
-    assert endpoint.name == "http://gpu-7.example.com:8000"
-    endpoint.close()
-
-
-def test_only_a_path_of_v1_is_left_out() -> None:
-    for url, name in (("http://v1", "http://v1"), ("v1:8000/v1/", "http://v1:8000")):
-        endpoint = PrefillEndpoint(url, EndpointLimits())
-        assert endpoint.name == name
-        endpoint.close()
-
-
 def test_a_check_does_not_wait_as_long_as_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint_module, "_CHECK_S", 0.2, raising=False)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -208,16 +164,6 @@ def trickling(start: bytes, piece: bytes) -> Fault:
         return True
 
     return fault
-
-
-def test_an_answer_that_drips_is_given_up_when_its_time_is_over(server: FakeVllm) -> None:
-    endpoint = PrefillEndpoint(server.url, EndpointLimits(answer_s=0.5))
-    endpoint.check()
-    server.every = trickling(b"", b" ")
-    with pytest.raises(PrefillError, match="no answer within the time limit") as raised:
-        beside(lambda: endpoint.ask(ASK)).result(BOUND_S)
-    assert raised.value.trouble == "failed"
-    endpoint.close()
 
 
 def test_an_answer_without_an_end_is_not_kept(

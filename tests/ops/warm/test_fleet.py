@@ -78,35 +78,6 @@ def test_one_that_does_not_answer_is_left_to_the_others_until_it_passes_a_check(
     assert fleet.take(b"a") is seat
 
 
-def test_pauses_double_and_end(fleet: PrefillFleet, clock: Clock) -> None:
-    seat = fleet.take(b"a")
-    fleet.failed(seat, PrefillError("down", "refused"))
-    pauses = []
-    for _ in range(8):
-        pauses.append(seat.not_before_s - clock.now)
-        clock.now = seat.not_before_s
-        assert fleet.to_check() == [seat]
-        fleet.failed(seat, PrefillError("down", "refused"))
-    assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]
-
-
-def test_one_that_is_busy_says_itself_when_it_is_asked_again(
-    fleet: PrefillFleet, clock: Clock
-) -> None:
-    seat = fleet.take(b"a")
-    fleet.failed(seat, PrefillError("busy", "429", after_s=7.0))
-    assert taken(fleet, b"a") != seat.asker.name
-    clock.now += 7.0
-    assert fleet.has_room()
-    assert not seat.is_down
-
-
-def test_a_refused_prompt_is_not_its_fault(fleet: PrefillFleet) -> None:
-    seat = fleet.take(b"a")
-    fleet.failed(seat, PrefillError("refused", "too long"))
-    assert (seat.errors, seat.failed_in_row, seat.free) == (0, 0, 2)
-
-
 def test_nobody_is_there_since_the_last_of_them_went(fleet: PrefillFleet, clock: Clock) -> None:
     one, two = fleet.take(b"a"), fleet.take(b"b")
     fleet.failed(one, PrefillError("down", "refused"))

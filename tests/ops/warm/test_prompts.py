@@ -1,6 +1,5 @@
 """The prompts that are to be warmed."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -100,15 +99,3 @@ def test_a_line_that_is_not_json_is_named_with_its_file(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "x"}\n{"prompt": \n')
     with pytest.raises(ConfigError, match=r"a\.jsonl:2: not JSON"):
         list(read_prompts([str(tmp_path / "a.jsonl")]))
-
-
-def test_a_pattern_that_matches_nothing_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such file"):
-        list(read_prompts([str(tmp_path / "*.jsonl")]))
-
-
-def test_a_prompt_is_found_again_by_its_json(tmp_path: Path) -> None:
-    lines = [json.dumps({"prompt": f"prompt {number}"}) for number in range(50)]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    texts = [prompt.text for prompt in read_prompts([str(tmp_path / "a.jsonl")])]
-    assert texts == [f"prompt {number}" for number in range(50)]

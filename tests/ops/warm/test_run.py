@@ -3,7 +3,6 @@
 import random
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Self
@@ -11,7 +10,7 @@ from typing import Self
 import pytest
 
 from objkv.agent.unsaved.requests import PutRequest
-from objkv.errors import ConfigError, StoreDenied, StoreUnavailable
+from objkv.errors import ConfigError, StoreUnavailable
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.memory import MemoryIndex
 from objkv.index.shapes import SHAPES_HASH
@@ -19,10 +18,9 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import Identity
 from objkv.ops.warm import lookup
 from objkv.ops.warm.endpoint import EndpointLimits, PrefillEndpoint
-from objkv.ops.warm.prefill import PrefillError, PrefillReply, PrefillRequest
 from objkv.ops.warm.prompts import Chat, WarmPrompt
 from objkv.ops.warm.report import WarmReport
-from objkv.ops.warm.run import Order, Turn, WarmLimits
+from objkv.ops.warm.run import Order, WarmLimits
 from objkv.ops.warm.warm import Means, WarmProgress, warm_by
 from objkv.stores.memory import MemoryStore
 from tests.ops.warm.fake_vllm import (
@@ -103,25 +101,6 @@ def test_everything_is_computed_once_and_stored_when_it_is_done(place: Place) ->
     assert server.together[1] == (server.real[0].tokens,)
 
 
-def test_what_is_stored_is_not_asked_again(place: Place) -> None:
-    prompts = prompts_of(SHARED + tail(1), SHARED, tail(2)[:-1])
-    place.save(SHARED + tail(1))
-    with FakeVllm(place) as server:
-        report = Run(place, server)(prompts)
-    assert server.real == []
-    assert (report.stored_before, report.short, report.warmed) == (2, 1, 0)
-    assert report.is_complete
-
-
-def test_a_prompt_that_is_stored_in_part_is_computed_to_its_end(place: Place) -> None:
-    place.save(SHARED)
-    with FakeVllm(place) as server:
-        report = Run(place, server)(prompts_of(SHARED + tail(1)))
-    assert (report.saved_chunks, report.warmed) == (1, 1)
-    assert place.stored(SHARED + tail(1)) == 3
-    assert report.saved_bytes == report.saved_bytes > 0
-
-
 def test_equal_prompts_are_computed_once(place: Place) -> None:
     with FakeVllm(place) as server:
         report = Run(place, server)(prompts_of(SHARED, SHARED, SHARED[:CHUNK], SHARED))
@@ -166,16 +145,6 @@ def test_one_fault_costs_one_more_request(place: Place, fault: object) -> None:
         report = Run(place, server)(prompts_of(SHARED), replace(QUICK, gone_s=20))
     assert report.is_complete
     assert (report.warmed, report.retries, len(server.real)) == (1, 1, 2)
-
-
-def test_a_request_that_takes_too_long_is_repeated(place: Place) -> None:
-    gate = Gate()
-    with FakeVllm(place, faults=[gate]) as server:
-        run = Run(place, server, answer_s=2.0)
-        report = run(prompts_of(SHARED), replace(QUICK, attempts_max=20), IDENTITY)
-        gate.opened.set()
-    assert report.is_complete
-    assert report.retries > 0
 
 
 def test_a_prompt_that_always_fails_is_named_and_the_rest_is_done(place: Place) -> None:
@@ -237,33 +206,6 @@ def test_an_endpoint_that_dies_is_left_to_the_others(place: Place) -> None:
     assert dead.errors > 0
     assert not alive.is_down
     assert alive.answered > dead.answered
-
-
-def test_when_nobody_answers_any_more_it_ends_and_says_what_is_left(place: Place) -> None:
-    with FakeVllm(place) as server:
-
-        def die(handler: Handler) -> bool:
-            if len(server.real) < 3:
-                return False
-            server.healthy = False
-            return reset(handler)
-
-        server.every = die
-        report = Run(place, server, at_once=1)(
-            prompts_of(*(tail(n) for n in range(1, 9))), replace(QUICK, attempts_max=100)
-        )
-    assert report.ending == "unreachable"
-    assert (report.warmed, report.left) == (2, 6)
-    assert "no endpoint answers any more" in report.why
-
-
-def test_an_endpoint_that_is_not_there_at_the_start_is_left_out(place: Place) -> None:
-    with FakeVllm(place) as one, FakeVllm(place) as two:
-        two.end()
-        run = Run(place, one, two)
-        report = run(prompts_of(SHARED))
-    assert report.is_complete
-    assert run.notes[0].startswith(f"skipped for now: {two.url}/health")
 
 
 def test_without_any_endpoint_the_command_cannot_begin(place: Place) -> None:
@@ -347,32 +289,6 @@ def test_an_agent_that_reads_no_requests_is_found_out_before_anything_is_compute
     assert server.real == []
 
 
-@pytest.mark.parametrize("is_denied", [True, False])
-def test_without_the_rights_to_request_it_says_so_at_once(
-    bulk: MemoryStore, index: MemoryIndex, monkeypatch: pytest.MonkeyPatch, is_denied: bool
-) -> None:
-    def request(holder: str, text: bytes) -> bool:
-        if is_denied:
-            raise StoreDenied("NOPERM")
-        return False  # the role of a reader
-
-    monkeypatch.setattr(lookup, "_REFUSED_S", 0.5)
-    monkeypatch.setattr(index, "request", request)
-    with HoldingPlace(bulk, index) as place, FakeVllm(place) as server:
-        report = Run(place, server)(prompts_of(SHARED, tail(1)), PATIENT, identity=IDENTITY)
-    assert report.failed == 2
-    assert "the role of a writer" in report.failures[0].why
-    assert report.seconds < PATIENT.save_s
-
-
-def test_an_endpoint_that_is_busy_when_it_is_probed_is_asked_again(place: Place) -> None:
-    with FakeVllm(place) as server:
-        server.probe_faults.extend([status(503, Retry_After="0"), status(500)])
-        report = Run(place, server)(prompts_of(SHARED), replace(QUICK, save_s=30))
-    assert report.is_complete
-    assert len(server.asked) == 4
-
-
 def test_an_older_namespace_of_the_same_model_is_not_believed(place: Place) -> None:
     """What is stored there helps nobody: the replicas look elsewhere."""
     old = replace(place, identity=replace(IDENTITY, weights="1" * 16))
@@ -392,25 +308,6 @@ def test_endpoints_that_do_not_share_are_told_apart(place: Place) -> None:
     ):
         Run(place, one, two)(prompts_of(SHARED))
     assert other.identity.namespace() in str(raised.value)
-
-
-def test_a_namespace_that_is_given_is_believed_and_nobody_is_probed(place: Place) -> None:
-    place.save(SHARED)
-    with FakeVllm(place) as server:
-        report = Run(place, server)(prompts_of(SHARED), identity=IDENTITY)
-    assert server.asked == []
-    assert report.stored_before == 1
-
-
-def test_a_wrong_model_is_said_at_once(place: Place) -> None:
-    with FakeVllm(place) as server:
-        run = Run(place, server)
-        with pytest.raises(ConfigError, match="model other is not tiny"):
-            run([WarmPrompt("p", tokens=SHARED, model="other")])
-        endpoint = PrefillEndpoint(server.url, EndpointLimits(), model="other")
-        with pytest.raises(ConfigError, match="serves tiny, not other"):
-            endpoint.check()
-        endpoint.close()
 
 
 def test_an_interruption_ends_requests_and_the_next_run_goes_on(
@@ -459,68 +356,6 @@ def order_of(*prompts: list[bytes], stored: int = 0) -> Order:
     return order
 
 
-def turns(order: Order) -> list[int]:
-    """All that may begin now."""
-    found = []
-    while (turn := order.next()) is not None:
-        found.append(turn.number)
-    return found
-
-
-def test_of_prompts_with_a_shared_prefix_one_goes_first_and_alone() -> None:
-    order = order_of(names("s", "a"), names("s", "b"), names("s", "c"))
-    [first] = turns(order)
-    order.end(first, stored=True)
-    assert turns(order) == [1, 2]
-
-
-def test_unrelated_prompts_go_at_once() -> None:
-    assert sorted(turns(order_of(names("a"), names("b"), names("c")))) == [0, 1, 2]
-
-
-def test_the_prefix_that_most_wait_for_goes_first() -> None:
-    order = order_of(names("x"), names("y", "1"), names("y", "2"), names("y", "3"))
-    assert turns(order) == [1, 0]
-
-
-def test_each_level_of_a_tree_is_computed_once() -> None:
-    prompts = [
-        names("s", "t", "1"),
-        names("s", "t", "2"),
-        names("s", "u", "1"),
-        names("s", "u", "2"),
-    ]
-    order = order_of(*prompts)
-    assert turns(order) == [0]
-    order.end(0, stored=True)
-    assert turns(order) == [1, 2]  # the other branch has one that goes alone
-    order.end(2, stored=True)
-    assert turns(order) == [3]
-
-
-def test_when_the_first_fails_another_one_takes_its_place() -> None:
-    order = order_of(names("s", "a"), names("s", "b"))
-    assert turns(order) == [0]
-    order.end(0, stored=False)
-    assert turns(order) == [1]
-    order.end(1, stored=True)
-    assert order.is_empty
-
-
-def test_a_prompt_that_others_computed_needs_nobody() -> None:
-    order = order_of(names("a", "b"), names("a"), names("a", "b"))
-    assert order.next() == Turn(0, b"a", 2)
-    order.end(0, stored=True)
-    assert order.next() == Turn(2, b"a", 0)
-    assert order.next() == Turn(1, b"a", 0)
-    assert order.is_empty
-
-
-def test_what_is_stored_already_is_not_waited_for() -> None:
-    order = order_of(names("s", "a"), names("s", "b"), stored=1)
-    assert turns(order) == [0, 1]
-
-
 def test_no_chunk_is_ever_computed_by_two_and_all_prompts_get_their_turn() -> None:
     source = random.Random(5)
     for _ in range(50):
@@ -553,77 +388,3 @@ def test_no_chunk_is_ever_computed_by_two_and_all_prompts_get_their_turn() -> No
             order.end(ended, stored=stored)
             done += 1
         assert done == len(prompts)
-
-
-BOUND_S = 120
-"""Against a hang; nothing takes this long."""
-
-
-class Silent:
-    """An asker that answers nothing until it is closed."""
-
-    name, at_once = "silent", 1
-
-    def __init__(self) -> None:
-        self._closed = threading.Event()
-        self._is_asked = threading.Event()
-        self.was_closed: Future[bool] = Future()
-
-    def hold(self) -> None:
-        self._is_asked.set()
-        self.was_closed.set_result(self._closed.wait(BOUND_S))
-        raise PrefillError("down", "given up", after_s=BOUND_S)  # asked again, this would fail
-
-    def interrupt(self) -> None:
-        """End the wait for all answers, as Ctrl-C does, once one of them is waited for."""
-        self._is_asked.wait(BOUND_S)
-        raise KeyboardInterrupt
-
-    def check(self) -> None:
-        self.hold()
-
-    def tokenize(self, prompt: WarmPrompt) -> list[int]:
-        if prompt.name == "first":
-            self.interrupt()
-        self.hold()
-        return []
-
-    def ask(self, ask: PrefillRequest) -> PrefillReply:
-        raise AssertionError(ask)
-
-    def close(self) -> None:
-        self._closed.set()
-
-
-class Healthy(Silent):
-    """Passes its check."""
-
-    def check(self) -> None:
-        """It is there."""
-
-
-class Interrupting(Silent):
-    """Interrupts the check of another one."""
-
-    def __init__(self, other: Silent) -> None:
-        super().__init__()
-        self.check = other.interrupt  # type: ignore[method-assign]
-
-
-def warm(bulk: MemoryStore, index: MemoryIndex, *askers: Silent) -> None:
-    view = view_of(bulk, index)
-    prompts = [WarmPrompt(name, text="hello") for name in ("first", "second")]
-    with pytest.raises(KeyboardInterrupt):
-        warm_by(Means(view, {}, None, None), askers, prompts, WarmLimits())
-
-
-def test_who_is_being_checked_is_given_up(bulk: MemoryStore, index: MemoryIndex) -> None:
-    silent = Silent()
-    warm(bulk, index, Interrupting(silent), silent)
-    assert silent.was_closed.result(2 * BOUND_S)
-
-
-def test_who_is_tokenizing_is_given_up(bulk: MemoryStore, index: MemoryIndex) -> None:
-    silent = Healthy()
-    warm(bulk, index, silent)
-    assert silent.was_closed.result(2 * BOUND_S)

@@ -14,7 +14,7 @@ from objkv.config import Config
 from objkv.ops.doctor.access import acl_rights
 from objkv.stores.s3.client import open_s3_client
 from objkv.stores.s3.store import S3Store
-from objkv.testing.clock import ManualClock
+from tests.contracts.clock import ManualClock
 from tests.support.servers.ceph import S3Server, ceph_missing, ceph_radosgw
 from tests.support.servers.certificates import make_certificates
 from tests.support.servers.redis import (

@@ -7,7 +7,7 @@ import sys
 _PORTS = range(10_000, 22_000)
 """Below the ephemeral range, and so is the bus of a cluster, ``_BUS`` above."""
 _BUS = 10_000
-_reserved: dict[int, socket.socket] = {}
+RESERVED: dict[int, socket.socket] = {}
 
 
 def free_port(count: int = 1) -> int:
@@ -46,7 +46,7 @@ def _reserve(ports: list[int]) -> bool:
                 other.close()
             return False
         taken[port] = mark
-    _reserved.update(taken)
+    RESERVED.update(taken)
     return True
 
 
@@ -56,7 +56,7 @@ def _mark(port: int) -> socket.socket | None:
     A name without a file exists once in what Linux calls a network, as a port does, and ends with
     its process. Elsewhere chance alone keeps processes apart.
     """
-    if port in _reserved:
+    if port in RESERVED:
         return None
     mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     if sys.platform != "linux":

@@ -1,0 +1,607 @@
+"""Measures loads and saves of a worker's paged cache on a device, along with a model's steps.
+
+``python -m benchmarks.gpu`` measures this machine's GPU, and with ``--simulated`` the simulated
+device. The model has the shape of an 8B: a chunk is 256 tokens, 32 layers, 32 MiB. The worker is
+made as in a replica, and this program makes the calls that vLLM makes in each step. Transfers are
+timed on the device, from the call to the last copy.
+
+On the simulated device, copies and kernels take time by its model and no bytes move. Payloads are
+in place in the slabs, and pages are not verified: no small host verifies and copies as fast as a
+GPU's link. All Python code runs as it does with a GPU, and takes its real time.
+"""
+
+import copy
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Final, Self, cast
+
+import numpy as np
+import torch
+import typer
+
+from benchmarks.alone import BenchOptions, Check, Quick, Rounds, run_command, run_work
+from benchmarks.harness import (
+    BenchRow,
+    BenchSetting,
+    Compared,
+    Section,
+    Target,
+    Timings,
+    interleave,
+)
+from benchmarks.sample import kv_like
+from objkv.assembly.backends import open_index
+from objkv.cache.chunks import CacheSettings, ChunkCache
+from objkv.cli.command import Session
+from objkv.codec import payload, sealing
+from objkv.codec.payload import Claim, Provenance, encode_in_place, header_room
+from objkv.config import load_config
+from objkv.connector.kv.metadata import StepPlan
+from objkv.connector.kv.wiring import make_worker_side, use_batched_copies
+from objkv.connector.kv.worker import Rank
+from objkv.connector.model.groups import Geometry
+from objkv.index.base import ShardRecord
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.identity import GroupIdentity
+from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
+from objkv.ops.bench.sample import NAMESPACE
+from objkv.programs.gpu_facts import device_name, plain_copy
+from objkv.stores.base import Arrived, Buffer, WriteStore, copy_bytes
+from objkv.telemetry import NullRecorder
+from objkv.transfer.devices import DeviceDriver, add_driver, driver_of
+from objkv.transfer.paging import PagedGroup
+from objkv.transfer.plan import ChunkMove, LoadMove, LoadMoves, LoadPlan, SaveMove, SavePlan
+from tests.device import simulated
+from tests.device.devices import (
+    COPY_GBPS,
+    KERNEL_GBPS,
+    LAUNCH_US,
+    SIMULATED,
+    model_time,
+    open_device,
+)
+
+FORMS: Final = ("NHD", "HND")
+"""Orders of heads and tokens in a block. FlashAttention's is NHD, where a head's tokens are not
+contiguous."""
+ORDERS: Final = ("consecutive", "scattered")
+"""Places of a prompt's blocks in the paged cache. On a busy server they are scattered."""
+STEP_MS, BUSY_STEP_MS = 10, 30
+"""Length of the steps that run during one long load, and of those that each start a short one."""
+LOAD = Target(0.9)
+FORWARD_US = Target(200, at_most=True, of="ours")
+STEP = Target(1.02, at_most=True)
+_CHUNKS, _QUICK_CHUNKS = 128, 8
+CHUNK_TOKENS, _BLOCK_TOKENS = 256, 16
+_BLOCKS = CHUNK_TOKENS // _BLOCK_TOKENS
+_LAYERS = tuple(f"layers.{number}" for number in range(32))
+_GROUP = GroupIdentity("full", None, _LAYERS, heads=8, content=256, block_size=_BLOCK_TOKENS)
+_GEOMETRY = Geometry((_GROUP,), CHUNK_TOKENS, _BLOCK_TOKENS, tp_size=1)
+_PINNED_BYTES = 2 << 30
+_PLAIN_BYTES = 256 << 20
+_SAVED_SHARE, _BUSY_SHARE = 4, 8
+"""Divisors of the long load: what one step saves, and what each of the busy steps loads."""
+_BUSY_STEPS = 20
+_LOOK_S = 2e-4
+_BOUND_S = 60.0
+_MATRIX, _SAMPLE = 4096, 20
+_NO_TRANSFERS = StepPlan(may_reuse=False)
+
+Compute = Callable[[float], None]
+"""Submits a model's kernels that take a given number of seconds to the current stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuAnswer:
+    """What was moved, and seconds by side, one per round."""
+
+    device: str
+    chunk_bytes: int
+    loaded: int
+    """Chunks of the long load."""
+    saved: int
+    """Chunks that one step saves."""
+    loaded_by_step: int
+    """Chunks that each of the busy steps loads."""
+    seconds: Mapping[str, Sequence[float]]
+    """On the device, for each form: plain copies of the long load's bytes (``NHD to_device``,
+    ``NHD to_host``), loads and gathers for each order (``NHD load scattered``). On the device: a
+    ``step`` alone, a ``step beside`` the long load, and that ``load beside`` steps. Until it is
+    reported: the ``busy load`` of one of the busy steps. Processor time of the forward thread:
+    ``forward load``, ``forward save``, and ``forward idle``, a step without transfers."""
+
+
+class TimedDriver:
+    """A device's driver whose events have times."""
+
+    def __init__(self, driver: DeviceDriver, api: Any) -> None:
+        self.kernels, self.batch_copy = driver.kernels, driver.batch_copy
+        self.pin, self.pin_read_only = driver.pin, driver.pin_read_only
+        self._api = api
+        self.events: list[Any] = []
+        """All events since this was emptied, in the order in which they were made."""
+
+    def event(self) -> Any:
+        """See ``DeviceDriver.event``. Nothing waits for events here."""
+        event = self._api.Event(enable_timing=True)
+        self.events.append(event)
+        return event
+
+    def seconds(self) -> float:
+        """Return the time from the first event to the last. All must have passed."""
+        first, *others = self.events
+        return float(max(first.elapsed_time(event) for event in others)) / 1e3
+
+
+class OnePrompt:
+    """A bulk store with the payloads of one prompt, which have equal pages. It keeps nothing."""
+
+    def __init__(self, group: PagedGroup, *, in_place: bool) -> None:
+        """``in_place``: serve headers only, as if the pages were in every slab already."""
+        self.layers, self.in_place = group.layers, in_place
+        room = header_room(group.layers)
+        self._slab = np.empty(room + group.raw_bytes, np.uint8).data
+        self._pages = self._slab[room:]
+        if not in_place:
+            self._pages[:] = kv_like(group.raw_bytes)
+        self._headers: dict[str, bytes] = {}
+        self.saved: list[str] = []
+        """Keys of all payloads that were put."""
+
+    def add(self, claim: Claim) -> ShardRecord:
+        """Add a payload. Returns its record."""
+        provenance = Provenance(token_digest(()), "objkv bench", 0)
+        encoded, header = encode_in_place(
+            claim, self.layers, self._slab, codec="none", provenance=provenance
+        )
+        nbytes = len(self._pages)
+        self._headers[claim.key.path()] = bytes(encoded[:-nbytes])
+        return ShardRecord(len(encoded), nbytes, "none", False, header.checksum, 0)
+
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
+    ) -> int:
+        """See ``ReadStore``. Layers arrive one after the other."""
+        assert start is None
+        assert arrived is not None
+        header = self._headers[key]
+        at, size = len(header), len(self._pages) // len(self.layers)
+        copy_bytes(buffer, header, at)
+        if self.in_place:
+            at += len(self._pages)
+            arrived(at)
+            return at
+        for first in range(0, len(self._pages), size):
+            copy_bytes(buffer[at:], self._pages[first:], size)
+            at += size
+            arrived(at)
+        return at
+
+    def put_if_absent(self, key: str, value: Buffer) -> bool:
+        """Discard the value."""
+        self.saved.append(key)
+        return True
+
+    def is_in(self, cache: torch.Tensor, layer: int, chunks: Sequence[Sequence[int]]) -> bool:
+        """Whether the blocks of all these chunks have the pages of a layer."""
+        size = len(self._pages) // len(self.layers)
+        pages = torch.frombuffer(self._pages[layer * size : (layer + 1) * size], dtype=torch.int16)
+        ids = torch.tensor(list(chunks), device=cache.device)
+        found = cache.view(torch.int16)[ids.flatten()]
+        right = pages.to(cache.device).view(len(chunks[0]), *cache.shape[1:])
+        return bool((found.view(len(chunks), *right.shape) == right).all())
+
+
+class Rig:
+    """A worker over a paged cache in one form, and the steps of an engine. For ``with``."""
+
+    def __init__(self, memory: torch.Tensor, form: str, timed: TimedDriver, compute: Compute):
+        """``memory``: that of the paged cache, ``[words]`` bf16 on the device."""
+        self._device, self._timed, self._compute = memory.device, timed, compute
+        self._api = torch.get_device_module(memory.device)
+        heads, size, content = _GROUP.heads, _BLOCK_TOKENS, _GROUP.content
+        plain = memory.view(len(_LAYERS), -1, size * heads * content)
+        if form == "NHD":
+            layers = plain.view(*plain.shape[:2], size, heads, content).transpose(2, 3)
+        else:
+            layers = plain.view(*plain.shape[:2], heads, size, content)
+        self._caches = dict(zip(_LAYERS, layers, strict=True))
+        self.chunks = (layers.shape[1] - 1) // _BLOCKS
+        self._loads: dict[str, list[LoadMove]] = {}
+        self.noted: dict[str, list[float]] = {}
+        """Further measurements: seconds by side."""
+        self._requests = 0
+        self._started: dict[str, float] = {}
+        """When each load was started that has not ended."""
+        self._latencies: list[float] = []
+        self._results_s = 0.0
+        """Processor time of the last look at results."""
+
+    def open(self, *, in_place: bool) -> None:
+        """Make the worker, as a replica does, and the stored payloads."""
+        shape = _GEOMETRY.shape(0, 0)
+        assert shape is not None
+        self._store = OnePrompt(PagedGroup(shape, list(self._caches.values())), in_place=in_place)
+        config = load_config(
+            {"bulk_url": "memory:", "index_url": "memory:", "pinned_bytes_max": _PINNED_BYTES},
+            environ={},
+        )
+        recorder = NullRecorder()
+        settings = CacheSettings("bench", ttl_s=600, lease_ms=60_000, hot_payload_bytes_max=0)
+        store, index = cast("WriteStore", self._store), open_index(config, recorder)
+        self._worker = make_worker_side(
+            config,
+            _GEOMETRY,
+            Rank(0, "bench", 1),
+            ChunkCache(store, None, index, settings, recorder),
+            recorder=recorder,
+            kv_caches=self._caches,
+        )
+        shard = shape.rank_shard.shard
+        for order in ORDERS:
+            loads = []
+            for move in _moves(self.chunks, scattered=order == "scattered"):
+                key = ChunkKey(NAMESPACE, move.prefix_hash, 0, shard)
+                claim = Claim(key, move.parent_hash, move.token_start, move.token_end)
+                loads.append(LoadMove(move, ((key.field, self._store.add(claim)),)))
+            self._loads[order] = loads
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._worker.close()
+        self._api.synchronize(self._device)
+
+    # The measurements.
+
+    def load(self, order: str) -> float:
+        """Load all chunks. Returns device seconds."""
+        plan = self._load_plan(self._loads[order])
+        self._timed.events = []
+        forward_s = self._processor_s(lambda: self._step(plan))
+        self._wait_loads()
+        self._note("forward load", forward_s + self._results_s)
+        if not self._store.in_place:
+            self._check(order)
+        return self._timed.seconds()
+
+    def gather(self, order: str) -> float:
+        """Save the chunks of one step. Returns device seconds until they have left the device."""
+        self._requests += 1
+        name = f"save {self._requests}"
+        loads = self._loads[order][: max(1, self.chunks // _SAVED_SHARE)]
+        saves = tuple(SaveMove(load.move, token_digest(()), None) for load in loads)
+        # A namespace of its own: the chunks of another round would not be saved again.
+        plan = StepPlan(saves=(SavePlan(name, f"{self._requests:032x}", saves),))
+        self._timed.events, self._store.saved = [], []
+        self._note("forward save", self._processor_s(lambda: self._worker.end_forward(plan)))
+        held = StepPlan(held=frozenset({name}))
+        self._wait(lambda: name in self._worker.results(held, set()).sent)
+        report = self._worker.take_report()
+        assert report is None or not report.dropped, "saves were dropped"
+        seconds = self._timed.seconds()
+        self._wait(lambda: len(self._store.saved) == len(saves))  # otherwise slabs run out
+        return seconds
+
+    def idle(self) -> float:
+        """Run a step without transfers. Returns processor seconds of the forward thread."""
+
+        def step() -> None:
+            self._step(_NO_TRANSFERS)
+            self._worker.results(_NO_TRANSFERS, set())
+
+        return self._processor_s(step)
+
+    def steps_alone(self, count: int) -> float:
+        """Compute steps. Returns device seconds per step."""
+        return self._steps([_NO_TRANSFERS] * count, STEP_MS / 1e3)
+
+    def steps_beside(self, count: int) -> float:
+        """Compute steps while all chunks are loaded. Returns device seconds per step."""
+        load = self._load_plan(self._loads["scattered"])
+        self._timed.events = []
+        seconds = self._steps([load] + [_NO_TRANSFERS] * (count - 1), STEP_MS / 1e3)
+        self._wait_loads()
+        self._note("load beside", self._timed.seconds())
+        return seconds
+
+    def busy_loads(self) -> float:
+        """Compute steps that each start a load. Returns the median seconds of a load."""
+        loads, count = self._loads["scattered"], max(1, self.chunks // _BUSY_SHARE)
+        firsts = [number * count % self.chunks for number in range(_BUSY_STEPS)]
+        self._latencies.clear()
+        steps = [self._load_plan(loads[first : first + count]) for first in firsts]
+        self._steps(steps, BUSY_STEP_MS / 1e3)
+        self._wait_loads()
+        return float(np.median(self._latencies))
+
+    def _steps(self, plans: Sequence[StepPlan], seconds: float) -> float:
+        """Compute one step for each plan. The next step is submitted while one computes, as vLLM
+        does with asynchronous scheduling. Returns device seconds per step."""
+        ends = [self._mark()]
+        for plan in plans:
+            self._step(plan, seconds)
+            ends.append(self._mark())
+            self._wait(ends[-2].query)
+        self._wait(ends[-1].query)
+        return float(ends[0].elapsed_time(ends[-1])) / 1e3 / len(plans)
+
+    def _step(self, plan: StepPlan, seconds: float = 0.0) -> None:
+        """Make the calls of a model runner that starts loads when the forward pass is launched."""
+        self._worker.before_reuse(plan)
+        self._worker.before_forward(plan)
+        if seconds:
+            self._compute(seconds)
+        for load in plan.loads:
+            self._started[load.request_id] = time.perf_counter()
+        self._worker.start_loads(plan)
+        self._worker.end_forward(plan)
+
+    def _wait_loads(self) -> None:
+        self._wait(lambda: not self._started)
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        """Take the results of loads until a condition holds."""
+        end = time.monotonic() + _BOUND_S
+        while not condition():
+            assert time.monotonic() < end, "transfers did not end"
+            time.sleep(_LOOK_S)
+            if self._started:
+                self._take_loads()
+
+    def _take_loads(self) -> None:
+        began = time.thread_time()
+        received = self._worker.results(_NO_TRANSFERS, set()).received
+        self._results_s = time.thread_time() - began
+        for name in received:
+            self._latencies.append(time.perf_counter() - self._started.pop(name))
+        assert not self._worker.take_failed_blocks(), "a load failed"
+
+    def _load_plan(self, loads: Sequence[LoadMove]) -> StepPlan:
+        """Return a step with one load, in the form in which a worker receives it."""
+        self._requests += 1
+        name = f"load {self._requests}"
+        load = LoadPlan(name, NAMESPACE, LoadMoves.pack(loads), sync=False)
+        return copy.deepcopy(StepPlan(loads=(load,)))
+
+    def _mark(self) -> Any:
+        event = self._api.Event(enable_timing=True)
+        event.record(self._api.current_stream(self._device))
+        return event
+
+    def _check(self, order: str) -> None:
+        """Raise AssertionError unless the paged cache has the stored bytes."""
+        chunks = [load.move.block_ids for load in self._loads[order]]
+        for layer, cache in enumerate(self._caches.values()):
+            assert self._store.is_in(cache, layer, chunks), "wrong bytes were loaded"
+
+    def _note(self, side: str, seconds: float) -> None:
+        self.noted.setdefault(side, []).append(seconds)
+
+    @staticmethod
+    def _processor_s(work: Callable[[], object]) -> float:
+        began = time.thread_time()
+        work()
+        return time.thread_time() - began
+
+
+def _moves(chunks: int, *, scattered: bool) -> Iterator[ChunkMove]:
+    blocks = list(range(1, 1 + chunks * _BLOCKS))
+    if scattered:
+        random.Random(0).shuffle(blocks)  # not a secret
+    hashes = prefix_hashes(NAMESPACE, range(chunks * CHUNK_TOKENS), CHUNK_TOKENS)
+    for chunk in range(chunks):
+        yield ChunkMove(
+            chunk=chunk,
+            group=0,
+            prefix_hash=hashes[chunk],
+            parent_hash=hashes[chunk - 1] if chunk else root_hash(NAMESPACE),
+            token_start=chunk * CHUNK_TOKENS,
+            token_end=(chunk + 1) * CHUNK_TOKENS,
+            first_block=0,
+            block_ids=tuple(blocks[chunk * _BLOCKS : (chunk + 1) * _BLOCKS]),
+        )
+
+
+def matrix_products(device: torch.device) -> Compute:
+    """Return kernels of a model: products of large matrices."""
+    operand = torch.randn(2 * (_MATRIX,), device=device).to(torch.bfloat16)
+    begin, end = (torch.get_device_module(device).Event(enable_timing=True) for _ in range(2))
+
+    def products(count: int) -> None:
+        for _ in range(count):
+            torch.mm(operand, operand)
+
+    products(_SAMPLE)  # without the time to load the kernel
+    begin.record()
+    products(_SAMPLE)
+    end.record()
+    end.synchronize()
+    rate = _SAMPLE / (begin.elapsed_time(end) / 1e3)
+    return lambda seconds: products(max(1, round(seconds * rate)))
+
+
+class Bench:
+    """All sides of a device, measured in turns."""
+
+    def __init__(self, device: torch.device, chunks: int, compute: Compute) -> None:
+        self._chunks, self._compute = chunks, compute
+        self._timed = TimedDriver(driver_of(device), torch.get_device_module(device))
+        add_driver(device.type, self._timed)
+        words = _GROUP.heads * _BLOCK_TOKENS * _GROUP.content * len(_LAYERS)
+        count = words * (1 + chunks * _BLOCKS)
+        self._memory = torch.empty(count, dtype=torch.bfloat16, device=device)
+        self.chunk_bytes = words * _BLOCKS * self._memory.element_size()
+        nbytes = min(_PLAIN_BYTES, chunks * self.chunk_bytes)
+        self._plain = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._host = torch.empty(nbytes, dtype=torch.uint8)
+
+    def run(
+        self, rounds: int, clock: Callable[[bool], object], *, in_place: bool
+    ) -> dict[str, list[float]]:
+        """Return seconds by side. ``clock``: turns the simulated device's time on or off."""
+        unpin = self._timed.pin(self._host)
+        found: dict[str, list[float]] = {}
+        for form in FORMS:
+            clock(False)
+            rig = Rig(self._memory, form, self._timed, self._compute)
+            rig.open(in_place=in_place)
+            clock(True)
+            with rig:
+                timings = interleave(self._sides(rig, form), rounds)
+            noted = rig.noted if form == FORMS[0] else {}
+            # Without the first round, which warms up.
+            found |= {side: times[len(times) // (rounds + 1) :] for side, times in noted.items()}
+            found |= {side: list(times) for side, times in timings.seconds.items()}
+        unpin()
+        return found
+
+    def _sides(self, rig: Rig, form: str) -> dict[str, Callable[[], float]]:
+        """The sides of one form. Those that depend little on it are measured for one only."""
+        copy = partial(plain_copy, self._host, self._plain, self._chunks * self.chunk_bytes)
+        sides: dict[str, Callable[[], float]] = {
+            f"{form} to_device": partial(copy, up=True),
+            f"{form} to_host": partial(copy, up=False),
+        }
+        for order in ORDERS:
+            sides[f"{form} load {order}"] = partial(rig.load, order)
+            sides[f"{form} gather {order}"] = partial(rig.gather, order)
+        if form != FORMS[0]:
+            return sides
+        steps = max(2, math.ceil(copy(up=True) * 1e3 / STEP_MS) + 1)
+        return sides | {
+            "step": partial(rig.steps_alone, steps),
+            "step beside": partial(rig.steps_beside, steps),
+            "busy load": rig.busy_loads,
+            "forward idle": rig.idle,
+        }
+
+
+def measure(device: torch.device, chunks: int, rounds: int) -> GpuAnswer:
+    """Measure all sides of a device."""
+    use_batched_copies(device)
+    bench = Bench(device, chunks, matrix_products(device))
+    seconds = bench.run(rounds, lambda on: None, in_place=False)
+    return _answer(device_name(device), bench, chunks, seconds)
+
+
+def measure_simulated(device: torch.device, chunks: int, rounds: int) -> GpuAnswer:
+    """Measure all sides of the simulated device. Checksums are constants from now on."""
+
+    def compute(seconds: float) -> None:
+        for _ in _LAYERS:
+            simulated.sleep(round(seconds * 1e6 / len(_LAYERS)))
+
+    for module in (payload, sealing):
+        vars(module)["digest"] = lambda content: "0" * 32
+    bench = Bench(device, chunks, compute)
+    seconds = bench.run(rounds, model_time, in_place=True)
+    name = (
+        f"simulated: {LAUNCH_US:g} µs a launch, copies at {COPY_GBPS:g} GB/s, kernels at "
+        f"{KERNEL_GBPS:,g} GB/s; no bytes are moved or verified"
+    )
+    return _answer(name, bench, chunks, seconds)
+
+
+def _answer(
+    name: str, bench: Bench, chunks: int, seconds: Mapping[str, Sequence[float]]
+) -> GpuAnswer:
+    return GpuAnswer(
+        device=name,
+        chunk_bytes=bench.chunk_bytes,
+        loaded=chunks,
+        saved=max(1, chunks // _SAVED_SHARE),
+        loaded_by_step=max(1, chunks // _BUSY_SHARE),
+        seconds=seconds,
+    )
+
+
+def rows_of(answer: GpuAnswer, prefix: str = "") -> Iterator[BenchRow]:
+    """Yield one row per measurement. ``prefix``: of all names."""
+    loaded, saved = answer.loaded * answer.chunk_bytes, answer.saved * answer.chunk_bytes
+    timings = _with_limits(answer)
+    up, down = "plain copy, host to device", "plain copy, device to host"
+    for form in FORMS:
+        for order in ORDERS:
+            load = Compared(timings, f"{form} load {order}", f"{form} to_device", up)
+            yield load.throughput(f"{prefix}load, {form}, {order} blocks", loaded, LOAD)
+        for order in ORDERS:
+            gather = Compared(timings, f"{form} gather {order}", f"{form} save limit", down)
+            yield gather.throughput(f"{prefix}save, {form}, {order} blocks", saved)
+    beside = Compared(timings, "load beside", f"{FORMS[0]} to_device", up)
+    yield beside.throughput(f"{prefix}load while steps compute", loaded, LOAD)
+    step = Compared(timings, "step beside", "step", "the same steps alone")
+    yield step.duration(f"{prefix}step during a load of {answer.loaded} chunks", "ms", STEP)
+    busy = Compared(timings, "busy load", "busy limit", "the step before it, and a plain copy")
+    yield busy.duration(
+        f"{prefix}load of {answer.loaded_by_step} chunks in each step of {BUSY_STEP_MS} ms",
+        "ms",
+        detail="from its step's start until it is reported",
+    )
+    yield from _forward_rows(timings, answer, prefix)
+
+
+def _with_limits(answer: GpuAnswer) -> Timings:
+    """Add the time of plain copies of the bytes that one step saves, and that one of the busy steps
+    loads. Those begin when the step before has ended, because it may still write their blocks."""
+    seconds = dict(answer.seconds)
+    for form in FORMS:
+        share = answer.saved / answer.loaded
+        seconds[f"{form} save limit"] = [s * share for s in seconds[f"{form} to_host"]]
+    share = answer.loaded_by_step / answer.loaded
+    seconds["busy limit"] = [
+        BUSY_STEP_MS / 1e3 + s * share for s in seconds[f"{FORMS[0]} to_device"]
+    ]
+    return Timings(seconds)
+
+
+def _forward_rows(timings: Timings, answer: GpuAnswer, prefix: str) -> Iterator[BenchRow]:
+    sides = {
+        "load": f"load of {answer.loaded} chunks: start and outcome",
+        "save": f"save of {answer.saved} chunks",
+        "idle": "step without transfers",
+    }
+    for side, what in sides.items():
+        yield BenchRow(
+            f"{prefix}forward thread, {what}",
+            "µs",
+            timings.median(f"forward {side}") * 1e6,
+            target=FORWARD_US if side == "load" else None,
+            detail="processor time",
+        )
+
+
+def bench_gpu(setting: BenchSetting, kind: str) -> Section:
+    """Measure a device."""
+    device = open_device(kind)
+    is_simulated = kind == SIMULATED
+    setting.tell("simulated GPU" if is_simulated else "GPU", "measuring")
+    work = measure_simulated if is_simulated else measure
+    answer = work(device, _QUICK_CHUNKS if setting.quick else _CHUNKS, setting.rounds)
+    rows = rows_of(answer, "simulated: " if is_simulated else "")
+    return Section("gpu", tuple(rows), {"GPU": answer.device})
+
+
+def main(
+    session: Session,
+    rounds: Rounds = 7,
+    quick: Quick = False,
+    check: Check = False,
+    simulated_device: Annotated[
+        bool, typer.Option("--simulated", help="Measure a model of a GPU instead.")
+    ] = False,
+) -> int:
+    """See ``run_command``."""
+    kind = SIMULATED if simulated_device else "gpu"
+    return run_work(
+        session, lambda setting: bench_gpu(setting, kind), BenchOptions(rounds, quick, check)
+    )
+
+
+if __name__ == "__main__":
+    run_command(main, __doc__)

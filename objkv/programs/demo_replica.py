@@ -1,0 +1,216 @@
+"""One replica of the demo: a process with an engine that answers prompts one after the other.
+
+``python -m objkv.programs.demo_replica REPLICA SIZE MODELS`` prints one ``ReplicaEvent``
+per line; vLLM's output goes to standard error. The model is a small Llama with random weights,
+created in the folder ``MODELS`` and kept.
+"""
+
+import hashlib
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final, cast
+
+from objkv.ops.demo import (
+    ANSWER_TOKENS,
+    CONNECTOR,
+    SCALES,
+    VOCABULARY,
+    DemoAnswer,
+    Replica,
+    ReplicaEnd,
+    ReplicaEvent,
+    Size,
+    prompts_of,
+    warm_up_of,
+)
+
+KV_CACHE_BYTES: Final = 256 << 20
+"""Enough for several prompts, and small enough to leave most of the machine's memory free."""
+_SHAPES: Final[dict[Size, dict[str, int]]] = {
+    "normal": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 4},
+    "small": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3},
+}
+_HEAD = 64
+_FORGET_S = 30.0
+
+
+def make_model(folder: Path, size: Size) -> Path:
+    """Create the model in ``folder`` unless it exists. Safe with concurrent callers: each gets a
+    complete model."""
+    return make_llama(folder, size, _SHAPES[size], SCALES[size].longest)
+
+
+def make_llama(
+    folder: Path, name: str, shape: Mapping[str, int], longest: int, dtype: str = "float32"
+) -> Path:
+    """Create a Llama with random weights and heads of 64 in ``folder`` unless it exists, see
+    ``make_model``.
+
+    Args:
+        shape: arguments of ``transformers.LlamaConfig``.
+        longest: length in tokens of the longest prompt with its answer.
+    """
+    recipe = f"{dict(shape)} {VOCABULARY} {longest} {dtype} {version('transformers')}"
+    target = folder / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
+    if target.exists():
+        return target
+    partial = target.with_suffix(f".{os.getpid()}")
+    _save(shape, longest, dtype, partial)
+    try:
+        partial.rename(target)
+    except OSError:  # another process was faster; models from the same seed are equal
+        shutil.rmtree(partial)
+    return target
+
+
+def _save(shape: Mapping[str, int], longest: int, dtype: str, folder: Path) -> None:
+    import torch
+    import transformers
+
+    torch.manual_seed(20)
+    config = transformers.LlamaConfig(
+        **{"num_key_value_heads": 2, **shape},
+        vocab_size=VOCABULARY,
+        num_attention_heads=shape["hidden_size"] // _HEAD,
+        head_dim=_HEAD,
+        max_position_embeddings=longest,
+        # 0.02 is usual. With 0.08, wrong KV changes the answers, so equal answers prove equal KV.
+        initializer_range=0.08,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+    )
+    model: Any = transformers.LlamaForCausalLM(config)
+    folder.mkdir(parents=True)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+
+
+def device() -> str:
+    """Return the name of the GPU or processor that vLLM uses here."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return str(current_platform.get_device_name())
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{len(os.sched_getaffinity(0))} cores of {names[0] if names else 'a CPU'}"
+
+
+class DemoEngine:
+    """A ``vllm.LLM`` that answers one prompt at a time."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._engine = llm.llm_engine
+        self._asked = 0
+
+    def forget(self) -> None:
+        """Empty vLLM's own prefix cache, which would otherwise serve repeated prompts."""
+        deadline = time.monotonic() + _FORGET_S
+        while not self._llm.reset_prefix_cache():
+            # Blocks of the last prompt stay in use until its saves have left the GPU.
+            if time.monotonic() > deadline:
+                raise RuntimeError("vLLM could not reset its prefix cache: blocks are in use")
+            time.sleep(0.05)
+
+    def ask(self, name: str, tokens: Sequence[int], *, forget: bool = True) -> DemoAnswer:
+        """Return the greedy answer. ``forget``: empty the engine's own prefix cache before."""
+        from vllm import SamplingParams
+
+        if forget:
+            self.forget()
+        params = SamplingParams(
+            temperature=0, ignore_eos=True, detokenize=False, max_tokens=ANSWER_TOKENS
+        )
+        self._asked += 1
+        start, first_token_s, output = time.perf_counter(), None, None
+        self._engine.add_request(f"{self._asked}", {"prompt_token_ids": list(tokens)}, params)
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                if first_token_s is None and output.outputs[0].token_ids:
+                    first_token_s = time.perf_counter() - start
+        if output is None or first_token_s is None:
+            raise RuntimeError(f"no answer to {name}")
+        return DemoAnswer(
+            prompt=name,
+            tokens=tuple(output.outputs[0].token_ids),
+            served_tokens=output.num_cached_tokens or 0,
+            first_token_s=first_token_s,
+        )
+
+
+def engine_arguments(model: Path, longest: int) -> dict[str, Any]:
+    """Return the arguments of ``vllm.LLM``: small and quick to start, otherwise the defaults."""
+    from vllm.platforms import current_platform
+
+    arguments: dict[str, Any] = {
+        "model": str(model),
+        "skip_tokenizer_init": True,
+        # The order of sums depends on the number of computed tokens. With fewer bits, the rounding
+        # would change the answers of a random model.
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": longest,
+        "max_num_batched_tokens": longest,
+        "max_num_seqs": 4,
+        "kv_cache_memory_bytes": KV_CACHE_BYTES,
+        "seed": 0,
+    }
+    if current_platform.is_cpu():
+        # One process starts in a third of the time.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        arguments["distributed_executor_backend"] = "uni"
+    return arguments
+
+
+def run(replica: Replica, size: Size, models: Path, send: Callable[[ReplicaEvent], None]) -> None:
+    """Run a replica from start to end in this process."""
+
+    def begin(stage: str) -> None:
+        send(ReplicaEvent(stage=stage))
+
+    begin("importing vLLM")
+    import vllm
+
+    begin("making the model")
+    arguments = engine_arguments(make_model(models, size), SCALES[size].longest)
+    if replica != "R":
+        arguments["kv_transfer_config"] = CONNECTOR
+    begin("starting the engine")
+    llm = vllm.LLM(**arguments, disable_log_stats=False)
+    engine = DemoEngine(llm)
+    begin("warming up")
+    engine.ask("warm-up", warm_up_of(size))  # absorbs one-time costs
+    for prompt in prompts_of(size, replica):
+        begin(f"answering {prompt.name}")
+        send(ReplicaEvent(answer=engine.ask(prompt.name, prompt.tokens)))
+    failures = (m.value for m in llm.get_metrics() if m.name == "vllm:objkv_load_failures")
+    end = ReplicaEnd(
+        engine=f"vLLM {vllm.__version__}", device=device(), load_failures=int(sum(failures))
+    )
+    begin("stopping")
+    llm.llm_engine.engine_core.shutdown()
+    send(ReplicaEvent(end=end))
+
+
+def main() -> None:
+    """Reserve standard output for events; redirect vLLM's output to standard error."""
+    replica, size, models = sys.argv[1:]
+    with os.fdopen(os.dup(1), "w") as events:
+        os.dup2(2, 1)
+
+        def send(event: ReplicaEvent) -> None:
+            events.write(event.model_dump_json(exclude_none=True) + "\n")
+            events.flush()
+
+        run(cast("Replica", replica), cast("Size", size), Path(models), send)
+
+
+if __name__ == "__main__":  # spawned worker processes import this file again
+    main()

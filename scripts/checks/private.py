@@ -1,0 +1,84 @@
+"""Names of other libraries that objkv uses without being promised them are listed in one table per
+library, and the installed version has each of them."""
+
+import ast
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
+
+import lz4.block
+import redis
+from botocore.response import StreamingBody
+from urllib3.connectionpool import HTTPConnectionPool
+
+from objkv.codec import compress
+from objkv.net import resp
+from objkv.stores.s3 import client as s3
+from scripts.checks import ROOT
+from tests.support.servers.s3_stores import s3_client
+
+Table = dict[str, tuple[str, ...]]
+TABLES: dict[str, Table] = {
+    "codec": compress.PRIVATE_NAMES,
+    "net": resp.PRIVATE_NAMES,
+    "stores": s3.PRIVATE_NAMES,
+    "index": {},
+    "keys": {},
+    "config": {},
+}
+"""By the packages that use them."""
+
+
+def owners() -> Iterator[tuple[str, str, Table, str, Any]]:
+    """Where a table is, the library, the table, and what has the names of one row."""
+    client = s3_client("http://127.0.0.1:1")
+    connection = HTTPConnectionPool("::1")._new_conn()
+    for owner, thing in (("connection", redis.Connection()), ("connection class", redis.Connection),
+                         ("pool", redis.BlockingConnectionPool())):  # fmt: skip
+        yield resp.__name__, "redis", resp.PRIVATE_NAMES, owner, thing
+    for library, owner, thing in (
+        ("botocore", "client", client),
+        ("botocore", "session", client._endpoint.http_session),
+        ("urllib3", "pool", HTTPConnectionPool("127.0.0.1")),
+        ("urllib3", "connection", connection),
+        ("botocore", "body", StreamingBody(None, 0)),  # type: ignore[arg-type]
+    ):
+        yield s3.__name__, library, s3.PRIVATE_NAMES, owner, thing
+    yield compress.__name__, "lz4", compress.PRIVATE_NAMES, "lz4.block", lz4.block
+
+
+def findings() -> Iterator[str]:
+    """Each name that is gone or not listed."""
+    seen = []
+    for module, library, table, owner, thing in owners():
+        seen.append((id(table), owner))
+        for name in table[owner]:
+            if not hasattr(thing, name):
+                yield f"{module.replace('.', '/')}.py:1: {library} {version(library)} has no {name}"
+    for folder, table in TABLES.items():
+        for owner in table:
+            if (id(table), owner) not in seen:
+                yield f"scripts/checks/private.py:1: look at {owner} of objkv/{folder}, too"
+        listed = {name for names in table.values() for name in names}
+        for name in sorted(unlisted(folder) - listed):
+            yield f"objkv/{folder}:1: {name} is not ours: list it in PRIVATE_NAMES"
+
+
+def unlisted(folder: str) -> set[str]:
+    """The names with an underscore that a package uses, and that no module of it defines."""
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "objkv" / folder).rglob("*.py")]
+    used, ours = set[str](), {"_replace"}
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        match node:
+            case ast.Name(id=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                ours.add(name)
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                ours.add(name)
+            case ast.Attribute(attr=name):
+                used.add(name)
+            case ast.Call(
+                func=ast.Name(id="getattr" | "hasattr" | "setattr" | "delattr"),
+                args=[_, ast.Constant(value=str(name)), *_],
+            ):
+                used.add(name)
+    return {n for n in used - ours if n.startswith("_") and not n.startswith("__")}

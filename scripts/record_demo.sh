@@ -1,8 +1,0 @@
-#!/usr/bin/env bash
-# Records `objkv demo` as docs/images/demo.svg. Run it on an idle machine, because the picture
-# shows durations.
-set -euo pipefail
-cd "$(dirname "$0")/.."
-.venv/bin/python scripts/record_terminal.py --out docs/images/demo.svg --size 112x29 --seconds 900 \
-  --idle 1.2 --apart 0.3 --least 3 --crop 'Inspect the demo' \
-  --title 'objkv demo: one replica answers with KV that another computed' -- .venv/bin/objkv demo

@@ -1,0 +1,129 @@
+"""The simulated fleet: its numbers add up, and where they can be counted otherwise, they agree."""
+
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks.fleet import run as command
+from benchmarks.fleet.costs import Costs, read_costs
+from benchmarks.fleet.fleet import Agents, Fleet, Settings
+from benchmarks.fleet.report import summarise
+from benchmarks.fleet.simulate import Run, population, simulate
+from benchmarks.fleet.trace import BLOCK_TOKENS, arrivals, read_trace
+from objkv.config import Config
+
+pytestmark = pytest.mark.slow
+COSTS, SAMPLE = read_costs(), read_trace()
+SMALL = Fleet(replicas=2, simulated_max=2, load=0.15)
+
+
+def run(fleet: Fleet, costs: Costs = COSTS, **settings: Any) -> Run:
+    fleet = replace(fleet, settings=replace(fleet.settings, **settings))
+    return simulate(SAMPLE, fleet, costs)
+
+
+def timeless(model: str) -> Costs:
+    """A store that answers at once, GPUs that compute at once and keep nothing."""
+    at_once = replace(COSTS.models[model], peak_flops=1e30, gpu_cache_bytes=0.0)
+    bulk = replace(COSTS.bulk["lan"], first_byte_s=0.0, connection_bytes_s=1e30)
+    redis = replace(
+        COSTS.redis,
+        round_trip_s=0.0,
+        lookup_s=0.0,
+        touch_s=0.0,
+        save_command_s=0.0,
+        client_s_per_chunk=0.0,
+    )
+    client = replace(COSTS.client, load_bytes_s=1e30, save_bytes_s=1e30, nic_bytes_s=1e30)
+    return Costs({model: at_once}, {"lan": bulk}, redis, client, COSTS.node)
+
+
+@pytest.mark.parametrize(
+    "fleet",
+    [
+        SMALL,
+        replace(SMALL, shared=False),
+        replace(SMALL, routing="affine", bulk="lan", settings=Settings(quota_bytes=1e11)),
+        Fleet(replicas=300, simulated_max=2, load=0.03, settings=Settings(ttl_s=5)),
+        replace(SMALL, model="llama-3.1-8b", settings=Settings(hot_save_bytes_max=1 << 40)),
+        replace(SMALL, agents=Agents(2e11, 1e12, "all", "reused")),
+    ],
+)
+def test_every_prompt_token_is_from_exactly_one_place(fleet: Fleet) -> None:
+    done = run(fleet)
+    counts = done.world.counts
+    expected = arrivals(SAMPLE, population(SAMPLE, fleet, COSTS))
+    assert counts.prompt == sum(arrival.tokens for arrival in expected)
+    places = (counts.gpu, counts.hot, counts.bulk, counts.arena, counts.disk)
+    assert sum(places) + counts.computed == counts.prompt
+    assert min(places) >= 0
+    assert len(counts.ttft_s) == len(expected)
+    quota = fleet.settings.quota_bytes / done.world.scale
+    assert done.world.store.chunks * done.world.chunk_bytes <= quota
+    if not fleet.shared:
+        assert counts.hot + counts.bulk + counts.saved + counts.lookup_commands == 0
+
+
+def test_a_store_without_limits_has_all_that_was_ever_asked_for() -> None:
+    model, chunk = "llama-3.1-70b", 256
+    fleet = Fleet(replicas=2, simulated_max=2, model=model, bulk="lan", load=1e-18)
+    costs = timeless(model)
+    counts = run(
+        fleet, costs, admission="always", near_records_max=0, save_queue_max=10**9
+    ).world.counts
+    known, expected = set[tuple[int, int]](), 0
+    for arrival in arrivals(SAMPLE, population(SAMPLE, fleet, costs)):
+        ends = range(chunk, arrival.tokens + 1, chunk)
+        names = [(arrival.blocks[(end - 1) // BLOCK_TOKENS], end) for end in ends]
+        stored = next((i for i, name in enumerate(names) if name not in known), len(names))
+        expected += min(stored * chunk, arrival.tokens - 1)
+        known.update(names)
+    assert (counts.bulk, counts.saved) == (expected, len(known))
+
+
+def test_what_agents_put_is_less_and_loads_as_much() -> None:
+    every, reused = (
+        run(replace(SMALL, agents=Agents(2e12, 0.0, "read", policy))).world.counts
+        for policy in ("all", "reused")
+    )
+    assert reused.bytes_saved < every.bytes_saved / 2
+    assert reused.computed < 1.05 * every.computed
+
+
+def test_money_is_requests_and_storage_at_the_prices_given() -> None:
+    done = run(SMALL, ttl_s=7200)
+    summary = summarise("it", done, run(replace(SMALL, shared=False)))
+    counts, bulk, hours = done.world.counts, done.world.bulk, done.span_s / 3600
+    assert summary.request_usd * hours == pytest.approx(
+        counts.puts * bulk.put_usd + counts.gets * bulk.get_usd
+    )
+    stored = counts.bytes_saved / done.span_s * 7200
+    assert summary.storage_usd == pytest.approx(stored / 1e9 * bulk.gb_month_usd / 730)
+    assert summary.gpu_usd_saved > 0
+
+
+def test_defaults_are_those_of_objkv() -> None:
+    for name in set(Settings.__dataclass_fields__) - {"quota_bytes", "hot_bytes"}:
+        assert getattr(Settings(), name) == getattr(Config(), name), name
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (["--simulated", "2"], {"objkv: none", "objkv: default settings"}),
+        (["--agents", "--replicas", "2", "--replicas-per-node", "1"], {"reused (default)"}),
+    ],
+)
+def test_the_command_prints_its_cases(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    names: set[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["run", "--load", "0.005", "--json", *options])
+    command.main()
+    cases = json.loads(capsys.readouterr().out)["cases"]
+    assert names <= {case["name"] for case in cases}

@@ -1,0 +1,74 @@
+"""Benchmarks that measure real code run once, in a tiny form."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.benchmarks.setting import quick
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+def printed(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    module: ModuleType,
+    *options: str,
+) -> dict[str, dict[str, float]]:
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--rounds", "1", "--json", *options])
+    module.main()
+    found: dict[str, dict[str, float]] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_s3(tmp_path: Path) -> None:
+    from benchmarks.s3 import bench_s3
+
+    rows = bench_s3(quick(tmp_path)).rows
+    assert {row.limit_name for row in rows} == {"plain recv_into", "plain sendall"}
+    assert all(row.ours > 0 and row.limit and row.ratio for row in rows)
+
+
+def test_steps(tmp_path: Path) -> None:
+    from benchmarks.steps import bench_steps
+
+    section = bench_steps(quick(tmp_path))
+    assert [row.target is not None for row in section.rows] == [True] * 3
+
+
+def test_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import transfers
+
+    monkeypatch.setattr(transfers, "CODECS", ("none",))
+    rows = transfers.measure(chunks=1, rounds=1)
+    assert [row["store"] for row in rows] == ["-", "memory", "local"]
+
+
+def test_agent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks import agent
+
+    monkeypatch.setattr(agent, "CHUNKS", 2)
+    found = printed(monkeypatch, capsys, agent, "--tls")
+    assert all(found[side]["gb_per_s"] > 0 for side in ("agent", "own"))
+
+
+def test_gpu_agent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks import gpu_agent
+
+    for name, value in {"CHUNKS": 2, "LARGE_ARENA": "512MiB"}.items():
+        monkeypatch.setattr(gpu_agent, name, value)
+    found = printed(monkeypatch, capsys, gpu_agent, "resident", "--device", "sim")
+    assert found["resident"]["NHD all, GB/s"] > 0
+
+
+def test_gpu() -> None:
+    """In a process of its own: the payloads of a simulated device have no checksums."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--simulated", "--quick", "--rounds", "1"]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    (section,) = json.loads(done.stdout)["sections"]
+    assert all(row["ours"] > 0 for row in section["rows"])

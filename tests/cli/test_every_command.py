@@ -1,0 +1,234 @@
+"""What all commands share, as tables: keys of documents, wrong usage, empty and unreachable stores,
+roles, secrets, hostile names and Ctrl-C."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from objkv.cli.app import COMMANDS
+from objkv.stores.local import LocalStore
+from tests.cli.conftest import Machine, Run, refused
+from tests.support.documents import DOCUMENTS
+from tests.support.json_documents import faults_of
+from tests.support.samples import IDENTITY, NAMESPACE, TOKENS, save_identity
+
+TINY = "--layers 4 --kv-heads 2 --head-size 64"
+PROMPT = json.dumps(list(TOKENS))
+
+
+@pytest.fixture
+def chunk(machine: Machine) -> str:
+    """A stored chunk."""
+    return machine.fill()[2]
+
+
+SUMMARY = (
+    "namespace model tenant kv_dtype chunk_tokens chunks payloads tokens nbytes oldest_s newest_s "
+    "hits problem"
+)
+CHUNK_KEYS = (
+    "token_start token_end prefix_hash payloads groups_missing usable nbytes created_s hits pinned"
+)
+MATCH = "namespace model chunk_tokens prompt_tokens usable_tokens stored_chunks chunks"
+PIN = "namespace leaf tokens chunks until_s nbytes missing by"
+RUN = "command ending complete resumed"
+KEYS = {
+    "ls": "source namespaces omitted other_entries other_bytes tenants quota_bytes",
+    "ls --bulk": "source namespaces omitted other_entries other_bytes",
+    "ls --prefixes": "prefixes omitted",
+    "ls --tree": "branches omitted",
+    "show {chunk}": "key verdict payloads",
+    "match": MATCH,
+    "match --explain": f"{MATCH} explanation replicas",
+    "pin {chunk}": PIN,
+    "pin --list": "pins problems",
+    "diff {name} {name}": "share reason a b differences",
+    "doctor": "verdict objkv python settings checks libraries",
+    f"size {TINY}": "sizing layout load prices",
+    "access --role reader": "role settings iam acl commands",
+    "admission": "orders",
+    "verify --all": f"{RUN} every quarantine applied refusal chosen_of checked checked_bytes "
+    "ghosts_seen ok missing corrupt foreign mismatch hot unindexed changed quarantined forgotten "
+    "mended findings omitted",
+    "sweep": f"{RUN} applied categories removed removed_bytes kept doubts uploads_listed findings "
+    "omitted",
+    "rebuild": f"{RUN} applied own_index namespaces restored corrected present written unreadable "
+    "foreign other pins shapes findings omitted",
+    "warm - --check": "command complete mode namespace model ending prompts stored_before short "
+    "warmed shared failed left prompt_tokens asked_tokens cached_tokens saved_chunks saved_bytes "
+    "retries seconds endpoints failures resumed earlier why promotion omitted",
+}
+ROWS = {
+    "ls namespaces": SUMMARY,
+    "ls tenants": "tenant namespaces nbytes payloads counted_s",
+    "ls --prefixes prefixes": "namespace leaf root token_start token_end chunks nbytes oldest_s "
+    "newest_s hits pinned",
+    "match chunks": CHUNK_KEYS,
+    "show {chunk} payloads": "key verdict problem nbytes group shard parent_hash token_start "
+    "token_end codec ratio header_bytes header_checksum token_digest tokens_stored writer "
+    "created_s frames signed_by encrypted_by seal_verified",
+    "doctor checks": "area name status detail fix elapsed_ms",
+    "doctor settings": "name value source",
+}
+"""The keys of each row, by command and list."""
+
+
+@pytest.mark.parametrize("words", KEYS)
+def test_the_keys_for_machines_are_stable(run: Run, chunk: str, words: str) -> None:
+    document = run(
+        *words.format(chunk=chunk, name=NAMESPACE).split(), "--json", stdin=PROMPT
+    ).document
+    assert list(document) == KEYS[words].split()
+    for row in [row for row in ROWS if row.rpartition(" ")[0] == words]:
+        found = document[row.rpartition(" ")[2]]
+        assert {tuple(one) for one in found} == {tuple(ROWS[row].split())}
+
+
+def test_each_document_has_a_declared_type_and_is_held_to_it(run: Run) -> None:
+    assert set(DOCUMENTS) == set(COMMANDS) - {"completion"}
+    document = run("access", "--role", "reader", "--json").document
+    assert faults_of("access", document) == []
+    assert faults_of("access", {**document, "more": 1})
+    assert faults_of("access", {**document, "acl": 1})
+    assert faults_of("access", {**document, "role": "root"})
+
+
+WRONG = [
+    ("admission sometimes", "auto, always, never"),
+    ("admission --for 1h", "needs a mode"),
+    ("admission never --for soon", "not a duration"),
+    ("admission never --for 400d", "must be"),
+    ("audit --show-text", "--tokenizer"),
+    ("audit -n ffff", "no namespace matches ffff"),
+    ("diff {name} xyz", "xyz is not a file, and no namespace matches xyz"),
+    ("diff {name} /nowhere/identity.json", "/nowhere/identity.json is not a file"),
+    ("diff - -", "-"),
+    ("doctor --kv-transfer-config {{", "kv-transfer-config"),
+    ("export --out x", "give --namespace, --prefix or a prompt"),
+    ("export --out x --prefix zz", "4 to 40 hex digits"),
+    ("import /nowhere", "not a complete export"),
+    ("ls --bulk --prefixes", "--bulk counts namespaces"),
+    ("ls acme -n acme", "give the namespace once"),
+    ("ls xyz", "no namespace matches xyz"),
+    ("ls --limit 0", "--limit"),
+    ("ls --nonsense", "No such option"),
+    ("match --tokens a --text b", "only one of"),
+    ("match --text b", "need --tokenizer"),
+    ("match --tokens /nowhere", "/nowhere: No such file"),
+    ("match --text a --tokenizer /nowhere", "/nowhere is not a file"),
+    ("match --lora-digest xyz", "not hex digits"),
+    ("match --tokens /dev/null", "the prompt is empty (no token ids)"),
+    ("match --endpoint http://127.0.0.1:9", "--endpoint needs --explain"),
+    ("match", "'two' is not a token id"),
+    ("pin abc", "give its 40 hex digits or at least the first 4"),
+    ("pin 9999", "no stored chunk starts with 9999"),
+    ("pin 9999 --for soon", "--for soon: give a number and a unit"),
+    ("pin {chunk} --for 999999999w", "within 30,000 years"),
+    ("pin 9999 --tokens -", "either HASH or a prompt"),
+    ("pin --list 9999", "--list takes no HASH and no prompt"),
+    ("unpin xyz", "is not a hash"),
+    ("unpin ab", "no pin starts with ab"),
+    ("show xyzw", "xyzw"),
+    ("size", "no model given"),
+    ("size --model llama-3.1-8b --layers 4", "give either --model or --layers"),
+    ("size --model lama", "built-in model name; did you mean llama-3"),
+    (f"size {TINY} --rate -1", "--rate -1: must be 0 to 1,000,000,000"),
+    (f"size {TINY} --stored 2", "--stored 2: must be 0 to 1"),
+    (f"size {TINY} --tp 3", "3"),
+    ("sweep --only ghosts", "ghosts"),
+    ("top --once --endpoint ftp://x", "http://HOST:PORT"),
+    ("top --once --endpoints /dev/null", "contains no endpoint URL"),
+    ("verify --apply", "--apply needs --quarantine"),
+    ("verify -n ffff", "no namespace matches ffff"),
+    ("warm", "no prompts: name JSON Lines files"),
+    ("warm /nowhere.jsonl --check", "/nowhere.jsonl: no such file"),
+    ("warm - --check --promote", "--check and --promote exclude each other"),
+    ("warm -", "choose how to compute"),
+    ("warm - --endpoint x --lora a=b", "b is neither a folder nor a digest"),
+]
+
+
+@pytest.mark.parametrize(("words", "told"), WRONG)
+def test_wrong_usage_is_2_and_a_sentence(run: Run, chunk: str, words: str, told: str) -> None:
+    given = words.format(name=NAMESPACE, chunk=chunk).split()
+    ran = run(*given, stdin='"x"' if given[0] == "warm" else "1 two" if words == "match" else "1")
+    refused(ran, told)
+    first, *choices = ran.err.splitlines()
+    assert first.startswith("Usage: ") or all(line.startswith("  ") for line in choices)
+
+
+READING = ["ls", "ls --prefixes", "ls --bulk", "audit", "verify", "sweep", "rebuild"]
+
+
+@pytest.mark.parametrize("words", READING)
+def test_where_nothing_is_stored_it_is_said_where(run: Run, home: str, words: str) -> None:
+    ran = run(*words.split())
+    assert (ran.code, ran.out.startswith("nothing is stored in ")) == (0, True)
+    assert f"{home}/objkv/" in ran.out
+
+
+INDEX = [
+    *("ls", "ls --prefixes", "match", "show abcd", "diff ab cd", "audit"),
+    *("verify --all", "sweep", "rebuild", "warm - --check", "export --out /nowhere/x -n tiny"),
+]
+
+
+@pytest.mark.parametrize("words", INDEX)
+def test_an_index_that_cannot_be_reached_is_3_with_a_remedy_and_without_its_password(
+    run: Run, words: str
+) -> None:
+    ran = run(*words.split(), "--index-url", "redis://me:hunter2@127.0.0.1:1", stdin="1 2 3")
+    refused(ran, "objkv: redis index", "; objkv doctor shows what works\n", code=3)
+    assert ran.err.count("\n") == 1
+    assert "hunter2" not in ran.err
+
+
+@pytest.mark.parametrize("words", ["audit", "verify", "sweep", "rebuild", "exporter --once"])
+def test_what_lies_in_the_memory_of_a_replica_is_refused(run: Run, words: str) -> None:
+    refused(run(*words.split(), "--index-url", "memory:"), "memory:")
+
+
+CHANGING = {
+    "pin {chunk}": "the role reader cannot write pins",
+    "unpin {chunk}": "the role reader cannot write pins",
+    "admission never": "role",
+    "sweep --apply": "set role to sweeper",
+    "rebuild --apply": "set role to sweeper",
+    "verify --all --quarantine --apply": "set role to sweeper",
+    "warm --promote": "role reader does not allow --promote",
+}
+
+
+@pytest.mark.parametrize("words", CHANGING)
+def test_a_reader_changes_nothing(
+    run: Run, machine: Machine, chunk: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {entry.key for entry in machine.bulk.scan("")}
+    monkeypatch.setenv("OBJKV_ROLE", "reader")
+    refused(run(*words.format(chunk=chunk).split()), CHANGING[words])
+    assert {entry.key for entry in machine.bulk.scan("")} == before
+
+
+@pytest.mark.parametrize("words", ["ls", "ls --bulk", "audit", "verify", "sweep", "rebuild"])
+def test_names_from_the_store_cannot_drive_the_terminal(
+    run: Run, machine: Machine, chunk: str, words: str
+) -> None:
+    hostile = replace(IDENTITY, model="\x1b]0;owned\x07[bold]x[/bold]", tenant="\x9b1m")
+    save_identity(machine.bulk, hostile)
+    ran = run(*words.split())
+    assert not {"\x1b", "\x07", "\x9b"} & set(ran.out + ran.err)
+
+
+@pytest.mark.parametrize("words", ["ls --bulk", "audit", "verify --all", "sweep", "rebuild"])
+def test_ctrl_c_ends_with_130_and_a_word(
+    run: Run, chunk: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> Iterator[None]:
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(LocalStore, "scan", interrupted)
+    ran = run(*words.split())
+    assert (ran.code, "interrupted" in ran.out + ran.err) == (130, True)

@@ -1,0 +1,234 @@
+"""Stores with known defects, for testing and trying the commands that find them.
+
+``python -m tests.contracts.damage --bulk-url URL --index-url URL`` fills an empty store and index,
+and prints the planted defects as one JSON document.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+
+import numpy as np
+
+from objkv.assembly.backends import Backends, open_backends
+from objkv.assembly.seal import open_seal
+from objkv.cache.chunks import shard_record
+from objkv.codec.payload import Claim, Header, LayerSpec, Provenance, encode, read_header
+from objkv.codec.seal import Seal
+from objkv.config import load_config
+from objkv.index.base import ChunkEntry, ShardRecord
+from objkv.index.shapes import SHAPES_HASH
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.identity import GroupIdentity, Identity, identity_path, sealed_extra
+from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
+from objkv.keys.topology import Shard
+from objkv.telemetry import NullRecorder
+
+CHUNK = 16
+CHAIN_CHUNKS = 8
+"""Chunks per prompt."""
+SHARDS = (Shard(0, 2, 0, 1), Shard(0, 2, 1, 2))
+IDENTITY = Identity(
+    model="acme/damaged",
+    weights="0" * 16,
+    quantization=None,
+    kv_dtype="bfloat16",
+    groups=(GroupIdentity("full", None, ("l.0", "l.1"), heads=2, content=32, block_size=8),),
+    page_layout="canonical",
+    chunk_tokens=CHUNK,
+    weights_epoch=3,
+    tenant="default",
+)
+_CODECS = ("none", "zstd", "blosc")
+
+
+def _planted(count: int, what: str) -> int:
+    """Return a field of ``Defects`` with its default count and its help text."""
+    made: int = field(default=count, metadata={"help": what})
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class Defects:
+    """How many payloads of each kind to plant."""
+
+    good: int = _planted(64, "Intact payloads with a record.")
+    orphan: int = _planted(0, "Payloads without a record.")
+    ghost: int = _planted(0, "Records without a payload.")
+    old_epoch: int = _planted(0, "Payloads of the same model's previous epoch.")
+    stranger: int = _planted(0, "Payloads of a namespace without an identity document.")
+    header: int = _planted(0, "Payloads with a flipped bit in the header.")
+    frame: int = _planted(0, "Payloads with a flipped bit in a frame.")
+    short: int = _planted(0, "Payloads whose last byte is missing.")
+    empty: int = _planted(0, "Empty payloads.")
+    foreign: int = _planted(0, "Intact payloads of another chunk.")
+    mismatch: int = _planted(0, "Payloads whose record contradicts their header.")
+    hot: int = _planted(0, "Hot copies with a flipped bit; none without a hot store.")
+
+
+@dataclass(slots=True)
+class Planted:
+    """Paths of the planted payloads, by kind."""
+
+    namespace: str
+    paths: dict[str, list[str]] = field(default_factory=dict)
+
+    def __getitem__(self, kind: str) -> list[str]:
+        return self.paths.get(kind, [])
+
+
+class DamagedStore:
+    """Writes payloads as replicas do, and then damages some."""
+
+    def __init__(
+        self,
+        ends: Backends,
+        *,
+        seed: int = 0,
+        ttl_s: int = 86_400,
+        seal: Seal | None = None,
+        seals: tuple[str, ...] = (),
+    ) -> None:
+        """``seal`` seals all payloads; ``seals`` names the ways it does so."""
+        self._ends = ends
+        self._seal = seal
+        self._identity = replace(IDENTITY, extra=sealed_extra(IDENTITY.extra, seals))
+        self._seed = seed
+        self._ttl_s = ttl_s
+        self._made = 0
+        self._chain: list[tuple[ChunkEntry, Sequence[int]]] = []
+        self.planted = Planted(self._identity.namespace())
+
+    def plant(self, defects: Defects) -> Planted:
+        """Fill the stores and the index."""
+        own = self._identity
+        old = replace(own, weights_epoch=own.weights_epoch - 1)
+        for identity in (own, old) if defects.old_epoch else (own,):
+            self._ends.bulk.put(identity_path(identity.namespace()), identity.canonical())
+        for kind in (one.name for one in fields(defects)):
+            count = getattr(defects, kind)
+            if kind == "hot" and self._ends.hot is None:
+                count = 0
+            self.planted.paths[kind] = sorted(self._one(kind, old) for _ in range(count))
+        self._announce(own.namespace())
+        return self.planted
+
+    def _one(self, kind: str, old: Identity) -> str:
+        namespace = self._identity.namespace()
+        if kind == "old_epoch":
+            namespace = old.namespace()
+        if kind == "stranger":
+            namespace = "5" * 32
+        chunk, tokens = self._next(namespace)
+        key = ChunkKey(namespace, chunk.prefix_hash, 0, SHARDS[self._made % len(SHARDS)])
+        codec = _CODECS[self._made % len(_CODECS)]
+        payload = make_payload(key, chunk, tokens, codec=codec, seal=self._seal)
+        header = read_header(payload)
+        record = shard_record(header)
+        if spoil := _SPOILERS.get(kind):
+            payload = spoil(payload, header)
+        if kind == "foreign":
+            other = ChunkKey(namespace, bytes(20), 0, key.shard)
+            payload = make_payload(other, chunk, tokens, codec="none", seal=self._seal)
+        if kind != "ghost":
+            self._ends.bulk.put_if_absent(key.path(), payload)
+        if kind == "mismatch":
+            record = replace(record, header_checksum="0" * 32)
+        if kind == "hot" and self._ends.hot is not None:
+            self._ends.hot.put(key.path(), _flipped(payload, len(payload) - 1))
+            record = replace(record, hot=True)
+        if kind not in ("orphan", "stranger"):
+            self._ends.index.publish(chunk, {key.field: record}, ttl_s=self._ttl_s)
+        return key.path()
+
+    def _next(self, namespace: str) -> tuple[ChunkEntry, Sequence[int]]:
+        """Return the next chunk. No two calls return chunks of the same prompt."""
+        number, place = divmod(self._made, CHAIN_CHUNKS)
+        self._made += 1
+        first = self._seed * 1_000_000 + number * CHAIN_CHUNKS * CHUNK
+        tokens = range(first, first + (place + 1) * CHUNK)
+        hashes = prefix_hashes(namespace, tokens, CHUNK)
+        parent = hashes[-2] if place else root_hash(namespace)
+        start = place * CHUNK
+        chunk = ChunkEntry(namespace, hashes[-1], parent, start, start + CHUNK)
+        return chunk, tokens[start:]
+
+    def _announce(self, namespace: str) -> None:
+        empty = ShardRecord(0, 0, "none", False, "", int(time.time()))
+        shapes = ChunkEntry(namespace, SHAPES_HASH, SHAPES_HASH, 0, 1)
+        names = {f"0.{shard}": empty for shard in SHARDS}
+        self._ends.index.publish(shapes, names, ttl_s=self._ttl_s)
+
+
+def make_payload(
+    key: ChunkKey,
+    chunk: ChunkEntry,
+    tokens: Sequence[int],
+    *,
+    codec: str,
+    layer_items: int = 32,
+    seal: Seal | None = None,
+) -> bytes:
+    """Return a compressible payload whose pages depend only on its key and length."""
+    heads = key.shard.head_end - key.shard.head_start
+    layers = [
+        LayerSpec(name, "BF16", (CHUNK // 8, heads, 8, layer_items)) for name in ("l.0", "l.1")
+    ]
+    chance = np.random.default_rng(list(key.prefix_hash))
+    pages = [chance.integers(0, 4, layer.nbytes, np.uint8).tobytes() for layer in layers]
+    claim = Claim(key, chunk.parent_hash, chunk.token_start, chunk.token_end)
+    provenance = Provenance(token_digest(tokens), "damage:0", 1_700_000_000)
+    return bytes(encode(claim, layers, pages, codec=codec, provenance=provenance, seal=seal))
+
+
+def _flipped(payload: bytes, place: int) -> bytes:
+    spoilt = bytearray(payload)
+    spoilt[place] ^= 4
+    return bytes(spoilt)
+
+
+_SPOILERS: dict[str, Callable[[bytes, Header], bytes]] = {
+    "header": lambda payload, header: _flipped(payload, 200),
+    "frame": lambda payload, header: _flipped(payload, header.frames.starts[-1]),
+    "short": lambda payload, header: payload[:-1],
+    "empty": lambda payload, header: b"",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the script."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--bulk-url", required=True, help="bulk store URL as in objkv's settings; must be empty"
+    )
+    parser.add_argument(
+        "--index-url", required=True, help="index URL as in objkv's settings; must be empty"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="use another seed to plant other prompts"
+    )
+    for one in fields(Defects):
+        parser.add_argument(
+            f"--{one.name.replace('_', '-')}",
+            type=int,
+            default=one.default,
+            metavar="N",
+            help=f"{one.metadata['help']} Default: {one.default}.",
+        )
+    given = vars(parser.parse_args(arguments))
+    urls = {"bulk_url": given.pop("bulk_url"), "index_url": given.pop("index_url")}
+    seed = given.pop("seed")
+    config = load_config(urls)
+    with open_backends(config, NullRecorder()) as ends:
+        seal = open_seal(config)
+        maker = DamagedStore(ends, seed=seed, ttl_s=config.ttl_s, seal=seal, seals=config.seals)
+        planted = maker.plant(Defects(**given))
+    json.dump(asdict(planted), sys.stdout, indent=2)
+    sys.stdout.write("\n")
+
+
+if __name__ == "__main__":
+    main()

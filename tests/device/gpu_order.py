@@ -1,0 +1,129 @@
+"""Shows that loads and saves are ordered with a model's kernels on a device.
+
+``python -m tests.device.gpu_order KIND own`` runs all scenarios on a device (see ``open_device``).
+Each makes one side of an edge between streams slow, and compares all bytes. With one of ``WAYS``
+instead of ``own`` the worker loads and saves by a node agent, and there are more scenarios.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+
+from tests.device import simulated
+from tests.device.devices import SIMULATED, open_device
+from tests.device.ordering import agent, loads, saves, steps
+from tests.device.ordering.agent import WAYS
+from tests.device.ordering.rig import Delay, OrderRig, Scenario
+
+SCENARIOS: Final = (*loads.SCENARIOS, *saves.SCENARIOS, *steps.SCENARIOS)
+_MATRIX: Final = 4096
+_PRODUCTS: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The result of a scenario."""
+
+    name: str
+    description: str
+    is_right: bool
+    """Whether all bytes were right, and no wait took too long."""
+    fault: str
+    """The exception that ended the scenario, or empty."""
+    seconds: float
+
+
+def run_scenarios(
+    device: torch.device,
+    *,
+    scenarios: Iterable[Scenario] = SCENARIOS,
+    delay: Delay | None = None,
+    seed: int = 0,
+    patience_s: float | None = None,
+    rig: type[OrderRig] | None = None,
+) -> Iterator[Verdict]:
+    """Run scenarios on ``device``, which nothing else may use meanwhile.
+
+    Args:
+        scenarios: the scenarios to run.
+        delay: keeps a stream busy. By default by matrix products.
+        seed: of random choices.
+        patience_s: bound of each wait, instead of that of each scenario.
+        rig: the kind of rig, by default one whose worker loads for itself.
+    """
+    rig = rig or OrderRig
+    delay = delay or busy_kernel(device)
+    for scenario in scenarios:
+        setup = scenario.setup
+        if patience_s is not None:
+            setup = replace(setup, patience_s=patience_s)
+        started = time.monotonic()
+        is_right, fault = False, ""
+        try:
+            with rig(device, delay, setup, seed) as one:
+                is_right = scenario.run(one)
+        except Exception as exc:
+            fault = f"{type(exc).__name__}: {exc}".splitlines()[0]
+        seconds = time.monotonic() - started
+        yield Verdict(scenario.name, scenario.description, is_right and not fault, fault, seconds)
+
+
+def busy_kernel(device: torch.device) -> Delay:
+    """Return a function that keeps a stream of ``device`` busy for a given time."""
+    if device.type == "cpu":
+        return lambda stream, seconds: None
+    api = torch.get_device_module(device)
+    # Few large products, because a device accepts only about a thousand launches in advance.
+    operand = torch.randn(2 * (_MATRIX,), device=device)
+
+    def work(products: int) -> None:
+        for _ in range(products):
+            torch.mm(operand, operand)
+
+    with torch.accelerator.device_index(device.index or 0):
+        work(_PRODUCTS)  # without the time to load the kernel
+        rate = _PRODUCTS / _seconds(api, device, lambda: work(_PRODUCTS))
+
+    def delay(stream: Any, seconds: float) -> None:
+        with api.stream(stream):
+            work(max(1, round(seconds * rate)))
+
+    return delay
+
+
+def _seconds(api: Any, device: torch.device, work: Callable[[], object]) -> float:
+    api.synchronize(device)
+    started = time.perf_counter()
+    work()
+    api.synchronize(device)
+    return time.perf_counter() - started
+
+
+def main(kind: str, way: str) -> int:
+    """Run all scenarios, and print a line for each. Return 1 if one failed."""
+    device = open_device(kind)
+    delay = _simulated_delay if kind == SIMULATED else None
+    scenarios, rig = SCENARIOS, None
+    if way in WAYS:
+        scenarios, rig = (*agent.SCENARIOS, *scenarios), agent.agent_rig(way)
+    failed = False
+    for verdict in run_scenarios(device, scenarios=scenarios, delay=delay, rig=rig):
+        failed = failed or not verdict.is_right
+        fault = "" if verdict.is_right else f": {verdict.description}: {verdict.fault}"
+        print(
+            f"{'ok' if verdict.is_right else 'FAILED':6} {way}, {verdict.name}{fault}", flush=True
+        )
+    return int(failed)
+
+
+def _simulated_delay(stream: Any, seconds: float) -> None:
+    with torch.get_device_module(SIMULATED).stream(stream):
+        simulated.sleep(round(seconds * 1e6))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(*sys.argv[1:]))

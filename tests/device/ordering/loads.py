@@ -1,0 +1,328 @@
+"""Scenarios of loads: what they must follow, and what must wait for them."""
+
+from collections.abc import Callable
+from threading import Event, Lock
+from time import sleep
+
+from objkv.connector.kv.metadata import StepPlan
+from tests.device.ordering.rig import OrderRig, Scenario
+from tests.device.ordering.setup import LAYERS, WHOLE, Pages, Setup, equal
+
+_SLOW_S = 0.1
+"""How long one side of an edge is delayed. Longer than the other side takes on a busy machine."""
+_FIRST = 8
+"""First block of the loads."""
+_CHUNKS = range(4)
+_BLANK = 3
+"""Number of blocks that a load zeroes."""
+_OWNER = 7.0
+"""The value that another owner writes into the blocks."""
+
+
+def follows_compute(rig: OrderRig) -> bool:
+    """A load into blocks that an earlier kernel still writes"""
+    rig.delay_compute(_SLOW_S)
+    _write(rig)
+    rig.step(_plan(rig))
+    rig.until_received()
+    return _is_loaded(rig)
+
+
+def does_not_follow_forward(rig: OrderRig) -> bool:
+    """A load that completes while the forward pass of its own step still computes"""
+    if not rig.is_asynchronous:
+        return True
+    for attempt, seconds in enumerate(rig.setup.attempts_s):
+        request = f"r{attempt}"
+        plan = StepPlan(loads=(rig.load_plan(_CHUNKS, _FIRST, request=request),))
+        rig.begin(plan)
+        rig.delay_compute(seconds)
+        forward = rig.loader.mark_compute()
+        rig.worker.start_loads(plan)
+        rig.end(plan)
+        rig.until_received(request)
+        was_first = not forward.done()
+        if not _is_loaded(rig):
+            return False
+        if was_first:
+            return True
+    return False
+
+
+def is_complete_when_reported(rig: OrderRig) -> bool:
+    """A load whose blocks are read as soon as it is reported"""
+    rig.delay_loads(_SLOW_S)
+    rig.step(_plan(rig))
+    rig.until_received()
+    return equal(_read(rig), rig.expected(_CHUNKS))
+
+
+def holds_each_layer(rig: OrderRig) -> bool:
+    """Layers that are computed as soon as each of them is loaded"""
+    plan = _plan(rig, sync=True)
+    rig.begin(plan)
+    rig.delay_loads(_SLOW_S)
+    rig.worker.start_loads(plan)
+    found: Pages = []
+    for number, layer in enumerate(LAYERS):
+        rig.worker.wait_layer(layer)
+        found.append(_read(rig)[number])
+    rig.end(plan)
+    return _has_no_failure(rig) and equal(found, rig.expected(_CHUNKS))
+
+
+def holds_the_next_step(rig: OrderRig) -> bool:
+    """A step that loads layer by layer, and a next one that reads the blocks"""
+    plan = _plan(rig, sync=True)
+    rig.begin(plan)
+    rig.delay_loads(_SLOW_S)
+    rig.worker.start_loads(plan)
+    rig.end(plan)
+    return _has_no_failure(rig) and equal(_read(rig), rig.expected(_CHUNKS))
+
+
+def holds_speculation(rig: OrderRig) -> bool:
+    """A step that loads layer by layer, and whose results are read before it ends"""
+    plan = _plan(rig, sync=True)
+    rig.begin(plan)
+    rig.delay_loads(_SLOW_S)
+    rig.worker.start_loads(plan)
+    rig.report(plan)
+    found = _read(rig)
+    rig.worker.end_forward(plan)
+    return _has_no_failure(rig) and equal(found, rig.expected(_CHUNKS))
+
+
+def aborted(rig: OrderRig) -> bool:
+    """Blocks that have a new owner after an aborted load was reported"""
+    rig.delay_loads(_SLOW_S)
+    rig.step(_plan(rig))
+    _until_fetched(rig)
+    rig.report(StepPlan(), {"r"})
+    rig.until_received()
+    return _stays_written(rig)
+
+
+def aborted_meanwhile(rig: OrderRig) -> bool:
+    """Blocks that have a new owner after a load was aborted while a thread queued its copies"""
+
+    def abort() -> None:
+        rig.report(StepPlan(), {"r"})
+        rig.until_received()
+
+    return _stays_written_after(rig, abort)
+
+
+def closed_meanwhile(rig: OrderRig) -> bool:
+    """Blocks that have a new owner after the worker was closed while a thread queued copies"""
+    return _stays_written_after(rig, rig.worker.close)
+
+
+def late(rig: OrderRig) -> bool:
+    """Blocks that are computed instead after a load's deadline, with its copies still queued"""
+    rig.delay_loads(_SLOW_S)
+    rig.step(_plan(rig))
+    rig.until_received()
+    return _stays_written(rig)
+
+
+def refused(rig: OrderRig) -> bool:
+    """Blocks that are computed instead after a payload was refused, with copies still queued"""
+    plan = _plan(rig)
+    rig.damage(_CHUNKS[-1])
+    rig.delay_loads(_SLOW_S)
+    rig.step(plan)
+    rig.until_received()
+    return bool(rig.worker.take_failed_blocks()) and _stays_written(rig)
+
+
+def keeps_its_slabs(rig: OrderRig) -> bool:
+    """Slabs that are overwritten as soon as they are free, while copies and kernels are queued"""
+    rig.delay_loads(_SLOW_S)
+    rig.step(_plan(rig), lambda: rig.delay_compute(2 * _SLOW_S))
+    _until_fetched(rig)
+    taken = rig.take_all_slabs(rig.load_slabs)
+    rig.until_received()
+    return _is_loaded(rig) and rig.give_back(taken)
+
+
+def keeps_its_memory(rig: OrderRig) -> bool:
+    """Memory that is overwritten as soon as no load has it, while copies and kernels are queued"""
+    rig.delay_loads(_SLOW_S)
+    rig.step(_plan(rig), lambda: rig.delay_compute(2 * _SLOW_S))
+    _until_fetched(rig)
+    rig.overwrite_loads()
+    rig.until_received()
+    return _is_loaded(rig)
+
+
+def share_a_lane(rig: OrderRig) -> bool:
+    """Loads of several requests at once, which share staging memory"""
+    size = len(_CHUNKS) * rig.setup.layout.chunk_blocks
+    names = [f"r{number}" for number in range(5)]
+    ends = [range(number, number + 4) for number in range(5)]
+    firsts = [1 + number * size for number in range(5)]
+    loads = [
+        rig.load_plan(chunks, first, request=name)
+        for name, chunks, first in zip(names, ends, firsts, strict=True)
+    ]
+    rig.step(StepPlan(loads=tuple(loads)))
+    for name in names:
+        rig.until_received(name)
+    found = [rig.read(first, size) for first in firsts]
+    return all(
+        equal(pages, rig.expected(chunks)) for pages, chunks in zip(found, ends, strict=True)
+    )
+
+
+def follows_its_own_step(rig: OrderRig) -> bool:
+    """Loads of two steps, the second one into blocks that a kernel wrote after the first one"""
+    size = len(_CHUNKS) * rig.setup.layout.chunk_blocks
+    earlier = StepPlan(loads=(rig.load_plan(_CHUNKS, _FIRST + size, request="earlier"),))
+    rig.step(earlier)
+    rig.delay_compute(_SLOW_S)
+    _write(rig)
+    rig.step(_plan(rig))
+    for request in ("earlier", "r"):  # they may end in any order
+        rig.until_received(request)
+    rig.synchronize()
+    first = rig.read(_FIRST + size, size)
+    return _is_loaded(rig) and equal(first, rig.expected(_CHUNKS))
+
+
+def zeroes(rig: OrderRig) -> bool:
+    """A load that zeroes blocks which an earlier kernel still writes"""
+    first = _FIRST + _blocks(rig)[1]
+    rig.delay_compute(_SLOW_S)
+    rig.write(first, _BLANK, _OWNER)
+    blank = range(first, first + _BLANK)
+    rig.step(StepPlan(loads=(rig.load_plan(_CHUNKS, _FIRST, blank=blank),)))
+    found = rig.read(first, _BLANK)
+    rig.until_received()
+    rig.synchronize()
+    return _is_loaded(rig) and not any(page.any() for page in found)
+
+
+def closed(rig: OrderRig) -> bool:
+    """Blocks that have a new owner after the worker was closed during a load"""
+    rig.delay_loads(_SLOW_S)
+    rig.step(_plan(rig))
+    _until_fetched(rig)
+    rig.worker.close()
+    return _stays_written(rig)
+
+
+def goes_on_fetching(rig: OrderRig) -> bool:
+    """Payloads that are fetched by one thread while the device is busy"""
+    if not rig.is_asynchronous:
+        return True
+    for attempt, seconds in enumerate(rig.setup.attempts_s):
+        request = f"r{attempt}"
+        rig.delay_loads(seconds)
+        behind = rig.load_lane.mark()
+        before = rig.recorder.value("load_bytes")
+        rig.step(StepPlan(loads=(rig.load_plan(_CHUNKS, _FIRST, request=request),)))
+        _until_fetched(rig, before)
+        was_first = not behind.done()
+        rig.until_received(request)
+        if not _is_loaded(rig):
+            return False
+        if was_first:
+            return True
+    return False
+
+
+def on_another_device(rig: OrderRig) -> bool:
+    """A step whose thread has selected another device"""
+    with rig.other_device() as has_another:
+        return not has_another or (holds_each_layer(rig) and _stays_written(rig))
+
+
+def _plan(rig: OrderRig, *, sync: bool = False) -> StepPlan:
+    return StepPlan(loads=(rig.load_plan(_CHUNKS, _FIRST, sync=sync),))
+
+
+def _blocks(rig: OrderRig) -> tuple[int, int]:
+    """Return the first block of the load and their number."""
+    return _FIRST, len(_CHUNKS) * rig.setup.layout.chunk_blocks
+
+
+def _read(rig: OrderRig) -> Pages:
+    return rig.read(*_blocks(rig))
+
+
+def _write(rig: OrderRig) -> None:
+    """Let the blocks' next owner write them."""
+    rig.write(*_blocks(rig), _OWNER)
+
+
+def _is_loaded(rig: OrderRig) -> bool:
+    """Whether the blocks contain the load when nothing is left to do."""
+    rig.synchronize()
+    return equal(_read(rig), rig.expected(_CHUNKS))
+
+
+def _stays_written(rig: OrderRig) -> bool:
+    """Whether the blocks keep what their next owner writes now."""
+    _write(rig)
+    rig.synchronize()
+    return rig.holds(_read(rig), _OWNER)
+
+
+def _stays_written_after(rig: OrderRig, stop: Callable[[], object]) -> bool:
+    """Whether the blocks keep what their next owner writes after ``stop`` was called, while a
+    thread of the load stood still just before it queued copies."""
+    has_entered, has_left, lingers = Event(), Event(), Lock()
+
+    def linger(call: str) -> None:
+        # One thread only: lanes share a GPU, so that what several add would exceed a bound.
+        if call == "place" and lingers.acquire(blocking=False):
+            rig.delay_loads(3 * _SLOW_S)
+            has_entered.set()
+            sleep(_SLOW_S / 2)
+        if call == "mark":
+            has_left.set()
+
+    rig.on_call = linger
+    rig.step(_plan(rig))
+    rig.wait_until(has_entered.is_set)
+    stop()
+    _write(rig)
+    rig.wait_until(has_left.is_set)
+    rig.synchronize()
+    return rig.holds(_read(rig), _OWNER)
+
+
+def _until_fetched(rig: OrderRig, before: float = 0.0) -> None:
+    """Wait until all payloads were fetched, whether or not their copies have finished."""
+    nbytes = len(_CHUNKS) * rig.pages.raw_bytes
+    rig.wait_until(lambda: rig.recorder.value("load_bytes") - before >= nbytes)
+
+
+def _has_no_failure(rig: OrderRig) -> bool:
+    return not rig.worker.take_failed_blocks()
+
+
+SCENARIOS = (
+    Scenario("load after a kernel", follows_compute),
+    Scenario("load after a kernel, whole blocks", follows_compute, Setup(layout=WHOLE)),
+    Scenario("load during its forward pass", does_not_follow_forward),
+    Scenario("load, then forward", is_complete_when_reported),
+    Scenario("load, then forward, whole blocks", is_complete_when_reported, Setup(layout=WHOLE)),
+    Scenario("layer by layer", holds_each_layer),
+    Scenario("layer by layer, then the next step", holds_the_next_step),
+    Scenario("layer by layer, speculating", holds_speculation),
+    Scenario("load aborted", aborted),
+    Scenario("load aborted while queued", aborted_meanwhile, Setup(watched=True)),
+    Scenario("load past its deadline", late, Setup(deadline_s=0.03)),
+    Scenario("load refused", refused),
+    Scenario("memory of loads", keeps_its_memory),
+    Scenario("slabs of loads", keeps_its_slabs, Setup(registers=False, load_slabs=16)),
+    Scenario("several loads at once", share_a_lane, Setup(load_threads=4)),
+    Scenario("loads of two steps", follows_its_own_step),
+    Scenario("load that zeroes blocks", zeroes),
+    Scenario("closed during a load", closed),
+    Scenario("closed while queued", closed_meanwhile, Setup(watched=True)),
+    Scenario("fetching during device work", goes_on_fetching, Setup(load_threads=1)),
+    Scenario("load on another device", on_another_device),
+)

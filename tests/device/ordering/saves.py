@@ -1,0 +1,237 @@
+"""Scenarios of saves: what they must follow, and what must wait for them."""
+
+from objkv.connector.kv.metadata import StepPlan
+from objkv.errors import TransferError
+from objkv.transfer.plan import SavePlan
+from tests.device.ordering.rig import OrderRig, Scenario
+from tests.device.ordering.setup import (
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    WHOLE,
+    Pages,
+    Setup,
+    equal,
+)
+
+_SLOW_S = 0.1
+"""How long one side of an edge is delayed. Longer than the other side takes on a busy machine."""
+_FIRST = 8
+"""First block of the saved chunks."""
+_CHUNKS = range(3)
+_THEN, _LATER = 5.0, 9.0
+"""Contents of the blocks: when they are saved, and of their next owner."""
+
+
+def follows_forward(rig: OrderRig) -> bool:
+    """A save of blocks that the forward pass still writes"""
+    _write(rig, 1.0)
+    rig.synchronize()
+    rig.delay_compute(_SLOW_S)
+    _write(rig, _THEN)
+    rig.end(_plan(rig))
+    return _are_stored(rig)
+
+
+def does_not_run_between_kernels(rig: OrderRig) -> bool:
+    """A save that is stored while kernels launched in the same moment still compute"""
+
+    def launch(call: str) -> None:
+        if call == "follow":
+            rig.delay_compute(_SLOW_S)
+
+    _write(rig, _THEN)
+    rig.on_call = launch
+    rig.end(_plan(rig))
+    return _are_stored(rig)
+
+
+def is_complete_when_stored(rig: OrderRig) -> bool:
+    """A save that is stored as soon as its pages are in host memory"""
+    _save_late(rig)
+    return _are_stored(rig)
+
+
+def is_read_before_preempted(rig: OrderRig) -> bool:
+    """Blocks that have a new owner after their request was preempted"""
+    _save_late(rig)
+    rig.step(StepPlan(reused=frozenset({"r"})), lambda: _write(rig, _LATER))
+    return _are_stored(rig)
+
+
+def is_read_in_each_step(rig: OrderRig) -> bool:
+    """Blocks of two preempted requests whose chunks were saved in several steps"""
+    _write(rig, _THEN)
+    rig.synchronize()
+    for chunk, request in zip(_CHUNKS, ("a", "b", "a"), strict=True):
+        rig.delay_saves(_SLOW_S / 2)
+        first = _FIRST + chunk * rig.setup.layout.chunk_blocks
+        rig.end(StepPlan(saves=(rig.save_plan([chunk], first, request=request),)))
+    rig.step(StepPlan(reused=frozenset({"a", "b"})), lambda: _write(rig, _LATER))
+    return _are_stored(rig)
+
+
+def is_read_before_window(rig: OrderRig) -> bool:
+    """Blocks that have left the window of their request and have a new owner in the next step"""
+    _save_late(rig)
+    rig.step(StepPlan(), lambda: _write(rig, _LATER))
+    return _are_stored(rig)
+
+
+def is_read_before_zeroed(rig: OrderRig) -> bool:
+    """Blocks that a model runner zeroes for the next step before it reports preemptions"""
+    _write(rig, _THEN)
+    rig.synchronize()
+    rig.delay_saves(_SLOW_S)
+    rig.end(StepPlan(saves=(_save_plan(rig),), may_reuse=True))
+    _write(rig, _LATER)
+    return _are_stored(rig)
+
+
+def is_read_before_freed(rig: OrderRig) -> bool:
+    """Blocks that have a new owner after their finished request was reported as sent"""
+    _save_late(rig)
+    rig.until_sent()
+    _write(rig, _LATER)
+    return _are_stored(rig)
+
+
+def is_read_before_loaded(rig: OrderRig) -> bool:
+    """A load into blocks of a preempted request, which a save still reads"""
+    _save_late(rig)
+    chunks = range(4, 4 + len(_CHUNKS))
+    load = rig.load_plan(chunks, _FIRST, request="next")
+    rig.step(StepPlan(loads=(load,), reused=frozenset({"r"})))
+    rig.until_received("next")
+    rig.synchronize()
+    return _are_stored(rig) and equal(_read(rig), rig.expected(chunks))
+
+
+def keeps_new_weights_apart(rig: OrderRig) -> bool:
+    """A prompt that is computed again with new weights while its old chunks are being saved"""
+    _save_late(rig)
+
+    def forward() -> None:
+        rig.delay_compute(_SLOW_S)
+        _write(rig, _LATER)
+
+    saves = rig.save_plan(_CHUNKS, _FIRST, namespace=OTHER_NAMESPACE)
+    rig.step(StepPlan(saves=(saves,), reused=frozenset({"r"})), forward)
+    return _are_stored(rig) and _are_stored(rig, _LATER, OTHER_NAMESPACE)
+
+
+def keeps_its_slabs(rig: OrderRig) -> bool:
+    """Slabs of chunks that another replica is saving, while their copies are queued"""
+    _let_others_save(rig)
+    _save_late(rig)
+    return _slabs_are_unused(rig)
+
+
+def late(rig: OrderRig) -> bool:
+    """Slabs of chunks that are dropped at their deadline, while their copies are queued"""
+    _save_late(rig)
+    return _slabs_are_unused(rig)
+
+
+def keeps_slabs_of_failures(rig: OrderRig) -> bool:
+    """Slabs of a gather that failed after its copies were queued"""
+
+    def fail(call: str) -> None:
+        if call == "gather":
+            raise TransferError("no memory for staging")
+
+    rig.on_call = fail
+    _save_late(rig)
+    return _slabs_are_unused(rig)
+
+
+def keeps_slabs_of_closed(rig: OrderRig) -> bool:
+    """Slabs of a gather whose threads were stopped meanwhile"""
+
+    def close(call: str) -> None:
+        if call == "gather":
+            rig.saver.close(0.0)
+
+    rig.on_call = close
+    _save_late(rig)
+    return _slabs_are_unused(rig)
+
+
+def closed(rig: OrderRig) -> bool:
+    """Slabs and blocks that have a new owner after the worker was closed during a save"""
+    _save_late(rig)
+    return rig.close_safely() and _slabs_are_unused(rig)
+
+
+def on_another_device(rig: OrderRig) -> bool:
+    """A step whose thread has selected another device"""
+    with rig.other_device() as has_another:
+        return not has_another or is_read_before_preempted(rig)
+
+
+def _save_plan(rig: OrderRig) -> SavePlan:
+    return rig.save_plan(_CHUNKS, _FIRST)
+
+
+def _plan(rig: OrderRig) -> StepPlan:
+    return StepPlan(saves=(_save_plan(rig),))
+
+
+def _save_late(rig: OrderRig) -> None:
+    """Run a step that saves, with its copies queued behind a delay."""
+    _write(rig, _THEN)
+    rig.synchronize()
+    rig.delay_saves(_SLOW_S)
+    rig.step(_plan(rig))
+
+
+def _let_others_save(rig: OrderRig) -> None:
+    """Let another replica take the leases of the chunks."""
+    other = rig.open_cache("other")
+    assert all(other.take_lease(rig.key(chunk)) for chunk in _CHUNKS)
+
+
+def _write(rig: OrderRig, value: float) -> None:
+    rig.write(_FIRST, len(_CHUNKS) * rig.setup.layout.chunk_blocks, value)
+
+
+def _read(rig: OrderRig) -> Pages:
+    return rig.read(_FIRST, len(_CHUNKS) * rig.setup.layout.chunk_blocks)
+
+
+def _stored(rig: OrderRig, namespace: str) -> list[Pages | None]:
+    return [rig.stored(chunk, namespace) for chunk in _CHUNKS]
+
+
+def _are_stored(rig: OrderRig, value: float = _THEN, namespace: str = NAMESPACE) -> bool:
+    """Whether all chunks are stored with this content."""
+    return all(rig.holds(pages, value) for pages in _stored(rig, namespace))
+
+
+def _slabs_are_unused(rig: OrderRig) -> bool:
+    """Whether no copy writes to a slab that can be leased. Takes each slab as soon as it is free
+    and overwrites it."""
+    taken = rig.take_all_slabs(rig.save_slabs)
+    rig.synchronize()
+    return rig.give_back(taken)
+
+
+SCENARIOS = (
+    Scenario("forward, then save", follows_forward),
+    Scenario("forward, then save, whole blocks", follows_forward, Setup(layout=WHOLE)),
+    Scenario("save among kernels", does_not_run_between_kernels, Setup(watched=True)),
+    Scenario("save, then store", is_complete_when_stored),
+    Scenario("save, then store, whole blocks", is_complete_when_stored, Setup(layout=WHOLE)),
+    Scenario("save preempted", is_read_before_preempted),
+    Scenario("saves of several steps preempted", is_read_in_each_step),
+    Scenario("save, then window", is_read_before_window, Setup(windowed=True)),
+    Scenario("save, then zero", is_read_before_zeroed, Setup(writes_early=True)),
+    Scenario("save finished", is_read_before_freed),
+    Scenario("load into saved blocks", is_read_before_loaded),
+    Scenario("weights updated", keeps_new_weights_apart),
+    Scenario("slabs of saves", keeps_its_slabs),
+    Scenario("save past its deadline", late, Setup(save_deadline_s=0.02)),
+    Scenario("slabs of failed saves", keeps_slabs_of_failures, Setup(watched=True)),
+    Scenario("slabs of closed saves", keeps_slabs_of_closed, Setup(watched=True)),
+    Scenario("closed during a save", closed, Setup(drain_deadline_ms=0)),
+    Scenario("save on another device", on_another_device),
+)

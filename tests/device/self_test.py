@@ -1,0 +1,234 @@
+"""Tests that a device's lanes move the right bytes in every layout, and change no others.
+
+``python -m tests.device.self_test KIND`` runs it on a device (see ``open_device``).
+
+Each layout is tested with each way in which lanes can copy: whole blocks in batches, the driver's
+kernels, and PyTorch's. A host lane does the same on the CPU, and all bytes must be equal then.
+"""
+
+import math
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from objkv.connector.kv.wiring import use_batched_copies
+from objkv.errors import TransferError
+from objkv.keys.topology import rank_shard
+from objkv.transfer.devices import BatchCopy, DeviceDriver, DeviceLane, driver_of, open_lane
+from objkv.transfer.kernels import PageKernels, TorchKernels, TritonKernels
+from objkv.transfer.lanes import HostLane, Lane, PagedLayers, Recast
+from objkv.transfer.paging import GroupShape, PagedGroup, check_pages
+from tests.device import simulated
+from tests.device.devices import SIMULATED, open_device
+
+_LAYERS, _BLOCKS = 3, 24
+_MOVED, _CHUNKS = 8, 2
+"""Blocks of each operation, and chunks of a gather."""
+Shape = tuple[int, int, int]
+"""Heads, block size, content."""
+
+
+def _hnd(memory: torch.Tensor, shape: Shape) -> Sequence[torch.Tensor]:
+    return memory.view(_LAYERS, _BLOCKS, *shape).unbind(0)
+
+
+def _nhd(memory: torch.Tensor, shape: Shape) -> Sequence[torch.Tensor]:
+    heads, size, content = shape
+    return memory.view(_LAYERS, _BLOCKS, size, heads, content).transpose(2, 3).unbind(0)
+
+
+def _layers_in_blocks(memory: torch.Tensor, shape: Shape) -> Sequence[torch.Tensor]:
+    return memory.view(_BLOCKS, _LAYERS, *shape).unbind(1)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheForm:
+    """A form of the paged cache."""
+
+    name: str
+    layers: Callable[[torch.Tensor, Shape], Sequence[torch.Tensor]]
+    """Makes each layer's ``[blocks, heads, block size, content]`` of all memory."""
+    shape: Shape
+    dtype: torch.dtype = torch.bfloat16
+    kernel_blocks: int = 1
+    """Blocks of the attention kernel per block of vLLM."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all memory."""
+        heads, size, content = self.shape
+        return _LAYERS * _BLOCKS * heads * size * content * self.dtype.itemsize
+
+    def group(self, memory: torch.Tensor) -> PagedGroup:
+        """Return the group that a worker would make of these ``[nbytes]`` uint8."""
+        heads, size, _ = self.shape
+        shape = GroupShape(
+            tuple(f"layers.{number}" for number in range(_LAYERS)),
+            blocks=_MOVED // _CHUNKS,
+            block_size=size * self.kernel_blocks,
+            rank_shard=rank_shard(layers=_LAYERS, heads=heads, tp_rank=0, tp_size=1),
+        )
+        return PagedGroup(shape, self.layers(memory.view(self.dtype), self.shape))
+
+
+FORMS = (
+    CacheForm("HND", _hnd, (8, 16, 128)),
+    CacheForm("NHD", _nhd, (8, 16, 128)),
+    CacheForm("one head, as with MLA", _hnd, (1, 64, 576)),
+    CacheForm("layers within blocks", _layers_in_blocks, (8, 16, 128)),
+    CacheForm("fp8, HND", _hnd, (8, 32, 128), torch.float8_e4m3fn),
+    CacheForm("fp8, NHD", _nhd, (8, 32, 128), torch.float8_e4m3fn),
+    CacheForm("content of odd length, NHD", _nhd, (3, 16, 33)),
+    CacheForm("split kernel blocks, HND", _hnd, (8, 16, 128), kernel_blocks=2),
+    CacheForm("split kernel blocks, NHD", _nhd, (8, 16, 128), kernel_blocks=2),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LaneCase:
+    """One thing that was tested."""
+
+    name: str
+    ok: bool | None
+    """None if it cannot be tested here."""
+    detail: str = ""
+    """Its fault, or the reason for skipping it."""
+
+
+class OneWay:
+    """A device's driver that copies in one way only."""
+
+    def __init__(
+        self, driver: DeviceDriver, kernels: PageKernels, batch_copy: BatchCopy | None
+    ) -> None:
+        self.kernels, self.batch_copy = kernels, batch_copy
+        self.event, self.pin = driver.event, driver.pin
+        self.pin_read_only = driver.pin_read_only
+
+
+def run_self_test(device: torch.device) -> Iterator[LaneCase]:
+    """Test each layout in each way, on free memory of ``device``."""
+    driver = driver_of(device)
+    for form in FORMS:
+        for name, way in _ways(driver):
+            yield _case(f"{form.name}: {name}", partial(_move_all, form, device, way))
+        yield _case(f"{form.name}: check at start", partial(_start, form, device))
+    if not isinstance(driver.kernels, TritonKernels):
+        yield LaneCase(
+            "Triton kernels", None, "not used: this device's driver has no Triton kernels"
+        )
+    if driver.batch_copy is None:
+        yield LaneCase("batches of copies", None, "this device's driver has none")
+
+
+def _ways(driver: DeviceDriver) -> Iterator[tuple[str, OneWay]]:
+    kernels = driver.kernels
+    if not isinstance(kernels, TorchKernels):
+        name = "Triton kernels" if isinstance(kernels, TritonKernels) else "the driver's kernels"
+        yield name, OneWay(driver, kernels, None)
+    yield "PyTorch's kernels", OneWay(driver, TorchKernels(), None)
+    if driver.batch_copy is not None:
+        # Blocks that are not contiguous are copied by kernels here, too.
+        yield "batches of copies", OneWay(driver, kernels, driver.batch_copy)
+
+
+def _case(name: str, work: Callable[[], None]) -> LaneCase:
+    fault = ""
+    try:
+        work()
+    except Exception as exc:  # a kernel that does not compile, an address that does not exist
+        fault = f"{type(exc).__name__}: {exc}".splitlines()[0]
+    return LaneCase(name, not fault, fault)
+
+
+def _start(form: CacheForm, device: torch.device) -> None:
+    """Make the check that a worker makes before it serves."""
+    check_pages(form.group(_random(form.nbytes, 0).to(device)), open_lane(device))
+
+
+def _move_all(form: CacheForm, device: torch.device, way: OneWay) -> None:
+    """Scatter and gather pages. Raises ``TransferError`` if any byte is wrong then."""
+    lane, copies = DeviceLane(device, way, urgent=True), (way.kernels, way.batch_copy)
+    memory = _random(form.nbytes, 0)
+    copy = memory.to(device)
+    host, group = form.group(memory), form.group(copy)
+    lane.prepare(group.pages)
+    _check((way.kernels, way.batch_copy) == copies, "fails, so that a slower way is used")
+    lane.follow(lane.mark_compute())
+    for seed, name in enumerate(("own", "part", "other heads", "other blocks"), 1):
+        kept = _scattered(name, seed, group.pages, lane)
+        _scattered(name, seed, host.pages, HostLane())
+        lane.mark().wait()
+        del kept
+        _check(torch.equal(copy.cpu(), memory), f"wrong bytes after a scatter of {name} pages")
+    gathered = _gathered(group, lane)
+    lane.mark().wait()
+    _check(torch.equal(gathered, _gathered(host, HostLane())), "wrong bytes after a gather")
+    _check(torch.equal(copy.cpu(), memory), "a gather changed the cache")
+
+
+def _check(is_right: bool, fault: str) -> None:
+    if not is_right:
+        raise TransferError(fault)
+
+
+def _scattered(name: str, seed: int, layers: PagedLayers, lane: Lane) -> torch.Tensor:
+    """Scatter random pages. Returns their memory, which must stay until they are copied."""
+    blocks, heads, size, content = layers.caches[0].shape
+    shape, recast = (_MOVED, heads, size, content), None
+    if name == "part":
+        recast = Recast((0, heads), size, first_block=2, blocks=_MOVED - 3)
+    elif name == "other heads":
+        shape = (_MOVED, heads + 2, size, content)
+        recast = Recast((1, 1 + heads), size, first_block=0, blocks=_MOVED)
+    elif name == "other blocks":
+        shape = (_MOVED // 2, heads, 2 * size, content)
+        recast = Recast((0, heads), size, first_block=1, blocks=_MOVED - 2)
+    words = layers.caches[0].dtype
+    nbytes = math.prod(shape) * words.itemsize
+    # One piece, as a slab is. Consecutive pages are one copy, which may not be of several.
+    memory = _random(len(layers) * nbytes, seed).pin_memory()
+    pages = [given.view(words).view(shape).numpy() for given in memory.split(nbytes)]
+    ids = _some_blocks(blocks, _MOVED if recast is None else recast.blocks, seed)
+    lane.scatter(pages, layers, lane.place(ids), recast)
+    return memory
+
+
+def _gathered(group: PagedGroup, lane: Lane) -> torch.Tensor:
+    """Gather some chunks. Returns their bytes, which are complete when a later mark is done."""
+    each = _MOVED // _CHUNKS
+    ids = _some_blocks(len(group.caches[0]) // group.split, _MOVED, 9)
+    memory = torch.zeros((_CHUNKS, group.raw_bytes), dtype=torch.uint8).pin_memory()
+    group.gather(lane, [ids[at : at + each] for at in range(0, _MOVED, each)], list(memory))
+    return memory
+
+
+def _some_blocks(blocks: int, count: int, seed: int) -> list[int]:
+    return random.Random(seed).sample(range(1, blocks), count)
+
+
+def _random(nbytes: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+
+
+def main(kind: str) -> int:
+    """Run all cases, and print a line for each. Return 1 if one failed."""
+    device = open_device(kind)
+    use_batched_copies(device)
+    if kind == SIMULATED:
+        simulated.DRIVER.use_batch_copy(True)
+    failed = False
+    for case in run_self_test(device):
+        failed = failed or case.ok is False
+        word = {True: "ok", False: "FAILED", None: "-"}[case.ok]
+        print(f"{word:6} {case.name}{case.detail and ': ' + case.detail}", flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(*sys.argv[1:]))

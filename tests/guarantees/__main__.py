@@ -1,0 +1,167 @@
+"""Break each guarantee in a copy of the tree, and see that its tests fail.
+
+    python -m tests.guarantees [--jobs 2] [--only WORD] [--stale]
+
+Every ``*.toml`` beside this file lists guarantees:
+
+    [[guarantee]]
+    says = "A payload with a wrong checksum is a miss."
+    file = "objkv/codec/payload.py"
+    find = "text that occurs once in the file"
+    replace = "what breaks the guarantee"
+    tests = "tests/codec/test_payload.py -k checksum"
+"""
+
+import argparse
+import concurrent.futures
+import os
+import queue
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+# What tests read; the rest of a checkout is large.
+COPIED = (
+    "objkv",
+    "tests",
+    "benchmarks",
+    "scripts",
+    "examples",
+    "docs",
+    "pyproject.toml",
+    "Makefile",
+)
+LIMIT_S = 600
+
+
+@dataclass(frozen=True)
+class Guarantee:
+    """One sentence, the edit that breaks it, and the arguments of pytest that notice."""
+
+    area: str
+    says: str
+    file: str
+    find: str
+    replace: str
+    tests: str
+
+    def breaks(self, root: Path) -> str:
+        """The text of the file with the edit.
+
+        Raises:
+            ValueError: The edit does not fit the code any more.
+        """
+        text = (root / self.file).read_text()
+        if text.count(self.find) != 1:
+            raise ValueError(f"the text to change occurs {text.count(self.find)} times")
+        return text.replace(self.find, self.replace)
+
+
+def guarantees() -> list[Guarantee]:
+    """All of them, in the order of the files."""
+    return [
+        Guarantee(area=path.stem, **entry)
+        for path in sorted(HERE.glob("*.toml"))
+        for entry in tomllib.loads(path.read_text())["guarantee"]
+    ]
+
+
+def stale(found: list[Guarantee]) -> list[str]:
+    """What no longer fits: an edit, or a file of tests."""
+    findings = []
+    for one in found:
+        try:
+            one.breaks(ROOT)
+        except (ValueError, OSError) as error:
+            findings.append(f"{one.area}: {one.says} ({one.file}: {error})")
+        findings += [
+            f"{one.area}: {one.says} ({word} does not exist)"
+            for word in shlex.split(one.tests)
+            if word.startswith("tests/") and not (ROOT / word.partition("::")[0]).exists()
+        ]
+    return findings
+
+
+def verdict(one: Guarantee, tree: Path) -> str:
+    """``found``, or why the tests did not notice the edit."""
+    target = tree / one.file
+    before = target.read_text()
+    try:
+        target.write_text(one.breaks(tree))
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        run = subprocess.run(
+            [*command, *shlex.split(one.tests)],
+            cwd=tree,
+            env=os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+    except (ValueError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    finally:
+        target.write_text(before)
+    # 1: tests failed. 2: the edit stops the import of a test, which proves nothing.
+    last = (run.stdout.strip() or run.stderr.strip()).rpartition("\n")[2]
+    return "found" if run.returncode == 1 else f"NOT FOUND (exit {run.returncode}: {last})"
+
+
+def main() -> int:
+    """Exit status 1 if any edit goes unnoticed."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--only", default="", help="a word of the sentence, area or file")
+    parser.add_argument("--stale", action="store_true", help="only see that all edits still fit")
+    asked = parser.parse_args()
+    chosen = [
+        one
+        for one in guarantees()
+        if asked.only.lower() in f"{one.area} {one.says} {one.file}".lower()
+    ]
+    findings = stale(chosen)
+    print(*findings, sep="\n", end="\n" if findings else "")
+    if asked.stale:
+        return bool(findings)
+
+    missed = 0
+    with tempfile.TemporaryDirectory(prefix="objkv-guarantees-") as folder:
+        trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        for number in range(asked.jobs):
+            trees.put(_copied(Path(folder) / str(number)))
+
+        def judged(one: Guarantee) -> tuple[Guarantee, str, float]:
+            tree, began = trees.get(), time.monotonic()
+            try:
+                return one, verdict(one, tree), time.monotonic() - began
+            finally:
+                trees.put(tree)
+
+        with concurrent.futures.ThreadPoolExecutor(asked.jobs) as pool:
+            for one, said, took in pool.map(judged, chosen):
+                missed += said != "found"
+                print(f"{said:9} {took:5.1f} s  {one.area}: {one.says}", flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} guarantees are held by their tests")
+    return bool(missed)
+
+
+def _copied(tree: Path) -> Path:
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            tree.mkdir(exist_ok=True)
+            shutil.copy(source, tree / name)
+    return tree
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""What a test file leaves open, descriptors, threads and shared memory, is an error of its last
+test: a process that runs thousands of tests has no room for what each of them forgot."""
+
+import gc
+import os
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Generator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import nursery
+from tests.support.servers import ports
+
+PATIENCE_S = 5.0
+KEPT = re.compile("/mpl-data/fonts/")
+"""What belongs to the process, once it is there: fonts that matplotlib has read."""
+
+
+def held() -> Counter[str]:
+    """What this process has open."""
+    names: list[str] = []
+    kept = nursery.KEPT | {mark.fileno() for mark in ports.RESERVED.values()}
+    for number in {*os.listdir("/proc/self/fd")} - {*map(str, kept)}:
+        with suppress(FileNotFoundError):  # that of the folder itself
+            names.append(f"descriptor of {os.readlink(f'/proc/self/fd/{number}')}")
+    names += [f"thread {thread.name}" for thread in threading.enumerate()]
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "/memfd:" in line or "/dev/shm/" in line:  # noqa: S108
+            names.append(f"mapping of {line.split(maxsplit=5)[5]}")
+    return Counter(name for name in names if not KEPT.search(name))
+
+
+class Leaks:
+    """Compares what is open at the beginning and the end of each file."""
+
+    def __init__(self) -> None:
+        self._before = held()
+        self._file: Path | None = None
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None]:
+        """The first test of a file begins."""
+        if self._file != item.path:
+            self._file, self._before = item.path, held()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
+        """What a fixture of several files opens is closed later."""
+        before = held() if fixturedef.scope in ("session", "package") else None
+        result = yield
+        if before is not None:
+            self._before += held() - before
+        return result
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(
+        self, item: pytest.Item, nextitem: pytest.Item | None
+    ) -> Generator[None]:
+        """The last test of a file, whose fixtures are gone now, tells what is left."""
+        result = yield
+        if nextitem is None or nextitem.path != item.path:
+            getattr(item, "funcargs", {}).clear()  # pytest does so only later
+            left, until = held() - self._before, time.monotonic() + PATIENCE_S
+            while left and time.monotonic() < until:
+                gc.collect()
+                time.sleep(0.02)
+                left = held() - self._before
+            if left:
+                lines = "\n".join(f"  {count} {name}" for name, count in sorted(left.items()))
+                pytest.fail(f"{item.path.name} leaves open:\n{lines}", pytrace=False)
+        return result

@@ -1,0 +1,504 @@
+"""The types of the documents that ``--json`` prints: one list for tests and for the reference.
+
+A document has the keys of one type, or of several taken together: a result that a command prints as
+it is, and the keys that the command adds. No command imports this module.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Annotated, Any, Final, Literal, NotRequired, TypedDict, get_type_hints
+
+from objkv.agent.prefetch import Matched
+from objkv.cli.admission import AdmissionOrders
+from objkv.cli.bench import BenchReport
+from objkv.cli.prefetch import PrefetchReport
+from objkv.models.verdict import ModelVerdict
+from objkv.ops.audit.report import AuditReport, AuditVerdict, Prices
+from objkv.ops.demo import DemoReport, DemoRow
+from objkv.ops.diff import Difference
+from objkv.ops.doctor.access import Access
+from objkv.ops.doctor.doctor import DoctorReport
+from objkv.ops.explain.causes import Explanation
+from objkv.ops.explain.explain import ReplicaCounters
+from objkv.ops.export.manifest import Head
+from objkv.ops.gpu_check import GpuReport
+from objkv.ops.listing import Branch, NamespaceSummary, PrefixSummary, TenantTotals
+from objkv.ops.match import MatchReport
+from objkv.ops.pin import PinList, Pinned
+from objkv.ops.runs import Ending, Finding
+from objkv.ops.show import PayloadReport, Verdict
+from objkv.ops.size.model import Preset
+from objkv.ops.size.sizing import Layout, Load, Sizing
+from objkv.ops.sweep.remove import Category
+from objkv.ops.sweep.survey import Doubt
+from objkv.ops.top.watch import View
+from objkv.ops.warm.report import WarmReport
+
+
+class RunKeys(TypedDict):
+    """The keys of every command that works through the store in parts."""
+
+    command: str
+    ending: Ending
+    """Why the run ended. Unless ``complete``, the same command continues it."""
+    complete: bool
+    """Whether everything was looked at."""
+    resumed: bool
+    """Whether the numbers include those of an interrupted run."""
+    findings: list[Finding]
+    omitted: int
+    """Findings that are counted but not listed."""
+
+
+class AuditKeys(TypedDict):
+    """The keys that ``audit`` adds to its report."""
+
+    command: Literal["audit"]
+    format: int
+    """Version of this document's format."""
+    complete: bool
+    """Whether everything was looked at."""
+    verdict: AuditVerdict
+    """The worst finding; ``fine`` only of a complete audit."""
+    html: str | None
+    """The file that ``--html`` wrote."""
+
+
+class GpuCheckKeys(TypedDict):
+    """The key that ``gpu-check`` adds to its report."""
+
+    passed: bool
+    """Whether no comparison and no replica failed."""
+
+
+class FasterRow(TypedDict):
+    """The key that ``demo`` adds to a row."""
+
+    speed_up: float
+    """Seconds without objkv, divided by seconds with it."""
+
+
+class DemoKeys(TypedDict):
+    """The keys that ``demo`` adds to its report."""
+
+    rows: list[Annotated[DemoRow, FasterRow]]
+    speed_up_median: float
+    identical: bool
+    """Whether every answer equals the one that the model computes without objkv."""
+    served: bool
+    """Whether objkv served any token."""
+    fine: bool
+    """Whether answers are identical and tokens were served."""
+
+
+class DiffSide(TypedDict):
+    """One of the two identities."""
+
+    source: str
+    """The argument."""
+    namespace: str
+    model: str | None
+
+
+class DiffKeys(TypedDict):
+    """The document of ``diff``."""
+
+    share: bool
+    reason: str
+    """The conclusion in one sentence."""
+    a: DiffSide
+    b: DiffSide
+    differences: list[Difference]
+
+
+class ExportKeys(TypedDict):
+    """The keys that ``export`` adds."""
+
+    out: str
+    """The folder."""
+    manifest: Head | None
+    """Null until the export is complete."""
+    exported: int
+    """Payloads written by this run."""
+    kept: int
+    """Payloads that the folder had already."""
+    gone: int
+    """Payloads that were removed from the store meanwhile."""
+    corrupt: int
+    missing: int
+    """Payloads that the index lists and the bulk store lacks."""
+
+
+class ServedAt(TypedDict):
+    """The document of ``exporter`` while it serves."""
+
+    url: str
+    metrics: str
+    """The address for Prometheus."""
+
+
+class AgentServes(TypedDict):
+    """The document of ``agent`` while it serves."""
+
+    socket: str
+    arena_bytes: int
+
+
+class SampleKeys(TypedDict):
+    """One metric of ``exporter --once``."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+class ImportPlan(TypedDict):
+    """The document of ``import`` without ``--apply``."""
+
+    command: Literal["import"]
+    dry_run: bool
+    """Always true."""
+    applied: bool
+    """Always false."""
+    manifest: Head
+    new: list[str]
+    """Namespaces that this cache lacks."""
+    new_bytes: int
+    """Bytes of payloads that this cache lacks."""
+    refusal: str | None
+    """Why ``--apply`` would be refused; null if it would not."""
+
+
+class ImportKeys(TypedDict):
+    """The keys that ``import`` adds."""
+
+    applied: bool
+    """Always true."""
+    manifest: Head
+    new_namespaces: int
+    """Namespaces that this cache lacked."""
+    added: int
+    """Payloads that were stored."""
+    present: int
+    """Payloads that were stored before."""
+    indexed: int
+    """Payloads that were stored before and lacked a record."""
+    busy: int
+    """Payloads that a replica is saving."""
+    missing: int
+    """Payloads that the export's manifest lists and its folder lacks."""
+    refused: int
+    """Payloads that are damaged or belong elsewhere."""
+
+
+class NamespacesKeys(TypedDict):
+    """The document of ``ls``."""
+
+    source: Literal["index", "bulk"]
+    """``bulk`` with ``--bulk``."""
+    namespaces: list[NamespaceSummary]
+    omitted: int
+    """Rows beyond ``--limit``."""
+    other_entries: int
+    """Entries that are neither a payload nor ``identity.json``; counted with ``--bulk``."""
+    other_bytes: int
+    tenants: NotRequired[list[TenantTotals]]
+    """Not with ``--bulk``."""
+    quota_bytes: NotRequired[int]
+    """0: no quota. Not with ``--bulk``."""
+
+
+class OfNamespace(TypedDict):
+    """The key that ``ls`` adds to prefixes and branches."""
+
+    namespace: str
+
+
+class PrefixesKeys(TypedDict):
+    """The document of ``ls --prefixes``."""
+
+    prefixes: list[Annotated[PrefixSummary, OfNamespace]]
+    omitted: int
+    """Rows beyond ``--limit``."""
+
+
+class TreeKeys(TypedDict):
+    """The document of ``ls --tree``."""
+
+    branches: list[Annotated[Branch, OfNamespace]]
+    """In the order in which they are drawn."""
+    omitted: int
+    """Rows beyond ``--limit``."""
+
+
+class ExplainKeys(TypedDict):
+    """The keys that ``match`` adds with an agent, and with ``--explain``."""
+
+    memory: NotRequired[Matched]
+    """With an agent that answers: how much it has in this node's memory."""
+    explanation: NotRequired[Explanation]
+    """With ``--explain`` only."""
+    replicas: NotRequired[list[ReplicaCounters]]
+    """With ``--explain`` only: one for each ``--endpoint``."""
+
+
+class RebuildSkipped(TypedDict):
+    """The document of ``rebuild`` for a folder that is its own index."""
+
+    command: Literal["rebuild"]
+    ending: Literal["complete"]
+    complete: bool
+    own_index: bool
+
+
+class RebuildKeys(TypedDict):
+    """The keys that ``rebuild`` adds."""
+
+    applied: bool
+    """Whether ``--apply`` was given."""
+    own_index: bool
+    """Whether the folder is its own index and needs no rebuild."""
+    namespaces: int
+    restored: int
+    """Payloads that had no record."""
+    corrected: int
+    """Payloads whose record was wrong."""
+    present: int
+    """Payloads whose record was right."""
+    written: int
+    """Payloads that a replica is saving."""
+    unreadable: int
+    """Payloads that are damaged or not of objkv."""
+    foreign: int
+    """Payloads whose header claims another key."""
+    other: int
+    """Entries other than payloads."""
+    pins: int
+    """Pinned chunks."""
+    shapes: int
+    """Shards that the index lists again."""
+
+
+class ShowKeys(TypedDict):
+    """The document of ``show``."""
+
+    key: str
+    """The argument."""
+    verdict: Verdict
+    """The worst of all payloads."""
+    payloads: list[PayloadReport]
+
+
+class Month(TypedDict):
+    """The key that ``size`` adds to its result."""
+
+    month: float
+    """US dollars for the bucket in a month."""
+
+
+class SizeKeys(TypedDict):
+    """The document of ``size``."""
+
+    sizing: Annotated[Sizing, Month]
+    layout: Layout
+    load: Load
+    prices: Prices
+
+
+class ModelsKeys(TypedDict):
+    """The document of ``size --list``."""
+
+    models: dict[str, Preset]
+
+
+class CategoryTotals(TypedDict):
+    """The findings of a sweep in one category."""
+
+    payloads: int
+    nbytes: int
+
+
+class KeptTotals(TypedDict):
+    """Entries that a sweep did not remove."""
+
+    young: int
+    """Within the grace time."""
+    pinned: int
+    doubted: int
+    """In namespaces named in ``doubts``, and in their earlier epochs."""
+    busy: int
+    """A replica holds the lease."""
+    changed: int
+    """Replaced since they were found."""
+    documents: int
+    other: int
+    """Entries that are not objkv's."""
+
+
+class SweepKeys(TypedDict):
+    """The keys that ``sweep`` adds."""
+
+    applied: bool
+    """Whether the sweep could delete: ``--apply`` was given, and no doubt is about everything."""
+    categories: dict[Category, CategoryTotals]
+    removed: int
+    removed_bytes: int
+    kept: KeptTotals
+    doubts: list[Doubt]
+    """Kept data that looks wrong; ``--force`` sweeps it, too."""
+    uploads_listed: bool
+    """Whether the role may list unfinished uploads."""
+
+
+class TopKeys(TypedDict):
+    """The keys that ``top --once`` adds."""
+
+    hit_rate: float | None
+    """The share from objkv of the fleet's tokens that no replica had itself; null without any."""
+    every_s: float
+    """Seconds between the two looks."""
+
+
+class VerifyKeys(TypedDict):
+    """The keys that ``verify`` adds."""
+
+    every: bool
+    """Whether ``--all`` was given."""
+    quarantine: bool
+    """Whether ``--quarantine`` was given."""
+    applied: bool
+    """Whether ``--quarantine`` and ``--apply`` were given."""
+    refusal: str | None
+    """With ``--quarantine`` only: why ``--apply`` would be refused; null if it would not."""
+    chosen_of: int | None
+    """About how many payloads the sample was chosen from; null with ``--all``."""
+    checked: int
+    checked_bytes: int
+    ghosts_seen: bool
+    """Whether records without a payload can be seen with the rights of this user."""
+    ok: int
+    missing: int
+    """Records without a payload."""
+    corrupt: int
+    """Payloads with a wrong length, header, frame or seal."""
+    foreign: int
+    """Whole payloads of another key."""
+    mismatch: int
+    """Right payloads with a wrong record."""
+    hot: int
+    """Copies in the hot store that differ from the payload."""
+    unindexed: int
+    """Payloads without a record."""
+    changed: int
+    """Payloads that were replaced while they were checked."""
+    quarantined: int
+    """Payloads moved to ``quarantine/``."""
+    forgotten: int
+    """Records removed."""
+    mended: int
+    """Records corrected."""
+
+
+class WarmKeys(TypedDict):
+    """The keys that ``warm`` adds to its report."""
+
+    command: Literal["warm"]
+    complete: bool
+    """Whether every prompt that can be stored is stored; with ``--promote``, also hot."""
+    omitted: int
+    """Failures that are counted but not listed."""
+
+
+@dataclass(frozen=True, slots=True)
+class JsonDocument:
+    """One kind of document that a command prints."""
+
+    parts: tuple[Any, ...]
+    """Its keys are those of these dataclasses and typed dicts; the last one with a key decides."""
+    options: str = ""
+    """The options that make the command print it; empty for the usual one."""
+    is_list: bool = False
+    """Whether the command prints a list of these."""
+
+
+DOCUMENTS: Final[Mapping[str, tuple[JsonDocument, ...]]] = {
+    "access": (JsonDocument((Access,)),),
+    "agent": (JsonDocument((AgentServes,)),),
+    "admission": (JsonDocument((AdmissionOrders,)),),
+    "audit": (JsonDocument((AuditKeys, AuditReport)),),
+    "bench": (JsonDocument((BenchReport,)),),
+    "gpu-check": (JsonDocument((GpuReport, GpuCheckKeys)),),
+    "demo": (JsonDocument((DemoReport, DemoKeys)),),
+    "diff": (JsonDocument((DiffKeys,)),),
+    "doctor": (JsonDocument((DoctorReport,)), JsonDocument((ModelVerdict,), "--model")),
+    "export": (JsonDocument((RunKeys, ExportKeys)),),
+    "exporter": (
+        JsonDocument((SampleKeys,), "--once", is_list=True),
+        JsonDocument((ServedAt,)),
+    ),
+    "import": (JsonDocument((ImportPlan,)), JsonDocument((RunKeys, ImportKeys), "--apply")),
+    "ls": (
+        JsonDocument((NamespacesKeys,)),
+        JsonDocument((PrefixesKeys,), "NAMESPACE or --prefixes"),
+        JsonDocument((TreeKeys,), "--tree"),
+    ),
+    "match": (JsonDocument((MatchReport, ExplainKeys)),),
+    "pin": (JsonDocument((Pinned,)), JsonDocument((PinList,), "--list")),
+    "prefetch": (JsonDocument((PrefetchReport,)),),
+    "rebuild": (
+        JsonDocument((RunKeys, RebuildKeys)),
+        JsonDocument((RebuildSkipped,), "index_url bulk:"),
+    ),
+    "show": (JsonDocument((ShowKeys,)),),
+    "size": (JsonDocument((SizeKeys,)), JsonDocument((ModelsKeys,), "--list")),
+    "sweep": (JsonDocument((RunKeys, SweepKeys)),),
+    "top": (JsonDocument((View, TopKeys), "--once"),),
+    "unpin": (JsonDocument((Pinned,)),),
+    "verify": (JsonDocument((RunKeys, VerifyKeys)),),
+    "warm": (JsonDocument((WarmKeys, WarmReport)),),
+}
+"""The documents of each command; ``completion`` prints none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of a document."""
+
+    type: Any
+    """With ``Annotated[A, B]`` for an object that has the keys of both."""
+    is_required: bool
+    meaning: str
+    """The attribute's docstring on one line; empty without one."""
+
+
+def keys_of(*parts: Any) -> dict[str, Key]:
+    """Return the keys that dataclasses and typed dicts have together, in order."""
+    found: dict[str, Key] = {}
+    for part in parts:
+        hints = get_type_hints(part, include_extras=True)
+        meanings = _meanings(part)
+        names = [field.name for field in fields(part)] if is_dataclass(part) else list(hints)
+        for name in names:
+            optional = getattr(hints[name], "__origin__", None) is NotRequired
+            kind = hints[name].__args__[0] if optional else hints[name]
+            found[name] = Key(kind, not optional, meanings.get(name, ""))
+    return found
+
+
+def _meanings(part: Any) -> dict[str, str]:
+    """The docstrings below the attributes of a class."""
+    [body] = ast.parse(textwrap.dedent(inspect.getsource(part))).body
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for above, below in zip(body.body, body.body[1:], strict=False):
+        if (
+            isinstance(above, ast.AnnAssign)
+            and isinstance(above.target, ast.Name)
+            and isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+        ):
+            found[above.target.id] = " ".join(str(below.value.value).split())
+    return found
