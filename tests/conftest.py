@@ -72,6 +72,6 @@ def loggers_are_as_before() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Note durations, and what tests leave open."""
+    """Watch what tests take and what they leave."""
     durations.register(config)
     config.pluginmanager.register(Leaks(), "objkv-leaks")

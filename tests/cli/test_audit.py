@@ -99,40 +99,6 @@ def test_wrong_options_are_told_before_anything_is_walked(
         assert words in ran.err
 
 
-def test_answers_to_auditors_are_a_few_lines(run: Run, machine: Machine, home: Path) -> None:
-    leaf = machine.fill()[-1]
-    before = home / "before.json"
-    before.write_text(run("audit", "--json").out)
-    machine.index.touch(NAMESPACE, [bytes.fromhex(leaf)], ttl_s=3_600)
-    assert "saved: unknown, no replica has reported" in run("audit").out
-    machine.index.credit(Savings(NAMESPACE, "2026-11", 3, 4_096, 4_096, 7_400_000_000, 200_000_000))
-    run("pin", leaf, "--by", "ada")
-    save(machine.bulk, machine.index, [5] * 16)
-    ran = run(
-        "audit", "--since", str(before), "--price-gpu-hour", "2.5", "--html", f"{home}/p.html"
-    )
-    assert ran.code == 0
-    for line in (
-        "saved: 4,096 tokens loaded since 2026-11: 2.0 h of GPU time, $5.00 "
-        "(computing 2.1 h, loading 3.3 min)",
-        "provenance: of 7 headers read, 7 unsealed; no token ids; written by host-1",
-        ": +1 chunks, +",
-        "verdict fine then, fine now",
-    ):
-        assert line in ran.out, ran.out
-    [pinned] = [line for line in ran.out.splitlines() if line.startswith(leaf[:12])]
-    assert "  ada  " in pinned
-    page = (home / "p.html").read_text()
-    assert all(words in page for words in (">ada<", "$5.00", "Changes since", "host-1"))
-
-
-def test_one_namespace_is_audited_alone(run: Run, ends: Backends) -> None:
-    planted = DamagedStore(ends).plant(Defects(good=8, stranger=2))
-    document = run("audit", "--json", "--namespace", planted.namespace[:6]).document
-    assert [one["namespace"] for one in document["namespaces"]] == [planted.namespace]
-    assert document["totals"]["payloads"] == 8
-
-
 def test_the_page_is_written_whole_or_not_at_all(
     run: Run, machine: Machine, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,13 +143,6 @@ def interrupt(*_: object) -> Any:
     raise KeyboardInterrupt
 
 
-def test_no_time_is_told_and_is_not_fine(run: Run, machine: Machine) -> None:
-    machine.fill()
-    ran = run("audit", "--deadline-s", "0")
-    assert ran.code == 1
-    assert "incomplete, the deadline has passed" in ran.out
-
-
 def test_texts_are_redacted_unless_they_are_asked_for(
     run: Run, machine: Machine, home: Path
 ) -> None:
@@ -202,3 +161,30 @@ def test_texts_are_redacted_unless_they_are_asked_for(
     assert "secret secret" in page.read_text()
     assert "<b>" not in page.read_text().partition("secret")[2][:200]
     assert page.stat().st_mode & 0o077 == 0
+
+
+def test_answers_to_auditors_are_a_few_lines(run: Run, machine: Machine, home: Path) -> None:
+    leaf = machine.fill()[-1]
+    before = home / "before.json"
+    before.write_text(run("audit", "--json").out)
+    machine.index.touch(NAMESPACE, [bytes.fromhex(leaf)], ttl_s=3_600)
+    assert "saved: unknown, no replica has reported" in run("audit").out
+    machine.index.credit(Savings(NAMESPACE, "2026-11", 3, 4_096, 4_096, 7_400_000_000, 200_000_000))
+    run("pin", leaf, "--by", "ada")
+    save(machine.bulk, machine.index, [5] * 16)
+    ran = run(
+        "audit", "--since", str(before), "--price-gpu-hour", "2.5", "--html", f"{home}/p.html"
+    )
+    assert ran.code == 0
+    for line in (
+        "saved: 4,096 tokens loaded since 2026-11: 2.0 h of GPU time, $5.00 "
+        "(computing 2.1 h, loading 3.3 min)",
+        "provenance: of 7 headers read, 7 unsealed; no token ids; written by host-1",
+        ": +1 chunks, +",
+        "verdict fine then, fine now",
+    ):
+        assert line in ran.out, ran.out
+    [pinned] = [line for line in ran.out.splitlines() if line.startswith(leaf[:12])]
+    assert "  ada  " in pinned
+    page = (home / "p.html").read_text()
+    assert all(words in page for words in (">ada<", "$5.00", "Changes since", "host-1"))

@@ -151,16 +151,6 @@ def test_long_rows_are_not_cut_where_there_is_no_terminal(run: Run, machine: Mac
     assert digest in row
 
 
-def test_sizes_and_ages_are_for_people() -> None:
-    assert [size(n) for n in (None, 0, 1023, 1536, 3 << 30, 5 << 40)] == [
-        "-", "0 B", "1023 B", "1.5 KiB", "3.0 GiB", "5.0 TiB",
-    ]  # fmt: skip
-    assert [age(s, 100_000) for s in (None, 100_000, 99_999, 99_000, 90_000, 1, 200_000)] == [
-        "-", "0 s", "1 s", "16 min", "2 h", "1 d", "0 s",
-    ]  # fmt: skip
-    assert printable("a\x00b") == "a\N{REPLACEMENT CHARACTER}b"
-
-
 PLACE = ("--bulk-url", "s3://bucket/objkv", "--index-url", "rediss://me:hunter2@h/1")
 
 
@@ -191,3 +181,13 @@ def test_places_without_rights_are_told_as_such(run: Run) -> None:
 
 def test_a_tenant_that_no_policy_can_name_is_wrong_usage(run: Run) -> None:
     refused(run("access", "--role", "reader", "--tenant", "a*", *PLACE), "tenant")
+
+
+def test_sizes_and_ages_are_for_people() -> None:
+    assert [size(n) for n in (None, 0, 1023, 1536, 3 << 30, 5 << 40)] == [
+        "-", "0 B", "1023 B", "1.5 KiB", "3.0 GiB", "5.0 TiB",
+    ]  # fmt: skip
+    assert [age(s, 100_000) for s in (None, 100_000, 99_999, 99_000, 90_000, 1, 200_000)] == [
+        "-", "0 s", "1 s", "16 min", "2 h", "1 d", "0 s",
+    ]  # fmt: skip
+    assert printable("a\x00b") == "a\N{REPLACEMENT CHARACTER}b"

@@ -110,15 +110,6 @@ def replicas(monkeypatch: pytest.MonkeyPatch) -> list[tuple[DemoRow, ...]]:
     return shown
 
 
-def test_a_row_compares_all_answers_to_a_prompt() -> None:
-    assert all(row.identical for row in rows())
-    assert not any(row.identical for row in rows(token=8))
-    first = answers(BEFORE, seconds=1, token=9)
-    everything = answers(PROMPTS, seconds=1)
-    asked_before, only_shared = compare(PROMPTS, everything, first, everything)[:2]
-    assert (asked_before.identical, only_shared.identical) == (False, True)
-
-
 def test_the_table_tells_each_prompt_and_the_median(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(capsys, report(rows()))
     asked, shared = out.splitlines()[5:7]
@@ -130,15 +121,6 @@ def test_the_table_tells_each_prompt_and_the_median(capsys: pytest.CaptureFixtur
     ]
     assert "Median speed-up: 6.0x. Stored: 15 chunks, 3,840 tokens, 3.0 MiB." in out
     assert "not a benchmark" in out
-
-
-def test_what_went_wrong_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    bad = report(rows(served=0, token=8), load_failures=2, notices=("the logs say why",))
-    out = printed(capsys, bad)
-    assert "2 loads failed; their tokens were recomputed" in out
-    assert "differs from the answer computed without objkv" in out
-    assert "objkv served no tokens" in out
-    assert "the logs say why" in out
 
 
 def test_the_command_ends_with_one_if_it_did_not_show_what_it_should(
@@ -203,13 +185,3 @@ def test_two_demos_do_not_share_a_place(tmp_path: Path) -> None:
         place.prepared(PROMPTS),
     ):
         pass
-
-
-def test_the_next_demo_keeps_the_model_only(tmp_path: Path) -> None:
-    place = DemoFolder(tmp_path / "demo")
-    with place.prepared(PROMPTS):
-        (place.store / "chunk").touch()
-        place.models.mkdir()
-    with place.prepared(PROMPTS):
-        assert not list(place.store.iterdir())
-        assert place.models.exists()

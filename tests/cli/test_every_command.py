@@ -211,13 +211,14 @@ def test_a_reader_changes_nothing(
     assert {entry.key for entry in machine.bulk.scan("")} == before
 
 
-@pytest.mark.parametrize("words", ["ls", "ls --bulk", "audit", "verify", "sweep", "rebuild"])
+@pytest.mark.parametrize("words", ["ls --bulk", "audit", "diff evil default/tiny", "verify"])
 def test_names_from_the_store_cannot_drive_the_terminal(
     run: Run, machine: Machine, chunk: str, words: str
 ) -> None:
-    hostile = replace(IDENTITY, model="\x1b]0;owned\x07[bold]x[/bold]", tenant="\x9b1m")
+    hostile = replace(IDENTITY, model="\x1b]0;owned\x07[bold]x[/bold]", tenant="evil\x9b1m")
     save_identity(machine.bulk, hostile)
     ran = run(*words.split())
+    assert ran.code in (0, 1)
     assert not {"\x1b", "\x07", "\x9b"} & set(ran.out + ran.err)
 
 

@@ -209,24 +209,6 @@ def test_a_sealed_namespace_is_exported_plain_and_sealed_anew(
     assert run("import", str(out), "--apply", *elsewhere).code == 2
 
 
-def test_more_than_the_quota_allows_is_not_brought_in(
-    run: Run,
-    machine: Machine,
-    out: Path,
-    elsewhere: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    machine.fill()
-    exported(run, out, "--namespace", NAMESPACE)
-    monkeypatch.setenv("OBJKV_QUOTA_BYTES", "10000")
-    planned = run("import", str(out), "--json", *elsewhere)
-    assert (planned.code, planned.err.count("refuse")) == (1, 0)
-    assert "would exceed quota_bytes" in planned.document["refusal"]
-    assert "--apply would be refused: tenant default" in run("import", str(out), *elsewhere).out
-    ran = run("import", str(out), "--apply", *elsewhere)
-    assert (ran.code, "would exceed quota_bytes" in ran.err) == (2, True)
-
-
 def files(folder: Path) -> dict[str, bytes]:
     return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
 

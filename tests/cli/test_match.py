@@ -1,15 +1,13 @@
 """``objkv match``."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from objkv.index.base import ChunkEntry, ShardRecord
 from tests.cli.conftest import Machine, Run
-from tests.support.samples import CHUNK, IDENTITY, NAMESPACE, TOKENS
+from tests.support.samples import CHUNK, TOKENS
 
 
 @pytest.fixture
@@ -48,31 +46,6 @@ def test_text_is_tokenized_first(run: Run, machine: Machine, tmp_path: Path) -> 
     for given in (("--text", text), ("--text-file", str(tmp_path / "prompt.txt"))):
         ran = run("match", *given, "--tokenizer", str(tmp_path), "--json")
         assert ran.document["usable_tokens"] == 3 * CHUNK
-
-
-@pytest.mark.parametrize("extra", [("--cache-salt", "x"), ("--lora-digest", "0a0b")])
-def test_salt_and_adapter_are_part_of_the_prompt(
-    run: Run, machine: Machine, prompt: Path, extra: tuple[str, ...]
-) -> None:
-    machine.fill()
-    assert run("match", "--tokens", str(prompt), "--json", *extra).document["usable_tokens"] == 0
-
-
-def test_several_namespaces_must_be_chosen_from(run: Run, machine: Machine, prompt: Path) -> None:
-    machine.fill()
-    other = replace(IDENTITY, tenant="other").namespace()
-    shard = ShardRecord(1, 1, "none", False, "0" * 32, 1)
-    machine.index.publish(
-        ChunkEntry(other, b"x" * 20, b"y" * 20, 0, CHUNK), {"0.L0-1_H0-1": shard}, ttl_s=3_600
-    )
-    ran = run("match", "--tokens", str(prompt))
-    assert ran.code == 2
-    assert NAMESPACE in ran.err
-    assert other in ran.err
-    assert run("match", "--tokens", str(prompt), "--namespace", NAMESPACE[:8]).code == 0
-    ran = run("match", "--tokens", str(prompt), "--namespace", other)
-    assert ran.code == 2
-    assert f"{other}/identity.json" in ran.err
 
 
 def test_a_match_that_ends_early_is_explained(run: Run, machine: Machine, prompt: Path) -> None:

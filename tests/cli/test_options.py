@@ -1,17 +1,11 @@
 """One vocabulary of options: forms of output, options before the command, durations, sizes, and
 outputs that cannot be written."""
 
-import json
-import re
 from pathlib import Path
 
 import pytest
 
-from objkv.assembly.backends import Backends
-from objkv.ops.verify import Verify
-from objkv.ops.verify_payload import Budget
 from tests.cli.conftest import Machine, Run, refused
-from tests.contracts.damage import DamagedStore, Defects
 from tests.support.samples import NAMESPACE
 
 
@@ -83,20 +77,6 @@ def test_a_wrong_duration_or_size_is_wrong_usage(
     refused(run(*arguments), words)
 
 
-def test_sizes_have_units(run: Run, ends: Backends, monkeypatch: pytest.MonkeyPatch) -> None:
-    DamagedStore(ends).plant(Defects(good=2))
-    seen = []
-
-    def budget(nbytes: int) -> Budget:
-        seen.append(nbytes)
-        return Budget(nbytes)
-
-    monkeypatch.setattr("objkv.cli.verify.Budget", budget)
-    for given in ("64MiB", "67108864"):
-        assert run("verify", "--memory", given, "--deadline", "1h").code == 0
-    assert seen == [64 << 20] * 2
-
-
 def test_outputs_that_cannot_be_written_are_found_before_anything_is_read(
     run: Run, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,29 +92,3 @@ def test_outputs_that_cannot_be_written_are_found_before_anything_is_read(
     refused(run(*export, str(tmp_path / "file" / "inside")), "is not a directory")
     refused(run(*export, "/proc/out"), "cannot write to /proc")
     refused(run("audit", "--html", "/proc/report.html"), "cannot write to /proc")
-
-
-def test_a_resumed_run_says_so_at_its_start(
-    run: Run, ends: Backends, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    DamagedStore(ends).plant(Defects(good=30))
-    checked, verify = [], Verify._verify
-
-    def interrupted(self: Verify, *arguments: object) -> None:
-        if len(checked) == 20:
-            raise KeyboardInterrupt
-        checked.append(1)
-        verify(self, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Verify, "_verify", interrupted)
-    first = run("verify", "--all", "--workers", "1")
-    assert (first.code, "resuming" in first.err) == (130, False)
-    monkeypatch.setattr(Verify, "_verify", verify)
-    again = run("verify", "--all", "--workers", "1", "--deadline", "0", "--json")
-    note = re.search(r"resuming the run begun .* ago: (\d+) entries in (\d+) parts were", again.err)
-    assert note is not None
-    assert 1 <= int(note[2]) <= int(note[1]) <= 20
-    assert "--restart starts over" in again.err
-    assert json.loads(again.out)["resumed"]
-    afresh = run("verify", "--all", "--restart")
-    assert (afresh.code, "resuming" in afresh.err) == (0, False)

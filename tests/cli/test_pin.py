@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from objkv.cache.pins import read_pins
-from objkv.index.base import ChunkEntry, ShardRecord
 from tests.cli.conftest import Machine, Run, refused
 from tests.support.samples import CHUNK, NAMESPACE, TOKENS
 
@@ -91,16 +90,3 @@ def test_a_prompt_of_which_nothing_is_stored_is_told(run: Run, hashes: list[str]
         1,
         "no chunk of this prompt is stored; send it to a replica first\n",
     )
-
-
-def test_where_there_are_several_namespaces_a_prompt_needs_its_name_and_a_hash_does_not(
-    run: Run, machine: Machine, hashes: list[str]
-) -> None:
-    other = ChunkEntry("f" * 32, bytes(20), bytes(20), 0, CHUNK)
-    record = ShardRecord(1, 1, "none", False, "", 1)
-    machine.index.publish(other, {"0.L0-1_H0-1": record}, ttl_s=60)
-    ran = run("pin", "--tokens", "-", stdin="1 2 3")
-    assert (ran.code, "--namespace" in ran.err) == (2, True)
-    ran = run("pin", hashes[1][:6])
-    assert (ran.code, ran.err) == (0, "")
-    assert pinned(machine) == [True, True, False]

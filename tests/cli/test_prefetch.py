@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +14,6 @@ from objkv.agent.prefetch import Matched, Prefetched, PrefetchOrder
 from objkv.assembly.agent import NodeAgent
 from objkv.cli import prefetch as module
 from objkv.config import load_config
-from objkv.config.node import http_path
-from objkv.errors import StoreUnavailable
 from objkv.telemetry import MemoryRecorder
 from tests.cli.conftest import Machine, Run, refused
 from tests.support.samples import IDENTITY, NAMESPACE, TOKENS, save_identity
@@ -149,13 +146,3 @@ def test_ctrl_c_leaves_the_rest_to_the_agent(
     ran = run("prefetch", stdin=PROMPT)
     assert (ran.code, ran.out) == (130, "")
     assert "the agent continues" in ran.err
-
-
-def test_a_silent_agent_is_given_up() -> None:
-    folder = Path(tempfile.mkdtemp(prefix="objkv-", dir="/tmp"))
-    with socket.socket(socket.AF_UNIX) as silent:
-        silent.bind(str(http_path(folder / "s")))
-        silent.listen()
-        with pytest.raises(StoreUnavailable, match="timed out"):
-            AgentApi(http_path(folder / "s"), answer_s=0.05).namespaces()
-    shutil.rmtree(folder)

@@ -89,6 +89,9 @@ def test_each_namespace_is_verified_as_it_is_sealed(
     (finding,) = ran.document["findings"]
     assert (finding["kind"], finding["key"]) == ("corrupt", keys["sealed"].path())
     assert "signature" in str(finding)
+    machine.index.drop(SEALED.namespace(), keys["sealed"].prefix_hash)
+    rebuilt = run("rebuild", "--apply", "--json").document
+    assert (rebuilt["restored"], rebuilt["unreadable"]) == (0, 1)
 
 
 def test_without_keys_what_is_sealed_is_left_alone(
@@ -97,6 +100,7 @@ def test_without_keys_what_is_sealed_is_left_alone(
     ran = run("verify", "--all", "--quarantine", "--apply", "--json")
     assert (ran.code, ran.document["ok"], ran.document["findings"]) == (0, 1, [])
     assert "keys are not configured" in ran.err
+    assert "keys are not configured" in run("rebuild").err
     assert all(machine.bulk.get(key.path()) for key in keys.values())
 
 

@@ -19,13 +19,6 @@ def test_a_chunk_is_shown_with_all_its_payloads(run: Run, machine: Machine) -> N
         assert words in ran.out
 
 
-def test_one_payload_is_shown_by_its_path(run: Run, machine: Machine) -> None:
-    digest = machine.fill()[0]
-    path = f"{NAMESPACE}/{digest[:2]}/{digest}/0.L0-2_H0-1.safetensors"
-    document = run("show", path, "--json").document
-    assert [payload["key"] for payload in document["payloads"]] == [path]
-
-
 def test_a_corrupt_payload_is_1_and_located(run: Run, machine: Machine, home: Path) -> None:
     digest = machine.fill()[0]
     path = path_of(home, digest)
@@ -49,17 +42,6 @@ def test_a_payload_that_the_index_promises_is_1_when_missing(
     assert run("show", digest).code == 1
 
 
-def test_what_nobody_knows_is_1(run: Run, machine: Machine) -> None:
-    machine.fill()
-    ran = run("show", "ffff")
-    assert (ran.code, ran.out) == (1, "ffff is not in the bulk store\n")
-    assert run("show", "ffff", "--json").document == {
-        "key": "ffff",
-        "verdict": "missing",
-        "payloads": [],
-    }
-
-
 def test_a_whole_namespace_needs_no_index(run: Run, machine: Machine) -> None:
     digest = machine.fill()[0]
     arguments = ("--namespace", NAMESPACE, "--index-url", "redis://127.0.0.1:1")
@@ -79,3 +61,14 @@ def test_a_beginning_of_several_lists_what_can_be_given_instead(
     choices = ran.err.strip().partition("; give one of ")[2].split(", ")
     assert sorted(choices) == sorted([digest, other])
     assert run("show", other).code == 1
+
+
+def test_what_nobody_knows_is_1(run: Run, machine: Machine) -> None:
+    machine.fill()
+    ran = run("show", "ffff")
+    assert (ran.code, ran.out) == (1, "ffff is not in the bulk store\n")
+    assert run("show", "ffff", "--json").document == {
+        "key": "ffff",
+        "verdict": "missing",
+        "payloads": [],
+    }

@@ -31,15 +31,6 @@ def test_settings_decide_about_chunks_and_their_life(
     assert run("size", *TINY, "--ttl", "60", "--json").document["load"]["ttl_s"] == 60
 
 
-def test_payloads_lie_hot_only_with_redis(run: Run) -> None:
-    small = (*TINY, "--json", "--tp", "2")
-    assert run("size", *small).document["sizing"]["hot_bytes"] == 0
-    redis = ("--index-url", "redis://127.0.0.1:1", "--bulk-url", "s3://nowhere/kv")
-    assert run("size", *small, *redis).document["sizing"]["hot_bytes"] == 0, "256 KiB and a header"
-    less = (*small, *redis, "--kv-dtype", "fp8")
-    assert run("size", *less).document["sizing"]["hot_bytes"] > 0
-
-
 def test_a_folder_is_read(run: Run, tmp_path: Path) -> None:
     config = {
         "num_hidden_layers": 4,

@@ -14,8 +14,6 @@ from pathlib import Path
 import pytest
 
 from objkv.assembly.backends import Backends
-from objkv.cli.output import Printer
-from objkv.cli.tables import shortened
 from tests.cli.conftest import Machine, Run
 from tests.contracts.damage import DamagedStore, Defects
 from tests.support.samples import NAMESPACE, TOKENS
@@ -115,42 +113,6 @@ def test_each_table_fits_a_terminal_and_is_whole_in_a_pipe(
     assert max(map(len, piped.splitlines())) > COLUMNS
     wide = on_terminal([["ls", "--prefixes", "-o", "wide"]], home)
     assert "\n".join(next(iter(wide.values()))[0]).replace(" ", "") in piped.replace(" ", "")
-
-
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Printer:
-    monkeypatch.setenv("COLUMNS", str(COLUMNS))
-    monkeypatch.setenv("TERM", "dumb")
-    monkeypatch.setattr(type(sys.stdout), "isatty", lambda _: True)
-    return Printer(machine=False, color=False)
-
-
-def test_hashes_are_as_long_as_it_takes_to_tell_them_apart(
-    terminal: Printer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    alike = ["a" * 14 + "b" * 26, "a" * 40]
-    terminal.table(("hash", ">n"), [(one, 1_234_567) for one in alike])
-    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
-        ["hash", "n"],
-        ["a" * 14 + "b", "1,234,567"],
-        ["a" * 15, "1,234,567"],
-    ]
-    assert shortened(f"{'1' * 32}/22/{'2' * 40}/0.0", 12) == f"{'1' * 12}…/22/{'2' * 12}…/0.0"
-    assert shortened("no hash: 1234567890123", 12) == "no hash: 1234567890123"
-
-
-def test_names_are_cut_and_columns_left_out_before_a_number_is(
-    terminal: Printer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    columns = ("name", ">first", ">second", "~notes", "last")
-    row = ("n" * 90, 10**30, 10**12, "one two three " * 4, "z" * 30)
-    terminal.table(columns, [row])
-    lines = capsys.readouterr().out.splitlines()
-    assert all(len(line) <= COLUMNS for line in lines)
-    assert lines[0].split() == ["name", "first", "second"]
-    assert lines[1].split()[0].endswith("n…")
-    assert lines[1].split()[1:] == [f"{10**30:,}", f"{10**12:,}"]
-    assert lines[2] == "cut to fit the terminal: -o wide shows everything"
 
 
 def test_a_pipe_has_no_width_even_with_forced_colors(

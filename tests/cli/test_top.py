@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fcntl import ioctl
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from io import StringIO
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
@@ -22,13 +21,7 @@ from typing import Self
 
 import pyte
 import pytest
-from rich.console import Console
 
-from objkv.cli.top import Showing, screen
-from objkv.ops.top.nodes import NodeRow
-from objkv.ops.top.prefixes import HotPrefix, PrefixLook
-from objkv.ops.top.rates import Flow, ReplicaRow, total_of
-from objkv.ops.top.watch import StoredTotals, View
 from tests.agent.world import Node, http_of
 from tests.cli.conftest import Machine, Run
 from tests.support.samples import NAMESPACE
@@ -105,19 +98,6 @@ def test_machines_get_one_document(run: Run, home: Path) -> None:
     assert document["hit_rate"] == pytest.approx(0.25)
     assert document["prefixes"] is None
     assert document["nodes"] == []
-
-
-def test_the_exporter_tells_what_is_stored(run: Run, home: Path) -> None:
-    told = (
-        '# TYPE objkv_up gauge\nobjkv_up{end="bulk"} 1\nobjkv_up{end="index"} 0\n'
-        "# TYPE objkv_stored_bytes gauge\nobjkv_stored_bytes 2048\n"
-        "# TYPE objkv_namespaces gauge\nobjkv_namespaces 1\n"
-    )
-    with replica() as url, replica(lambda _: told) as exporter:
-        ran = run("top", "--once", *QUICK, "--endpoint", url, "--exporter", exporter, "--no-index")
-    assert ran.code == 0
-    assert "stored 2.0 KiB in 0 payloads of 1 namespace (from the exporter)" in ran.out
-    assert "backends: bulk up, index DOWN" in ran.out
 
 
 @pytest.fixture
@@ -231,45 +211,3 @@ def test_a_signal_leaves_the_terminal_as_it_was(
         terminal.process.send_signal(number)
         assert terminal.end() == status
         assert termios.tcgetattr(terminal.secondary) == terminal.settings
-
-
-BUSY = Flow(computed_tokens=60, local_tokens=20, bulk_tokens=20, bulk_load_bytes=5 << 30)
-QUIET = Flow(computed_tokens=5, refusals=3, drops=1)
-ROWS = (
-    ReplicaRow("replica-one:8000", "up", None, BUSY, ("bulk_write",)),
-    ReplicaRow("replica-two:8000", "down", "Connection refused", Flow(), ()),
-    ReplicaRow("replica-three:8000", "new", None, Flow(running=2), ()),
-    ReplicaRow("replica-four:8000", "up", None, QUIET, (), switched=True),
-)
-PREFIX = HotPrefix("ab" * 16, b"\x01" * 20, 1234, 5.5, 512, 2048, 1 << 20, 1_700_000_000)
-VIEW = View(
-    ROWS,
-    total_of(ROWS),
-    (None, 0.0, 0.5, 1.0),
-    StoredTotals(1 << 30, 10, 2, "index"),
-    (("bulk", True), ("index", False)),
-    PrefixLook(0.0, (PREFIX,) * 40, 50_000, whole=False),
-    ("the exporter does not answer: \x1b[31mrefused",),
-    (
-        NodeRow("/run/objkv/agent.sock", "up", None, 1 << 34, 1 << 32, 1 << 30, 6, 30, 0, 10),
-        NodeRow("/run/objkv-b/agent.sock", "down", "No such file or directory"),
-    ),
-)
-
-
-def drawn(view: View | None, showing: Showing, width: int, height: int) -> list[str]:
-    out = StringIO()
-    console = Console(file=out, width=width, height=height, no_color=True)
-    console.print(screen(view, showing, "12:00:00", (width, height)))
-    return out.getvalue().splitlines()
-
-
-@pytest.mark.parametrize("width", [72, 80, 100, 148, 220])
-def test_every_width_shows_what_matters_most(width: int) -> None:
-    lines = drawn(VIEW, Showing(2), width, 40)
-    assert max(map(len, lines)) <= width
-    text = " ".join("\n".join(lines).split())
-    assert "hit rate 24%" in text
-    for name in ("replica-one:8000", "replica-two:8000", "down", "tokens/s", "refused/s"):
-        assert name in text
-    assert "\x1b" not in text

@@ -66,22 +66,6 @@ def test_another_length_than_recorded_is_corrupt_and_nothing_else(name: str) -> 
     assert counts(Auditor(bulk, index).all()) == {"corrupt": 1}
 
 
-@pytest.mark.parametrize("namespace", ["current", "old epoch", "stranger"])
-def test_a_header_that_is_not_right_is_corrupt_and_nothing_else(namespace: str) -> None:
-    """With a bulk store that is its own index, so headers are read."""
-    bulk, index = MemoryStore(), MemoryIndex()
-    save_prompts(bulk, index, [(1,)])
-    [key] = save(bulk, None, tokens_of((9,)))
-    bulk.put(key.path(), bytes(9_000))
-    if namespace == "old epoch":
-        save_identity(bulk, replace(IDENTITY, weights_epoch=1))
-    elif namespace == "stranger":
-        bulk.delete(identity_path(NAMESPACE))
-    kind = {"current": {}, "old epoch": {"old_epoch": 1}, "stranger": {"stranger": 1}}[namespace]
-    report = Auditor(bulk, MemoryIndex(), is_own_index=True).all()
-    assert counts(report) == {"corrupt": 1, **kind}  # and the other one, which is whole
-
-
 def test_an_audit_of_one_namespace_tells_nothing_of_what_others_left() -> None:
     bulk, index = MemoryStore(), MemoryIndex()
     save_prompts(bulk, index, [(1,)])

@@ -100,16 +100,6 @@ def test_what_an_identity_has_is_all_explained() -> None:
     assert fields | group <= _REASONS.keys()
 
 
-def test_one_sentence_names_what_there_is_to_change() -> None:
-    assert against(tenant="t").reason == "they do not share: tenant differs"
-    assert in_group(block_size=32).reason == "they do not share: block_size of group 0 differs"
-    assert against(tenant="t", weights_epoch=1).reason == (
-        "they do not share: tenant and weights_epoch differ"
-    )
-    many = against(tenant="t", weights_epoch=1, chunk_tokens=512, quantization="q")
-    assert many.reason.endswith("and 1 more differ")
-
-
 def test_another_dtype_is_one_cause_with_what_follows_from_it() -> None:
     report = against(
         extra=(("dtype", "float32"),),

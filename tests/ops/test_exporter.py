@@ -132,17 +132,6 @@ def test_an_end_that_fails_is_down_and_the_rest_is_told_as_before(
     ]
 
 
-def test_a_reading_that_fails_is_counted_and_the_last_one_stays(world: World) -> None:
-    world.usage = [Usage(NAMESPACE, 4_000, 7, 0)]
-    world.ask()
-    world.errors["usage"] = StoreUnavailable("slow")
-    world.ask()
-    page = world.page()
-    assert page["objkv_usage_failures_total"] == {"": 1}
-    assert page["objkv_up"]["index"] == 1
-    assert page["objkv_stored_bytes"] == {f"{NAMESPACE}||": 4_000}
-
-
 def test_an_end_that_hangs_is_down_and_a_scrape_does_not_wait(world: World) -> None:
     world.ask()
     seen: list[float] = []
@@ -167,13 +156,6 @@ def test_beyond_the_largest_namespaces_there_is_only_a_sum(world: World) -> None
     assert page["objkv_counted_timestamp_seconds"]["other||"] == 1
     assert page["objkv_namespaces"] == {"": 5}
     assert page["objkv_tenant_stored_bytes"] == {"": 1500}
-
-
-def test_what_others_wrote_moves_no_cursor_and_has_an_end(world: World) -> None:
-    world.usage = [Usage("\x1b[2J" + "n" * 500, 1, 1, 0), Usage("\ud800", 1, 1, 0)]
-    world.ask()
-    first, second = (label.split("|")[0] for label in world.page()["objkv_stored_bytes"])
-    assert {first, second} == {"?[2J" + "n" * 196, "?"}
 
 
 # Scans.

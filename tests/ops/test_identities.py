@@ -54,12 +54,6 @@ def test_a_namespace_of_encoder_outputs_is_told_from_one_that_nobody_knows() -> 
         parse_identity(identity.canonical(), identity.namespace())
 
 
-@pytest.mark.parametrize("document", [b"", b"\xff", b"[]", b"null", b"{}", b'{"format":1}'])
-def test_what_is_no_document_is_refused(document: bytes) -> None:
-    with pytest.raises(PayloadError, match=r"identity\.json"):
-        parse_identity(document, NAMESPACE)
-
-
 @pytest.mark.parametrize(
     "changed",
     [

@@ -1,37 +1,28 @@
 """Imports into a cache that replicas use at the same time."""
 
 from collections.abc import Mapping
-from itertools import cycle
 
 import pytest
 
-from objkv.codec.payload import Claim, Header, LayerSpec, Provenance, encode, read_header
-from objkv.errors import PayloadError, StoreUnavailable
+from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.memory import MemoryIndex
-from objkv.keys.chunk import ChunkKey
-from objkv.keys.identity import Identity, identity_path
-from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
-from objkv.keys.topology import Shard
+from objkv.keys.identity import identity_path
 from objkv.ops.backends_view import (
     NamespacePart,
     read_namespace,
     stored_parts,
 )
 from objkv.ops.export.export import Export
-from objkv.ops.export.import_ import Import, arrivals, check_fits
+from objkv.ops.export.import_ import Import, arrivals
 from objkv.ops.export.manifest import ManifestLine
 from objkv.ops.runs import Counters
 from objkv.ops.verify_payload import Budget
 from objkv.stores.base import Buffer
 from objkv.stores.memory import MemoryStore
 from tests.support.samples import (
-    CHUNK,
     IDENTITY,
-    LEFT,
     NAMESPACE,
-    TOKENS,
-    WHOLE,
     save,
     save_identity,
     view_of,
@@ -134,76 +125,3 @@ def test_the_identity_is_written_before_any_payload(
     work = Import(view_of(bulk, MemoryIndex()), out, found, budget=Budget(1 << 20), codec="none")
     assert work.documents() == 1
     assert [entry.key for entry in bulk.scan("")] == [identity_path(NAMESPACE)]
-
-
-def payload(
-    identity: Identity,
-    shape: tuple[int, int, int, int],
-    *,
-    dtype: str = "BF16",
-    shard: Shard = WHOLE,
-    names: tuple[str, ...] = ("l.0", "l.1"),
-    start: int = 0,
-    parent: bytes | None = None,
-    scales: str = "",
-    group: int = 0,
-    further: tuple[tuple[int, int, int, int], ...] = (),
-) -> Header:
-    """Return the header of a payload of the first chunk, or of the second if ``start`` is not 0."""
-    name = identity.namespace()
-    digest = prefix_hashes(name, TOKENS, CHUNK)[0]
-    claim = Claim(
-        ChunkKey(name, digest, group, shard), parent or root_hash(name), start, start + CHUNK
-    )
-    shapes = cycle((shape, *further))
-    layers = [LayerSpec(layer, dtype, next(shapes), scales) for layer in names]
-    pages = [bytes(layer.nbytes) for layer in layers]
-    told = Provenance(token_digest(TOKENS[:CHUNK]), "w", 1)
-    return read_header(encode(claim, layers, pages, codec="none", provenance=told))
-
-
-def test_a_right_payload_fits() -> None:
-    check_fits(payload(IDENTITY, (2, 2, 8, 8)), IDENTITY)
-    check_fits(payload(IDENTITY, (2, 1, 8, 8), shard=LEFT), IDENTITY)
-    one_layer = payload(IDENTITY, (2, 2, 8, 8), shard=Shard(1, 2, 0, 2), names=("l.1",))
-    check_fits(one_layer, IDENTITY)
-    later = payload(IDENTITY, (2, 2, 8, 8), start=CHUNK, parent=bytes(20))
-    check_fits(later, IDENTITY)
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        payload(IDENTITY, (2, 2, 8, 8), dtype="F16"),
-        payload(IDENTITY, (2, 2, 8, 8), dtype="F32"),
-        payload(IDENTITY, (2, 1, 8, 8)),
-        payload(IDENTITY, (2, 2, 8, 4)),
-        payload(IDENTITY, (1, 2, 8, 8)),
-        payload(IDENTITY, (1, 2, 16, 8)),
-        payload(IDENTITY, (2, 2, 8, 8), shard=Shard(0, 64, 0, 2)),
-        payload(IDENTITY, (2, 4, 8, 8), shard=Shard(0, 2, 0, 4)),
-        payload(IDENTITY, (2, 2, 8, 8), names=("l.1", "l.0")),
-        payload(IDENTITY, (2, 2, 8, 8), group=1),
-        payload(IDENTITY, (2, 2, 8, 8), start=8, parent=bytes(20)),
-        payload(IDENTITY, (2, 2, 8, 8), start=CHUNK),
-        payload(IDENTITY, (2, 2, 8, 8), parent=bytes(20)),
-    ],
-    ids=[
-        "of float16",
-        "of float32",
-        "half of the heads",
-        "another content",
-        "one block",
-        "blocks that cannot be split",
-        "missing layers",
-        "missing heads",
-        "layers in another order",
-        "another group",
-        "no whole chunk",
-        "a later chunk without one before it",
-        "a first chunk with one before it",
-    ],
-)
-def test_what_no_replica_would_accept_is_refused(header: Header) -> None:
-    with pytest.raises(PayloadError):
-        check_fits(header, IDENTITY)

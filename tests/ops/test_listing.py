@@ -86,15 +86,6 @@ def test_prefixes_are_chains_from_root_to_leaf(bulk: MemoryStore, index: MemoryI
     assert (first.oldest_s, first.newest_s) == (CREATED_S, CREATED_S + 2 * CHUNK)
 
 
-def test_a_chain_is_pinned_when_all_of_it_is(bulk: MemoryStore, index: MemoryIndex) -> None:
-    keys = save(bulk, index)
-    for key in keys[:-1]:
-        index.pin(NAMESPACE, key.prefix_hash, until_s=2**33, ttl_s=60)
-    assert not list_prefixes(index, NAMESPACE)[0].pinned
-    index.pin(NAMESPACE, keys[-1].prefix_hash, until_s=2**33, ttl_s=60)
-    assert list_prefixes(index, NAMESPACE)[0].pinned
-
-
 def test_a_chain_whose_beginning_is_gone_says_where_it_starts(
     bulk: MemoryStore, index: MemoryIndex
 ) -> None:
@@ -132,14 +123,6 @@ def test_what_prompts_share_is_one_branch_that_forks(bulk: MemoryStore, index: M
     assert shared.tree_bytes == shared.nbytes + long.nbytes + short.nbytes
     assert (long.last, long.level, long.chunks, long.is_last) == (hashes[-1], 1, 3, False)
     assert (short.level, short.chunks, short.leaves, short.is_last) == (1, 1, 1, True)
-
-
-def test_a_record_that_names_itself_as_its_parent_makes_no_loop(index: MemoryIndex) -> None:
-    shard = ShardRecord(1, 1, "none", False, "0" * 32, 1)
-    for name, parent in ((b"a", b"b"), (b"b", b"a"), (b"c", b"c")):
-        chunk = ChunkEntry(NAMESPACE, name * 20, parent * 20, CHUNK, CHUNK)
-        index.publish(chunk, {"0.L0-1_H0-1": shard}, ttl_s=60)
-    assert len(tree(index)) == 3
 
 
 def test_thousands_of_forks_below_each_other_are_no_recursion(index: MemoryIndex) -> None:

@@ -114,13 +114,6 @@ def test_an_empty_store_has_a_page() -> None:
     assert "None" not in re.sub(r"<script.*?</script>|None\.", "", page, flags=re.S)
 
 
-def test_an_audit_that_did_not_end_says_so_first() -> None:
-    page = html_report(replace(sample_report(), ending="deadline", parts_done=3, parts=515))
-    assert "Incomplete audit:" in page
-    assert "3 of 515 parts" in page
-    assert "Incomplete audit:" not in html_report(sample_report())
-
-
 def test_only_a_whole_audit_without_findings_says_that_both_ends_agree() -> None:
     report = sample_report()
     none = tuple(replace(count, count=0, young=0) for count in report.findings.counts)

@@ -50,13 +50,6 @@ def test_a_chunk_is_as_large_as_what_is_saved_of_it(tp_size: int) -> None:
     assert chunk.largest_payload_bytes == max(real)
 
 
-def test_more_ranks_than_heads_save_each_head_once_and_all_load() -> None:
-    one, eight = sized(), sized(layout=replace(LAYOUT, tp_size=8))
-    assert eight.chunk.payloads == 4
-    assert eight.puts_per_s == 4 * one.puts_per_s
-    assert eight.gets_per_s == 8 * one.gets_per_s
-
-
 def test_latents_are_saved_once_however_many_ranks_have_them() -> None:
     model = ModelShape("latent", (LayerShape("mla", 1, 576),) * 61, "bfloat16", "a test")
     found = sized(model, replace(LAYOUT, chunk_tokens=256, tp_size=8))
@@ -142,7 +135,6 @@ LLAMA = {
     "torch_dtype": "bfloat16",
 }
 FULL = LayerShape("full", 2, 128)
-SLIDING = LayerShape("sliding_window", 2, 128, 32)
 
 
 def written(folder: Path, **changes: Any) -> Path:
@@ -151,21 +143,11 @@ def written(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def layers_of(folder: Path, **changes: Any) -> tuple[LayerShape, ...]:
-    return read_model(written(folder, **changes)).layers
-
-
 def test_a_plain_model_is_read(tmp_path: Path) -> None:
     shape = read_model(written(tmp_path))
     assert shape.layers == (FULL,) * 4
     assert (shape.kv_dtype, shape.name) == ("bfloat16", tmp_path.name)
     assert read_model(tmp_path / "config.json").layers == shape.layers
-
-
-def test_layers_are_of_the_kinds_that_the_file_says(tmp_path: Path) -> None:
-    types = ["sliding_attention", "full_attention"] * 2
-    assert layers_of(tmp_path, layer_types=types, sliding_window=32) == (SLIDING, FULL) * 2
-    assert layers_of(tmp_path, model_type="mistral", sliding_window=32) == (SLIDING,) * 4
 
 
 @pytest.mark.parametrize(

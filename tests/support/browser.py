@@ -61,7 +61,8 @@ class Browser:
         self.driver.get("about:blank")
         self.complaints(), self.requests()
         self.driver.get(page.as_uri())
-        self.resize(*SIZE)
+        metrics = {"width": SIZE[0], "height": SIZE[1], "deviceScaleFactor": 1, "mobile": False}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
     def find(self, selector: str) -> WebElement:
         """The one element, or the first."""

@@ -70,11 +70,6 @@ def test_one_that_does_not_answer_is_down_with_the_reason() -> None:
     assert (found.state, found.problem, found.flow) == ("down", "refused", Flow())
 
 
-def test_an_operators_order_is_seen_at_the_first_scrape() -> None:
-    assert row(None, scrape(12, admission_switched=1.0)).switched
-    assert not row(None, scrape(12, admission_switched=0.0)).switched
-
-
 def test_a_fleet_is_the_sum() -> None:
     rows = [row(FIRST, SECOND), row(FIRST, SECOND), row(None, Scrape(1, {}, "down"))]
     total = total_of(rows)

@@ -60,18 +60,6 @@ def test_rates_are_from_one_look_to_the_next() -> None:
     assert view.hit_rates == (0.25,)
 
 
-def test_one_that_was_away_is_rated_from_its_last_answer() -> None:
-    clock, told = Clock(), {"a": counters(0, 0)}
-    with FleetWatch([source("a", clock, lambda: told["a"])], clock=clock) as watch:
-        watch.tick()
-        clock.now, told["a"] = 2.0, ""
-        [row] = watch.tick().rows
-        assert (row.state, row.problem) == ("down", "refused")
-        clock.now, told["a"] = 4.0, counters(100, 50)
-        [row] = watch.tick().rows
-    assert (row.state, row.flow.tokens) == ("up", 25)
-
-
 def test_the_exporter_tells_what_is_stored_and_which_ends_answer() -> None:
     clock = Clock()
     exporter = source("exporter", clock, lambda: EXPORTER)

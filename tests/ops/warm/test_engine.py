@@ -73,15 +73,3 @@ def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
         child.check()
     assert raised.value.trouble == "down"
     child.close()
-
-
-def test_an_engine_that_dies_answers_nobody_any_more(tmp_path: Path) -> None:
-    child = process(tmp_path)
-    child.check()
-    for _ in range(2):
-        with pytest.raises(PrefillError) as raised:
-            child.ask(PrefillRequest([1], "die", None))
-        assert raised.value.trouble == "down"
-    with pytest.raises(PrefillError):
-        child.check()
-    child.close()

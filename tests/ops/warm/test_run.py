@@ -16,7 +16,6 @@ from objkv.index.memory import MemoryIndex
 from objkv.index.shapes import SHAPES_HASH
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import Identity
-from objkv.ops.warm import lookup
 from objkv.ops.warm.endpoint import EndpointLimits, PrefillEndpoint
 from objkv.ops.warm.prompts import Chat, WarmPrompt
 from objkv.ops.warm.report import WarmReport
@@ -277,16 +276,6 @@ def test_what_an_agent_holds_back_is_requested_of_it(bulk: MemoryStore, index: M
     assert (report.warmed, report.saved_chunks) == (3, 5)
     assert [place.stored(prompt) for prompt in prompts] == [3, 3, 3]
     assert len(server.real) == 3, "none is computed twice"
-
-
-def test_an_agent_that_reads_no_requests_is_found_out_before_anything_is_computed(
-    bulk: MemoryStore, index: MemoryIndex, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lookup, "_REFUSED_S", 0.5)
-    place = HoldingPlace(bulk, index)
-    with FakeVllm(place) as server, pytest.raises(ConfigError, match="save_to_bucket to all"):
-        Run(place, server)(prompts_of(SHARED), PATIENT)
-    assert server.real == []
 
 
 def test_an_older_namespace_of_the_same_model_is_not_believed(place: Place) -> None:
