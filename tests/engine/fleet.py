@@ -11,12 +11,10 @@ The functions at the end are for ``Call`` steps: they run in the replica and tak
 import shutil
 import time
 from collections.abc import Iterable
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from objkv.index.sqlite.index import SqliteIndex
 from objkv.keys.prefix import PromptExtras, prefix_hashes
 from tests.engine.endings import DRAIN_S
 from tests.engine.job import Call, Generate, Job, Prompt, ResetPrefixCache, Settle, Step
@@ -104,18 +102,6 @@ class SharedStore:
         digest = self.hashes(prompt)[chunk].hex()
         (found,) = self.bulk.glob(f"*/{digest[:2]}/{digest}/*.safetensors")
         return found
-
-    def forget(self, prompt: Prompt, chunk: int) -> None:
-        """Remove the index's record of one chunk of a prompt; its payload stays."""
-        (namespace,) = self.namespaces()
-        with closing(SqliteIndex(self.index_file)) as index:
-            assert index.drop(namespace, self.hashes(prompt)[chunk])
-
-    def is_indexed(self, prompt: Prompt, chunk: int) -> bool:
-        """Whether the index has a record of one chunk of a prompt."""
-        (namespace,) = self.namespaces()
-        with closing(SqliteIndex(self.index_file)) as index:
-            return index.lookup(namespace, [self.hashes(prompt)[chunk]]) != [None]
 
 
 def one_by_one(prompts: Iterable[Prompt]) -> tuple[Step, ...]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import Lock
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import redis
@@ -38,6 +38,7 @@ from tests.support.servers.spoil import Spoil, SpoilRedis, SpoilS3
 
 HOUR_S = 3600.0
 DISK_BYTES = 4 << 20
+S3_KEYS = {"s3_access_key_id": "key", "s3_secret_access_key": "secret"}
 SPARE_BYTES = 16 << 20
 """Of a Redis that evicts, for what is written from then on: what comes at once has to fit."""
 SKEW_MAX_S = 900.0
@@ -117,19 +118,6 @@ class AgentSockets:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bound)
 
 
-class S3Server(Protocol):
-    """What S3 is for the matrix: somewhere, and mortal."""
-
-    url: str
-    address: tuple[str, int]
-
-    def kill(self) -> None:
-        """SIGKILL. Idempotent."""
-
-    def restart(self) -> None:
-        """Start it again on its port."""
-
-
 class S3Process:
     """A quick S3 server in a process of its own, which forgets all when it is killed."""
 
@@ -159,18 +147,12 @@ class S3Process:
 class Servers:
     """What a test session has running."""
 
-    s3: S3Server
+    s3: S3Process
     s3_proxy: SpoilS3
     redis: RedisServer
     redis_proxy: SpoilRedis
     folder: Path
     clock: Clock
-    s3_settings: dict[str, Any] = field(
-        default_factory=lambda: {
-            "s3_access_key_id": "key",
-            "s3_secret_access_key": "secret",
-        }
-    )
     numbers: Iterator[int] = field(default_factory=itertools.count)
     files: Calls = field(default_factory=Calls)
     """What this process asked SQLite."""
@@ -208,7 +190,7 @@ class Place:
         self.extra: list[RedisServer] = []
         self.is_mounted = False
         s3 = servers.s3.url if direct else servers.s3_proxy.url
-        self.settings: dict[str, Any] = {"s3_endpoint_url": s3} | servers.s3_settings
+        self.settings: dict[str, Any] = {"s3_endpoint_url": s3} | S3_KEYS
         if world == "s3":
             self.settings |= {
                 "bulk_url": f"s3://bucket/{self.folder.name}",
@@ -431,16 +413,15 @@ class Place:
 
         return undo
 
-    def small_disk(self, nbytes: int = DISK_BYTES) -> None:
+    def small_disk(self) -> None:
         """Make the place a file system of its own, so small that it can be filled."""
-        self._disk_bytes = nbytes
         done = subprocess.run(
             [
                 _program("mount"),
                 "-t",
                 "tmpfs",
                 "-o",
-                f"size={nbytes}",
+                f"size={DISK_BYTES}",
                 "objkv-test",
                 str(self.folder),
             ],
@@ -457,9 +438,9 @@ class Place:
             return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         filler = self.folder / "filler"
         with filler.open("wb", buffering=0) as file, suppress(OSError):
-            for _ in range(2 * self._disk_bytes // 1024):
+            for _ in range(2 * DISK_BYTES // 1024):
                 file.write(bytes(1024))
-        assert filler.stat().st_size < self._disk_bytes
+        assert filler.stat().st_size < DISK_BYTES
         return filler.unlink
 
 

@@ -5,7 +5,7 @@ What it is asked and what is asserted is what ``test_matrix`` asks and asserts.
 
 import socket
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,12 @@ NOTED = Call(function="tests.faults.inside:note")
 FORGOTTEN = Call(function="tests.faults.inside:forget")
 CLEAN: tuple[Step, ...] = (SAVED, Settle(), ResetPrefixCache(), FORGOTTEN, IN_PAUSES)
 
-_HANDS = ThreadPoolExecutor(1)
-"""Does what replicas ask for: a server dies with the thread that started it, so this one stays."""
+
+@pytest.fixture(scope="module")
+def hands() -> Iterator[Executor]:
+    """Does what replicas ask for: a server dies with the thread that started it."""
+    with ThreadPoolExecutor(1) as executor:
+        yield executor
 
 
 @pytest.fixture(scope="module")
@@ -83,15 +87,15 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, ...]]:
 class Control(Listener):
     """Does in this process what a replica asks for."""
 
-    def __init__(self, words: dict[str, Callable[[], None]]) -> None:
-        self._words = words
+    def __init__(self, words: dict[str, Callable[[], None]], hands: Executor) -> None:
+        self._words, self._hands = words, hands
         super().__init__()
 
     def serve(self, connection: socket.socket) -> None:
         """One word, one answer."""
         word = connection.makefile().readline().strip()
         try:
-            _HANDS.submit(self._words[word]).result()
+            self._hands.submit(self._words[word]).result()
         except Exception as exc:  # the replica's step fails with it
             connection.sendall(f"{exc!r}\n".encode())
         else:
@@ -110,7 +114,7 @@ class _Row:
         self.elsewhere: list[dict[str, float]] = []
         """What a node agent counted during each fault."""
 
-    def control(self) -> Control:
+    def control(self, hands: Executor) -> Control:
         """What the replica tells."""
         return Control(
             {
@@ -119,7 +123,8 @@ class _Row:
                 "empty": self._empty,
                 "inject": self._inject,
                 "mend": self._mend,
-            }
+            },
+            hands,
         )
 
     def _empty(self) -> None:
@@ -179,7 +184,7 @@ class _Row:
         )
 
 
-def _run(fleet: Servers, row: Row, mode: str, folder: Path) -> tuple[_Row, Result]:
+def _run(fleet: Servers, hands: Executor, row: Row, mode: str, folder: Path) -> tuple[_Row, Result]:
     place: Place
     if row.world == "agent":
         place = AgentPlace(fleet, arena_bytes=64 << 20)
@@ -196,7 +201,7 @@ def _run(fleet: Servers, row: Row, mode: str, folder: Path) -> tuple[_Row, Resul
         "kv_connector_extra_config": settings,
     }
     try:
-        with told.control() as control:
+        with told.control(hands) as control:
             job = Job(steps=told.steps(control.address[1]), connector=connector)
             return told, run_replica(job, folder)
     finally:
@@ -245,10 +250,14 @@ def _judged(
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_fault_is_a_miss(
-    fleet: Servers, alone: list[tuple[int, ...]], tmp_path: Path, name: str
+    fleet: Servers,
+    hands: Executor,
+    alone: list[tuple[int, ...]],
+    tmp_path: Path,
+    name: str,
 ) -> None:
     row = BY_NAME[name]
-    seen, works = _judged(row, *_run(fleet, row, CASES[name], tmp_path), alone)
+    seen, works = _judged(row, *_run(fleet, hands, row, CASES[name], tmp_path), alone)
     for verb in VERBS:
         seen[verb].check(row.cell(verb))
     assert works, "what was lost is not found again"

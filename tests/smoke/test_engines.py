@@ -21,7 +21,7 @@ pytestmark = [
         reason="vLLM is not installed",
     ),
 ]
-PROMPTS = (prompt_of(300), prompt_of(600, seed=1))
+PROMPTS = (prompt_of(300, max_tokens=4), prompt_of(600, seed=1, max_tokens=4))
 LOADED = [256, 512]
 ASK = (Generate(prompts=PROMPTS), Settle())
 NOWHERE = {"bulk_url": "file:///nowhere/chunks", "index_url": "sqlite:///nowhere/index"}
