@@ -672,6 +672,7 @@ def play(stage: Stage, life: Callable[[Engine], None], knobs: Knobs, seed: int) 
             stack.enter_context(patch.object(module, "BOARD_BYTES", _BOARD_BYTES))
         for module in (arena, residents):
             stack.enter_context(patch.object(module, "CELLS", _CELLS))
+        stack.callback(_close_arenas, engines)  # those of a broken life, too
         stage.play(main)
         (engine,) = engines
         if _TOLD:
@@ -684,6 +685,12 @@ def play(stage: Stage, life: Callable[[Engine], None], knobs: Knobs, seed: int) 
     if _files() > files:
         raise Broken(f"{_files() - files} files are left open")
     return engine
+
+
+def _close_arenas(engines: list[Engine]) -> None:
+    for engine in engines:
+        for inside in engine.insides:
+            inside.arena.close()
 
 
 def _files() -> int:

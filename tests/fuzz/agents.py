@@ -3,6 +3,7 @@
 import atexit
 import os
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -236,7 +237,8 @@ class _Liar:
     """An agent that answers everything with prepared bytes."""
 
     def __init__(self) -> None:
-        self.path = Path(Node().folder) / "liar"
+        self.folder = tempfile.TemporaryDirectory(prefix="objkv-", dir="/tmp")
+        self.path = Path(self.folder.name) / "liar"
         self.answers: list[bytes] = []
         self.board = AnswerBoard.create()
         self.board.vouch(1e12)
@@ -245,9 +247,18 @@ class _Liar:
         self._listener.listen(8)
         threading.Thread(target=self._serve, daemon=True).start()
 
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.board.close()
+        self.folder.cleanup()
+
     def _serve(self) -> None:
         while True:
-            sock, _ = self._listener.accept()
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:  # closed
+                return
             with sock:
                 sock.recv(1000)
                 welcome = bytes((m.MessageKind.WELCOME,))
@@ -259,6 +270,17 @@ class _Liar:
 
 
 _liars: list[_Liar] = []
+
+
+def close_agents() -> None:
+    """End those that this process has started."""
+    for agent in _agents:
+        atexit.unregister(agent.node.close)
+        agent.node.close()
+    for liar in _liars:
+        liar.close()
+    _agents.clear()
+    _liars.clear()
 
 
 @outcome((TransferError, StoreUnavailable))

@@ -1,16 +1,24 @@
 """Every target for a moment, with the same examples every time."""
 
+from collections.abc import Iterator
 from random import Random
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from tests.fuzz.agents import close_agents
 from tests.fuzz.settings import SECRET, read_settings
 from tests.fuzz.target import Target
 from tests.fuzz.targets import TARGETS
 from tests.fuzz.wires import ANSWERS, FIELDS, check_find
 
 EXAMPLES = 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def agents_end() -> Iterator[None]:
+    yield
+    close_agents()
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
