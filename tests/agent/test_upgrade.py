@@ -36,7 +36,6 @@ from tests.support.paged_cache import BLOCKS, Replica, same_blocks, wait_until
 from tests.support.samples import NAMESPACE, save
 
 CHUNKS = 4
-pytestmark = pytest.mark.host
 
 
 class Old:

@@ -349,7 +349,7 @@ def test_a_server_that_does_not_answer_cannot_be_described(tmp_path: Path) -> No
             describe_index(config_of(tmp_path, index_url=url))
 
 
-@pytest.mark.service
+@pytest.mark.slow
 def test_a_real_server_holds_index_and_hot_store_and_describes_itself(tmp_path: Path) -> None:
     with valkey_server(tmp_path / "valkey") as server:
         # A busy machine is no dead server.

@@ -20,6 +20,7 @@ from tests.device.engine_run import Verdict
 ROOT = Path(__file__).parents[2]
 ROUNDS = 12
 BOUND_S = 900
+pytestmark = pytest.mark.slow
 FOUND = {
     "async": (
         "the mark of a lane is recorded on the compute stream",
@@ -53,12 +54,7 @@ FOUND = {
 @pytest.mark.timeout(BOUND_S)
 @pytest.mark.parametrize(
     "load_mode",
-    [
-        pytest.param("async", marks=pytest.mark.wide),
-        pytest.param("layerwise", marks=pytest.mark.wide),
-        "async-agent",
-        pytest.param("layerwise-agent", marks=pytest.mark.wide),
-    ],
+    FOUND,
 )
 def test_answers_from_late_copies_are_those_of_a_cold_run(
     loaded_sim: ModuleType, load_mode: str

@@ -3,11 +3,14 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 
 from objkv.transfer.devices import driver_of
 
 HOST = torch.device("cpu")
+ON_HOST = pytest.mark.parametrize("device", ["host"], indirect=True)
+"""For transfers that need no device, or bring their own lane."""
 _device = HOST
 
 

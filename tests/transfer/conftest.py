@@ -16,10 +16,10 @@ __all__ = ["loaded_sim", "sim"]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Tests marked ``host`` bring lanes of their own, or have none."""
-    host_only = metafunc.definition.get_closest_marker("host") is not None
-    names = ["host"] if host_only else ["host", "simulated"]
-    metafunc.parametrize("device", names, indirect=True)
+    """On both, but for tests marked ``ON_HOST``."""
+    chosen = {mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")}
+    if "device" not in chosen:
+        metafunc.parametrize("device", ["host", "simulated"], indirect=True)
 
 
 @pytest.fixture(autouse=True)

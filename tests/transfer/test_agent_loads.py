@@ -24,6 +24,7 @@ from objkv.transfer.plan import LoadMove, LoadPlan
 from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.slabs import SlabPool
 from tests.agent.world import Node, WatchedStore
+from tests.support.device import ON_HOST
 from tests.support.paged_cache import (
     BLOCKS,
     NAMESPACE,
@@ -35,7 +36,7 @@ from tests.support.paged_cache import (
 )
 from tests.transfer.test_registration import Pins
 
-pytestmark = pytest.mark.host
+pytestmark = ON_HOST
 
 
 class World:

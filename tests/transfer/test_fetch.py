@@ -32,6 +32,7 @@ from objkv.transfer.paging import GroupShape, PagedGroup, Quantised
 from objkv.transfer.plan import LoadPlan
 from tests.codec.seals import SEALS, other_seal, rechecked
 from tests.support import paged_cache
+from tests.support.device import ON_HOST
 from tests.support.paged_cache import (
     BLOCKS,
     CHUNK,
@@ -236,7 +237,7 @@ BIG = GroupIdentity(
 """Payloads of 8 MiB."""
 
 
-@pytest.mark.host
+@ON_HOST
 @pytest.mark.parametrize("kind", [MemoryStore, LocalStore])
 def test_no_large_buffer_is_allocated_by_a_load(kind: type, tmp_path: Path) -> None:
     store: WriteStore = LocalStore(tmp_path) if kind is LocalStore else MemoryStore()

@@ -19,6 +19,7 @@ from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.lanes import BlockRuns, HostLane, Pages, Recast
 from objkv.transfer.loading.loader import Loader
+from tests.support.device import ON_HOST
 from tests.support.paged_cache import IN_PARTS, Replica, same_blocks
 from tests.support.servers.quick_s3 import QuickS3
 
@@ -66,7 +67,7 @@ def watched_sockets() -> Iterator[list[list[str]]]:
         threading.setprofile(None)
 
 
-@pytest.mark.host
+@ON_HOST
 @pytest.mark.parametrize("sync", [False, True], ids=["between steps", "within the step"])
 def test_a_load_is_few_calls_deep_at_the_socket_and_at_the_block(sync: bool) -> None:
     WatchedLane.deepest = []

@@ -2,16 +2,15 @@
 
 from threading import Thread, Timer
 
-import pytest
-
 from objkv.keys.prefix import root_hash
 from objkv.transfer.lanes import HostLane, HostMark
 from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
 from tests.contracts.clock import ManualClock
+from tests.support.device import ON_HOST
 from tests.support.paged_cache import CHUNK, HASHES, NAMESPACE, wait_until
 
-pytestmark = pytest.mark.host
+pytestmark = ON_HOST
 LAYERS = 2
 LANE = HostLane()
 

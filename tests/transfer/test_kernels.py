@@ -24,8 +24,9 @@ from objkv.errors import ConfigError
 from objkv.transfer import kernels as module
 from objkv.transfer.kernels import PageKernels, TorchKernels, TritonKernels, triton_kernels
 from objkv.transfer.lanes import HostLane, PagedLayers, Recast
+from tests.support.device import ON_HOST
 
-pytestmark = pytest.mark.host
+pytestmark = ON_HOST
 TRITON = Path(sys.prefix) / "triton"
 """``make setup`` installs Triton here, so that vLLM cannot import it: vLLM for the CPU disables
 it, but each engine would be 90 MB larger and print pages of warnings when it ends."""

@@ -28,7 +28,7 @@ from objkv.transfer.lanes import (
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import ChunkMove
 from objkv.transfer.sources import PayloadLayout
-from tests.support.device import host_bytes
+from tests.support.device import ON_HOST, host_bytes
 from tests.support.paged_cache import paged_group, same_blocks
 
 GROUP = GroupIdentity("full", None, ("l0", "l1", "l2"), heads=2, content=16, block_size=32)
@@ -198,7 +198,7 @@ def test_pages_are_copied_as_the_largest_words_that_fit(content: int, dtype: tor
     assert not cache[[0, 2]].view(torch.uint8).any()
 
 
-@pytest.mark.host
+@ON_HOST
 def test_threads_that_cut_layers_at_once_share_one_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     # A second one would be freed, with its addresses, while another lane's kernel reads them.
     layers = PagedLayers([torch.zeros(4, 1, 2, 4, dtype=torch.int32)] * 3)

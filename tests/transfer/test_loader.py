@@ -25,6 +25,7 @@ from objkv.transfer.loading import loads
 from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.plan import LoadOutcome, LoadPlan
 from tests.contracts.flaky import FlakyStore
+from tests.support.device import ON_HOST
 from tests.support.paged_cache import (
     BLOCKS,
     HASHES,
@@ -555,7 +556,7 @@ def replica_of(lane: LateLane, **options: Any) -> Replica:
     return Replica(store, index, seed=1, lane=lane, **options)
 
 
-@pytest.mark.host
+@ON_HOST
 def test_between_steps_a_load_is_over_when_its_copies_have_passed_and_so_are_its_leases() -> None:
     lane = LateLane()
     replica = replica_of(lane)
@@ -569,7 +570,7 @@ def test_between_steps_a_load_is_over_when_its_copies_have_passed_and_so_are_its
     assert same_blocks(replica.caches, MINE, replica.caches, THEIRS)
 
 
-@pytest.mark.host
+@ON_HOST
 def test_threads_go_on_fetching_while_copies_are_under_way() -> None:
     """Otherwise each thread would land one chunk while the model computes one step."""
     lane = LateLane()
@@ -582,7 +583,7 @@ def test_threads_go_on_fetching_while_copies_are_under_way() -> None:
     assert not replica.outcome().failed
 
 
-@pytest.mark.host
+@ON_HOST
 def test_with_too_little_memory_a_load_waits_for_copies_and_succeeds() -> None:
     lane = LateLane()
     replica = replica_of(lane, slabs=2)
@@ -592,7 +593,7 @@ def test_with_too_little_memory_a_load_waits_for_copies_and_succeeds() -> None:
     assert not replica.outcome().failed
 
 
-@pytest.mark.host
+@ON_HOST
 def test_copies_follow_the_mark_that_the_step_gave_and_not_the_forward_pass() -> None:
     lane = LateLane()
     replica = replica_of(lane)
@@ -603,7 +604,7 @@ def test_copies_follow_the_mark_that_the_step_gave_and_not_the_forward_pass() ->
     assert lane.followed == [mark] * 4
 
 
-@pytest.mark.host
+@ON_HOST
 def test_within_a_step_the_forward_thread_waits_for_no_copy_and_leases_do() -> None:
     lane = LateLane()
     replica = replica_of(lane)
@@ -620,7 +621,7 @@ def test_within_a_step_the_forward_thread_waits_for_no_copy_and_leases_do() -> N
     wait_until(lambda: replica.leased == 0)
 
 
-@pytest.mark.host
+@ON_HOST
 def test_a_load_that_is_cancelled_is_told_when_its_copies_have_passed() -> None:
     """Its blocks go to somebody else with that. The forward thread does not wait for it."""
     lane = LateLane()
@@ -635,7 +636,7 @@ def test_a_load_that_is_cancelled_is_told_when_its_copies_have_passed() -> None:
     assert outcome.failed_blocks in (set(MINE), set()), "it may have been over before"
 
 
-@pytest.mark.host
+@ON_HOST
 def test_closing_waits_once_for_a_device_that_hangs_and_not_for_each_load(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -659,7 +660,7 @@ def test_closing_waits_once_for_a_device_that_hangs_and_not_for_each_load(
     lane.passed.set()
 
 
-@pytest.mark.host
+@ON_HOST
 def test_block_ids_are_placed_once_for_all_layers_of_a_move() -> None:
     lane = LateLane()
     lane.passed.set()

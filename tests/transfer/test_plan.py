@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from objkv.index.base import ShardRecord
 from objkv.keys.topology import Part, Shard
 from objkv.transfer.plan import ChunkMove, Kind, LoadMove, LoadMoves, LoadPlan
+from tests.support.device import ON_HOST
 
-pytestmark = pytest.mark.host
+pytestmark = ON_HOST
 
 FIELDS = ("0.L0-1_H0-1", "0.L0-1_H1-2", "1.L0-2_H0-1")
 PARTS = tuple(Part(Shard(0, 1, h, h + 1), Shard(0, 1, h, h + 1)) for h in range(3))

@@ -15,6 +15,7 @@ from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
 from objkv.transfer.lanes import HostLane, Lane
 from objkv.transfer.plan import LoadMove, LoadOutcome, LoadPlan
+from tests.support.device import ON_HOST
 from tests.support.paged_cache import (
     BLOCKS,
     HASHES,
@@ -160,7 +161,7 @@ class Life:
             assert torch.equal(now[ids], then[ids])
 
 
-@pytest.mark.host
+@ON_HOST
 @pytest.mark.parametrize("lane", [HostLane, LazyLane])
 @pytest.mark.parametrize("codec", ["none", "zstd", "blosc"])
 def test_blocks_hold_the_truth_or_what_they_held_and_nothing_comes_late(

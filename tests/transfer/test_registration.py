@@ -15,9 +15,10 @@ from objkv.transfer.devices import CudaDriver, CudaRuntime, TorchDriver
 from objkv.transfer.lanes import HostMark
 from objkv.transfer.registration import DeviceFrames, Windows, reads_agents
 from objkv.transfer.slabs import SlabPool, SlabsExhaustedError
+from tests.support.device import ON_HOST
 from tests.support.paged_cache import PATIENCE_S, wait_until
 
-pytestmark = pytest.mark.host
+pytestmark = ON_HOST
 START, WINDOW, TOTAL = 100 * PAGE, 4 * PAGE, 10 * PAGE
 
 

@@ -27,6 +27,7 @@ from objkv.transfer.plan import ChunkMove, SaveMove, SavePlan
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool
 from tests.contracts.clock import ManualClock
+from tests.support.device import ON_HOST
 from tests.support.paged_cache import (
     CHUNK,
     NAMESPACE,
@@ -103,12 +104,12 @@ def saved(store: WriteStore) -> None:
     assert peak < 256 * 1024
 
 
-@pytest.mark.host
+@ON_HOST
 def test_saving_takes_no_memory_but_the_slabs() -> None:
     saved(NullStore())
 
 
-@pytest.mark.host
+@ON_HOST
 def test_saving_into_a_directory_takes_no_memory_but_the_slabs(tmp_path: Path) -> None:
     saved(LocalStore(tmp_path))
 
@@ -139,7 +140,7 @@ class CountingLane(HostLane):
         return super().mark()
 
 
-@pytest.mark.host
+@ON_HOST
 def test_all_chunks_of_a_step_are_gathered_with_one_call() -> None:
     replica, lane = Replica(*stores(), seed=1), CountingLane()
     replica.saver.close(PATIENCE_S)
@@ -149,7 +150,7 @@ def test_all_chunks_of_a_step_are_gathered_with_one_call() -> None:
     assert replica.recorder.value("saves") == 4
 
 
-@pytest.mark.host
+@ON_HOST
 def test_a_step_without_saves_does_not_touch_the_device() -> None:
     replica, lane = Replica(*stores(), seed=1), CountingLane()
     saver = replica.saver_of(SaveLimits(1, 8, PATIENCE_S, "none", "w"), lane)
@@ -614,7 +615,7 @@ class UnsteadyStore(MemoryStore):
         return written
 
 
-@pytest.mark.host
+@ON_HOST
 @pytest.mark.parametrize("codec", ["none", "lz4", "blosclz4"])
 @pytest.mark.parametrize("drains", [True, False])
 def test_what_is_stored_is_what_the_blocks_held(codec: str, drains: bool) -> None:
@@ -717,7 +718,7 @@ class NobodyWaits:
         give_up(self.left)
 
 
-@pytest.mark.host
+@ON_HOST
 @pytest.mark.parametrize("takes", [True, False])
 def test_no_slab_is_given_back_and_no_block_let_go_of_before_its_copies_have_passed(
     *, takes: bool
@@ -743,7 +744,7 @@ class HangsForEver(AskedMark):
         return False
 
 
-@pytest.mark.host
+@ON_HOST
 def test_a_slab_that_a_hung_device_may_still_write_is_never_given_back() -> None:
     replica, lane = Replica(MemoryStore(), MemoryIndex(), seed=1, slabs=4), PassesWhenAsked()
     lane.mark = lambda: HangsForEver(lane, 1)  # type: ignore[method-assign]
@@ -757,7 +758,7 @@ def test_a_slab_that_a_hung_device_may_still_write_is_never_given_back() -> None
     assert replica.recorder.value("save_drops") == 2
 
 
-@pytest.mark.host
+@ON_HOST
 def test_a_chunk_that_the_device_does_not_copy_in_time_is_dropped() -> None:
     replica, lane = Replica(MemoryStore(), MemoryIndex(), seed=1, slabs=4), PassesWhenAsked()
     lane.mark = lambda: HangsForEver(lane, 1)  # type: ignore[method-assign]
@@ -772,7 +773,7 @@ def test_a_chunk_that_the_device_does_not_copy_in_time_is_dropped() -> None:
     saver.close(-10.0)
 
 
-@pytest.mark.host
+@ON_HOST
 def test_chunks_that_the_device_copies_count_as_queued() -> None:
     replica, lane = Replica(MemoryStore(), MemoryIndex(), seed=1, slabs=8), PassesWhenAsked()
     lane.mark = lambda: HangsForEver(lane, 1)  # type: ignore[method-assign]
@@ -784,7 +785,7 @@ def test_chunks_that_the_device_copies_count_as_queued() -> None:
     assert saver._copying == 0
 
 
-@pytest.mark.host
+@ON_HOST
 @pytest.mark.parametrize("call", ["mark_compute", "follow", "place", "gather", "mark", "done"])
 def test_a_device_that_fails_costs_drops_and_no_slab_is_reused(
     call: str, monkeypatch: pytest.MonkeyPatch
@@ -807,7 +808,7 @@ def test_a_device_that_fails_costs_drops_and_no_slab_is_reused(
     saver.close(PATIENCE_S)
 
 
-@pytest.mark.host
+@ON_HOST
 def test_a_device_that_fails_while_it_copies_costs_drops() -> None:
     replica, lane = Replica(MemoryStore(), MemoryIndex(), seed=1, slabs=4), PassesWhenAsked()
 
@@ -829,7 +830,7 @@ def test_a_device_that_fails_while_it_copies_costs_drops() -> None:
     saver.close(-10.0)
 
 
-@pytest.mark.host
+@ON_HOST
 def test_computing_waits_only_for_saves_whose_blocks_are_reused() -> None:
     replica, lane = Replica(MemoryStore(), MemoryIndex(), seed=1, slabs=4), PassesWhenAsked()
     held: list[int] = []

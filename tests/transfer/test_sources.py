@@ -18,6 +18,7 @@ from objkv.transfer import sources
 from objkv.transfer.loading import arena_lane
 from objkv.transfer.plan import LoadPlan
 from objkv.transfer.sources import PayloadLayout
+from tests.support.device import ON_HOST
 from tests.support.paged_cache import NAMESPACE, PATIENCE_S
 from tests.support.paged_shapes import LAYOUTS, Model, ShapedRank, ShapedReplica, ShapeOfReplica
 
@@ -72,7 +73,7 @@ def test_block_sizes_of_which_neither_divides_the_other_are_converted() -> None:
     all_loaded(model, ShapeOfReplica(block_size=12), ShapeOfReplica(block_size=8))
 
 
-@pytest.mark.host
+@ON_HOST
 def test_threads_that_find_another_block_size_at_once_share_one_layout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -99,7 +100,7 @@ def test_any_physical_order_reads_any_other(writer: str, reader: str) -> None:
     all_loaded(MODEL, ShapeOfReplica(layout=writer), ShapeOfReplica(layout=reader))
 
 
-@pytest.mark.host
+@ON_HOST
 @pytest.mark.parametrize("reader", LAYOUTS)
 def test_copies_that_wait_for_the_interpreter_are_right_in_any_order(
     reader: str, monkeypatch: pytest.MonkeyPatch
@@ -306,7 +307,7 @@ def test_a_chunk_in_several_payloads_takes_one_place_in_the_queue() -> None:
         assert rank.load(index).failed_blocks == frozenset(range(last, last + each))
 
 
-@pytest.mark.host
+@ON_HOST
 def test_a_rank_without_a_layer_of_a_group_has_nothing_to_load_of_it() -> None:
     # Of a model with several groups, a stage of the pipeline may have no layer of one.
     store, index = MemoryStore(), MemoryIndex()
