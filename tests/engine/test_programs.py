@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from objkv.ops.bench.harness import BenchRow
-from objkv.ops.gpu_check.replicas import Sharing
-from objkv.ops.gpu_check.report import GpuCase
 
+from objkv.ops.gpu_check import GpuCase, GpuCheck
 from tests.engine.harness import VLLM_CACHE
 from tests.engine.scenario import Values, scenario
 from tests.support.servers.redis import wait_until
@@ -102,13 +100,17 @@ def _running(models: Path) -> list[str]:
 
 def test_in_gpu_check_loaded_documents_give_the_answers_of_a_replica_alone(tmp_path: Path) -> None:
     cases: list[GpuCase] = []
-    figures: list[BenchRow] = []
     stages = set[str]()
-    Sharing(None, tmp_path, tmp_path / "models", lambda name, _: stages.add(name), on_cpu=True).run(
-        cases, figures
+    check = GpuCheck(
+        None,
+        tmp_path,
+        tmp_path / "models",
+        lambda name, _: stages.add(name),
+        lengths=(1024, 2048),
+        repeats=1,
     )
-    assert not [case for case in cases if case.ok is False]
+    check.cases(cases)
+    assert not [case for case in cases if not case.ok]
     loaded = [case for case in cases if case.name.endswith("the document is loaded")]
     assert len(loaded) == 4
-    assert all(row.limit_name == "recompute" and row.ours > 0 for row in figures)
     assert {name.partition(" (")[0] for name in stages} == {"replica R", "replica A", "replica B"}
