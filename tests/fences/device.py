@@ -306,7 +306,7 @@ class WatchedInside(InsideAgent):
         """See ``InsideAgent``."""
         usual = super().connect()
         usual._holder.alarm.close()
-        self.connections.append(WatchedConnection(usual._core, self.arena, usual._ended))
+        self.connections.append(WatchedConnection(usual.core, self.arena, usual._ended))
         return self.connections[-1]
 
     def register(self, address: int, nbytes: int) -> Callable[[], None]:
