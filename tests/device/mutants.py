@@ -238,8 +238,8 @@ MUTANTS = (
     mutant(
         "loads follow the mark of an earlier step",
         _WORKER + "before_forward",
-        "self._loader.mark_compute()",
-        'vars(self).setdefault("kept", self._loader.mark_compute())',
+        "= None, False\n    if plan.loads:",
+        '= vars(self).setdefault("kept", self._loader.mark_compute()), False\n    if False:',
         situation="load async abort 1",
         world="patient",
     ),
@@ -451,8 +451,6 @@ MUTANTS = (
         "{key for key, mark in marks.items() if _is_done(mark)}",
         "set(marks)",
         scenario="slabs of loads",
-        situation="load async finish 1",
-        world="refused",
     ),
     mutant(
         "slabs are taken back before their copies",
@@ -506,7 +504,7 @@ MUTANTS = (
     mutant(
         "slabs of dropped saves are kept",
         _SAVER + "_give_up",
-        "c.slab.release_after(mark)",
+        "c.slab.release()",
         situation="save sleep 0",
         world="hurried",
     ),

@@ -18,8 +18,6 @@ STRIDE = 811
 """Of interleavings with one preemption, one of so many; ``python -m tests.fences`` plays all."""
 STRIDES = (13, 3, 1)
 """Most mutants are found by few interleavings; the others are looked for more densely."""
-QUICK = ("loads are reported before their copies", "the fence does not hold computing")
-FENCES = [one for one in MUTANTS if one.situation]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -61,13 +59,7 @@ def test_an_interleaving_can_be_played_again(monkeypatch: pytest.MonkeyPatch) ->
     assert first == second
 
 
-@pytest.mark.parametrize(
-    "mutant",
-    [
-        pytest.param(one, id=one.name, marks=() if one.name in QUICK else pytest.mark.slow)
-        for one in FENCES
-    ],
-)
+@pytest.mark.parametrize("mutant", [pytest.param(m, id=m.name) for m in MUTANTS if m.situation])
 def test_a_fence_that_is_missing_is_found(mutant: Mutant) -> None:
     with mutant.applied(), pytest.raises(Found) as found:
         _look(mutant)
