@@ -1,34 +1,22 @@
-"""A device reads a node agent's memory: in which way, when it hangs, and when the agent dies."""
+"""A device reads a node agent's memory: in which way, and when it hangs."""
 
-import random
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from objkv.agent.client import AgentConnection
 from objkv.connector.kv.metadata import StepPlan
-from objkv.index.sqlite.index import SqliteIndex
-from objkv.stores.local import LocalStore
-from objkv.transfer.devices import open_lane
 from objkv.transfer.loading import loader
-from objkv.transfer.loading.loader import Loader
-from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.registration import DeviceFrames
-from objkv.transfer.slabs import Slab, SlabPool
+from objkv.transfer.slabs import Slab
 from tests.device.mutants import delay
 from tests.device.ordering.agent import WAYS, agent_rig
 from tests.device.ordering.setup import Setup
-from tests.support.agents import AgentProcess
-from tests.support.device import caches_on
-from tests.support.paged_cache import BLOCKS, PATIENCE_S, Replica, same_blocks, wait_until
+from tests.support.paged_cache import wait_until
 
 DEVICE = "sim:0"
-CHUNKS, KILLS = 4, 3
 
 
 @pytest.fixture(autouse=True)
@@ -108,75 +96,3 @@ def test_a_device_that_hangs_keeps_its_arena_registered_and_mapped(
         for undo in windows._undo.values():  # as the end of the process does
             undo()
         agent.close()
-
-
-class ByProcess:
-    """A replica on the device whose agent is another process."""
-
-    def __init__(self, folder: Path, way: str, sim: ModuleType) -> None:
-        sim.allow_read_only(way != "refused")
-        self._store, self._index = LocalStore(folder / "chunks"), SqliteIndex(folder / "index")
-        self.writer = Replica(self._store, self._index, seed=1)  # type: ignore[arg-type]
-        self.writer.save(range(CHUNKS))
-        self.reader = Replica(self._store, self._index, seed=2)  # type: ignore[arg-type]
-        self.reader.loader.close()
-        self._settings = {
-            "bulk_url": f"file://{folder / 'chunks'}",
-            "index_url": f"sqlite://{folder / 'index'}",
-            "agent_memory_bytes": str(1 << 20),
-        }
-        self.agent = AgentProcess(self._settings)
-        lane = open_lane(torch.device(DEVICE), urgent=True)
-        slab_bytes = self.reader.load_slabs.slab_bytes
-        slabs = SlabPool("load", count=2, slab_bytes=slab_bytes, pin=sim.DRIVER.pin)
-        self.reader.loader = Loader(  # type: ignore[assignment]
-            {0: self.reader.paged},
-            lane,
-            self._connect,
-            limits=LoadLimits(64, PATIENCE_S, PATIENCE_S, join_s=PATIENCE_S),
-            recorder=self.reader.recorder,
-            on_device=DeviceFrames(slabs, sim.DRIVER.pin_read_only, begin=lane.adopt_thread),
-        )
-
-    def _connect(self) -> Any:
-        return AgentConnection(self.agent.path, wants_arena=True)
-
-    def restart(self) -> None:
-        self.agent.path.unlink(missing_ok=True)
-        self.agent = AgentProcess(self._settings, path=self.agent.path)
-
-    def is_right(self, blocks: Any) -> bool:
-        return same_blocks(self.writer.caches, blocks, self.reader.caches, blocks)
-
-    def close(self) -> None:
-        self.reader.close()
-        self.writer.close()
-        self.agent.kill()
-        self._store.close()
-        self._index.close()
-
-
-@pytest.mark.parametrize("way", ["registering", "refused"])
-def test_an_agent_that_is_killed_costs_misses_and_no_wrong_byte(
-    sim: ModuleType, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loader, "_RETRY_MAX_S", 0.1)
-    everything, dice = range(1, 1 + CHUNKS * BLOCKS), random.Random(way)
-    with caches_on(torch.device(DEVICE)):
-        world = ByProcess(tmp_path, way, sim)
-        sim.slow(DEVICE, 0, 2000)
-        for _ in range(KILLS):
-            wait_until(lambda: not world.reader.load(range(CHUNKS), 1).failed_blocks)
-            assert world.is_right(everything)
-            for cache in world.reader.caches:
-                cache.zero_()
-            world.reader.loader.submit(world.reader.load_plan(range(CHUNKS), 1))
-            time.sleep(dice.uniform(0, 6e-3))
-            world.agent.kill()
-            failed = world.reader.outcome().failed_blocks
-            loaded = [block for block in everything if block not in failed]
-            assert not loaded or world.is_right(loaded)
-            world.restart()
-        wait_until(lambda: not world.reader.load(range(CHUNKS), 1).failed_blocks)
-        assert world.is_right(everything)
-        world.close()

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 ROUNDS, BOUND_S = 6, 600
 FOUND = (
     "loads are reported before their copies",
+    "marks are not recorded",
     "preempted requests are not fenced",
     "saves are reported before their copies",
 )

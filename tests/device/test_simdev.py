@@ -277,7 +277,7 @@ def test_a_read_only_mapping_is_registered_for_reading_alone(
     sim: ModuleType, device: torch.device, compute: torch.Stream, shared: torch.Tensor
 ) -> None:
     with pytest.raises(RuntimeError, match="mapped read-only"):
-        sim.register_host(shared)
+        sim.DRIVER.pin(shared)
     assert "mapped read-only" in sim.take_error()
     target = torch.zeros(shared.shape, dtype=torch.uint8, device=device)
     sim.counts()
