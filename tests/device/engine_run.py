@@ -1,9 +1,7 @@
 """A real vLLM engine whose paged cache is in the memory of the simulated device.
 
-``python -m tests.device.engine_run async 12`` runs 12 rounds of prompts and prints a JSON line.
-With ``async-agent`` or ``layerwise-agent`` the worker loads and saves by a node agent. With names
-of ``tests.device.mutants`` as further arguments, or ``all``, it then runs each of them, with
-prompts of its own and a line each.
+``python -m tests.device.engine_run 6`` runs 6 rounds of prompts and prints a JSON line. With names
+of mutants as further arguments, it then runs each of them, with prompts of its own and a line each.
 
 The model computes on the CPU, in the kernels' view of the cache, while objkv's lanes use the
 device, each of whose operations takes milliseconds. Whatever the compute stream must wait for, the
@@ -34,7 +32,7 @@ from objkv.transfer.loading.loads import Loads
 from objkv.transfer.plan import ChunkMove, LoadOutcome, LoadPlan, SavePlan
 from objkv.transfer.saver import Saver
 from tests.device import simulated
-from tests.device.mutants import MUTANTS, Mutant
+from tests.device.mutants import MUTANTS
 from tests.engine import model
 from tests.engine.prompts import tokens_of
 from tests.support.agents import AgentProcess
@@ -155,7 +153,7 @@ class Witness:
 class Engine:
     """The engine, and its rounds."""
 
-    def __init__(self, load_mode: str, folder: str, agent: AgentProcess | None) -> None:
+    def __init__(self, folder: str, agent: AgentProcess) -> None:
         import vllm
         from vllm.distributed.kv_transfer import get_kv_transfer_group
         from vllm.v1.worker import gpu_model_runner as runner
@@ -178,18 +176,17 @@ class Engine:
             patch.object(ObjKVConnector, "register_kv_caches", register_on_device),
             patch.object(wiring, "copies_are_synchronous", lambda: False),  # as if not on a CPU
         ):
-            self._llm = vllm.LLM(**_arguments(load_mode, folder, agent))
-        self._folder, self._agent = folder, agent
+            self._llm = vllm.LLM(**_arguments(agent))
+        self._folder = folder
         self._accepted: set[str] = set()
         self._engine = self._llm.llm_engine
         self._scheduler: Any = self._engine.engine_core.engine_core.scheduler
         connector: Any = get_kv_transfer_group()
         self._worker = connector._worker
         self.witness.watch(self._worker._loader, self._worker._saver)
-        if agent is not None:
-            target = self._worker._target
-            known = target.accepted
-            target.accepted = lambda key: (self._accepted.add(key.path()), known(key))
+        target = self._worker._target
+        known = target.accepted
+        target.accepted = lambda key: (self._accepted.add(key.path()), known(key))
         self._params = vllm.SamplingParams(temperature=0, ignore_eos=True, detokenize=False)
         self._requests = 0
         simulated.slow(_DEVICE, *SLOW_US)
@@ -241,8 +238,7 @@ class Engine:
             self._engine.step()
         self.cache.spoil()
         assert self._worker._saver.drain(PATIENCE_S)
-        if self._agent is not None:
-            self._await_published()
+        self._await_published()
         return answers
 
     def _await_published(self) -> None:
@@ -276,13 +272,14 @@ def _stores(folder: str) -> dict[str, str]:
     }
 
 
-def _arguments(load_mode: str, folder: str, agent: AgentProcess | None) -> dict[str, Any]:
+def _arguments(agent: AgentProcess) -> dict[str, Any]:
     extra = {
-        "load_mode": load_mode,
+        "load_mode": "async",
         "admission": "always",
         "chunk_tokens": CHUNK_TOKENS,
+        "agent": agent.url,
+        "near_miss_ttl_ms": 0,
     }
-    extra |= _stores(folder) if agent is None else {"agent": agent.url, "near_miss_ttl_ms": 0}
     transfer = {
         "kv_connector": "ObjKVConnector",
         "kv_role": "kv_both",
@@ -362,27 +359,22 @@ def judge(engine: Engine, rounds: int, *, seed: int, name: str = "") -> Verdict:
 
 def main() -> None:
     """See the module."""
-    how, count, *names = sys.argv[1:]
-    load_mode, _, by_agent = how.partition("-")
+    count, *names = sys.argv[1:]
     simulated.load()
     simulated.seed(1)
-    mutants: list[Mutant | None] = [None]
-    mutants += [m for m in MUTANTS if m.name in names or names == ["all"]]
+    mutants = [None, *(one for one in MUTANTS if one.name in names)]
     with tempfile.TemporaryDirectory(prefix="objkv-") as folder, ExitStack() as stack:
-        agent = None
-        if by_agent:
-            agent = stack.enter_context(AgentProcess(_stores(folder) | AGENT, fresh=True))
-        engine = Engine(load_mode, folder, agent)
+        agent = stack.enter_context(AgentProcess(_stores(folder) | AGENT, fresh=True))
+        engine = Engine(folder, agent)
         for number, mutant in enumerate(mutants):
             if mutant is None:
                 verdict = judge(engine, int(count), seed=0)
             else:
                 logging.disable(logging.CRITICAL)
-                with mutant.edit.applied():
+                with mutant.applied():
                     verdict = judge(engine, MUTANT_ROUNDS, seed=100 * number, name=mutant.name)
             print(json.dumps(asdict(verdict)), flush=True)
-        if agent is not None:
-            agent.kill()
+        agent.kill()
         sys.stdout.flush()
         os._exit(0)  # a mutant may have left anything behind
 

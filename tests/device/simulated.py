@@ -189,8 +189,10 @@ class SimDriver:
         return _Event("sim")
 
     def pin(self, memory: torch.Tensor) -> Callable[[], None]:
-        """See ``DeviceDriver.pin``. Keep ``memory`` alive until it is unlocked."""
-        register_host(memory)
+        """See ``DeviceDriver.pin``. Keep ``memory`` alive until it is unlocked. Raises
+        ``RuntimeError`` for memory that is pinned or registered already, as a driver does, and
+        what unlocks it if copies of it are under way."""
+        torch.ops.simdev.register_host(memory)
         address = memory.data_ptr()
         return lambda: torch.ops.simdev.unregister_host(address)
 
@@ -272,18 +274,6 @@ def sleep(us: int) -> None:
     torch.ops.simdev.sleep(us)
 
 
-def register_host(memory: torch.Tensor) -> None:
-    """Page-lock host memory in place. It must stay alive until ``unregister_host``. Raises
-    ``RuntimeError`` for memory that is pinned or registered already, as a driver does."""
-    torch.ops.simdev.register_host(memory)
-
-
-def unregister_host(memory: torch.Tensor) -> None:
-    """Undo ``register_host``. Raises ``RuntimeError`` for other memory, and if copies of it are
-    under way."""
-    torch.ops.simdev.unregister_host(memory.data_ptr())
-
-
 def allow_read_only(on: bool) -> None:
     """Whether the device registers memory that is mapped read-only, as some do. By default yes."""
     torch.ops.simdev.allow_read_only(on)
@@ -327,11 +317,6 @@ def kernel_view(tensor: torch.Tensor) -> torch.Tensor:
 def default_stream(device: torch.device | str | int | None = None) -> torch.Stream:
     """Return the stream that a device has by default."""
     return _Stream(stream_id=0, device_index=_device(device).index, device_type=_PRIVATE_USE_1)
-
-
-def priority(stream: torch.Stream) -> int:
-    """Return -1 for a stream that was made with an urgent priority, otherwise 0."""
-    return -1 if 1 <= stream.stream_id <= 32 else 0
 
 
 _PRIVATE_USE_1 = 20

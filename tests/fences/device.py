@@ -278,8 +278,7 @@ class WatchedConnection(InsideConnection):
         super().release(leases)
 
     def wait(self, seconds: float, also: Any) -> bool:
-        self._check()
-        return super().wait(seconds, also)
+        return not self.is_lost and super().wait(seconds, also)
 
     def _check(self) -> None:
         if self.is_lost:

@@ -126,7 +126,6 @@ def knobs_of(seed: int) -> Knobs:
         late=dice.random() < 0.75,
         copy_s=dice.choice((0.0, 0.0, 0.0, COPY_S)),
         writes_early=dice.random() < 0.25,
-        roomy=dice.random() < 0.5,
         load_threads=dice.choice((1, 2)),
         arena_pages=dice.choice((0, 2, 4, 5)),
         keeps=dice.random() < 0.3,

@@ -319,34 +319,6 @@ class Event:
         return the_stage().wait("event", lambda: self._is_set, timeout)
 
 
-class Semaphore:
-    """As ``threading.BoundedSemaphore``."""
-
-    def __init__(self, value: int = 1) -> None:
-        self._left = value
-
-    def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
-        stage = the_stage()
-        if not blocking:
-            stage.pause("semaphore")
-        elif not stage.wait("semaphore", lambda: self._left > 0, timeout):
-            return False
-        if not self._left:
-            return False
-        self._left -= 1
-        return True
-
-    def release(self) -> None:
-        self._left += 1
-        the_stage().pause("semaphore released")
-
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
 class Thread:
     """As ``threading.Thread``."""
 
@@ -419,8 +391,6 @@ _INSTEAD: dict[Any, Any] = {
     threading.RLock: Lock,
     threading.Condition: Condition,
     threading.Event: Event,
-    threading.Semaphore: Semaphore,
-    threading.BoundedSemaphore: Semaphore,
     threading.Thread: Thread,
     threading.get_ident: _get_ident,
     background.Alarm: Alarm,

@@ -15,6 +15,8 @@ from tests.device.ordering.setup import (
 
 _SLOW_S = 0.1
 """How long one side of an edge is delayed. Longer than the other side takes on a busy machine."""
+_CLOSING_S = 0.4
+"""Longer than all else takes that is closed with a saver, and shorter than a saver waits."""
 _FIRST = 8
 """First block of the saved chunks."""
 _CHUNKS = range(3)
@@ -158,7 +160,7 @@ def keeps_slabs_of_closed(rig: OrderRig) -> bool:
 
 def closed(rig: OrderRig) -> bool:
     """Slabs and blocks that have a new owner after the worker was closed during a save"""
-    _save_late(rig)
+    _save_late(rig, _CLOSING_S)
     return rig.close_safely() and _slabs_are_unused(rig)
 
 
@@ -176,11 +178,11 @@ def _plan(rig: OrderRig) -> StepPlan:
     return StepPlan(saves=(_save_plan(rig),))
 
 
-def _save_late(rig: OrderRig) -> None:
+def _save_late(rig: OrderRig, seconds: float = _SLOW_S) -> None:
     """Run a step that saves, with its copies queued behind a delay."""
     _write(rig, _THEN)
     rig.synchronize()
-    rig.delay_saves(_SLOW_S)
+    rig.delay_saves(seconds)
     rig.step(_plan(rig))
 
 
