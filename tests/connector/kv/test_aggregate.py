@@ -15,8 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from objkv.cache.admission import LoadTime
 from objkv.connector.kv.connector import ObjKVConnector
@@ -188,32 +187,6 @@ def test_nothing_is_over_while_one_rank_is_busy(tp: int, pp: int) -> None:
         told[late] = Step(received={"r"}, sent={"s"})
         found = aggregate(what, [one.output() for one in told])
         assert (found.finished_recving, found.finished_sending) == ({"r"}, {"s"})
-
-
-def test_an_output_with_nothing_to_tell_stays_as_it_is() -> None:
-    """vLLM shares one empty output between all steps."""
-    assert ModelRunnerOutput.with_kv_conn_output_only(Step().output()) is EMPTY_MODEL_RUNNER_OUTPUT
-
-
-@settings(deadline=None)
-@given(st.lists(st.dictionaries(st.sampled_from(COUNTED), st.integers(1, 99)), min_size=1))
-def test_each_listener_counts_each_report_once(reports: list[dict[str, int]]) -> None:
-    """vLLM hands one report to all of its loggers, of which each adds up for itself."""
-    before = copy.deepcopy(reports)
-    logs = [KVConnectorLogging(None) for _ in range(3)]
-    for log in logs:
-        log.connector_cls = ObjKVConnector
-    for report in reports:
-        for log in logs:
-            log.observe(report)
-    for log in logs:
-        found = log.transfer_stats_accumulator
-        assert found is not None
-        sums: Counter[str] = Counter()
-        for report in before:
-            sums.update(report)
-        assert dict(found.data) == dict(sums)
-    assert reports == before
 
 
 # Real workers, of every rank of a replica.

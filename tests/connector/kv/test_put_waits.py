@@ -92,16 +92,6 @@ def test_a_request_ends_its_wait_when_nothing_is_coming_any_more() -> None:
     side.close()
 
 
-def test_a_request_that_is_aborted_waits_no_more() -> None:
-    side, _ = opened(AskingIndex())
-    side.track(one := request(PROMPT))
-    wait_until(lambda: waits(side))
-    side.finish(one, [[]])
-    assert len(side._put_waits) == 0
-    assert side.match(one, 0) == (0, False)
-    side.close()
-
-
 def test_a_request_whose_tokens_are_computed_already_does_not_wait() -> None:
     side, _ = opened(AskingIndex())
     side.track(one := request(PROMPT))

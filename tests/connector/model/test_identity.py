@@ -18,7 +18,6 @@ from objkv.connector.model.identity import (
     read_weights,
     refuse_external_launcher,
     safe_load_mode,
-    warn_of_sudden_end,
 )
 from objkv.errors import ConfigError
 from tests.connector.encoder.engine import engine, make_model
@@ -243,15 +242,6 @@ def test_one_step_at_a_time_may_load_within_it(caplog: pytest.LogCaptureFixture)
     assert mode("layerwise", batches=1) == "layerwise"
     assert mode("async", batches=2) == "async"
     assert not caplog.text
-
-
-@pytest.mark.parametrize(("seconds", "told"), [(0, True), (15, False)])
-def test_says_what_to_set_where_saves_would_be_lost(
-    seconds: int, told: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("INFO"):
-        warn_of_sudden_end(cast("Any", SimpleNamespace(shutdown_timeout=seconds)))
-    assert ("--shutdown-timeout" in caplog.text) is told
 
 
 def engine_with(*, prefix_caching: bool, cache_gb: float | None) -> Any:

@@ -54,11 +54,6 @@ def test_what_vllm_evicts_comes_back(engines: Any) -> None:
     assert [engine.read(request, key) for key in first] == list(first.values())
 
 
-def test_what_nobody_computed_is_a_miss(engines: Any) -> None:
-    engine = engines()
-    assert engine.find(engine.begin(), [offload_key(1)]) == [MISS]
-
-
 def test_groups_are_told_apart(engines: Any) -> None:
     writer, reader = engines(), engines()
     writer.compute(writer.begin(), {offload_key(1, group=0): row(1), offload_key(1, 2): row(2)})
@@ -110,13 +105,6 @@ def test_events_are_told_where_they_are_asked_for(engines: Any) -> None:
     assert not [e for e in engine.manager.take_events() if e.medium.value == "STORAGE"]
 
 
-def test_events_are_not_told_where_vllm_has_them_off(engines: Any) -> None:
-    engine = engines({"enable_kv_events": True})
-    engine.compute(engine.begin(), {offload_key(1): row(1)})
-    engine.settle()
-    assert list(engine.tier.take_events()) == []
-
-
 def test_a_reset_leaves_the_namespace_and_distrusts_requests_under_way(engines: Any) -> None:
     engine, other = engines(), engines()
     before = engine.begin()
@@ -148,11 +136,3 @@ def test_before_vllm_chose_its_first_hash_nothing_is_shared(
     engine.compute(request, {offload_key(1): row(1)})
     engine.settle()
     assert engine.tier._recorder.drain()["tier_save_refused"] == 1
-
-
-def test_its_repr_is_a_status_line(engines: Any) -> None:
-    engine = engines()
-    assert repr(engine.tier) == (
-        "<ObjKVTier None, <TierStore <TierJobs load 0 jobs, 0 chunks waiting>, "
-        "<TierJobs save 0 jobs, 0 chunks waiting>, <TierLookups 0 keys of 0 requests>>>"
-    )
