@@ -1,4 +1,4 @@
-"""A method that a new vLLM adds to its connectors is noticed: objkv has it, or leaves it as it is."""
+"""A method that a new vLLM adds to its connectors is noticed: objkv has it, or leaves it."""
 
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1

@@ -19,11 +19,6 @@ from tests.connector.encoder.world import (
 ITEM = 2 * EMBEDS * WIDTH
 
 
-@pytest.fixture
-def place() -> Place:
-    return Place()
-
-
 def spoil(place: Place, change: Any) -> None:
     (key,) = place.payloads()
     value = place.store.get(key)

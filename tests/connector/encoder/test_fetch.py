@@ -11,11 +11,6 @@ from objkv.connector.encoder.items import EncoderOutput
 from tests.connector.encoder.world import Limits, Place, Replica, replica, request, saved
 
 
-@pytest.fixture
-def place() -> Place:
-    return Place()
-
-
 def room_for(place: Place, outputs: int) -> int:
     """Bytes."""
     return outputs * len(place.store.get(place.payloads()[0]) or b"")

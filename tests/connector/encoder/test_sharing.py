@@ -31,11 +31,6 @@ from tests.index.flaky_index import FlakyIndex
 
 
 @pytest.fixture
-def place() -> Place:
-    return Place()
-
-
-@pytest.fixture
 def second(place: Place) -> Iterator[Replica]:
     with replica(place) as made:
         yield made

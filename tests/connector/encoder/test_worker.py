@@ -26,11 +26,6 @@ from tests.connector.encoder.world import (
 NAME = b"n" * 20
 
 
-@pytest.fixture
-def place() -> Place:
-    return Place()
-
-
 def plan(**saves: ItemSave) -> EncoderPlan:
     return EncoderPlan(IDENTITY.namespace(), saves=saves)
 

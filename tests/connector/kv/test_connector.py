@@ -14,7 +14,7 @@ from objkv.config import Config
 from objkv.connector.hooks import release_worker
 from objkv.connector.kv import connector as kv
 from objkv.connector.kv.connector import ObjKVConnector
-from objkv.connector.kv.metadata import LostLoad, StepPlan, StepReport
+from objkv.connector.kv.metadata import StepPlan, StepReport
 from objkv.connector.kv.scheduler import SchedulerSide
 from objkv.connector.kv.worker import WorkerSide
 from objkv.errors import ConfigError
@@ -249,19 +249,4 @@ def test_blocks_that_failed_are_evicted_whatever_else_fails(
     output = KVConnectorOutput(kv_connector_worker_meta=report, invalid_block_ids={4})
     connector.update_connector_output(output)
     assert evicted == [{4}]
-    side.close()
-
-
-def test_a_plan_and_a_load_are_made_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    connector = scheduling(side := scheduler_side())
-    monkeypatch.setattr(side, "_plan_load", lambda *_: 1 / 0)
-    monkeypatch.setattr(side, "_complete", lambda *_: 1 / 0)
-    monkeypatch.setattr(side, "_finish", lambda *_: 1 / 0)
-    one = request(70)
-    blocks = SimpleNamespace(get_block_ids=lambda: ([3, 4],))
-    connector.update_state_after_alloc(one, blocks, 64)
-    plan = connector.build_connector_meta(step({}, ()))
-    assert plan.lost == (LostLoad("r", sync=False, blocks=frozenset({3, 4})),)
-    assert connector.request_finished(one, [3, 4]) == (False, None)
-    assert connector.request_finished_all_groups(one, ([3, 4],)) == (False, None)
     side.close()

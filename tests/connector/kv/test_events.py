@@ -185,19 +185,6 @@ def test_a_chunk_is_told_as_vllm_tells_the_same_blocks_on_the_device(
     assert mine[1].parent_block_hash == mine[0].block_hashes[-1]
 
 
-def test_of_a_window_only_the_blocks_that_are_kept_are_told() -> None:
-    world = World(SHAPES[4])
-    world.save(1)
-    world.stored(1, "0.L0-4_H0-4", "1.L0-2_H0-2")
-    events = {event.group_idx: event for event in world.listen()}
-    hashes = shown(world.request)
-    assert events[0].block_hashes == hashes[4:8]
-    assert events[1].block_hashes == [hashes[7]]
-    assert events[1].parent_block_hash == hashes[5]
-    assert events[1].block_size == 32
-    assert events[1].token_ids == list(world.request.all_token_ids[96:128])
-
-
 @pytest.mark.parametrize("geometry", SHAPES)
 @given(data=st.data())
 @settings(deadline=None, max_examples=30)

@@ -155,7 +155,7 @@ class Engine:
         return sorted(chunks)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(st.data(), st.booleans())
 def test_every_chunk_is_saved_in_the_step_that_completes_it(
     data: st.DataObject, save_decode: bool

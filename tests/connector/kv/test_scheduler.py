@@ -489,20 +489,6 @@ def test_a_load_that_cannot_be_planned_is_reported_as_lost(
     assert stored.finish(one, ([5, 6, 9],)) is False
 
 
-def test_a_lost_load_alone_keeps_the_blocks_of_a_request_that_saved_and_was_preempted(
-    stored: SchedulerSide, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Reported as saved too, its blocks would be freed twice, which stops vLLM.
-    one = loaded(stored)
-    tracked = stored._requests.get("r")
-    assert tracked is not None
-    tracked.saved = True
-    monkeypatch.setattr(stored, "_plan_load", lambda *_: 1 / 0)
-    stored.plan_load(one, [[5, 6, 9]], 64)
-    stored.plan_step(step({}, ()))
-    assert stored.finish(one, ([5, 6, 9],)) is False
-
-
 def test_only_blocks_that_nobody_computed_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are in vLLM's prefix cache, and other requests use them."""
     publish_prompt(index := MemoryIndex(), [7] * 70)
@@ -514,19 +500,6 @@ def test_only_blocks_that_nobody_computed_are_lost(monkeypatch: pytest.MonkeyPat
     side.plan_load(one, [[5, 6, 0]], 32)
     assert [load.blocks for load in side.plan_step(step({}, ())).lost] == [{6}]
     side.close()
-
-
-def test_blocks_of_a_request_with_no_load_are_not_lost_but_not_saved_either(
-    side: SchedulerSide, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whether they can be trusted is not known."""
-    side.track(one := request())
-    wait_until(lambda: side.match(one, 0)[0] is not None)
-    with monkeypatch.context() as broken:
-        broken.setattr(side._trust, "add", lambda _: 1 / 0)
-        side.plan_load(one, (), 0)
-    plan = side.plan_step(whole([3, 4]))
-    assert (plan.lost, plan.saves) == ((), ())
 
 
 @pytest.mark.parametrize(
@@ -561,21 +534,6 @@ def test_whatever_fails_a_plan_contains_the_loads_on_which_vllm_relies(
     assert stored.plan_step(step({}, ())).loads == ()
 
 
-def test_after_a_step_that_was_not_planned_nothing_in_progress_is_saved(
-    side: SchedulerSide, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was not recorded whose blocks a failing load may have spoiled."""
-    admit(side, request())
-    with monkeypatch.context() as fault:
-        fault.setattr(side._trust, "next_step", lambda _: 1 / 0)
-        assert side.plan_step(whole([3, 4])).saves == ()
-    assert side.plan_step(whole([3, 4])).saves == ()
-    for name in ("later", "much later"):
-        admit(side, request([8] * 64, name))
-        saves = side.plan_step(step({name: 64}, [5, 6])).saves
-        assert bool(saves) is (name == "much later")
-
-
 @pytest.mark.parametrize("broken", ["_timing.request_ended", "_requests.end", "_hits.ended"])
 def test_if_it_fails_the_blocks_of_an_ended_request_are_kept_for_its_saves(
     side: SchedulerSide, monkeypatch: pytest.MonkeyPatch, broken: str
@@ -586,21 +544,6 @@ def test_if_it_fails_the_blocks_of_an_ended_request_are_kept_for_its_saves(
     monkeypatch.setattr(getattr(side, owner), name, lambda *_: 1 / 0)
     assert side.finish(one, ([3, 4],)) is True
     assert side.plan_step(step({}, ())).held == {"r"}
-
-
-def test_if_it_fails_the_blocks_of_a_load_are_kept_by_the_load_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """vLLM stops if it is told twice that blocks are free."""
-    publish_prompt(index := MemoryIndex(), [7] * 70)
-    side = scheduler_side(index, roles={"copies_are_synchronous": False}, admission="always")
-    monkeypatch.setattr(side._timing, "request_ended", lambda _: 1 / 0)
-    for name, planned in (("planned", False), ("sent", True)):
-        side.plan_load(one := loaded(side, name), [[5, 6]], 64)
-        if planned:
-            side.plan_step(step({}, ()))
-        assert side.finish(one, ([5, 6],)) is False
-    side.close()
 
 
 def test_a_load_that_failed_is_not_tried_again_even_if_its_report_cannot_be_read(

@@ -139,14 +139,6 @@ def test_latents_and_indexer_are_two_groups_with_one_block_table() -> None:
     assert (read.windowed, read.several_tables, read.block_tokens) == (False, False, 64)
 
 
-def test_layers_without_an_indexer_of_their_own_are_read_as_well() -> None:
-    specs = sparse()
-    first = names(count=1)[0]
-    specs[first] = replace(cast("Any", specs[first]), is_index_group_leader=True)
-    read = both(specs)
-    assert [len(group.layers) for group in read.groups] == [1, LAYERS, LAYERS - 1]
-
-
 def compressed() -> dict[str, KVCacheSpec]:
     """DeepSeek V4: windows, compressed latents and indexers, and the states of compressors."""
     packed: dict[str, Any] = {"num_kv_heads": 1, "dtype": torch.uint8, "alignment": 576}

@@ -65,16 +65,6 @@ def test_groups_are_told_apart(engines: Any) -> None:
     assert reader.read(request, keys[2]) == row(2)
 
 
-def test_a_compressed_row_comes_back(engines: Any) -> None:
-    writer, reader = engines({"codec": "zstd"}), engines()
-    text = b"abcd" * 2048
-    writer.compute(writer.begin(), {offload_key(1): text})
-    writer.settle()
-    request = reader.begin()
-    assert reader.find(request, [offload_key(1)]) == [HIT]
-    assert reader.read(request, offload_key(1)) == text
-
-
 def test_what_is_stored_is_not_stored_again(engines: Any) -> None:
     first, second = engines(), engines()
     for engine in (first, second):
