@@ -48,16 +48,6 @@ def test_a_line_that_cannot_be_written_raises_nothing_into_the_engine(
     assert vllm_log.getvalue() == ""
 
 
-def test_a_trace_is_written_with_its_line(vllm_log: io.StringIO) -> None:
-    speak_as_vllm()
-    try:
-        raise ValueError("broken")
-    except ValueError:
-        logging.getLogger("objkv.transfer").exception("chunk not taken out request=%s", "r")
-    assert "objkv: chunk not taken out request=r" in vllm_log.getvalue()
-    assert "ValueError: broken" in vllm_log.getvalue()
-
-
 def test_what_the_application_decided_stays(vllm_log: io.StringIO) -> None:
     own = logging.NullHandler()
     logging.getLogger("objkv").handlers = [own]

@@ -7,12 +7,10 @@ import logging
 import pickle
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from weakref import WeakSet
 
 import cloudpickle
 import pytest
@@ -250,15 +248,6 @@ def test_connectors_that_are_gone_hear_nothing_and_each_class_is_wrapped_once(en
     assert inspect.signature(EngineCore.collective_rpc).parameters.keys() >= {"method", "timeout"}
 
 
-def test_adapters_are_read_before_they_are_loaded_and_forgotten_after_they_are_put_away(
-    engine: Any,
-) -> None:
-    side, request = hooked(), SimpleNamespace(lora_int_id=4)
-    assert engine.add_lora(request)
-    assert engine.remove_lora(4)
-    assert side.heard == [request, 4]
-
-
 def test_an_adapter_is_put_away_before_it_is_forgotten(engine: Any) -> None:
     """Until then vLLM computes with what was read of it."""
     side, order = hooked(), engine.model_executor.calls
@@ -443,32 +432,3 @@ def test_the_switch_leaves_vllm_as_it_is(
     follow_encoder_resets(cast("Any", Side()), patches=False)
     assert [dict(owner.__dict__) for owner in (EngineCore, Worker)] == before
     assert "reset_prefix_cache(reset_connector=True)" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("usage", "running", "is_said"), [(0.1, True, 1), (0.0, True, 0), (0.1, False, 0)]
-)
-def test_a_reset_that_a_load_prevents_is_explained(
-    engine: Any,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    usage: float,
-    running: bool,
-    is_said: int,
-) -> None:
-    """vLLM raises before it asks the connector."""
-    monkeypatch.setattr(module, "_engine_hooks", WeakSet())  # other tests' may not be collected yet
-    side = Side()
-    hooks = hooks_of(side, manager(usage=usage))
-
-    def reset(_running: bool, _connector: bool) -> bool:
-        if running and usage:
-            raise RuntimeError("remote KV transfer")
-        return not usage
-
-    engine.scheduler = SimpleNamespace(reset_prefix_cache=reset)
-    with suppress(RuntimeError):
-        engine.reset_prefix_cache(reset_running_requests=running, reset_connector=True)
-    assert caplog.text.count("vLLM cannot drop blocks") == is_said
-    assert side.resets == []
-    del hooks

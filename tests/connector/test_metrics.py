@@ -13,12 +13,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 import objkv
 from objkv.connector.counters import (
     BREAKER_GAUGES,
-    BUCKETS_S,
     COUNTERS,
-    ENCODER_METRICS,
     HISTOGRAMS,
     KV_METRICS,
-    MetricTable,
 )
 from objkv.connector.encoder.connector import ObjKVECPromMetrics
 from objkv.connector.metrics import (
@@ -27,7 +24,7 @@ from objkv.connector.metrics import (
     tier_metric_definitions,
     tier_stats,
 )
-from objkv.telemetry import MemoryRecorder, is_level
+from objkv.telemetry import MemoryRecorder
 
 LABELS = {"engine": "0"}
 
@@ -99,29 +96,6 @@ def test_the_report_that_is_added_to_is_not_changed_for_others() -> None:
     assert first.data["load_seconds"] == [0.1, 0.2]
 
 
-def test_the_log_line_tells_the_mean() -> None:
-    both = stats(0.1).aggregate(stats(0.3))
-    assert both.reduce() == {"load_seconds_mean": 0.2}
-
-
-def test_observations_without_end_are_not_kept_but_counted() -> None:
-    recorder = MemoryRecorder(sampled=["load_seconds"])
-    for _ in range(5_000):
-        recorder.observe("load_seconds", 1.0)
-    assert len(recorder.samples()["load_seconds"]) == 1_000
-    assert recorder.drain()["load_seconds_count"] == 5_000
-    assert recorder.samples() == {}
-
-
-def test_names_do_not_collide() -> None:
-    assert not COUNTERS.keys() & BREAKER_GAUGES.keys()
-    suffixes = ("", "_sum", "_count", "_bucket", "_created")
-    taken = {name + suffix for name in HISTOGRAMS for suffix in suffixes}
-    assert not taken & (COUNTERS.keys() | BREAKER_GAUGES.keys())
-    assert all(is_level(name) for name in BREAKER_GAUGES)
-    assert list(BUCKETS_S) == sorted(set(BUCKETS_S))
-
-
 NAME = "breaker_open_bulk_write"
 
 
@@ -151,21 +125,6 @@ def test_gauges_follow_the_state_and_counters_add_up(
     others = labels | {"store": "index"}
     assert registry.get_sample_value(f"{prefix}breaker_open", others) == 0
     assert NAME not in {metric.name for metric in REGISTRY.collect()}
-
-
-@pytest.mark.parametrize("table", [KV_METRICS, ENCODER_METRICS])
-def test_parts_of_families_are_metrics_and_name_their_successor(table: MetricTable) -> None:
-    for families, names in (
-        (table.counter_families, table.counters),
-        (table.gauge_families, table.gauges),
-    ):
-        assert not families.keys() & names.keys()
-        for name, family in families.items():
-            assert len(set(family.parts.values())) == len(family.parts)
-            for part, values in family.parts.items():
-                assert len(values) == len(family.labels)
-                assert table.help_of(part).startswith(f"Deprecated, see {name}. ")
-    assert table.help_of("saves") == table.counters["saves"]
 
 
 def test_of_several_ranks_one_that_is_open_counts() -> None:

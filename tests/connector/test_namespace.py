@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-from collections.abc import Callable
 
 import pytest
 
@@ -43,21 +42,6 @@ def test_a_document_that_was_not_taken_is_tried_again() -> None:
     run(jobs)
     namespace.announce()
     run(jobs)
-    assert store.get(identity_path(namespace.name)) is not None
-
-
-def test_a_document_that_was_refused_before_its_try_was_noted_is_tried_again() -> None:
-    store, jobs = FlakyStore(MemoryStore()), Jobs()
-
-    def at_once(job: Callable[[], None]) -> bool:
-        jobs.submit(job)
-        run(jobs)
-        return True
-
-    namespace = ReplicaNamespace(IDENTITY, store, at_once, writes=True)
-    store.fail_next(StoreUnavailable("gone"))
-    namespace.announce()
-    namespace.announce()
     assert store.get(identity_path(namespace.name)) is not None
 
 

@@ -13,10 +13,13 @@ import torch
 
 from objkv.codec.payload import LayerSpec
 from objkv.connector.handoff.batch import ModelExecutable, SkippedError, States
-from objkv.connector.handoff.blocks import WORDS
 from objkv.connector.handoff.keys import layer_name
 from objkv.keys.topology import Shard
 from objkv.transfer.paging import DTYPE_NAMES
+
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer types by element size. Elements are copied as integers, because some devices cannot copy
+fp8 by index, and copying floats may change the bits of a NaN."""
 
 
 @dataclass(frozen=True, slots=True)

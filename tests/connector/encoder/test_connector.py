@@ -11,11 +11,8 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 from vllm.v1.engine.core import EngineCore
 
-import objkv.connector
 from objkv.connector import ObjKVECConnector
 from objkv.connector.counters import COUNTERS, ENCODER_COUNTERS
-from objkv.connector.encoder import connector
-from objkv.connector.encoder.connector import ObjKVECStats
 from objkv.errors import ConfigError
 from tests.connector.encoder.engine import engine, make_model
 from tests.connector.encoder.world import request
@@ -110,16 +107,6 @@ def test_one_saves_another_loads(start: Any, saves: str, loads: str, *, found: b
     second = start(loads)
     assert second.see("x", torch.zeros(ROWS, WIDTH)) is not found
     assert torch.equal(second.cache["x"], OUTPUT) is found
-
-
-@pytest.mark.parametrize(("kind", "device"), [("cpu", "cpu"), ("cuda", "cuda:3"), ("xpu", "xpu:3")])
-def test_outputs_are_on_the_workers_own_device(
-    monkeypatch: pytest.MonkeyPatch, kind: str, device: str
-) -> None:
-    api = {kind: SimpleNamespace(current_device=lambda: 3)}
-    monkeypatch.setattr(connector, "current_platform", SimpleNamespace(device_type=kind))
-    monkeypatch.setattr(torch, "get_device_module", api.__getitem__)
-    assert str(connector._device()) == device
 
 
 def test_a_bug_costs_an_encode_not_the_engine(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,14 +206,6 @@ def test_numbers_of_both_sides_reach_vllm(start: Any) -> None:
     assert not any(name.endswith("_count") for name in shown)
 
 
-def test_statistics_add_up() -> None:
-    one = ObjKVECStats(data={"saves": 1.0, "x_max": 3.0})
-    both = one.aggregate(ObjKVECStats(data={"saves": 2.0, "hits": 1.0, "x_max": 2.0}))
-    assert both.data == {"saves": 3.0, "hits": 1.0, "x_max": 3.0}
-    both.reset()
-    assert both.is_empty()
-
-
 def test_the_counters_stand_beside_those_of_the_kv_connector() -> None:
     """Prometheus takes each name once."""
     names = {f"vllm:objkv_encoder_{name}" for name in ENCODER_COUNTERS}
@@ -248,9 +227,3 @@ def test_a_text_model_is_refused_at_start(tmp_path: Path) -> None:
     config.cache_config.enable_prefix_caching = True
     with pytest.raises(ConfigError, match="ec_transfer_config"):
         ObjKVECConnector(config, ECConnectorRole.SCHEDULER)
-
-
-def test_the_module_has_no_other_names() -> None:
-    assert objkv.connector.ObjKVECConnector is ObjKVECConnector
-    with pytest.raises(AttributeError, match="ObjKVOther"):
-        objkv.connector.ObjKVOther  # noqa: B018

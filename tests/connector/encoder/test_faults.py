@@ -19,11 +19,6 @@ from tests.connector.encoder.world import (
 ITEM = 2 * EMBEDS * WIDTH
 
 
-@pytest.fixture
-def place() -> Place:
-    return Place()
-
-
 def spoil(place: Place, change: Any) -> None:
     (key,) = place.payloads()
     value = place.store.get(key)
@@ -95,18 +90,6 @@ def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(place: Place) -
         assert second.fetcher.held_bytes == 0
 
 
-def test_a_request_that_is_aborted_does_not_take_it_from_another(place: Place) -> None:
-    saved(place, "x")
-    with replica(place) as second:
-        one, other = request("b", "x"), request("c", "x")
-        second.wait(one)
-        second.wait(other)
-        second.side.finish(one)
-        assert second.see(other) == []
-        second.side.finish(other)
-        assert second.fetcher.held_bytes == 0
-
-
 def test_a_promise_that_was_not_taken_up_holds_until_its_request_ends(place: Place) -> None:
     """vLLM had no blocks for the request in that step."""
     saved(place, "x")
@@ -133,14 +116,6 @@ def test_loads_of_a_step_without_tokens_come_with_the_next(place: Place) -> None
         assert not second.plan(1).loads
 
 
-def test_whatever_an_index_raises_nobody_waits_for_it(place: Place) -> None:
-    saved(place, "x")
-    with replica(place) as second:
-        place.index.error = RuntimeError("a bug")
-        assert second.see(request("b", "x")) == ["x"]
-        place.index.error = None
-
-
 def stuck(place: Place, second: Replica, *names: str) -> Event:
     """Have each thread of ``second`` wait for the store, one request after the other."""
     gate = Event()
@@ -164,18 +139,6 @@ def test_a_full_queue_is_a_miss(place: Place) -> None:
         place.store.mend()
 
 
-def test_where_no_thread_came_back_in_time_nobody_waits_for_the_next(place: Place) -> None:
-    saved(place, "x", "y", "z")
-    with replica(place, limits=Limits(deadline_s=5.0, threads=1)) as second:
-        gate = stuck(place, second, "x")
-        assert not second.side.is_ready(request("b", "y"), 0)
-        second.clock.advance(5.1)
-        assert second.side.is_ready(request("c", "z"), 0)
-        assert second.count("load_refused") == 1
-        gate.set()
-        place.store.mend()
-
-
 def test_no_more_is_held_than_there_is_memory_for(place: Place) -> None:
     saved(place, "x", "y", "z")
     room = len(place.store.get(place.payloads()[0]) or b"") * 2
@@ -188,27 +151,3 @@ def test_no_more_is_held_than_there_is_memory_for(place: Place) -> None:
         assert len(second.see(seen)) == 1
         assert second.fetcher.held_bytes == 0
         assert second.see(request("c", "new")) == ["new"]
-
-
-def test_an_adapter_that_is_not_read_in_time_is_waited_for_no_longer(place: Place) -> None:
-    from tests.connector.encoder.world import formed
-
-    lora: Any = type("Lora", (), {"lora_path": "nowhere", "lora_int_id": 1, "load_inplace": False})
-    with replica(place, form=formed(tower_lora=True), limits=Limits(deadline_s=5.0)) as second:
-        second.side.adapters._submit = lambda job: False
-        seen = request("b", "ada:x", lora_request=lora)
-        assert not second.side.is_ready(seen, 0)
-        second.clock.advance(5.1)
-        assert second.side.is_ready(seen, 0)
-        assert not second.side.has_item("ada:x")
-        second.step(seen)
-    assert place.payloads() == []
-
-
-def test_what_is_asked_after_the_end_is_a_miss(place: Place) -> None:
-    saved(place, "x")
-    second = Replica(place)
-    second.close()
-    assert second.side.is_ready(request("b", "x"), 0)
-    assert not second.side.has_item("x")
-    second.close()

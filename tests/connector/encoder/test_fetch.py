@@ -11,11 +11,6 @@ from objkv.connector.encoder.items import EncoderOutput
 from tests.connector.encoder.world import Limits, Place, Replica, replica, request, saved
 
 
-@pytest.fixture
-def place() -> Place:
-    return Place()
-
-
 def room_for(place: Place, outputs: int) -> int:
     """Bytes."""
     return outputs * len(place.store.get(place.payloads()[0]) or b"")
@@ -95,12 +90,6 @@ def test_the_wait_for_memory_ends_at_the_deadline(place: Place, limits: Limits) 
         assert parked(second) == 0
 
 
-def test_memory_of_a_request_that_ends_goes_to_who_waits(place: Place, limits: Limits) -> None:
-    with replica(place, limits=limits) as second:
-        second.side.finish(full(place, second))  # type: ignore[arg-type]
-        assert second.see(request("b", "y")) == []
-
-
 def test_who_is_aborted_while_it_waits_for_memory_leaves_nothing(
     place: Place, limits: Limits
 ) -> None:
@@ -111,14 +100,6 @@ def test_who_is_aborted_while_it_waits_for_memory_leaves_nothing(
         assert second.see(holder) == []
         assert second.count("loads") == 1
         assert second.fetcher.held_bytes == 0
-
-
-def test_who_waits_for_memory_counts_as_queued(place: Place, limits: Limits) -> None:
-    more = Limits(held_bytes_max=limits.held_bytes_max, queue_max=1)
-    with replica(place, limits=more) as second:
-        full(place, second)
-        assert second.side.is_ready(request("c", "z"), 0)
-        assert second.count("load_refused") == 1
 
 
 def test_what_never_fits_is_not_waited_for(place: Place) -> None:

@@ -31,11 +31,6 @@ from tests.index.flaky_index import FlakyIndex
 
 
 @pytest.fixture
-def place() -> Place:
-    return Place()
-
-
-@pytest.fixture
 def second(place: Place) -> Iterator[Replica]:
     with replica(place) as made:
         yield made
@@ -51,12 +46,6 @@ def test_the_second_replica_is_given_what_the_first_encoded(place: Place, codec:
             assert second.cache[name].dtype == torch.bfloat16
             assert torch.equal(second.cache[name], output_of(name))
         assert (second.count("hits"), second.count("loads"), second.count("saves")) == (2, 2, 0)
-
-
-def test_a_known_image_beside_a_new_one(place: Place, second: Replica) -> None:
-    saved(place, "x")
-    assert second.see(request("b", "x", "new")) == ["new"]
-    assert len(place.payloads()) == 2
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])
@@ -77,12 +66,6 @@ def test_a_folder_that_is_its_own_index(codec: str) -> None:
         assert third.see(request("d", "x")) == []
 
 
-def test_an_image_that_a_prompt_has_twice_is_brought_in_once(place: Place, second: Replica) -> None:
-    saved(place, "x")
-    assert second.see(request("b", "x", "x")) == []
-    assert second.count("loads") == 1
-
-
 def test_what_vllm_holds_itself_is_not_asked_for(place: Place, second: Replica) -> None:
     saved(place, "x")
     second.see(request("b", "x"))
@@ -91,20 +74,6 @@ def test_what_vllm_holds_itself_is_not_asked_for(place: Place, second: Replica) 
     second.step()
     assert len(place.store.calls) == calls
     second.plan(1, freed=("x",))
-    second.cache.clear()
-    assert second.see(request("d", "x")) == []
-
-
-def test_what_is_known_of_vllms_own_outputs_is_bounded(
-    place: Place, second: Replica, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Names that it does not say it freed are forgotten, the oldest first."""
-    monkeypatch.setattr("objkv.connector.encoder.scheduler._LOCAL_MAX", 2)
-    for name, *images in (("b", "x", "y"), ("c", "z")):
-        seen = request(name, *images)
-        second.see(seen)
-        second.side.finish(seen)
-    assert list(second.side._local) == ["y", "z"]
     second.cache.clear()
     assert second.see(request("d", "x")) == []
 
@@ -165,24 +134,6 @@ def test_without_a_question_about_a_request_nothing_is_promised(
     second.wait(request("b", "x"))
     second.plan(1)
     assert not second.side.has_item("x")
-
-
-def test_two_requests_for_one_image_bring_it_in_once(place: Place, second: Replica) -> None:
-    saved(place, "x")
-    one, two = request("b", "x"), request("c", "x")
-    second.wait(one)
-    second.wait(two)
-    second.see(one)
-    second.see(two)
-    assert (second.encoded, second.count("loads")) == ([], 1)
-
-
-def test_the_older_question_for_all_items_at_once(place: Place, second: Replica) -> None:
-    saved(place, "x")
-    seen = request("b", "x", "new")
-    assert second.side.has_items(seen) == [False, False]
-    second.wait(seen)
-    assert second.side.has_items(seen) == [True, False]
 
 
 @pytest.mark.parametrize("unshared", [{"resumable": True}, {}])

@@ -7,10 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from objkv.connector.encoder.copies import HostCopies
 from objkv.connector.encoder.items import EncoderPlan, EncoderReport, ItemSave
-from objkv.connector.encoder.worker import EncoderWorkerSide
-from objkv.telemetry import MemoryRecorder
 from objkv.transfer.paging import DTYPE_NAMES
 from tests.connector.encoder.world import (
     EMBEDS,
@@ -29,11 +26,6 @@ from tests.connector.encoder.world import (
 NAME = b"n" * 20
 
 
-@pytest.fixture
-def place() -> Place:
-    return Place()
-
-
 def plan(**saves: ItemSave) -> EncoderPlan:
     return EncoderPlan(IDENTITY.namespace(), saves=saves)
 
@@ -47,15 +39,6 @@ def loading(second: Replica, *names: str) -> EncoderPlan:
     return second.plan(1)
 
 
-def test_what_is_there_already_is_left_as_it_is(place: Place) -> None:
-    saved(place, "x")
-    with replica(place) as second:
-        mine = torch.zeros(EMBEDS, WIDTH)
-        cache = {"x": mine}
-        second.worker.load(loading(second, "x"), cache)
-        assert cache["x"] is mine
-
-
 def test_two_ranks_are_given_the_same_and_neither_shares_memory(place: Place) -> None:
     saved(place, "x")
     with replica(place) as second:
@@ -66,15 +49,6 @@ def test_two_ranks_are_given_the_same_and_neither_shares_memory(place: Place) ->
         one, other = (cache["x"] for cache in caches)
         one.zero_()
         assert torch.equal(other, output_of("x"))
-
-
-def test_a_rank_that_does_not_save_saves_nothing(place: Place) -> None:
-    recorder = MemoryRecorder()
-    worker = EncoderWorkerSide(HostCopies(), "BF16", None, recorder, drain_s=1.0)
-    worker.save(plan(x=ItemSave(NAME, EMBEDS)), {"x": output_of("x")}, "x")
-    worker.close()
-    assert worker.take_report() is None
-    assert place.payloads() == []
 
 
 @pytest.mark.parametrize(
@@ -165,35 +139,6 @@ def test_the_same_output_is_saved_once(place: Place) -> None:
             first.worker.save(plan(x=ItemSave(NAME, EMBEDS)), {"x": output_of("x")}, "x")
             assert first.saver.drain(10)
         assert (first.count("saves"), first.count("save_repeats")) == (1, 2)
-
-
-class NoRoom:
-    """A place above its quota."""
-
-    def has_room(self) -> bool:
-        return False
-
-    def add(self, nbytes: int) -> None:
-        raise AssertionError("nothing is saved")
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-
-def test_above_the_quota_an_output_is_not_saved(place: Place) -> None:
-    with replica(place) as first:
-        first.saver._cache._room = NoRoom()
-        first.worker.save(plan(x=ItemSave(NAME, EMBEDS)), {"x": output_of("x")}, "x")
-        assert first.saver.drain(10)
-        assert (first.count("saves"), first.count("save_over_quota")) == (0, 1)
-
-
-def test_two_replicas_save_the_same_output(place: Place) -> None:
-    with replica(place) as first, replica(place) as other:
-        for one in (first, other):
-            one.worker.save(plan(x=ItemSave(NAME, EMBEDS)), {"x": output_of("x")}, "x")
-            assert one.saver.drain(10)
-        assert (first.count("saves"), other.count("save_existed")) == (1, 1)
 
 
 def test_at_its_end_a_worker_waits_for_its_saves(place: Place) -> None:

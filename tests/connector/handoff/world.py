@@ -54,8 +54,8 @@ class Engine:
             config.cache_config.cache_dtype = "fp8"
         self.model = Model(shape)
         self.caches = [
-            _random(cache.shape, self.cache_dtype or shape.dtype, seed)
-            for seed, cache in enumerate(self.model.caches(blocks=self.blocks))
+            _random(self.model.cache_shape(self.blocks), self.cache_dtype or shape.dtype, seed)
+            for seed in range(shape.end_layer - shape.start_layer)
         ]
         self.recorder = MemoryRecorder()
         self.connector = HandoffConnector(

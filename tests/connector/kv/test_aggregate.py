@@ -3,7 +3,6 @@
 import copy
 import pickle
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
 from random import Random
@@ -11,31 +10,18 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from objkv.cache.admission import LoadTime
 from objkv.connector.kv.connector import ObjKVConnector
-from objkv.connector.kv.metadata import StepPlan, StepReport
-from objkv.connector.kv.worker import Rank, WorkerSide
+from objkv.connector.kv.metadata import StepReport
 from objkv.connector.metrics import ObjKVStats
-from objkv.connector.model.groups import Geometry
-from objkv.index.memory import MemoryIndex
-from objkv.keys.identity import GroupIdentity
-from objkv.keys.prefix import root_hash, token_digest
-from objkv.stores.memory import MemoryStore
-from objkv.telemetry import MemoryRecorder
-from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
-from tests.support.paged_cache import BLOCKS, CHUNK, HASHES, NAMESPACE, TOKENS
-from tests.support.sides import worker_side
+from tests.support.paged_cache import HASHES, NAMESPACE
 
 TP_SIZES, PP_SIZES = range(1, 9), range(1, 5)
-LAYERS = tuple(f"l{i}" for i in range(4))
-STEPS_MAX = 200_000
 COUNTED = ("loads", "load_bytes", "save_errors", "load_seconds_sum")
 
 
@@ -188,193 +174,3 @@ def test_nothing_is_over_while_one_rank_is_busy(tp: int, pp: int) -> None:
         told[late] = Step(received={"r"}, sent={"s"})
         found = aggregate(what, [one.output() for one in told])
         assert (found.finished_recving, found.finished_sending) == ({"r"}, {"s"})
-
-
-def test_an_output_with_nothing_to_tell_stays_as_it_is() -> None:
-    """vLLM shares one empty output between all steps."""
-    assert ModelRunnerOutput.with_kv_conn_output_only(Step().output()) is EMPTY_MODEL_RUNNER_OUTPUT
-
-
-@settings(deadline=None)
-@given(st.lists(st.dictionaries(st.sampled_from(COUNTED), st.integers(1, 99)), min_size=1))
-def test_each_listener_counts_each_report_once(reports: list[dict[str, int]]) -> None:
-    """vLLM hands one report to all of its loggers, of which each adds up for itself."""
-    before = copy.deepcopy(reports)
-    logs = [KVConnectorLogging(None) for _ in range(3)]
-    for log in logs:
-        log.connector_cls = ObjKVConnector
-    for report in reports:
-        for log in logs:
-            log.observe(report)
-    for log in logs:
-        found = log.transfer_stats_accumulator
-        assert found is not None
-        sums: Counter[str] = Counter()
-        for report in before:
-            sums.update(report)
-        assert dict(found.data) == dict(sums)
-    assert reports == before
-
-
-# Real workers, of every rank of a replica.
-
-
-class Replica:
-    """All workers of one replica, each with its own part of the caches."""
-
-    def __init__(self, geometry: Geometry, store: MemoryStore, index: MemoryIndex, seed: int):
-        self.workers: list[WorkerSide] = []
-        self.recorders: list[MemoryRecorder] = []
-        self.aggregator = aggregator(geometry.ranks)
-        for pp_rank, tp_rank in product(range(geometry.pp_size), range(geometry.tp_size)):
-            shape = geometry.shape(0, tp_rank, pp_rank)
-            assert shape is not None
-            share = shape.rank_shard.shard
-            # Of a head that several ranks hold each has the same.
-            place = 10 * share.layer_start + share.head_start
-            generator = torch.Generator().manual_seed(seed * 100 + place)
-            sizes = (32, share.head_end - share.head_start, 32, 8)
-            recorder = MemoryRecorder()
-            caches = {name: torch.randn(sizes, generator=generator) for name in shape.layers}
-            rank = Rank(tp_rank, f"w{seed}-{pp_rank}-{tp_rank}", 1, pp_rank=pp_rank)
-            self.workers.append(
-                worker_side(
-                    store, index, geometry=geometry, rank=rank, caches=caches, recorder=recorder
-                )
-            )
-            self.recorders.append(recorder)
-
-    def step(self, plan: StepPlan, finished: frozenset[str] = frozenset()) -> KVConnectorOutput:
-        """One step of every worker, in the order of vLLM's calls, and what comes of it."""
-        told = []
-        for worker, recorder in zip(self.workers, self.recorders, strict=True):
-            worker.start_loads(plan)
-            worker.end_forward(plan)
-            done = worker.results(plan, set(finished))
-            data = recorder.drain()
-            told.append(
-                KVConnectorOutput(
-                    finished_sending=done.sent,
-                    finished_recving=done.received,
-                    failed_recving=done.failed,
-                    invalid_block_ids=worker.take_failed_blocks(),
-                    kv_connector_stats=ObjKVStats(data=cast("Any", data)) if data else None,
-                    kv_connector_worker_meta=worker.take_report(),
-                )
-            )
-        return aggregate(self.aggregator, told)
-
-    def close(self) -> None:
-        for worker in self.workers:
-            worker.close()
-
-
-@dataclass
-class Told:
-    """What a scheduler heard over many steps."""
-
-    received: Counter[str] = field(default_factory=Counter)
-    sent: Counter[str] = field(default_factory=Counter)
-    blocks: set[int] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)
-    report: StepReport = field(default_factory=StepReport)
-    stats: ObjKVStats = field(default_factory=ObjKVStats)
-
-    def hear(self, output: KVConnectorOutput) -> None:
-        self.received.update(output.finished_recving or ())
-        self.sent.update(output.finished_sending or ())
-        self.blocks |= output.invalid_block_ids
-        self.failed |= output.failed_recving
-        if isinstance(report := output.kv_connector_worker_meta, StepReport):
-            self.report = self.report.aggregate(report)
-        if isinstance(stats := output.kv_connector_stats, ObjKVStats):
-            self.stats = self.stats.aggregate(stats)
-
-
-SHAPES = [(tp, pp, 8) for tp in (1, 2, 4, 8) for pp in (1, 2, 4)] + [(4, 1, 1), (4, 2, 2)]
-
-
-@pytest.fixture(params=SHAPES, ids=lambda shape: "tp{}-pp{}-heads{}".format(*shape))
-def saved(
-    request: pytest.FixtureRequest,
-) -> Iterator[tuple[Geometry, MemoryStore, MemoryIndex, Replica]]:
-    """A replica that has saved a chunk, and another that has not."""
-    tp, pp, heads = request.param
-    group = GroupIdentity("full", None, LAYERS, heads=heads, content=8, block_size=32)
-    geometry = Geometry((group,), CHUNK, 32, tp, ((4 // pp,) * pp,) if pp > 1 else ())
-    store, index = MemoryStore(), MemoryIndex()
-    writer = Replica(geometry, store, index, seed=1)
-    reader = Replica(geometry, store, index, seed=2)
-    save = SaveMove(_move(1), token_digest(tuple(TOKENS[:CHUNK])), None)
-    heard = Told()
-    plan = StepPlan(saves=(SavePlan("s", NAMESPACE, (save,)),))
-    heard.hear(writer.step(plan))
-    held = StepPlan(held=frozenset({"s"}))
-    for _ in range(STEPS_MAX):
-        heard.hear(writer.step(held, frozenset({"s"})))
-        (record,) = index.lookup(NAMESPACE, [HASHES[0]])
-        if heard.sent["s"] and record and record.shards.keys() == geometry.all_fields():
-            break
-    assert heard.sent == {"s": 1}  # although it was held in later steps too
-    writer.close()
-    yield geometry, store, index, reader
-    reader.close()
-
-
-def _move(first_block: int) -> ChunkMove:
-    blocks = tuple(range(first_block, first_block + BLOCKS))
-    return ChunkMove(
-        0, 0, HASHES[0], root_hash(NAMESPACE), 0, CHUNK, first_block=0, block_ids=blocks
-    )
-
-
-def _load(index: MemoryIndex, name: str) -> LoadPlan:
-    (record,) = index.lookup(NAMESPACE, [HASHES[0]])
-    assert record is not None
-    return LoadPlan(name, NAMESPACE, (LoadMove(_move(9), tuple(record.shards.items())),), False)
-
-
-def _play(replica: Replica, load: LoadPlan) -> Told:
-    heard = Told()
-    heard.hear(replica.step(StepPlan(loads=(load,), idle=True)))
-    for _ in range(STEPS_MAX):
-        if heard.received:
-            break
-        heard.hear(replica.step(StepPlan(idle=True)))
-    for _ in range(2):
-        heard.hear(replica.step(StepPlan()))
-    return heard
-
-
-def test_a_load_is_over_once_when_all_ranks_have_it(
-    saved: tuple[Geometry, MemoryStore, MemoryIndex, Replica],
-) -> None:
-    geometry, _, index, reader = saved
-    heard = _play(reader, _load(index, "q"))
-    assert heard.received == {"q": 1}
-    assert (heard.blocks, heard.failed, heard.report.failed) == (set(), set(), set())
-    assert heard.report.loaded.keys() == {"q"}
-    assert heard.stats.data["loads"] == geometry.ranks
-    assert heard.stats.data["load_seconds_count"] == geometry.ranks
-
-
-def test_a_load_that_failed_on_one_rank_failed(
-    saved: tuple[Geometry, MemoryStore, MemoryIndex, Replica],
-) -> None:
-    geometry, store, index, reader = saved
-    load = _load(index, "q")
-    shard = geometry.rank_shard(0, geometry.tp_size - 1, geometry.pp_size - 1)
-    assert shard is not None
-    digest = HASHES[0].hex()
-    path = f"{NAMESPACE}/{digest[:2]}/{digest}/0.{shard.shard}.safetensors"
-    spoilt = bytearray(store.get(path) or b"")
-    spoilt[-1] ^= 1
-    store.put(path, spoilt)
-    heard = _play(reader, load)
-    assert heard.received == {"q": 1}
-    assert heard.blocks == set(range(9, 9 + BLOCKS))
-    assert heard.report.failed == {"q"}
-    assert heard.report.rejected == {(NAMESPACE, HASHES[0])}
-    assert heard.stats.data["loads"] == geometry.ranks
-    assert heard.stats.data["load_failures"] == shard.replicas
-    assert heard.stats.data["load_corrupt"] == shard.replicas

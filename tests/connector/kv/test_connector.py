@@ -14,7 +14,7 @@ from objkv.config import Config
 from objkv.connector.hooks import release_worker
 from objkv.connector.kv import connector as kv
 from objkv.connector.kv.connector import ObjKVConnector
-from objkv.connector.kv.metadata import LostLoad, StepPlan, StepReport
+from objkv.connector.kv.metadata import StepPlan, StepReport
 from objkv.connector.kv.scheduler import SchedulerSide
 from objkv.connector.kv.worker import WorkerSide
 from objkv.errors import ConfigError
@@ -99,17 +99,6 @@ def test_awake_again_it_loads_as_before(world: World) -> None:
     assert len(world.opened) == 2
 
 
-def test_both_calls_may_come_twice_or_alone(world: World) -> None:
-    for _ in range(2):
-        world.connector.restore_kv_caches()
-    assert len(world.opened) == 1
-    for _ in range(2):
-        world.connector.unregister_kv_caches()
-    for _ in range(2):
-        world.connector.restore_kv_caches()
-    assert len(world.opened) == 2
-
-
 def test_no_thread_of_the_sleeper_is_left(world: World) -> None:
     [side] = world.opened
     world.connector.unregister_kv_caches()
@@ -125,10 +114,6 @@ def test_if_it_cannot_take_the_cache_again_it_goes_on_without_objkv(
     monkeypatch.setattr(kv, "open_worker_side", lambda *_: 1 / 0)
     world.connector.restore_kv_caches()
     assert world.load()[1] == set(range(9, 9 + BLOCKS))
-
-
-def test_sleep_mode_is_supported_in_every_role() -> None:
-    assert ObjKVConnector.supports_sleep_mode(None)  # type: ignore[arg-type]
 
 
 def test_an_engine_without_groups_matches_and_saves_nothing(
@@ -251,14 +236,6 @@ def scheduling(side: SchedulerSide) -> Any:
     return connector
 
 
-def test_vllm_waits_for_held_blocks_instead_of_preempting() -> None:
-    connector = scheduling(side := scheduler_side())
-    assert connector.has_pending_block_frees() is False
-    side._held.add("r")
-    assert connector.has_pending_block_frees() is True
-    side.close()
-
-
 def test_blocks_that_failed_are_evicted_whatever_else_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -272,34 +249,4 @@ def test_blocks_that_failed_are_evicted_whatever_else_fails(
     output = KVConnectorOutput(kv_connector_worker_meta=report, invalid_block_ids={4})
     connector.update_connector_output(output)
     assert evicted == [{4}]
-    side.close()
-
-
-def test_a_report_is_sent_without_new_records_if_these_cannot_be_taken(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    [worker] = world.opened
-    worker._report.failed.add("r")
-    monkeypatch.setattr(kv, "with_stored", lambda *_: 1 / 0)
-    world.connector._published = None
-    assert world.connector.build_connector_worker_meta() == StepReport(failed={"r"})
-
-
-def test_numbers_that_cannot_be_taken_are_left_out(world: World) -> None:
-    world.connector._recorder = None
-    assert world.connector.get_kv_connector_stats() is None
-
-
-def test_a_plan_and_a_load_are_made_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    connector = scheduling(side := scheduler_side())
-    monkeypatch.setattr(side, "_plan_load", lambda *_: 1 / 0)
-    monkeypatch.setattr(side, "_complete", lambda *_: 1 / 0)
-    monkeypatch.setattr(side, "_finish", lambda *_: 1 / 0)
-    one = request(70)
-    blocks = SimpleNamespace(get_block_ids=lambda: ([3, 4],))
-    connector.update_state_after_alloc(one, blocks, 64)
-    plan = connector.build_connector_meta(step({}, ()))
-    assert plan.lost == (LostLoad("r", sync=False, blocks=frozenset({3, 4})),)
-    assert connector.request_finished(one, [3, 4]) == (False, None)
-    assert connector.request_finished_all_groups(one, ([3, 4],)) == (False, None)
     side.close()

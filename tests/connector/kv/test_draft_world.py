@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objkv.cache.match import ends_within, keeps_all, needed_from, stored_blocks, usable_chunks
+from objkv.cache.match import ends_within, keeps_all, needed_from, stored_blocks
 from objkv.connector.kv.coverage import Coverage
 from objkv.connector.kv.drafts import draft_blanks
 from objkv.connector.kv.planning import Computed, load_moves, save_moves
@@ -226,31 +226,6 @@ def test_a_match_is_as_long_as_without_a_draft_less_one_block(
     assert follows == without
 
 
-def test_a_draft_of_its_own_loads_to_the_end() -> None:
-    tokens = list(range(3 * CHUNK))
-    store, shape = Store(), geometry(None, draft=True, lags=False)
-    store.save(shape, tokens)
-    assert load(store, shape, tokens, 0) == (3 * CHUNK, 3 * CHUNK)
-
-
-@pytest.mark.parametrize("shared", range(CHUNK, 3 * CHUNK + 1))
-def test_payloads_of_a_prompt_that_goes_on_differently_fit(shared: int) -> None:
-    one = [0] * 5 * CHUNK
-    other = [0] * shared + [1] * (5 * CHUNK - shared)
-    store, shape = Store(), geometry(None, draft=True)
-    store.save(shape, one)
-    store.save(shape, other)
-    assert load(store, shape, other, 0) == (5 * CHUNK - BLOCK,) * 2
-
-
-@pytest.mark.parametrize("local", range(0, 4 * CHUNK, BLOCK))
-def test_what_vllm_has_does_not_matter_to_the_rest(local: int) -> None:
-    tokens = list(range(4 * CHUNK))
-    store, shape = Store(), geometry(None, draft=True)
-    store.save(shape, tokens)
-    assert load(store, shape, tokens, local) == (max(local, 4 * CHUNK - BLOCK),) * 2
-
-
 def test_a_draft_that_is_missing_from_some_chunk_on_is_blank_from_there() -> None:
     tokens = list(range(4 * CHUNK))
     store, shape = Store(), geometry(None, draft=True)
@@ -274,7 +249,3 @@ def test_payloads_hold_every_end_that_is_said_to_be_within(
     }
     needed = range(needed_from(identity, end), end)
     assert ends_within(identity, CHUNK, end) == (keeps_all(identity) or held.issuperset(needed))
-
-
-def test_a_match_without_records_is_empty() -> None:
-    assert usable_chunks([None], [group(None, "full")], CHUNK, lag=BLOCK) == 0

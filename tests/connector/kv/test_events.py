@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.config import KVEventsConfig
-from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved, BlockStored, KVEventBatch
+from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
@@ -185,19 +185,6 @@ def test_a_chunk_is_told_as_vllm_tells_the_same_blocks_on_the_device(
     assert mine[1].parent_block_hash == mine[0].block_hashes[-1]
 
 
-def test_of_a_window_only_the_blocks_that_are_kept_are_told() -> None:
-    world = World(SHAPES[4])
-    world.save(1)
-    world.stored(1, "0.L0-4_H0-4", "1.L0-2_H0-2")
-    events = {event.group_idx: event for event in world.listen()}
-    hashes = shown(world.request)
-    assert events[0].block_hashes == hashes[4:8]
-    assert events[1].block_hashes == [hashes[7]]
-    assert events[1].parent_block_hash == hashes[5]
-    assert events[1].block_size == 32
-    assert events[1].token_ids == list(world.request.all_token_ids[96:128])
-
-
 @pytest.mark.parametrize("geometry", SHAPES)
 @given(data=st.data())
 @settings(deadline=None, max_examples=30)
@@ -280,13 +267,6 @@ def test_what_was_loaded_is_told_once_it_is_there() -> None:
     assert not world.listen()
 
 
-def test_what_was_loaded_within_the_step_is_told_in_it() -> None:
-    world = World(ONE)
-    world.load(0, sync=True)
-    world.report(loaded={"r": LoadTime(1, 1.0, 0.5)})
-    assert world.listen()
-
-
 @pytest.mark.parametrize("sync", [False, True])
 def test_a_load_that_failed_on_any_rank_is_not_told(*, sync: bool) -> None:
     world = World(ONE)
@@ -294,41 +274,6 @@ def test_a_load_that_failed_on_any_rank_is_not_told(*, sync: bool) -> None:
     world.report(failed={"r"}, loaded={"r": LoadTime(1, 1.0, 0.5)})
     world.report({"r"})
     assert not world.listen()
-
-
-def test_a_reject_takes_back_what_was_told_and_nothing_else() -> None:
-    world = World(SHAPES[4])
-    world.save(0, 1)
-    for chunk in (0, 1):
-        world.stored(chunk, "0.L0-4_H0-4", "1.L0-2_H0-2")
-    world.listen()
-    world.report(rejected={(NAMESPACE, prefix_hash(0)), (NAMESPACE, prefix_hash(3))})
-    removed = world.listen()
-    assert all(isinstance(event, BlockRemoved) for event in removed)
-    assert world.believed == world.blocks(1, 0) | world.blocks(1, 1)
-
-
-def test_what_is_stored_anew_after_a_reject_is_told_anew() -> None:
-    world = World(Geometry((FULL,), CHUNK, 16, tp_size=2))
-    world.save(0)
-    world.stored(0, "0.L0-4_H0-2")
-    world.report(rejected={(NAMESPACE, prefix_hash(0))})
-    world.stored(0, "0.L0-4_H2-4")
-    assert not world.listen()
-    world.stored(0, "0.L0-4_H0-2")
-    assert world.listen()
-
-
-def test_a_reset_takes_everything_back_and_ignores_what_comes_late() -> None:
-    world = World(ONE)
-    world.save(0, 1)
-    world.stored(0, "0.L0-4_H0-4")
-    world.listen()
-    world.log.reset()
-    world.stored(1, "0.L0-4_H0-4")
-    (event,) = world.listen()
-    assert isinstance(event, BlockRemoved)
-    assert not world.believed
 
 
 def test_what_nobody_here_used_for_as_long_as_a_record_lives_is_taken_back() -> None:
@@ -360,27 +305,6 @@ def test_hashes_of_other_blocks_than_expected_are_not_told() -> None:
     world.save(0)
     world.stored(0, "0.L0-4_H0-4")
     assert not world.listen()
-
-
-def test_a_bug_in_the_log_costs_events_and_nothing_else() -> None:
-    world = World(ONE)
-    cast(Any, world.request).block_hashes = None
-    world.save(0)
-    assert not world.listen()
-
-
-def test_events_cross_to_routers_as_vllms_own() -> None:
-    import msgspec
-
-    world = World(ONE)
-    world.save(0)
-    world.stored(0, "0.L0-4_H0-4")
-    world.listen()
-    world.log.reset()
-    world.listen()
-    batch = KVEventBatch(ts=1.0, events=world.events)
-    raw = msgspec.msgpack.Encoder().encode(batch)
-    assert msgspec.msgpack.Decoder(KVEventBatch).decode(raw).events == world.events
 
 
 @pytest.fixture
@@ -430,9 +354,3 @@ def test_what_could_not_be_announced_is_not_told() -> None:
     with pytest.raises(StoreUnavailable):
         index.publish(entry(1), {"0.a": RECORD}, ttl_s=60)
     assert index.take() == set()
-
-
-def test_what_several_ranks_announced_comes_together() -> None:
-    one, two = (StepReport(stored={(NAMESPACE, prefix_hash(n), "0.a")}) for n in (1, 2))
-    assert not one.is_empty()
-    assert one.aggregate(two).stored == one.stored | two.stored

@@ -218,7 +218,7 @@ def test_requests_whose_loads_all_failed_do_not_wait_for_each_others_blocks() ->
             assert [answer.local for answer in ask(two, asked)] == [0] * len(asked)
 
 
-@settings(max_examples=20)
+@settings(max_examples=4)
 @given(layouts(), prompts(), prompts(), st.randoms(use_true_random=False))
 def test_replicas_read_what_replicas_computed(
     layout: Layout, first: list[list[int]], second: list[list[int]], source: random.Random

@@ -92,30 +92,14 @@ def test_a_request_ends_its_wait_when_nothing_is_coming_any_more() -> None:
     side.close()
 
 
-def test_a_request_that_is_aborted_waits_no_more() -> None:
-    side, _ = opened(AskingIndex())
+@pytest.mark.parametrize(("admission", "computed"), [("always", 64), ("never", 0)])
+def test_what_is_computed_or_may_not_be_loaded_is_not_waited_for(
+    admission: str, computed: int
+) -> None:
+    side, _ = opened(AskingIndex(), admission=admission)
     side.track(one := request(PROMPT))
-    wait_until(lambda: waits(side))
-    side.finish(one, [[]])
-    assert len(side._put_waits) == 0
-    assert side.match(one, 0) == (0, False)
-    side.close()
-
-
-def test_a_request_whose_tokens_are_computed_already_does_not_wait() -> None:
-    side, _ = opened(AskingIndex())
-    side.track(one := request(PROMPT))
-    wait_until(lambda: side.match(one, 64)[0] is not None)
-    assert side.match(one, 64) == (0, False)
-    assert count(side, "put_waits") == 0
-    side.close()
-
-
-def test_a_replica_that_must_not_load_does_not_wait() -> None:
-    side, _ = opened(AskingIndex(), admission="never")
-    side.track(one := request(PROMPT))
-    wait_until(lambda: side.match(one, 0)[0] is not None)
-    assert side.match(one, 0) == (0, False)
+    wait_until(lambda: side.match(one, computed)[0] is not None)
+    assert side.match(one, computed) == (0, False)
     assert count(side, "put_waits") == 0
     side.close()
 

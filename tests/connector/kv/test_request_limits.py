@@ -135,18 +135,6 @@ def test_a_hint_that_names_nothing_of_objkvs_is_counted(hint: Any) -> None:
     assert agent.recorder.drain() == {"hints_unused": 1}
 
 
-def test_without_an_agent_or_an_own_prompt_hints_have_no_effect() -> None:
-    agent = Agent()
-    agent.act(action({}), own=None)
-    agent.work()
-    agent.hints = HintReader(None, agent.submit, SIZE, agent.recorder)
-    agent.act(action({}), action({}))
-    agent.hints.act(cast("Any", SimpleNamespace(kv_hints="strange")), NAMESPACE, OWN)
-    agent.hints.act(cast("Any", SimpleNamespace()), NAMESPACE, OWN)
-    assert not agent.jobs
-    assert agent.recorder.drain() == {"hints_unused": 3}
-
-
 def test_hints_are_bounded() -> None:
     agent = Agent()
     agent.act(*[action({"hashes": [OWN[0].hex()]})] * 100)

@@ -3,7 +3,6 @@
 import hashlib
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from threading import get_ident
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,13 +27,6 @@ PATIENCE_S = 120
 
 def hashes_of(tokens: list[int], **more: Any) -> RequestHashes:
     return RequestHashes(request(tokens, **more), NAMESPACE, None, SIZE)
-
-
-def test_they_are_those_of_the_prompt_in_any_slices() -> None:
-    hashes = hashes_of(TOKENS)
-    assert len(hashes) == 100
-    assert hashes[20:40] == WHOLE[20:40]
-    assert hashes[0:100] == WHOLE
 
 
 def test_prompts_that_differ_in_more_than_tokens_share_nothing() -> None:
@@ -94,15 +86,6 @@ def test_the_next_chunk_of_a_growing_request_needs_no_other_thread() -> None:
     assert len(jobs) == 1
 
 
-def test_the_scheduler_does_not_wait_for_a_thread_that_is_computing() -> None:
-    tokens = TOKENS[: 10 * SIZE]
-    hashes = hashes_of(tokens)
-    assert hashes[0:10]
-    tokens += TOKENS[10 * SIZE : 11 * SIZE]
-    with hashes._lock:
-        assert hashes.ready(11, lambda _: True) == 10
-
-
 def test_what_cannot_be_computed_is_not_tried_again() -> None:
     hashes, jobs = hashes_of(TOKENS, mm_features=[SimpleNamespace(identifier=None)]), Jobs()
     hashes.ready(1, jobs.submit)
@@ -111,16 +94,6 @@ def test_what_cannot_be_computed_is_not_tried_again() -> None:
     assert hashes.failed
     assert hashes.ready(1, jobs.submit) == 0
     assert not jobs
-
-
-def test_many_threads_compute_the_same() -> None:
-    for _ in range(5):
-        hashes = hashes_of(TOKENS)
-        with ThreadPoolExecutor(4) as pool:
-            slices = [slice(0, n) for n in (100, 30, 70, 100)]
-            assert [list(found) for found in pool.map(hashes.__getitem__, slices)] == [
-                WHOLE[one] for one in slices
-            ]
 
 
 @pytest.fixture
@@ -173,20 +146,6 @@ def test_nothing_is_hashed_on_the_thread_that_follows_requests(
     assert get_ident() not in threads
 
 
-def test_a_prompt_is_not_copied_when_a_request_arrives(tracker: RequestTracker) -> None:
-    class Tokens(list[int]):
-        def __getitem__(self, key: Any) -> Any:
-            slices.append((get_ident(), key))
-            return super().__getitem__(key)
-
-    slices: list[tuple[int, Any]] = []
-    tracked = tracker.add(request(Tokens(TOKENS)), NAMESPACE)
-    wait_for(lambda: tracker.records(tracked))
-    assert slices
-    assert get_ident() not in {thread for thread, _ in slices}
-    assert max(key.stop - key.start for _, key in slices) < len(TOKENS) / 4
-
-
 def test_chunks_that_are_stored_are_not_due_and_those_without_hashes_wait(
     tracker: RequestTracker, lookups: LookupService
 ) -> None:
@@ -210,15 +169,6 @@ def test_a_chunk_that_turns_out_not_to_be_stored_is_due_after_all(
     assert tracker.due(tracked, 3) == [2]
     tracker.reject([WHOLE[1], WHOLE[2], b"?" * 20])
     assert tracker.due(tracked, 3) == [1]
-
-
-def test_saves_wait_for_hashes_only_while_they_are_computed(tracker: RequestTracker) -> None:
-    tracked = tracker.add(request(TOKENS), NAMESPACE)
-    wait_for(lambda: None if tracker.hashing(tracked) else True)
-    assert tracked.hashes is not None
-    assert tracked.hashes.done == 100
-    empty = tracker.add(request([1], name="s"), NAMESPACE)
-    assert not tracker.hashing(empty)
 
 
 DEADLINE_S = 0.5
@@ -265,13 +215,6 @@ def tracked(*, stored: set[int]) -> TrackedRequest:
     return TrackedRequest(cast("Any", SimpleNamespace(request_id="r")), "n" * 32, stored=stored)
 
 
-def test_each_computed_chunk_that_is_not_stored_is_due_once() -> None:
-    one = tracked(stored={0, 2})
-    assert one.due(1) == []
-    assert one.due(4) == [1, 3]
-    assert one.due(4) == []
-
-
 def test_a_chunk_whose_payload_was_refused_is_due_in_the_step_that_computes_it() -> None:
     """A step later a sliding window may have passed its blocks."""
     one = tracked(stored={0, 1, 2})
@@ -279,14 +222,6 @@ def test_a_chunk_whose_payload_was_refused_is_due_in_the_step_that_computes_it()
     assert one.due(1) == []
     assert one.due(3) == [1]
     assert one.due(3) == []
-
-
-def test_a_chunk_whose_save_was_dropped_is_due_again() -> None:
-    one = tracked(stored=set())
-    assert one.due(2) == [0, 1]
-    one.again.add(0)
-    assert one.due(2) == [0]
-    assert one.due(2) == []
 
 
 def test_after_many_drops_a_step_tries_few_chunks_again() -> None:

@@ -47,22 +47,6 @@ def test_with_several_ranks_what_objkv_loads_within_a_step_is_doubted_as_well() 
     assert trust.trusts(own)
 
 
-def test_saves_of_blocks_that_a_preemption_took_do_not_hold_the_new_ones() -> None:
-    """An aborted load ends on its own; told twice that its blocks are free, vLLM stops."""
-    trust, resumed = BlockTrust(1), admitted(computed=0, accounted=0)
-    resumed.saved = True
-    trust.add(resumed)
-    assert not resumed.saved
-
-
-def test_blocks_that_another_connector_fills_are_doubted_until_its_step_is_over() -> None:
-    trust, theirs = BlockTrust(1), admitted(computed=512, accounted=0)
-    schedule(trust, theirs, sync=True)
-    assert not trust.trusts(theirs)
-    schedule(trust, sync=False)
-    assert trust.trusts(theirs)
-
-
 def test_requests_that_may_share_such_blocks_are_doubted_with_them() -> None:
     trust = BlockTrust(2)
     running, theirs = admitted(computed=64, accounted=64), admitted(computed=512, accounted=0)
@@ -78,12 +62,6 @@ def test_requests_that_may_share_such_blocks_are_doubted_with_them() -> None:
     ]
     schedule(trust, sync=False)
     assert all(trust.trusts(x) for x in (theirs, beside, next_one))
-
-
-def test_what_another_connector_brought_between_steps_is_trusted() -> None:
-    trust, theirs = BlockTrust(1), admitted(computed=512, accounted=0)
-    schedule(trust, theirs, sync=False)
-    assert trust.trusts(theirs)
 
 
 def test_after_a_step_that_was_not_understood_nothing_is_trusted_until_its_result() -> None:
@@ -177,7 +155,7 @@ class Engine:
         return sorted(chunks)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(st.data(), st.booleans())
 def test_every_chunk_is_saved_in_the_step_that_completes_it(
     data: st.DataObject, save_decode: bool
@@ -231,19 +209,6 @@ def test_a_request_that_generates_is_examined_when_it_completes_a_chunk(
         engine.generate("r1", 1)
         engine.step({"r1": 1})
     assert looked == [2 * SIZE - 1, 3 * SIZE - 1]
-    engine.side.close()
-
-
-def test_a_prompt_whose_chunks_are_all_planned_is_not_examined_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = Engine(save_decode=False)
-    engine.arrive(SIZE)
-    engine.step({"r1": SIZE})
-    monkeypatch.setattr(engine.side._saves, "_plan_due", lambda *_: pytest.fail("examined"))
-    for _ in range(2 * SIZE):
-        engine.generate("r1", 1)
-        engine.step({"r1": 1})
     engine.side.close()
 
 
@@ -333,12 +298,6 @@ def test_blocks_may_be_reused_unless_enough_are_free_for_any_step(
     one: BlockHeadroom, short: bool
 ) -> None:
     assert one.is_short() is short
-
-
-def test_blocks_may_be_reused_if_it_cannot_be_told() -> None:
-    one = headroom(10**6)
-    one._manager = lambda: 1 / 0  # type: ignore[assignment, return-value]
-    assert one.is_short() is True
 
 
 def test_a_plan_tells_whether_blocks_may_be_reused_and_whose_are() -> None:

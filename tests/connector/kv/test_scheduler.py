@@ -48,39 +48,35 @@ def closed(clock: ManualClock) -> SyncGate:
     return gate
 
 
-@pytest.mark.parametrize(("seconds", "opens"), [(BOUND_S / 2, True), (BOUND_S, False)])
+@pytest.mark.parametrize(
+    ("seconds", "failed", "opens"),
+    [(BOUND_S / 2, False, True), (BOUND_S, False, False), (0, True, False)],
+)
 def test_a_load_between_steps_opens_the_gate_if_a_step_would_have_waited_for_it(
-    seconds: float, opens: bool
+    seconds: float, failed: bool, opens: bool
 ) -> None:
     gate = closed(clock := ManualClock())
     gate.planned([BETWEEN])
+    if failed:
+        gate.reported(StepReport(failed={"b"}))
     clock.advance(seconds)
     gate.received("b")
     assert gate.open is opens
 
 
-def test_a_load_between_steps_that_fails_does_not_open_the_gate() -> None:
-    gate = closed(ManualClock())
-    gate.planned([BETWEEN])
-    gate.reported(StepReport(failed={"b"}))
-    gate.received("b")
-    assert not gate.open
-
-
-def test_a_payload_that_was_refused_does_not_close_the_gate() -> None:
-    gate = SyncGate(BOUND_S)
-    gate.planned([WITHIN])
-    gate.reported(StepReport(failed={"w"}, rejected={("0" * 32, b"h" * 20)}))
-    assert gate.open
-
-
-def test_a_load_between_steps_that_failed_does_not_close_the_gate() -> None:
-    """It may have been aborted, and only its own request waited."""
+@pytest.mark.parametrize(
+    "reports",
+    [
+        [StepReport(failed={"w"}, rejected={("0" * 32, b"h" * 20)})],  # a payload was refused
+        [StepReport(failed={"b"}), StepReport(failed={"w"})],  # only its own request waited
+    ],
+)
+def test_only_a_step_that_waited_in_vain_closes_the_gate(reports: list[StepReport]) -> None:
     gate = SyncGate(BOUND_S)
     gate.planned([WITHIN, BETWEEN])
-    gate.reported(StepReport(failed={"b"}))
-    gate.planned([])
-    gate.reported(StepReport(failed={"w"}))
+    for report in reports:
+        gate.reported(report)
+        gate.planned([])
     assert gate.open
 
 
@@ -154,38 +150,6 @@ def test_a_load_is_credited_in_the_index_once_it_has_succeeded(mode: str) -> Non
     assert savings.timed_tokens == 0  # no step was long enough to measure
 
 
-def test_waiting_requests_are_counted_once_a_step_and_without_the_request_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Counting takes as long as matching, and all that wait may be matched in one step."""
-    publish_prompt(index := MemoryIndex(), [7] * 70)
-    side = scheduler_side(index)
-    behind: list[int] = []
-    counted: list[int] = []
-
-    def admit(_records: Any, _computed: int, end: int, *, waiting: int) -> int:
-        behind.append(waiting)
-        return end
-
-    def count() -> int:
-        counted.append(3)
-        return 3
-
-    monkeypatch.setattr(side._timing, "admit", admit)
-    monkeypatch.setattr(side._requests, "waiting", count)
-    asked = [request(70, name) for name in "abc"]
-    for one in asked:
-        side.track(one)
-        wait_until(lambda one=one: side.match(one, 0)[0] is not None)
-    assert (len(counted), behind) == (1, [2, 2, 2])
-    side.plan_step(step({}, ()))
-    side._requests.end("a")
-    side.track(asked[0])
-    wait_until(lambda: side.match(asked[0], 0)[0] is not None)
-    assert len(counted) == 2
-    side.close()
-
-
 @pytest.mark.parametrize(
     ("named", "images", "shared"), [(True, 1, True), (False, 1, False), (False, 0, True)]
 )
@@ -218,37 +182,12 @@ def recorder() -> MemoryRecorder:
     return MemoryRecorder()
 
 
-def test_a_query_is_counted_once_however_often_vllm_matches(recorder: MemoryRecorder) -> None:
-    hits = HitCounters(recorder)
-    for _ in range(5):
-        hits.queried("r", 64)
-    hits.allocated(request(300))
-    assert recorder.drain() == {"queries": 1, "query_tokens": 300, "local_hit_tokens": 64}
-
-
-def test_blocks_given_again_after_a_load_are_no_new_query(recorder: MemoryRecorder) -> None:
-    hits = HitCounters(recorder)
-    hits.queried("r", 0)
-    hits.allocated(request(300))
-    hits.allocated(request(300))
-    assert recorder.value("queries") == 1
-
-
 def test_a_request_that_was_preempted_is_a_query_again(recorder: MemoryRecorder) -> None:
     hits = HitCounters(recorder)
     for computed in (0, 128):
         hits.queried("r", computed)
         hits.allocated(request(300))
     assert recorder.drain() == {"queries": 2, "query_tokens": 600, "local_hit_tokens": 128}
-
-
-def test_a_request_that_ends_before_it_is_admitted_is_forgotten(recorder: MemoryRecorder) -> None:
-    hits = HitCounters(recorder)
-    hits.queried("r", 0)
-    hits.ended("r")
-    hits.allocated(request(300))
-    assert recorder.drain() == {}
-    assert hits._queried == {}
 
 
 @pytest.mark.parametrize(
@@ -550,20 +489,6 @@ def test_a_load_that_cannot_be_planned_is_reported_as_lost(
     assert stored.finish(one, ([5, 6, 9],)) is False
 
 
-def test_a_lost_load_alone_keeps_the_blocks_of_a_request_that_saved_and_was_preempted(
-    stored: SchedulerSide, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Reported as saved too, its blocks would be freed twice, which stops vLLM.
-    one = loaded(stored)
-    tracked = stored._requests.get("r")
-    assert tracked is not None
-    tracked.saved = True
-    monkeypatch.setattr(stored, "_plan_load", lambda *_: 1 / 0)
-    stored.plan_load(one, [[5, 6, 9]], 64)
-    stored.plan_step(step({}, ()))
-    assert stored.finish(one, ([5, 6, 9],)) is False
-
-
 def test_only_blocks_that_nobody_computed_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are in vLLM's prefix cache, and other requests use them."""
     publish_prompt(index := MemoryIndex(), [7] * 70)
@@ -575,19 +500,6 @@ def test_only_blocks_that_nobody_computed_are_lost(monkeypatch: pytest.MonkeyPat
     side.plan_load(one, [[5, 6, 0]], 32)
     assert [load.blocks for load in side.plan_step(step({}, ())).lost] == [{6}]
     side.close()
-
-
-def test_blocks_of_a_request_with_no_load_are_not_lost_but_not_saved_either(
-    side: SchedulerSide, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whether they can be trusted is not known."""
-    side.track(one := request())
-    wait_until(lambda: side.match(one, 0)[0] is not None)
-    with monkeypatch.context() as broken:
-        broken.setattr(side._trust, "add", lambda _: 1 / 0)
-        side.plan_load(one, (), 0)
-    plan = side.plan_step(whole([3, 4]))
-    assert (plan.lost, plan.saves) == ((), ())
 
 
 @pytest.mark.parametrize(
@@ -622,21 +534,6 @@ def test_whatever_fails_a_plan_contains_the_loads_on_which_vllm_relies(
     assert stored.plan_step(step({}, ())).loads == ()
 
 
-def test_after_a_step_that_was_not_planned_nothing_in_progress_is_saved(
-    side: SchedulerSide, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was not recorded whose blocks a failing load may have spoiled."""
-    admit(side, request())
-    with monkeypatch.context() as fault:
-        fault.setattr(side._trust, "next_step", lambda _: 1 / 0)
-        assert side.plan_step(whole([3, 4])).saves == ()
-    assert side.plan_step(whole([3, 4])).saves == ()
-    for name in ("later", "much later"):
-        admit(side, request([8] * 64, name))
-        saves = side.plan_step(step({name: 64}, [5, 6])).saves
-        assert bool(saves) is (name == "much later")
-
-
 @pytest.mark.parametrize("broken", ["_timing.request_ended", "_requests.end", "_hits.ended"])
 def test_if_it_fails_the_blocks_of_an_ended_request_are_kept_for_its_saves(
     side: SchedulerSide, monkeypatch: pytest.MonkeyPatch, broken: str
@@ -647,21 +544,6 @@ def test_if_it_fails_the_blocks_of_an_ended_request_are_kept_for_its_saves(
     monkeypatch.setattr(getattr(side, owner), name, lambda *_: 1 / 0)
     assert side.finish(one, ([3, 4],)) is True
     assert side.plan_step(step({}, ())).held == {"r"}
-
-
-def test_if_it_fails_the_blocks_of_a_load_are_kept_by_the_load_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """vLLM stops if it is told twice that blocks are free."""
-    publish_prompt(index := MemoryIndex(), [7] * 70)
-    side = scheduler_side(index, roles={"copies_are_synchronous": False}, admission="always")
-    monkeypatch.setattr(side._timing, "request_ended", lambda _: 1 / 0)
-    for name, planned in (("planned", False), ("sent", True)):
-        side.plan_load(one := loaded(side, name), [[5, 6]], 64)
-        if planned:
-            side.plan_step(step({}, ()))
-        assert side.finish(one, ([5, 6],)) is False
-    side.close()
 
 
 def test_a_load_that_failed_is_not_tried_again_even_if_its_report_cannot_be_read(
@@ -723,16 +605,4 @@ def test_an_engine_whose_peers_wait_for_its_steps_does_not_sleep_in_them(
         side.plan_step(step({}, ()))
     assert all(seconds < EMPTY_STEP_S / 10 for seconds in waited)
     index.gate.set()
-    side.close()
-
-
-def test_workers_wait_for_loads_in_one_empty_step_at_a_time() -> None:
-    """A new request would wait for each of those that were planned before it."""
-    publish_prompt(index := MemoryIndex(), [7] * 70)
-    roles = {"steps_in_flight": 2}
-    side = scheduler_side(index, roles=roles, load_mode="async", admission="always")
-    one = loaded(side)
-    assert not side.plan_step(step({"other": 1}, [3])).idle
-    side.plan_load(one, [[5, 6]], 64)
-    assert [side.plan_step(step({}, ())).idle for _ in range(4)] == [False, True, False, True]
     side.close()

@@ -28,14 +28,6 @@ SHARD = Shard(0, 1, 0, 1)
 LAYERS = (LayerSpec("l0", "BF16", (1, 1, SIZE, 8)),)
 
 
-def example_finds(length: int) -> bool:
-    """Whether vLLM's example finds a prompt of this length that it saved."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import align_to_block_size
-
-    saved, asked = align_to_block_size(length, SIZE), align_to_block_size(length - 1, SIZE)
-    return int(saved) == int(asked)
-
-
 def image(seed: int, offset: int, length: int = 7) -> Any:
     place = SimpleNamespace(offset=offset, length=length)
     return SimpleNamespace(identifier=f"{seed:064x}", mm_position=place)
@@ -111,27 +103,6 @@ def opened(tmp_path: Path) -> Iterator[Open]:
             return replica
 
         yield make
-
-
-@pytest.mark.parametrize("chunks", [1, 2, 5])
-def test_a_prompt_of_some_chunks_and_one_token_is_found(opened: Open, chunks: int) -> None:
-    tokens = range(chunks * SIZE + 1)
-    assert opened().run(request(tokens)) == (0, list(range(chunks)))
-    assert opened().run(request(tokens)) == (chunks * SIZE, [])
-    assert not example_finds(len(tokens))
-
-
-def test_a_prompt_of_whole_chunks_is_found_whole(opened: Open) -> None:
-    """Between steps the last token is computed anew whatever is loaded."""
-    assert opened().run(request(range(3 * SIZE)))[1] == [0, 1, 2]
-    assert opened().run(request(range(3 * SIZE)))[0] == 3 * SIZE
-
-
-def test_a_request_that_loads_its_beginning_saves_its_end(opened: Open) -> None:
-    opened().run(request(range(2 * SIZE + 5)))
-    longer = range(4 * SIZE + 5)
-    assert opened().run(request(longer)) == (2 * SIZE, [2, 3])
-    assert opened().run(request(longer)) == (4 * SIZE, [])
 
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])

@@ -85,17 +85,6 @@ def test_a_step_planned_while_another_ran_counts_from_that_ones_end() -> None:
     assert notes.steps == [(512, pytest.approx(0.5)), (256, pytest.approx(0.2))]
 
 
-def test_a_result_without_a_plan_and_plans_without_results_do_no_lasting_harm() -> None:
-    notes, clock = Notes(), ManualClock()
-    timing = timing_of(notes, clock, in_flight=1)
-    timing.step_ended()
-    for tokens in range(100, 200):
-        timing.step_planned([tokens], ())
-    for _ in range(100):
-        timing.step_ended()
-    assert len(notes.steps) == 2
-
-
 def test_a_load_is_told_for_the_tier_that_all_of_it_came_from() -> None:
     notes = Notes()
     timing = timing_of(notes, ManualClock())
@@ -178,14 +167,6 @@ def test_a_load_that_failed_or_whose_request_ended_teaches_nothing() -> None:
     assert notes.loads == []
 
 
-def test_of_several_workers_the_slowest_is_told() -> None:
-    quick, slow = LoadTime(100, 1.0, 0.5), LoadTime(90, 2.0, 0.1)
-    one = StepReport(loaded={"a": quick, "b": quick})
-    both = one.aggregate(StepReport(loaded={"b": slow, "c": slow}))
-    assert both.loaded == {"a": quick, "b": slow, "c": slow}
-    assert not both.is_empty()
-
-
 def test_a_worker_that_ends_its_part_in_an_earlier_step_does_not_speak_for_the_slower_ones() -> (
     None
 ):
@@ -257,13 +238,3 @@ def test_what_several_ranks_hold_alike_each_of_them_loads(
     shard = ShardRecord(800 // len(fields), 1, "none", False, "0" * 32, 1)
     timing.admit([dict.fromkeys(fields, shard)], 0, 64)
     assert notes.asked == [ChunkSize(expected, 64, "bulk")]
-
-
-def test_a_decided_admission_looks_at_no_record() -> None:
-    notes = Notes()
-    timing = timing_of(notes, ManualClock())
-    notes.decided = True
-    assert timing.admit([None], 16, 64) == 64
-    notes.decided = False
-    assert timing.admit([None], 16, 64) == 16
-    assert notes.asked == []

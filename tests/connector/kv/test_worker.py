@@ -1,7 +1,6 @@
 """The worker's side over a real paged cache in memory, one step at a time."""
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +15,7 @@ from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.pacing import EMPTY_STEP_S
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import token_digest
-from objkv.transfer.lanes import HostLane, HostMark
+from objkv.transfer.lanes import HostLane
 from objkv.transfer.plan import Blank, LoadPlan, SaveMove, SavePlan
 from tests.support.paged_cache import (
     BLOCKS,
@@ -76,19 +75,6 @@ def test_a_load_that_failed_within_a_step_is_told_in_that_step(
     assert report.dropped == {(load.request_id, 0)}  # computed from blocks that were not loaded
 
 
-def test_a_load_is_told_to_have_ended_whatever_happens_to_its_report(
-    spoilt: tuple[WorkerSide, LoadPlan], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker, load = spoilt
-    plan = StepPlan(loads=(replace(load, sync=False),))
-    monkeypatch.setattr(worker, "_note", lambda _: 1 / 0)
-    worker.start_loads(plan)
-    received: set[str] = set()
-    wait_until(lambda: bool(received.update(worker.results(plan, set()).received) or received))
-    assert received == {load.request_id}
-    assert worker.take_failed_blocks() == set(range(9, 9 + BLOCKS))
-
-
 def test_a_step_with_nothing_to_compute_waits_for_loads_and_no_other_step_does(
     spoilt: tuple[WorkerSide, LoadPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,26 +85,6 @@ def test_a_step_with_nothing_to_compute_waits_for_loads_and_no_other_step_does(
     assert waited == []
     worker.results(StepPlan(idle=True), set())
     assert waited == [EMPTY_STEP_S]
-
-
-def test_without_loads_nothing_is_waited_for(spoilt: tuple[WorkerSide, LoadPlan]) -> None:
-    """As in a step that was planned before the load's end was known."""
-    worker, load = spoilt
-    worker.start_loads(StepPlan(loads=(replace(load, sync=False),)))
-    worker._loader.wait_over(300)
-    assert worker.results(StepPlan(idle=True), set()).received == {load.request_id}
-    started = time.monotonic()
-    worker._loader.wait_over(300)
-    assert time.monotonic() - started < 100
-
-
-def test_waiting_for_loads_ends_with_the_first_that_is_over(
-    spoilt: tuple[WorkerSide, LoadPlan],
-) -> None:
-    worker, load = spoilt
-    worker.start_loads(StepPlan(loads=(replace(load, sync=False),)))
-    worker._loader.wait_over(300)
-    assert worker.results(StepPlan(), set()).received == {load.request_id}
 
 
 def test_the_end_of_a_forked_process_stops_nothing_of_its_parent(
@@ -138,16 +104,11 @@ def test_the_end_of_a_forked_process_stops_nothing_of_its_parent(
 WINDOW = replace(GROUP, kind="sliding_window", window=64)
 
 
-def test_a_window_alone_fails_as_a_request_and_not_as_blocks() -> None:
+def test_a_window_fails_as_a_request_and_full_attention_from_a_block_on() -> None:
     """vLLM would go on from the first failed block, whose own window was never given blocks."""
-    results = _fail(WINDOW)
-    assert results == ({"r"}, {"r"}, set())
-
-
-def test_full_attention_alone_fails_from_a_block_on() -> None:
+    assert _fail(WINDOW) == ({"r"}, {"r"}, set())
     received, failed, blocks = _fail(GROUP)
-    assert (received, failed) == ({"r"}, set())
-    assert blocks
+    assert (received, failed, bool(blocks)) == ({"r"}, set(), True)
 
 
 def _fail(group: GroupIdentity) -> tuple[set[str], set[str], set[int]]:
@@ -321,18 +282,6 @@ def test_the_end_of_a_load_is_reported_whatever_else_fails(
     assert results.sent == (set() if name == "left_device" else {"h"})
 
 
-def test_a_load_whose_end_cannot_be_taken_is_reported_later(
-    spoilt: tuple[WorkerSide, LoadPlan], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker, load = spoilt
-    worker.start_loads(StepPlan(loads=(replace(load, sync=False),)))
-    worker._loader.wait_over(300)
-    with monkeypatch.context() as fault:
-        Broken(fault, worker._loader, "take_finished")
-        assert worker.results(StepPlan(), set()).received == set()
-    assert worker.results(StepPlan(), set()).received == {load.request_id}
-
-
 def test_if_computing_cannot_be_held_for_saves_the_device_is_awaited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -443,21 +392,3 @@ def test_the_model_waits_at_the_end_of_a_step_whose_loads_failed_too(late: LateL
         worker.end_forward(plan)
         assert late.held == 1
         late.is_done = True
-
-
-def test_loads_follow_the_work_from_before_the_forward_pass(
-    spoilt: tuple[WorkerSide, LoadPlan], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker, load = spoilt
-    plan = StepPlan(loads=(replace(load, sync=False),))
-    marks, after = [HostMark(), HostMark()], []
-    given = iter(marks)
-    monkeypatch.setattr(worker._loader, "mark_compute", lambda: next(given))
-    monkeypatch.setattr(worker._loader, "submit", lambda _plan, mark: after.append(mark))
-    worker.before_forward(StepPlan())  # without a load no mark is taken
-    for _ in marks:
-        worker.before_forward(plan)
-        worker.start_loads(plan)
-    assert after == marks
-    worker.start_loads(plan)  # not bound: an earlier step's mark is not enough
-    assert after == [*marks, None]

@@ -1,6 +1,5 @@
 """Which LoRA adapter a request uses."""
 
-import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +8,7 @@ from typing import Any
 import pytest
 
 from objkv.connector.model import adapters as module
-from objkv.connector.model import weights as digests_module
 from objkv.connector.model.adapters import Adapters, UnknownAdapterError
-from objkv.connector.model.weights import DigestCache
 from tests.support.sides import Jobs
 
 
@@ -73,18 +70,6 @@ def test_it_is_read_once_and_every_request_looks_by_stat_alone(
     first = ask(known, jobs, "a", lora(ada))
     monkeypatch.setattr(module, "adapter_digest", lambda files: pytest.fail("read again"))
     assert ask(known, jobs, "b", lora(ada)) == first
-
-
-def test_requests_that_come_while_it_is_read_keep_no_thread_waiting(
-    known: Adapters, jobs: Jobs, ada: Path
-) -> None:
-    assert [known.digest(name, lora(ada)) for name in "abc"] == [None] * 3
-    assert len(jobs) == 1
-    jobs.run()
-    assert known.digest("a", lora(ada)) is not None
-    assert known.digest("b", lora(ada)) is None
-    jobs.run()
-    assert known.digest("b", lora(ada)) == known.digest("a", lora(ada))
 
 
 @pytest.mark.parametrize("change", ["exchanged", "written", "added", "removed", "gone"])
@@ -182,15 +167,6 @@ def test_one_that_cannot_be_read_for_any_reason_keeps_nobody_waiting(
         known.digest("a", lora(ada))
 
 
-def test_when_there_is_no_room_to_read_it_is_tried_again(
-    known: Adapters, jobs: Jobs, ada: Path
-) -> None:
-    jobs.full = True
-    assert known.digest("a", lora(ada)) is None
-    jobs.full = False
-    assert ask(known, jobs, "a", lora(ada))
-
-
 def test_a_digest_that_was_being_read_when_adapters_changed_is_not_believed(
     known: Adapters, jobs: Jobs, ada: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,22 +192,3 @@ def test_a_file_that_changes_while_it_is_read_makes_it_unknown(
     jobs.run()
     with pytest.raises(UnknownAdapterError):
         known.digest("a", lora(ada))
-
-
-def test_the_next_process_need_not_read_it_again(
-    jobs: Jobs, ada: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(digests_module, "_SETTLED_NS", -1)
-    for path in ada.iterdir():
-        os.utime(path, (1, 1))
-    cache = DigestCache(tmp_path / "digests")
-    first = ask(Adapters(jobs.submit, cache), jobs, "a", lora(ada))
-    monkeypatch.setattr(module, "adapter_digest", lambda files: pytest.fail("read again"))
-    assert ask(Adapters(jobs.submit, cache), jobs, "a", lora(ada)) == first
-
-
-def test_nothing_is_kept_of_requests_that_ended(known: Adapters, jobs: Jobs, ada: Path) -> None:
-    for number in range(100):
-        ask(known, jobs, str(number), lora(ada))
-        known.ended(str(number))
-    assert not known._answers

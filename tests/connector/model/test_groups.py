@@ -166,13 +166,3 @@ def test_where_pages_are_the_kernels_own_no_group_does() -> None:
     one = geometry(FULL_2, LATENT, canonical=False)
     assert one.stored_groups == one.groups
     assert not any(shape.divisible for g in range(2) if (shape := one.shape(g, 0)))
-
-
-def test_a_rank_knows_the_layers_and_heads_of_all() -> None:
-    two = Geometry((FULL_2,), 64, 32, tp_size=2, stages=((1, 1),))
-    shape = two.shape(0, 1, 1)
-    assert shape is not None
-    assert shape.layers == ("l1",)
-    assert shape.model_layers == LAYERS
-    assert shape.heads == 4
-    assert str(shape.rank_shard.shard) == "L1-2_H2-4"

@@ -18,7 +18,6 @@ from objkv.connector.model.identity import (
     read_weights,
     refuse_external_launcher,
     safe_load_mode,
-    warn_of_sudden_end,
 )
 from objkv.errors import ConfigError
 from tests.connector.encoder.engine import engine, make_model
@@ -220,38 +219,28 @@ def mode(wish: LoadMode, *, batches: int, groups: int = 1, stages: int = 1) -> s
     return safe_load_mode(engine, geometry, Config(load_mode=wish)).load_mode
 
 
-@pytest.mark.parametrize("wish", ["layerwise", "auto"])
-def test_with_steps_in_flight_loads_are_between_steps(
-    wish: LoadMode, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("wish", "more", "used", "is_advised"),
+    [
+        ("layerwise", {"batches": 2}, "async", True),
+        ("auto", {"batches": 2}, "async", True),
+        ("layerwise", {"batches": 2, "stages": 2}, "async", False),
+        ("layerwise", {"batches": 1, "groups": 2}, "async", None),
+        ("layerwise", {"batches": 1}, "layerwise", False),
+        ("async", {"batches": 2}, "async", False),
+    ],
+)
+def test_loads_are_within_a_step_only_if_vllm_can_be_told_of_failures_in_time(
+    wish: LoadMode,
+    more: dict[str, int],
+    used: str,
+    is_advised: bool | None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """vLLM believes the token of a step that was scheduled before the failure was known."""
-    assert mode(wish, batches=2) == "async"
-    assert "--no-async-scheduling" in caplog.text
-
-
-def test_in_a_pipeline_loads_are_between_steps(caplog: pytest.LogCaptureFixture) -> None:
-    assert mode("layerwise", batches=2, stages=2) == "async"
-    assert "--no-async-scheduling" not in caplog.text
-
-
-def test_with_several_groups_loads_are_between_steps() -> None:
-    """vLLM cannot be told which blocks of which group failed within a step."""
-    assert mode("layerwise", batches=1, groups=2) == "async"
-
-
-def test_one_step_at_a_time_may_load_within_it(caplog: pytest.LogCaptureFixture) -> None:
-    assert mode("layerwise", batches=1) == "layerwise"
-    assert mode("async", batches=2) == "async"
-    assert not caplog.text
-
-
-@pytest.mark.parametrize(("seconds", "told"), [(0, True), (15, False)])
-def test_says_what_to_set_where_saves_would_be_lost(
-    seconds: int, told: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("INFO"):
-        warn_of_sudden_end(cast("Any", SimpleNamespace(shutdown_timeout=seconds)))
-    assert ("--shutdown-timeout" in caplog.text) is told
+    """vLLM believes the token of a step that was scheduled before the failure was known, and
+    cannot be told which blocks of which group failed."""
+    assert mode(wish, **more) == used
+    assert is_advised in (None, "--no-async-scheduling" in caplog.text)
 
 
 def engine_with(*, prefix_caching: bool, cache_gb: float | None) -> Any:

@@ -139,25 +139,6 @@ def test_latents_and_indexer_are_two_groups_with_one_block_table() -> None:
     assert (read.windowed, read.several_tables, read.block_tokens) == (False, False, 64)
 
 
-def test_layers_without_an_indexer_of_their_own_are_read_as_well() -> None:
-    specs = sparse()
-    first = names(count=1)[0]
-    specs[first] = replace(cast("Any", specs[first]), is_index_group_leader=True)
-    read = both(specs)
-    assert [len(group.layers) for group in read.groups] == [1, LAYERS, LAYERS - 1]
-
-
-def test_pages_of_several_caches_cannot_be_divided_by_token() -> None:
-    shapes = [both(sparse()).shape(g, 0) for g in range(2)]
-    assert not any(shape.divisible for shape in shapes if shape)
-    assert [group.block_size for group in both(sparse()).stored_groups] == [64, 64]
-
-
-def test_each_rank_has_all_latents() -> None:
-    read = both(sparse(), tensor_parallel_size=4)
-    assert read.all_fields() == {"0.L0-4_H0-1", "1.L0-4_H0-1"}
-
-
 def compressed() -> dict[str, KVCacheSpec]:
     """DeepSeek V4: windows, compressed latents and indexers, and the states of compressors."""
     packed: dict[str, Any] = {"num_kv_heads": 1, "dtype": torch.uint8, "alignment": 576}
@@ -234,23 +215,6 @@ def test_a_draft_is_the_last_group_and_not_in_the_identity() -> None:
     assert read.fields(0) == plain.fields(0)
     assert read.position(read.number(1)) == 1
     assert read.number(1) >= 1 << 16
-
-
-@pytest.mark.parametrize(("heads", "tp_size", "content"), [(2, 1, 128), (2, 2, 128), (2, 4, 128)])
-def test_a_draft_with_other_heads_leaves_the_target_as_it_is(
-    heads: int, tp_size: int, content: int
-) -> None:
-    size = {"tensor_parallel_size": tp_size}
-    target = FullAttentionSpec(num_kv_heads=HEADS // tp_size, **HEADED)
-    own = FullAttentionSpec(num_kv_heads=max(1, heads // tp_size), **HEADED)
-    plain = both(dict.fromkeys(names(), target), **size)
-    read = both(drafted(target, own), speculative("eagle", heads=heads), **size)
-    assert read.groups[:1] == plain.groups
-    assert (read.groups[1].heads, read.groups[1].content, read.groups[1].page) == (
-        heads,
-        content,
-        None,
-    )
 
 
 def test_the_draft_of_a_sparse_model_has_both_caches() -> None:

@@ -219,7 +219,7 @@ replicas = st.tuples(
 
 
 @given(st.sampled_from(sorted(KINDS)), st.sampled_from(["SD", "DS"]), replicas, replicas)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_every_rank_loads_the_bytes_that_it_would_have_computed(
     name: str, layout: str, writer: tuple[Any, ...], reader: tuple[Any, ...]
 ) -> None:
@@ -290,11 +290,3 @@ def test_a_state_whose_division_is_not_known_is_shared_by_as_many_ranks_only() -
             assert opaque(read_group(config(KINDS["GDN"], 2), group), 2)
         # 3 ranks have each a third, but units are not thirds.
         assert opaque(identity(Kind("SHORT_CONV", lambda _: ((2, 16),)), 7), 7)
-
-
-def test_text_of_another_form_is_no_state() -> None:
-    assert SplitState.parse(None) is None
-    assert SplitState.parse("gdn_attn bfloat16[3,512] float32[4,64,64]") is None
-    for text in ("gdn split float32:0x4", "gdn split int4:1x4", "gdn split float32:1x4.5"):
-        with pytest.raises(ValueError, match="invalid tensor"):
-            SplitState.parse(text)

@@ -1,25 +1,21 @@
 """Which weights these are: digests of files, and how they are remembered."""
 
 import json
-import logging
 import os
 import shutil
 import struct
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objkv.connector.model import weights as digests
 from objkv.connector.model import weights as module
 from objkv.connector.model.weights import (
     DigestCache,
     adapter_digest,
     adapter_files,
-    identify,
     local_folder,
     weights_digest,
 )
@@ -95,17 +91,6 @@ def test_a_file_that_does_not_say_where_its_tensors_are_is_read_whole(
     assert len(found) == 41
 
 
-def test_weights_in_two_formats_are_each_read_in_their_way(model: Path) -> None:
-    (model / "c.bin").write_bytes(bytes(40 * PAGE))
-    found = {weights_digest(model)}
-    for name in ("c.bin", "b.safetensors"):
-        content = bytearray((model / name).read_bytes())
-        content[-1] ^= 1
-        (model / name).write_bytes(content)
-        found.add(weights_digest(model))
-    assert len(found) == 3
-
-
 @pytest.mark.parametrize("full", [False, True])
 def test_names_shapes_and_files_count(model: Path, tmp_path: Path, *, full: bool) -> None:
     found = {weights_digest(model, full=full)}
@@ -125,35 +110,6 @@ def test_whatever_a_weight_file_holds_it_has_a_digest(
     folder = tmp_path_factory.mktemp("weights")
     (folder / "w.safetensors").write_bytes(content)
     assert weights_digest(folder) != weights_digest(folder, full=True)
-
-
-def test_a_folder_without_weights_has_none(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    assert weights_digest(tmp_path) is None
-
-
-def test_both_kinds_are_remembered_apart(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(digests, "_SETTLED_NS", -1)
-    cache = DigestCache(tmp_path / "digests")
-    known = [weights_digest(model, full=full, cache=cache) for full in (False, True)]
-    monkeypatch.setattr(module, "_sample", lambda path, spans: pytest.fail(f"read {path}"))
-    monkeypatch.setattr(module, "_read_whole", lambda path, tell: pytest.fail(f"read {path}"))
-    assert [weights_digest(model, full=full, cache=cache) for full in (False, True)] == known
-
-
-def test_reading_all_weights_tells_how_far_it_is(
-    model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_PIECE", PAGE)
-    monkeypatch.setattr(module, "_LOG_EVERY_S", 0.0)
-    with caplog.at_level(logging.INFO, logger=module.__name__):
-        weights_digest(model, full=True)
-    told = [record for record in caplog.records if "hashing all weights" in record.message]
-    assert len(told) > 40
-    done, total = told[-1].args  # type: ignore[misc]
-    assert done == total
 
 
 def test_an_adapter_is_all_its_files_and_not_its_folder(tmp_path: Path) -> None:
@@ -308,20 +264,6 @@ def test_a_damaged_entry_is_none_and_is_replaced(
     assert compute.times == 2
 
 
-@pytest.mark.parametrize("name", ["kind", "files", "identity", "digest", "check"])
-def test_an_entry_with_a_changed_value_is_none(
-    cache: DigestCache, weights: Path, tmp_path: Path, name: str
-) -> None:
-    compute = Computed()
-    cache.remembered("k", [weights], compute)
-    entry = entry_of(tmp_path)
-    content: dict[str, Any] = json.loads(entry.read_text())
-    content[name] = "e"
-    entry.write_text(json.dumps(content))
-    cache.remembered("k", [weights], compute)
-    assert compute.times == 2
-
-
 def test_somebody_else_s_entry_is_none(
     cache: DigestCache, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,26 +280,3 @@ def test_a_folder_that_cannot_be_written_costs_only_time(weights: Path, tmp_path
     for _ in range(2):
         assert DigestCache(tmp_path / "file").remembered("k", [weights], compute) == "d"
     assert compute.times == 2
-
-
-def test_the_oldest_entries_go(
-    cache: DigestCache, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_ENTRIES_MAX", 2)
-    folder = tmp_path / "made" / "digests"
-    for number in range(4):
-        before = set(folder.glob("*")) if folder.exists() else set()
-        cache.remembered(f"k{number}", [weights], Computed())
-        [entry] = set(folder.glob("*")) - before
-        os.utime(entry, (number, number))
-    compute = Computed()
-    for kind in ("k3", "k2", "k1"):
-        cache.remembered(kind, [weights], compute)
-    assert len(list(folder.iterdir())) == 2
-    assert compute.times == 1
-
-
-def test_a_link_is_what_it_leads_to(weights: Path, tmp_path: Path) -> None:
-    link = tmp_path / "link"
-    link.symlink_to(weights)
-    assert identify([link]) == identify([weights])

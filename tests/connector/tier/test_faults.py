@@ -4,7 +4,6 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -127,30 +126,6 @@ def test_a_slow_save_ends_at_its_deadline_and_frees_its_rows(world: World) -> No
     world.gate.set()
 
 
-def test_above_the_quota_nothing_is_saved_and_rows_are_freed(world: World) -> None:
-    engine = world.engine(rows=2)
-    save(engine, 1, 2)
-    no_room = SimpleNamespace(has_room=lambda: False, close=lambda: None)
-    engine.tier._store._cache._room = no_room
-    save(engine, 3, 4)
-    assert counted(engine, "tier_save_over_quota") == 2
-    request = engine.begin()
-    assert engine.find(request, [offload_key(n) for n in (1, 3)]) == [HIT, MISS]
-
-
-def test_a_slow_index_is_a_miss_after_its_deadline(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = world.engine({"lookup_deadline_ms": 50})
-    save(engine, 1)
-    index = engine.tier._store._index
-    monkeypatch.setattr(index, "find", lambda *_: world.gate.wait(60) and [None])
-    request = engine.begin()
-    assert engine.manager.lookup(offload_key(9), request) is RETRY
-    assert engine.find(request, [offload_key(9)]) == [MISS]
-    assert counted(engine, "tier_lookup_deadlines") == 1
-
-
 def test_a_full_queue_refuses_some_chunks_and_takes_the_others(world: World) -> None:
     engine = world.engine({"queue_max": 4, "save_threads": 1, "save_deadline_ms": 60_000})
     world.bulks[0].hold(world.gate)
@@ -187,6 +162,7 @@ def test_a_reset_does_not_wait_for_the_store(world: World) -> None:
     assert (np.asarray(reader.view) == 7).all()
 
 
+@pytest.mark.slow
 def test_a_shutdown_while_busy_is_bounded_and_lets_go_of_vllms_memory(world: World) -> None:
     engine = world.engine({"drain_deadline_ms": 1})
     world.bulks[0].hold(world.gate)
@@ -244,23 +220,6 @@ def test_an_engine_that_ends_saves_what_is_queued(
     core.terminate().settle()
     assert counted(engine, "tier_saves") == 6
     assert "given up" not in caplog.text
-
-
-def test_a_tier_says_at_its_start_if_vllm_would_not_wait_for_saves(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    world.engine()
-    assert "--shutdown-timeout 15" in caplog.text
-
-
-def test_a_shutdown_saves_what_is_queued(world: World) -> None:
-    writer, reader = world.engine({"save_threads": 1}), world.engine()
-    content = {offload_key(n): row(n) for n in range(6)}
-    writer.compute(writer.begin(), content)
-    writer.close()
-    world.engines.remove(writer)
-    assert reader.find(reader.begin(), list(content)) == [HIT] * 6
 
 
 def test_jobs_that_end_after_the_shutdown_fail(world: World) -> None:

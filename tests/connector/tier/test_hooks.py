@@ -53,17 +53,6 @@ def test_after_a_weight_update_nothing_goes_out_under_the_old_digest(
     assert not found(other, 2)
 
 
-def test_weights_that_change_before_the_first_request_leave_the_namespace_too(
-    engines: Any,
-) -> None:
-    engine = engines()
-    core().collective_rpc("reload_weights", None, (), {})
-    engine.manager.reset_cache()
-    save(engine, 1)
-    assert found(engine, 1)
-    assert not found(engines(), 1)
-
-
 def test_until_vllm_drops_what_it_holds_nothing_is_loaded_or_saved(engines: Any) -> None:
     """Its own memory may still serve blocks of the old weights, and new ones that build on them."""
     writer, engine = engines(), engines()
@@ -80,15 +69,6 @@ def test_until_vllm_drops_what_it_holds_nothing_is_loaded_or_saved(engines: Any)
     save(engine, 3)
     assert engine.tier._recorder.value("tier_saves") == 1
     assert not found(engines(), 3)
-
-
-def test_a_call_that_changes_no_weights_changes_nothing(engines: Any) -> None:
-    engine = engines()
-    save(engine, 1)
-    before = engine.tier.namespace.current
-    core().collective_rpc("get_weight_version", None, (), {})
-    core().collective_rpc("profile", None, (), {})
-    assert engine.tier.namespace.current == before
 
 
 def test_a_reset_while_requests_hold_blocks_does_not_open_the_tier(engines: Any) -> None:

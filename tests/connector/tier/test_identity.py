@@ -1,22 +1,18 @@
 """Who may share what a secondary tier stores."""
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
     OffloadingGroupConfig,
     OffloadingModelConfig,
 )
 
-from objkv.connector.model import media as scales
 from objkv.errors import ConfigError
-from tests.connector.tier.world import Engine, init_hashes, offload_key, row
+from tests.connector.tier.world import Engine, init_hashes
 
 UNREADABLE = SimpleNamespace(model="some/draft", revision=None, seed=0)
 DRAFT = {
@@ -30,10 +26,6 @@ def namespace(engine: Engine) -> str:
     engine.begin()
     assert engine.tier.namespace.current is not None
     return str(engine.tier.namespace.current)
-
-
-def test_equal_engines_share(engines: Any) -> None:
-    assert namespace(engines()) == namespace(engines(engine_id="other"))
 
 
 @pytest.mark.parametrize(
@@ -92,13 +84,6 @@ def test_weights_are_named_by_the_engines_revision(engines: Any) -> None:
         for revision in ("v1", "v1", "v2")
     ]
     assert named[0] == named[1] != named[2]
-
-
-def test_both_kinds_of_fp8_are_told_apart(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = OffloadingModelConfig("some/model", "fp8_e4m3")
-    one = namespace(engines(model=model))
-    monkeypatch.setattr(type(scales.current_platform), "is_fp8_fnuz", lambda *_: True)
-    assert namespace(engines(model=model)) != one
 
 
 def test_an_engine_that_is_not_seen_is_refused_unless_the_operator_answers_for_it(
@@ -182,12 +167,6 @@ def test_certified_bytes_are_shared_whatever_the_ranks(engines: Any) -> None:
     )
 
 
-def test_data_parallel_replicas_share(engines: Any) -> None:
-    assert namespace(engines()) == namespace(
-        engines(parallel={"data_parallel_size": 4, "data_parallel_index": 3})
-    )
-
-
 @pytest.mark.parametrize("algorithm", ["sha256_cbor", "xxhash"])
 def test_another_hash_algorithm_is_another_namespace(engines: Any, algorithm: str) -> None:
     one = namespace(engines())
@@ -212,34 +191,3 @@ def test_an_engine_made_before_it_chose_its_hash_takes_the_one_it_chose(
     engine = engines()
     init_hashes()
     assert namespace(engine) == namespace(engines())
-
-
-def test_weights_are_read_where_they_lie(engines: Any, tmp_path: Path) -> None:
-    names = set()
-    for seed in (1, 2):
-        folder = tmp_path / str(seed) / "model"
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text("{}")
-        (folder / "model.safetensors").write_bytes(row(seed))
-        model = OffloadingModelConfig(str(folder), "bfloat16")
-        names.add(namespace(engines({"weights": None}, model=model)))
-    assert len(names) == 2
-
-
-def test_the_document_is_stored_beside_the_chunks(engines: Any, tmp_path: Path) -> None:
-    engine = engines()
-    engine.compute(engine.begin(), {offload_key(1): row(1)})
-    engine.settle()
-    engine.close = lambda: None
-    name = str(engine.tier.namespace.current)
-    engine.manager.shutdown()
-    document = json.loads((tmp_path / "chunks" / name / "identity.json").read_bytes())
-    assert document["hash"] == "vllm-block-hash-1"
-    assert document["none_hash"] == kv_cache_utils.NONE_HASH.hex()
-
-
-def test_replicas_with_other_weights_do_not_find_each_others_chunks(engines: Any) -> None:
-    writer, reader = engines(), engines({"weights": "release-2"})
-    writer.compute(writer.begin(), {offload_key(1): row(1)})
-    writer.settle()
-    assert reader.find(reader.begin(), [offload_key(1)]) == [LookupResult.MISS]

@@ -134,25 +134,6 @@ def test_a_job_past_its_deadline_ends_and_what_waits_of_it_gives_its_place_to_ot
     jobs.close(0)
 
 
-def test_idle_threads_share_a_job_and_busy_ones_take_several_chunks_at_once() -> None:
-    all_begun, sizes = threading.Barrier(4), list[int]()
-
-    def work(part: JobPart) -> None:
-        sizes.append(len(part.entries))
-        if len(sizes) <= 3:
-            all_begun.wait(20)
-            all_begun.wait(20)
-
-    jobs = TierJobs("save", work, JobLimits(3, 40, 60, 4), NullRecorder())
-    jobs.submit(1, NAMESPACE, entries(*range(3)))
-    all_begun.wait(20)
-    jobs.submit(2, NAMESPACE, entries(*range(8)))
-    all_begun.wait(20)
-    all_outcomes(jobs, 2)
-    jobs.close(0)
-    assert sizes == [1, 1, 1, 4, 4]
-
-
 def test_an_unexpected_error_fails_its_keys_and_the_thread_lives() -> None:
     def work(part: JobPart) -> None:
         if part.entries[0].row == 1:

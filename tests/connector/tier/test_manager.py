@@ -54,11 +54,6 @@ def test_what_vllm_evicts_comes_back(engines: Any) -> None:
     assert [engine.read(request, key) for key in first] == list(first.values())
 
 
-def test_what_nobody_computed_is_a_miss(engines: Any) -> None:
-    engine = engines()
-    assert engine.find(engine.begin(), [offload_key(1)]) == [MISS]
-
-
 def test_groups_are_told_apart(engines: Any) -> None:
     writer, reader = engines(), engines()
     writer.compute(writer.begin(), {offload_key(1, group=0): row(1), offload_key(1, 2): row(2)})
@@ -68,16 +63,6 @@ def test_groups_are_told_apart(engines: Any) -> None:
     assert reader.find(request, keys) == [HIT, MISS, HIT]
     assert reader.read(request, keys[0]) == row(1)
     assert reader.read(request, keys[2]) == row(2)
-
-
-def test_a_compressed_row_comes_back(engines: Any) -> None:
-    writer, reader = engines({"codec": "zstd"}), engines()
-    text = b"abcd" * 2048
-    writer.compute(writer.begin(), {offload_key(1): text})
-    writer.settle()
-    request = reader.begin()
-    assert reader.find(request, [offload_key(1)]) == [HIT]
-    assert reader.read(request, offload_key(1)) == text
 
 
 def test_what_is_stored_is_not_stored_again(engines: Any) -> None:
@@ -108,13 +93,6 @@ def test_events_are_told_where_they_are_asked_for(engines: Any) -> None:
     assert (list(event.keys), event.removed) == ([offload_key(1)], False)
     assert event.locality.value == "REMOTE"
     assert not [e for e in engine.manager.take_events() if e.medium.value == "STORAGE"]
-
-
-def test_events_are_not_told_where_vllm_has_them_off(engines: Any) -> None:
-    engine = engines({"enable_kv_events": True})
-    engine.compute(engine.begin(), {offload_key(1): row(1)})
-    engine.settle()
-    assert list(engine.tier.take_events()) == []
 
 
 def test_a_reset_leaves_the_namespace_and_distrusts_requests_under_way(engines: Any) -> None:
@@ -148,11 +126,3 @@ def test_before_vllm_chose_its_first_hash_nothing_is_shared(
     engine.compute(request, {offload_key(1): row(1)})
     engine.settle()
     assert engine.tier._recorder.drain()["tier_save_refused"] == 1
-
-
-def test_its_repr_is_a_status_line(engines: Any) -> None:
-    engine = engines()
-    assert repr(engine.tier) == (
-        "<ObjKVTier None, <TierStore <TierJobs load 0 jobs, 0 chunks waiting>, "
-        "<TierJobs save 0 jobs, 0 chunks waiting>, <TierLookups 0 keys of 0 requests>>>"
-    )
