@@ -24,8 +24,8 @@ from tests.agent.test_core import settled
 from tests.agent.test_residents import Sleeper
 from tests.agent.test_server import greeted, payloads
 from tests.agent.world import PATIENCE_S, RIGHT, Node, WatchedStore, ended, opened, pages_at
-from tests.support.paged_cache import wait_until
 from tests.support.samples import NAMESPACE
+from tests.support.waiting import wait_until
 
 
 def gated(node: Node) -> threading.Event:

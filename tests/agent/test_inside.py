@@ -6,7 +6,8 @@ from contextlib import suppress
 
 import pytest
 
-from tests.support.paged_cache import Replica, StuckStore, stores, wait_until
+from tests.support.paged_cache import Replica, StuckStore, stores
+from tests.support.waiting import wait_until
 
 
 def open_files() -> set[str]:

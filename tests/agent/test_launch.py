@@ -28,8 +28,8 @@ from objkv.keys.topology import Shard
 from objkv.telemetry import MemoryRecorder
 from tests.agent.test_http import Router
 from tests.support.agents import AgentProcess, agent_folder
-from tests.support.paged_cache import PATIENCE_S, wait_until
 from tests.support.samples import NAMESPACE
+from tests.support.waiting import PATIENCE_S, wait_until
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from objkv.agent.queue import Pace, Urgency
 from objkv.agent.residents import MissReason
 from tests.agent.test_residents import Sleeper
 from tests.agent.world import PATIENCE_S, Node
-from tests.support.paged_cache import wait_until
 from tests.support.samples import TOKENS
+from tests.support.waiting import wait_until
 
 
 @pytest.mark.parametrize(("processors", "at_once"), [(1, 1), (2, 1), (6, 3), (64, 32)])

@@ -25,15 +25,8 @@ from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.slabs import SlabPool
 from tests.agent.world import Node, WatchedStore
 from tests.support.device import ON_HOST
-from tests.support.paged_cache import (
-    BLOCKS,
-    NAMESPACE,
-    PATIENCE_S,
-    LazyLane,
-    Replica,
-    same_blocks,
-    wait_until,
-)
+from tests.support.paged_cache import BLOCKS, NAMESPACE, LazyLane, Replica, same_blocks
+from tests.support.waiting import PATIENCE_S, wait_until
 from tests.transfer.test_registration import Pins
 
 pytestmark = ON_HOST

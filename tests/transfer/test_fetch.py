@@ -40,14 +40,13 @@ from tests.support.paged_cache import (
     HASHES,
     IN_PARTS,
     NAMESPACE,
-    PATIENCE_S,
     WHOLE,
     PiecewiseStore,
     Replica,
     same_blocks,
     stores,
-    wait_until,
 )
+from tests.support.waiting import PATIENCE_S, wait_until
 from tests.transfer.test_loader import SETTINGS
 
 # Payloads are verified and written while they arrive; whatever arrives, only the truth is.

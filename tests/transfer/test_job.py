@@ -8,7 +8,8 @@ from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
 from tests.contracts.clock import ManualClock
 from tests.support.device import ON_HOST
-from tests.support.paged_cache import CHUNK, HASHES, NAMESPACE, wait_until
+from tests.support.paged_cache import CHUNK, HASHES, NAMESPACE
+from tests.support.waiting import wait_until
 
 pytestmark = ON_HOST
 LAYERS = 2

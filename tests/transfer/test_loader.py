@@ -31,15 +31,14 @@ from tests.support.paged_cache import (
     HASHES,
     IN_PARTS,
     NAMESPACE,
-    PATIENCE_S,
     LazyLane,
     PiecewiseStore,
     Replica,
     StuckStore,
     same_blocks,
     stores,
-    wait_until,
 )
+from tests.support.waiting import PATIENCE_S, wait_until
 
 # What one replica saves another loads, byte for byte; anything else is a miss.
 

@@ -16,15 +16,8 @@ from objkv.stores.memory import MemoryStore
 from objkv.transfer.lanes import HostLane, Lane
 from objkv.transfer.plan import LoadMove, LoadOutcome, LoadPlan
 from tests.support.device import ON_HOST
-from tests.support.paged_cache import (
-    BLOCKS,
-    HASHES,
-    IN_PARTS,
-    NAMESPACE,
-    LazyLane,
-    Replica,
-    wait_until,
-)
+from tests.support.paged_cache import BLOCKS, HASHES, IN_PARTS, NAMESPACE, LazyLane, Replica
+from tests.support.waiting import wait_until
 
 CHUNKS = 4
 LAYERS = 5

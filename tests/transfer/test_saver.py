@@ -28,16 +28,8 @@ from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool
 from tests.contracts.clock import ManualClock
 from tests.support.device import ON_HOST
-from tests.support.paged_cache import (
-    CHUNK,
-    NAMESPACE,
-    PATIENCE_S,
-    TOKENS,
-    Replica,
-    paged_group,
-    stores,
-    wait_until,
-)
+from tests.support.paged_cache import CHUNK, NAMESPACE, TOKENS, Replica, paged_group, stores
+from tests.support.waiting import PATIENCE_S, wait_until
 
 # What saving may take: memory, slabs, threads, and how it ends.
 

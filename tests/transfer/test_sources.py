@@ -19,8 +19,9 @@ from objkv.transfer.loading import arena_lane
 from objkv.transfer.plan import LoadPlan
 from objkv.transfer.sources import PayloadLayout
 from tests.support.device import ON_HOST
-from tests.support.paged_cache import NAMESPACE, PATIENCE_S
+from tests.support.paged_cache import NAMESPACE
 from tests.support.paged_shapes import LAYOUTS, Model, ShapedRank, ShapedReplica, ShapeOfReplica
+from tests.support.waiting import PATIENCE_S
 
 MODEL = Model(heads=8, layers=4)
 
