@@ -117,6 +117,7 @@ class Worker:
         codec: str = "none",
         save_queue_max: int = 64,
         lane: Lane | None = None,
+        clock: Callable[[], float] = time.monotonic,
         tracing: Tracing = NO_TRACING,
     ) -> None:
         self.paged, self.cache, self.recorder = paged, cache, recorder
@@ -141,6 +142,7 @@ class Worker:
             self.inside.connect,
             limits=load,
             recorder=recorder,
+            clock=clock,
             tracing=tracing,
             on_device=on_device,
             inside=self.inside,

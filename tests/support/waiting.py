@@ -2,6 +2,10 @@
 
 import time
 from collections.abc import Callable
+from threading import Thread
+from typing import TypeVar
+
+T = TypeVar("T")
 
 PATIENCE_S = 120.0
 """For other threads to come, on a machine that is busy with other things."""
@@ -13,3 +17,13 @@ def wait_until(condition: Callable[[], bool], seconds_max: float = PATIENCE_S) -
     while not condition():
         assert time.monotonic() < end, "did not happen in time"
         time.sleep(0.001)
+
+
+def at_once(call: Callable[[], T], seconds_max: float = 20.0) -> T:
+    """What ``call`` returns, which must not wait for anything that has not come."""
+    found: list[T] = []
+    thread = Thread(target=lambda: found.append(call()), daemon=True)
+    thread.start()
+    thread.join(seconds_max)
+    assert not thread.is_alive(), "it waits"
+    return found[0]

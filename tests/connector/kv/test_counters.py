@@ -119,7 +119,7 @@ def test_a_load_that_failed_before_its_request_ended_is_a_failure() -> None:
     worker = worker_side(store, index, recorder=recorder)
     store.fail_until_mended(StoreUnavailable("down"))
     worker.start_loads(StepPlan(loads=(writer.load_plan(range(CHUNKS), 9),)))
-    wait_until(lambda: worker._loader._jobs["r"].is_over())
+    wait_until(lambda: worker._loader.in_flight == 0)
     assert worker.results(StepPlan(), {"r"}).received == {"r"}
     worker.close()
     assert counted(recorder, {"loads", "load_failures"}) == {"loads": 1, "load_failures": 1}
