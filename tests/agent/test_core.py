@@ -321,7 +321,7 @@ def test_a_late_payload_is_late_and_a_broken_store_is_a_miss(
     assert late.reason is MissReason.LATE
 
     def broken(key: str) -> None:
-        raise error
+        raise type(error)(*error.args)  # one that is kept keeps all that its frames had
 
     node.store.on_get = broken
     (failed,) = node.core.open(Sleeper(), [second], deadline_s=PATIENCE_S, urgency=Urgency.IN_STEP)

@@ -26,17 +26,6 @@ def stuck() -> Iterator[StuckStore]:
     store.go.set()
 
 
-def test_the_end_leaves_no_file_and_no_memory() -> None:
-    store, index = stores()
-    before = open_files()
-    replica = Replica(store, index, seed=1)
-    replica.save(range(1))
-    assert not replica.load(range(1), 9).failed
-    replica.close()
-    assert replica.inside.arena.fd < 0
-    assert not open_files() - before
-
-
 def test_memory_that_a_thread_on_the_network_writes_goes_when_it_ends(stuck: StuckStore) -> None:
     _, index = stores()
     before = open_files()

@@ -265,7 +265,7 @@ class AgentMachine(RuleBasedStateMachine):
         residents = self.node.residents
         assert residents.leased() == 0
         assert residents.check()
-        assert all(thread.is_alive() for thread in self.node.core._threads)
+        assert self.node.core.threads == 2
         for chunk, stored in enumerate(self.stored):
             found = self.store.get(self.path(chunk))
             if found not in (None, stored, self.spoiled(chunk)):  # a client's

@@ -461,10 +461,14 @@ def test_a_load_ends_with_its_agent_and_not_with_its_deadline(world: World) -> N
     assert begun.wait(PATIENCE_S)
     assert world.node.server is not None
     world.node.server.close()
-    (step,) = at_once(lambda: loader.take_finished(sync=True))
-    wait_until(lambda: loader.in_flight == 0, 20.0)
+    try:
+        (step,) = at_once(lambda: loader.take_finished(sync=True))
+        wait_until(lambda: loader.in_flight == 0, 20.0)
+    finally:
+        gate.set()
+        loader.cancel("step")
+        loader.cancel("between")
     (between,) = loader.take_finished(sync=False)
-    gate.set()
     assert step.failed_blocks == between.failed_blocks == frozenset(range(1, 9))
     assert world.reader.recorder.value("load_errors") == 8
 
