@@ -158,6 +158,23 @@ class Core:
         self._reject(wanted, corrupt=True)
 
     @property
+    def threads(self) -> int:
+        """Threads that have not ended."""
+        return sum(thread.is_alive() for thread in self._threads)
+
+    @property
+    def in_flight(self) -> int:
+        """Payloads that wait for a thread or are being fetched."""
+        with self._changed:
+            return len(self._turns) + self._pace.busy
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether every thread hangs well beyond its payload's deadline."""
+        with self._changed:
+            return self._is_stuck()
+
+    @property
     def has_ended(self) -> bool:
         """Whether no thread writes the arena any more, nor will."""
         return not self._running

@@ -162,6 +162,11 @@ class Pace:
         """When each busy thread began, and its payload's deadline, by thread id."""
         self._progress = 0.0
 
+    @property
+    def busy(self) -> int:
+        """Number of threads that fetch a payload."""
+        return len(self._begun)
+
     def all_late(self, threads: int) -> bool:
         """Whether all ``threads`` work well beyond their payloads' deadlines, because a file system
         hangs whose calls cannot be cancelled. To queue more is pointless then."""

@@ -142,6 +142,13 @@ class AgentServer:
         self._thread.start()
 
     @property
+    def threads(self) -> int:
+        """Threads that have not ended."""
+        with self._lock:
+            threads = [self._thread, *self._clients.values()]
+        return sum(thread.is_alive() for thread in threads)
+
+    @property
     def clients(self) -> int:
         """Number of connections."""
         return len(self._clients)

@@ -113,6 +113,11 @@ class SavePool(Generic[Item]):
         return self._pool.waiting
 
     @property
+    def threads(self) -> int:
+        """Threads that have not ended."""
+        return self._pool.threads
+
+    @property
     def is_shedding(self) -> bool:
         """Whether saves pause because the store has just refused one."""
         return self._clock() < self._shed_until

@@ -247,6 +247,16 @@ class Saver:
         left_s = max(0.0, end - self._clock())
         self._pool.close(left_s, self._give_up)
 
+    @property
+    def threads(self) -> int:
+        """Threads that have not ended."""
+        return self._gathered.threads + self._pool.threads
+
+    @property
+    def is_shedding(self) -> bool:
+        """Whether saves pause because the store has just refused one."""
+        return self._pool.is_shedding
+
     def __repr__(self) -> str:
         return f"<Saver {self._pool}>"
 

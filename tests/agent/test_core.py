@@ -22,8 +22,8 @@ from objkv.stores.memory import MemoryStore
 from tests.agent.test_residents import Sleeper
 from tests.agent.world import PATIENCE_S, RIGHT, Node, WatchedStore, pages_at
 from tests.codec.seals import other_seal
-from tests.support.paged_cache import wait_until
 from tests.support.samples import NAMESPACE, record_of
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture

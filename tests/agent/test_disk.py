@@ -39,8 +39,8 @@ from tests.agent.test_residents import Sleeper
 from tests.agent.world import PATIENCE_S, RIGHT, Node, WatchedStore, ended, opened, pages_at
 from tests.codec.seals import SEALS
 from tests.support.agents import AgentProcess
-from tests.support.paged_cache import wait_until
 from tests.support.samples import NAMESPACE, TOKENS, save
+from tests.support.waiting import wait_until
 
 BOUND = 1 << 20
 

@@ -23,11 +23,11 @@ from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.telemetry import NullRecorder
 from tests.agent.world import ended, pages_at
 from tests.support.agents import AgentProcess
-from tests.support.paged_cache import PATIENCE_S, wait_until
 from tests.support.samples import CHUNK, NAMESPACE, WHOLE, record_of
 from tests.support.servers.certificates import make_certificates
 from tests.support.servers.process import has_ended
 from tests.support.servers.quick_s3 import QuickS3
+from tests.support.waiting import PATIENCE_S, wait_until
 
 CHUNKS, TOGETHER = 6, 2
 TOKENS = tuple(range(CHUNKS * CHUNK))

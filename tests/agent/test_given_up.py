@@ -19,8 +19,8 @@ from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
 from tests.agent.test_residents import Sleeper
 from tests.agent.world import PATIENCE_S, Node
-from tests.support.paged_cache import wait_until
 from tests.support.samples import TOKENS
+from tests.support.waiting import wait_until
 
 
 class SlowStore(MemoryStore):

@@ -23,8 +23,8 @@ from objkv.agent.prefetch import Prefetches
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.ops.top.scrape import values_of
 from tests.agent.world import PATIENCE_S, Node, WatchedStore, ended, opened
-from tests.support.paged_cache import wait_until
 from tests.support.samples import IDENTITY, NAMESPACE, TOKENS, save_identity
+from tests.support.waiting import wait_until
 
 TOKEN = "a-token-of-24-characters"
 
@@ -225,7 +225,15 @@ def test_text_is_tokenized_if_there_is_a_tokenizer(node: Node, tokenizers: Path)
         assert router.ask("POST", "/v1/match", text | {"model": "other"})[1]["stored"] == 3
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def _hosts() -> list[str]:
+    """The loopback addresses: IPv6 may be switched off."""
+    with suppress(OSError), socket.socket(socket.AF_INET6) as sock:
+        sock.bind(("::1", 0))
+        return ["127.0.0.1", "::1"]
+    return ["127.0.0.1"]
+
+
+@pytest.mark.parametrize("host", _hosts())
 def test_an_address_needs_the_token(node: Node, tokenizers: Path, host: str) -> None:
     save_identity(node.store)
     node.save()

@@ -6,7 +6,8 @@ from contextlib import suppress
 
 import pytest
 
-from tests.support.paged_cache import Replica, StuckStore, stores, wait_until
+from tests.support.paged_cache import Replica, StuckStore, stores
+from tests.support.waiting import wait_until
 
 
 def open_files() -> set[str]:
@@ -23,17 +24,6 @@ def stuck() -> Iterator[StuckStore]:
     store = StuckStore()
     yield store
     store.go.set()
-
-
-def test_the_end_leaves_no_file_and_no_memory() -> None:
-    store, index = stores()
-    before = open_files()
-    replica = Replica(store, index, seed=1)
-    replica.save(range(1))
-    assert not replica.load(range(1), 9).failed
-    replica.close()
-    assert replica.inside.arena.fd < 0
-    assert not open_files() - before
 
 
 def test_memory_that_a_thread_on_the_network_writes_goes_when_it_ends(stuck: StuckStore) -> None:

@@ -28,8 +28,8 @@ from objkv.keys.topology import Shard
 from objkv.telemetry import MemoryRecorder
 from tests.agent.test_http import Router
 from tests.support.agents import AgentProcess, agent_folder
-from tests.support.paged_cache import PATIENCE_S, wait_until
 from tests.support.samples import NAMESPACE
+from tests.support.waiting import PATIENCE_S, wait_until
 
 
 @pytest.fixture
@@ -332,7 +332,7 @@ def test_closing_takes_no_time_to_wait_for(config: Config, tmp_path: Path) -> No
     ended.set()
     running.join(PATIENCE_S)
     agent.close()
-    assert not agent.server._thread.is_alive()
+    assert agent.server.threads == 0
     assert not client.wait(PATIENCE_S)
     client.close()
 

@@ -24,8 +24,8 @@ from objkv.codec.payload import digest, frame_pages, read_header
 from objkv.errors import StoreUnavailable, TransferError
 from objkv.transfer.slabs import SlabPool
 from tests.agent.world import PATIENCE_S, RIGHT, Node, WatchedStore, ended, pages_at
-from tests.support.paged_cache import wait_until
 from tests.support.samples import NAMESPACE
+from tests.support.waiting import wait_until
 
 CHUNKS = 7
 ROOM = 4
@@ -265,7 +265,7 @@ class AgentMachine(RuleBasedStateMachine):
         residents = self.node.residents
         assert residents.leased() == 0
         assert residents.check()
-        assert all(thread.is_alive() for thread in self.node.core._threads)
+        assert self.node.core.threads == 2
         for chunk, stored in enumerate(self.stored):
             found = self.store.get(self.path(chunk))
             if found not in (None, stored, self.spoiled(chunk)):  # a client's

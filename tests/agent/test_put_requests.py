@@ -30,9 +30,9 @@ from tests.agent.test_unsaved_disk import DiskHolder
 from tests.agent.world import PATIENCE_S, WatchedStore
 from tests.contracts.clock import ManualClock
 from tests.support.agents import AgentProcess, await_names
-from tests.support.paged_cache import wait_until
 from tests.support.samples import IDENTITY, NAMESPACE
 from tests.support.servers.redis import RedisServer
+from tests.support.waiting import wait_until
 
 NONE = MissReason.NONE
 

@@ -12,8 +12,8 @@ from objkv.agent.queue import Pace, Urgency
 from objkv.agent.residents import MissReason
 from tests.agent.test_residents import Sleeper
 from tests.agent.world import PATIENCE_S, Node
-from tests.support.paged_cache import wait_until
 from tests.support.samples import TOKENS
+from tests.support.waiting import wait_until
 
 
 @pytest.mark.parametrize(("processors", "at_once"), [(1, 1), (2, 1), (6, 3), (64, 32)])
@@ -73,7 +73,7 @@ def test_the_others_join_when_a_store_lets_one_wait() -> None:
     start(node, *wanted)
     wait_until(lambda: gate.inside == len(wanted))
     gate.open.set()
-    wait_until(lambda: len(node.core._turns) == 0 and not node.core._pace._begun)
+    wait_until(lambda: node.core.in_flight == 0)
     node.close()
 
 
@@ -85,7 +85,7 @@ def test_with_a_quick_store_one_thread_works_at_a_time() -> None:
     start(node, *wanted)
     wait_until(lambda: gate.inside == 1)
     gate.open.set()
-    wait_until(lambda: len(node.core._turns) == 0 and not node.core._pace._begun)
+    wait_until(lambda: node.core.in_flight == 0)
     assert gate.most == 1
     node.close()
 
@@ -97,7 +97,7 @@ def test_when_all_threads_are_late_nothing_more_is_queued() -> None:
     first, waker = wanted[0], Sleeper()
     node.core.open(waker, [first], deadline_s=1.0, urgency=Urgency.BETWEEN_STEPS)
     wait_until(lambda: gate.inside == 1)
-    wait_until(lambda: node.core._pace.all_late(1))
+    wait_until(lambda: node.core.is_stuck)
     for one in wanted[:2]:  # the one that hangs, and another
         (found,) = start(node, one)
         if isinstance(found, MissReason):
@@ -105,7 +105,7 @@ def test_when_all_threads_are_late_nothing_more_is_queued() -> None:
         else:
             assert found.state is CellState.FAILED  # type: ignore[attr-defined]
     gate.open.set()
-    wait_until(lambda: not node.core._pace.all_late(1))
+    wait_until(lambda: not node.core.is_stuck)
     node.close()
 
 
@@ -127,7 +127,7 @@ def test_loads_between_steps_do_not_starve_behind_endless_ones_within(
     start(node, within, urgency=Urgency.IN_STEP)
     start(node, between)
     gate.open.set()
-    wait_until(lambda: len(order) == 3 and not node.core._pace._begun)
+    wait_until(lambda: len(order) == 3 and node.core.in_flight == 0)
     assert order == [one.claim.key.path() for one in (first, between, within)]
     node.close()
 
@@ -148,7 +148,7 @@ def test_first_parts_of_all_come_before_the_second_of_any(codec: str) -> None:
     node.cache.get_into = watched  # type: ignore[method-assign,assignment]
     start(node, *wanted, urgency=Urgency.IN_STEP)
     gate.open.set()
-    wait_until(lambda: len(node.core._turns) == 0 and not node.core._pace._begun)
+    wait_until(lambda: node.core.in_flight == 0)
     firsts = [n for n, (_, at) in enumerate(starts) if at == 0]
     assert firsts == list(range(len(wanted)))
     node.close()

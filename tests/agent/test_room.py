@@ -19,8 +19,8 @@ from objkv.stores.memory import MemoryStore
 from tests.agent.test_residents import Sleeper
 from tests.agent.world import PATIENCE_S, RIGHT, Node, pages_at
 from tests.codec.seals import SEALS
-from tests.support.paged_cache import wait_until
 from tests.support.samples import record_of
+from tests.support.waiting import wait_until
 
 PAGE = 4096
 IN_PARTS = Cuts(parts_max=4, part_bytes_min=1)

@@ -43,8 +43,8 @@ from tests.agent.world import (
     opened,
     pages_at,
 )
-from tests.support.paged_cache import wait_until
 from tests.support.samples import NAMESPACE, TOKENS
+from tests.support.waiting import wait_until
 
 
 def test_eight_clients_that_open_at_once_share_one_fetch_of_each_payload(node: Node) -> None:

@@ -25,8 +25,8 @@ from objkv.keys.chunk import ChunkKey
 from tests.agent.test_server import Desk, payloads
 from tests.agent.world import PATIENCE_S, RIGHT, Node, WatchedStore, ended, opened, pages_at
 from tests.support.agents import AgentProcess
-from tests.support.paged_cache import wait_until
 from tests.support.samples import NAMESPACE, TOKENS
+from tests.support.waiting import wait_until
 
 
 class Holder(Node):

@@ -12,7 +12,7 @@ from objkv.errors import StoreUnavailable
 from tests.agent.test_server import payloads
 from tests.agent.test_unsaved import Holder, paths
 from tests.agent.world import PATIENCE_S
-from tests.support.paged_cache import wait_until
+from tests.support.waiting import wait_until
 
 NONE = MissReason.NONE
 

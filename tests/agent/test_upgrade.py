@@ -32,8 +32,9 @@ from tests.agent.test_hostile import gated
 from tests.agent.test_server import Desk, payloads
 from tests.agent.world import PATIENCE_S, RIGHT, Node, ended, opened, pages_at
 from tests.support.agents import AgentProcess
-from tests.support.paged_cache import BLOCKS, Replica, same_blocks, wait_until
+from tests.support.paged_cache import BLOCKS, Replica, same_blocks
 from tests.support.samples import NAMESPACE, save
+from tests.support.waiting import wait_until
 
 CHUNKS = 4
 

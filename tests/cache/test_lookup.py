@@ -120,27 +120,6 @@ def test_a_wait_notices_what_has_ended_before_it(service: LookupService, index: 
     service.wait(0.001)
 
 
-def test_late_lookups_are_logged_once_and_so_are_those_in_time_again(
-    service: LookupService, index: GatedIndex, clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
-    for request in ("a", "b"):
-        assert service.ask(request, NS, HASHES) is None
-    clock.now += 2 * LIMITS.deadline_s
-    for request in ("a", "b"):
-        assert service.ask(request, NS, HASHES) == (None, None, None)
-    index.gate.set()
-    answer(lambda: service.ask("soon", NS, HASHES))
-    clock.now += 100.0
-    for name in map(str, range(10**6)):
-        if answer(lambda name=name: service.ask(name, NS, HASHES)) != (None, None, None):  # type: ignore[misc]
-            break
-        time.sleep(0.001)  # it was refused: the late ones are still in the queue
-    assert [record.message for record in caplog.records] == [
-        "lookups failing, serving without them reason=no answer within 1 s",
-        "lookups working again",
-    ]
-
-
 def test_one_requests_lookup_is_awaited_while_others_hang(
     service: LookupService, index: GatedIndex
 ) -> None:

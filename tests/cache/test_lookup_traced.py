@@ -14,7 +14,7 @@ from objkv.index.memory import MemoryIndex
 from objkv.telemetry import MemoryRecorder
 from objkv.tracing import OtelTracing
 from tests.index.flaky_index import FlakyIndex
-from tests.support.paged_cache import wait_until
+from tests.support.waiting import wait_until
 
 NAMESPACE = "0" * 32
 HASHES = [bytes([i]) * 20 for i in range(3)]

@@ -36,7 +36,7 @@ from tests.device.mutants import MUTANTS
 from tests.engine import model
 from tests.engine.prompts import tokens_of
 from tests.support.agents import AgentProcess
-from tests.support.paged_cache import wait_until
+from tests.support.waiting import wait_until
 
 SLOW_US, SAVE_US = (500, 2500), 400_000
 """How long each operation of a lane takes, at least and at most, and how long a save waits before

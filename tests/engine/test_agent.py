@@ -16,8 +16,8 @@ from tests.engine.prompts import prompt_of
 from tests.engine.ranks import on_ranks
 from tests.engine.scenario import Values, scenario
 from tests.support.agents import AgentProcess, agent_folder, await_names
-from tests.support.paged_cache import wait_until
 from tests.support.servers.redis import valkey_server
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 PROMPTS = (prompt_of(300), prompt_of(600, seed=1))

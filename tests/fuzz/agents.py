@@ -158,7 +158,7 @@ class _Agent:
     def talk(self, messages: list[bytes]) -> str:
         """One client's life."""
         server = self.node.server
-        require(server is not None and server._thread.is_alive(), "nobody accepts")
+        require(server is not None and server.threads > 0, "nobody accepts")
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.settimeout(_PATIENCE_S)
             sock.connect(str(self.node.path))

@@ -30,7 +30,7 @@ from objkv.stores.processes.process import FetchProcess, FetchProgram
 from objkv.stores.processes.store import ProcessGets
 from objkv.telemetry import MemoryRecorder
 from tests.contracts.store_contract import StoreContract
-from tests.support.paged_cache import PATIENCE_S, wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 LANES = 4
 ROOT = Path(__file__).parents[2]

@@ -20,8 +20,8 @@ from objkv.agent.client import is_listening
 from objkv.agent.http.metrics import PREFIX
 from objkv.index.redis.index import RedisIndex
 from tests.support.nursery import Fork, Nursery
-from tests.support.paged_cache import PATIENCE_S, wait_until
 from tests.support.servers.process import freeze
+from tests.support.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 

@@ -38,6 +38,7 @@ from objkv.transfer.registration import DeviceFrames, pin_arena
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool
 from tests.support.device import HOST, current_device, pinning
+from tests.support.waiting import PATIENCE_S, wait_until
 
 
 def paged_group(
@@ -83,8 +84,6 @@ def same_blocks(
     )
 
 
-PATIENCE_S = 120.0
-"""For other threads to come, on a machine that is busy with other things."""
 NAMESPACE = "0123456789abcdef" * 2
 CHUNK = 64
 BLOCKS = CHUNK // 32
@@ -118,6 +117,7 @@ class Worker:
         codec: str = "none",
         save_queue_max: int = 64,
         lane: Lane | None = None,
+        clock: Callable[[], float] = time.monotonic,
         tracing: Tracing = NO_TRACING,
     ) -> None:
         self.paged, self.cache, self.recorder = paged, cache, recorder
@@ -142,6 +142,7 @@ class Worker:
             self.inside.connect,
             limits=load,
             recorder=recorder,
+            clock=clock,
             tracing=tracing,
             on_device=on_device,
             inside=self.inside,
@@ -297,14 +298,6 @@ def forget_all(residents: Residents) -> None:
     """Empty an arena, except for what is being read."""
     for key in list(residents._by_key):
         residents.forget(key)
-
-
-def wait_until(condition: Callable[[], bool], seconds_max: float = PATIENCE_S) -> None:
-    """Poll for something that other threads do."""
-    end = time.monotonic() + seconds_max
-    while not condition():
-        assert time.monotonic() < end, "did not happen in time"
-        time.sleep(0.001)
 
 
 def stores() -> tuple[MemoryStore, MemoryIndex]:

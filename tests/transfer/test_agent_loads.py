@@ -25,15 +25,8 @@ from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.slabs import SlabPool
 from tests.agent.world import Node, WatchedStore
 from tests.support.device import ON_HOST
-from tests.support.paged_cache import (
-    BLOCKS,
-    NAMESPACE,
-    PATIENCE_S,
-    LazyLane,
-    Replica,
-    same_blocks,
-    wait_until,
-)
+from tests.support.paged_cache import BLOCKS, NAMESPACE, LazyLane, Replica, same_blocks
+from tests.support.waiting import PATIENCE_S, at_once, wait_until
 from tests.transfer.test_registration import Pins
 
 pytestmark = ON_HOST
@@ -226,13 +219,13 @@ def test_a_device_unlocks_an_arena_before_it_goes_on_with_the_next_agent(world: 
     assert not world.reader.load(range(4), 1).failed_blocks
     wait_until(lambda: len(pins.now) > 0)
     loader = world.reader.loader
-    first, before = loader._agent, set(pins.now)  # type: ignore[attr-defined]
+    first, before = loader.agent, set(pins.now)
     closed_with, close = list[set[int]](), first.close
     first.close = lambda: (closed_with.append(before & set(pins.now)), close())
     world.replace()
     wait_until(lambda: bool(closed_with))
     assert closed_with == [set()], "nothing is unmapped that is registered"
-    wait_until(lambda: loader._agent not in (None, first))  # type: ignore[attr-defined]
+    wait_until(lambda: loader.agent not in (None, first))
     assert not world.reader.load(range(4), 17).failed_blocks
     assert world.right(17)
 
@@ -343,34 +336,6 @@ def test_a_load_without_a_record_fails_as_a_ghost(world: World) -> None:
     assert outcome.rejected
 
 
-def test_an_aborted_load_ends_soon_and_writes_no_more(world: World) -> None:
-    gate, begun = threading.Event(), threading.Event()
-
-    def on_get(key: str) -> None:
-        begun.set()
-        assert gate.wait(PATIENCE_S)
-
-    world.store.on_get = on_get
-    world.reader.loader.submit(world.reader.load_plan(range(4), 1))
-    assert begun.wait(PATIENCE_S)
-    world.reader.loader.cancel("r")
-    outcome = world.reader.outcome()
-    assert outcome.failed_blocks == frozenset(range(1, 9))
-    before = world.reader.snapshot()
-    gate.set()
-    assert world.node.residents.wait_idle(PATIENCE_S)
-    assert all(map(torch.equal, before, world.reader.snapshot()))
-
-
-def test_a_load_ends_at_its_deadline(world: World) -> None:
-    gate = threading.Event()
-    world.store.on_get = lambda key: gate.wait(PATIENCE_S) and None  # type: ignore[func-returns-value]
-    hasty = world.open(deadline_s=0.05)
-    assert hasty.load(range(4), 1).failed_blocks == frozenset(range(1, 9))
-    gate.set()
-    hasty.close()
-
-
 def test_more_moves_than_the_queue_takes_are_misses(world: World) -> None:
     small = world.open(queue_max=2)
     outcome = small.load(range(4), 1)
@@ -444,14 +409,78 @@ class GatedLane(HostLane):
         return self.last
 
 
+class LooksLater(GatedMark):
+    """Passes when it is looked at for the third time after the gate has opened."""
+
+    looks = 0
+
+    def done(self) -> bool:
+        self.looks += self.gate.is_set()
+        return self.looks >= 3
+
+
+def test_no_memory_is_given_back_that_the_lane_still_reads(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane, closed_at, close = GatedLane(), list[int](), AgentConnection.close
+    mark = lane.last = LooksLater()
+    slow = world.open(lane)
+    slow.loader.submit(slow.load_plan(range(4), 1))
+    wait_until(lambda: slow.loader.leased == 4 and slow.loader.in_flight == 0)
+
+    lost = slow.loader.agent
+
+    def watched(agent: AgentConnection) -> None:
+        if agent is lost:
+            closed_at.append(mark.looks)
+        close(agent)
+
+    monkeypatch.setattr(AgentConnection, "close", watched)
+    assert world.node.server is not None
+    world.node.server.close()  # the agent is lost
+    wait_until(lambda: slow.loader.agent is None)
+    mark.gate.set()
+    wait_until(lambda: bool(closed_at))
+    assert closed_at[0] >= 3
+    monkeypatch.undo()
+    slow.close()
+    world.restart()
+
+
+def test_a_load_ends_with_its_agent_and_not_with_its_deadline(world: World) -> None:
+    gate, begun = threading.Event(), threading.Event()
+
+    def on_get(key: str) -> None:
+        begun.set()
+        assert gate.wait(PATIENCE_S)
+
+    world.store.on_get = on_get
+    loader = world.reader.loader
+    for name, sync in (("between", False), ("step", True)):
+        loader.submit(replace(world.reader.load_plan(range(4), 1, sync=sync), request_id=name))
+    assert begun.wait(PATIENCE_S)
+    assert world.node.server is not None
+    world.node.server.close()
+    try:
+        (step,) = at_once(lambda: loader.take_finished(sync=True))
+        wait_until(lambda: loader.in_flight == 0, 20.0)
+    finally:
+        gate.set()
+        loader.cancel("step")
+        loader.cancel("between")
+    (between,) = loader.take_finished(sync=False)
+    assert step.failed_blocks == between.failed_blocks == frozenset(range(1, 9))
+    assert world.reader.recorder.value("load_errors") == 8
+
+
 def test_a_lost_connection_is_closed_when_the_lane_has_read(world: World) -> None:
     lane = GatedLane()
     slow = world.open(lane)
     slow.loader.submit(slow.load_plan(range(4), 1))
-    wait_until(lambda: slow.loader.leased == 4 and slow.loader._jobs["r"].is_over())  # type: ignore[attr-defined]
-    slow.loader._agent._is_lost = True  # type: ignore[attr-defined]
+    wait_until(lambda: slow.loader.leased == 4 and slow.loader.in_flight == 0)
+    slow.loader.agent._is_lost = True  # type: ignore[union-attr]
     slow.loader.cancel("r")  # wakes its thread
-    wait_until(lambda: slow.loader._agent is None)  # type: ignore[attr-defined]
+    wait_until(lambda: slow.loader.agent is None)
     assert world.node.residents.leased() == 4
     lane.last.gate.set()
     assert world.node.residents.wait_idle(PATIENCE_S)
@@ -469,7 +498,7 @@ def test_a_device_that_fails_keeps_its_memory_and_ends_no_thread(world: World) -
     broken = world.open(FailingLane())
     assert broken.load(range(4), 1).failed_blocks
     assert world.node.residents.leased() > 0, "nothing shows until when the device reads"
-    wait_until(lambda: broken.loader._agent is not None)  # type: ignore[attr-defined]
+    wait_until(lambda: broken.loader.agent is not None)
     assert broken.load(range(4), 1).failed_blocks
     broken.close()
     assert len(module._KEPT) == 2
@@ -492,11 +521,11 @@ def test_a_device_that_fails_while_it_reads_keeps_the_memory(world: World, is_lo
     broken = world.open(lane)
     loader: Any = broken.loader
     loader.submit(broken.load_plan(range(4), 1))
-    wait_until(lambda: loader.leased == 4 and loader._jobs["r"].is_over())
+    wait_until(lambda: loader.leased == 4 and loader.in_flight == 0)
     if is_lost:
         loader._agent._is_lost = True
         loader.cancel("r")  # wakes its thread
-        wait_until(lambda: loader._agent is None)
+        wait_until(lambda: loader.agent is None)
     lane.last.gate.set()
     wait_until(lambda: bool(module._KEPT))
     assert world.node.residents.leased() == 4, "nothing shows until when the device reads"
@@ -559,24 +588,6 @@ def test_a_load_of_nothing_is_over_when_its_agent_is_lost(world: World) -> None:
     wait_until(lambda: not world.reader.load(range(4), 1).failed_blocks)
 
 
-def test_payloads_that_are_lost_with_the_connection_are_counted(world: World) -> None:
-    gate, begun = threading.Event(), threading.Event()
-
-    def on_get(key: str) -> None:
-        begun.set()
-        assert gate.wait(PATIENCE_S)
-
-    world.store.on_get = on_get
-    world.reader.loader.submit(world.reader.load_plan(range(4), 1))
-    assert begun.wait(PATIENCE_S)
-    assert world.node.server is not None
-    world.node.server.close()
-    outcome = world.reader.outcome()
-    gate.set()
-    assert outcome.failed_blocks == frozenset(range(1, 9))
-    assert world.reader.recorder.value("load_errors") == 4
-
-
 def test_a_closed_loader_takes_and_cancels_nothing_and_leaves_no_descriptor(world: World) -> None:
     loader = world.open()
     before = len(os.listdir("/proc/self/fd"))
@@ -588,23 +599,3 @@ def test_a_closed_loader_takes_and_cancels_nothing_and_leaves_no_descriptor(worl
         assert closed.load(range(4), 1).failed_blocks
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)  # the agent's are here, too
     loader.close()
-
-
-def test_many_loads_at_once(world: World) -> None:
-    plans = [
-        replace_name(world.reader.load_plan(range(n % 4, 4), 1 + 8 * n), str(n)) for n in range(3)
-    ]
-    for plan in plans:
-        world.reader.loader.submit(plan)
-    found: list[Any] = []
-    wait_until(lambda: len(found) == 3 or bool(found.extend(loaded(world)) or len(found) == 3))
-    assert not any(outcome.failed_blocks for outcome in found)
-    assert world.right(1)
-
-
-def replace_name(plan: LoadPlan, name: str) -> LoadPlan:
-    return LoadPlan(name, plan.namespace, plan.moves, plan.sync)
-
-
-def loaded(world: World) -> list[Any]:
-    return world.reader.loader.take_finished(sync=False)

@@ -40,14 +40,13 @@ from tests.support.paged_cache import (
     HASHES,
     IN_PARTS,
     NAMESPACE,
-    PATIENCE_S,
     WHOLE,
     PiecewiseStore,
     Replica,
     same_blocks,
     stores,
-    wait_until,
 )
+from tests.support.waiting import PATIENCE_S, wait_until
 from tests.transfer.test_loader import SETTINGS
 
 # Payloads are verified and written while they arrive; whatever arrives, only the truth is.
@@ -118,7 +117,7 @@ def test_layers_are_stored_as_this_test_wants_them(codec: str) -> None:
 
 
 @given(st.sampled_from(CODECS), st.booleans(), pieces)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_a_payload_is_loaded_however_it_arrives(codec: str, sync: bool, sizes: list[int]) -> None:
     place = world(codec)
     place.store.pieces = lambda: iter(sizes)
@@ -126,7 +125,7 @@ def test_a_payload_is_loaded_however_it_arrives(codec: str, sync: bool, sizes: l
 
 
 @given(st.sampled_from(CODECS), st.booleans(), pieces, st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=16, deadline=None)
 def test_no_flipped_bit_reaches_the_model_however_it_arrives(
     codec: str, sync: bool, sizes: list[int], data: st.DataObject
 ) -> None:
@@ -140,7 +139,7 @@ def test_no_flipped_bit_reaches_the_model_however_it_arrives(
 
 
 @given(st.sampled_from(CODECS), st.booleans(), pieces, st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_a_payload_of_another_length_is_refused_however_it_arrives(
     codec: str, sync: bool, sizes: list[int], data: st.DataObject
 ) -> None:

@@ -1,6 +1,9 @@
 """The fence around one load's blocks, on a clock of its own."""
 
 from threading import Thread, Timer
+from time import monotonic
+
+import pytest
 
 from objkv.keys.prefix import root_hash
 from objkv.transfer.lanes import HostLane, HostMark
@@ -8,7 +11,8 @@ from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
 from tests.contracts.clock import ManualClock
 from tests.support.device import ON_HOST
-from tests.support.paged_cache import CHUNK, HASHES, NAMESPACE, wait_until
+from tests.support.paged_cache import CHUNK, HASHES, NAMESPACE
+from tests.support.waiting import at_once, wait_until
 
 pytestmark = ON_HOST
 LAYERS = 2
@@ -62,6 +66,28 @@ def test_a_layer_that_was_computed_without_its_blocks_counts_as_not_loaded() -> 
     assert job.wait_layer(0, 0) == []
     write_all_layers(job)
     assert job.wait_layer(0, 1)
+    assert job.close().failed_blocks == {3, 4}
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_nothing_is_written_after_the_deadline(*, sync: bool) -> None:
+    clock = ManualClock()
+    job = job_of_one_chunk(clock, sync=sync)
+    clock.advance(5.0)
+    assert not job.wanted(0)
+    assert not job.enter(0)
+    assert job.is_over()
+    assert job.close().failed_blocks == {3, 4}
+
+
+@pytest.mark.parametrize("is_layer", [False, True])
+def test_nobody_waits_longer_than_the_deadline(*, is_layer: bool) -> None:
+    plan = job_of_one_chunk(ManualClock(), sync=True).plan
+    job = LoadJob(plan, [range(LAYERS)], monotonic() + 0.05, monotonic)
+    try:
+        at_once(lambda: job.wait_layer(0, 0) if is_layer else job.wait_over())
+    finally:
+        job.cancel()  # wakes a thread that does
     assert job.close().failed_blocks == {3, 4}
 
 

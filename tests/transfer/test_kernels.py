@@ -138,7 +138,7 @@ def kernels(request: pytest.FixtureRequest) -> PageKernels:
 
 
 few = settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 

@@ -8,7 +8,7 @@ from threading import Barrier
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from objkv.errors import ConfigError
@@ -237,6 +237,7 @@ def numbered(blocks: int, heads: int, size: int) -> np.ndarray:
 sizes = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 24])
 
 
+@settings(max_examples=20)
 @given(sizes, sizes, st.integers(1, 4), st.integers(1, 3), st.booleans())
 def test_every_token_of_every_head_is_where_it_belongs(
     size: int, wanted: int, heads: int, pieces: int, as_tensor: bool
@@ -248,6 +249,7 @@ def test_every_token_of_every_head_is_where_it_belongs(
     assert np.array_equal(dealt, numbered(tokens // wanted, heads, wanted))
 
 
+@settings(max_examples=20)
 @given(sizes, st.data())
 def test_some_heads_of_some_blocks_are_taken(size: int, data: st.DataObject) -> None:
     pages = numbered(24 // size, 4, size)

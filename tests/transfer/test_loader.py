@@ -1,7 +1,6 @@
 """What one replica saves another loads, byte for byte, in time; anything else is a miss."""
 
 import logging
-import math
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,16 +13,16 @@ import torch
 from objkv.agent.fill import Cuts
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import read_header
-from objkv.errors import StoreBusy, StoreUnavailable
+from objkv.errors import StoreUnavailable
 from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity
-from objkv.net.deadline import ends_s
-from objkv.stores.base import Arrived, Buffer
+from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
 from objkv.transfer.lanes import BlockRuns, HostLane, HostMark, Mark
 from objkv.transfer.loading import loads
 from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.plan import LoadOutcome, LoadPlan
+from tests.contracts.clock import ManualClock
 from tests.contracts.flaky import FlakyStore
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import (
@@ -31,15 +30,14 @@ from tests.support.paged_cache import (
     HASHES,
     IN_PARTS,
     NAMESPACE,
-    PATIENCE_S,
     LazyLane,
     PiecewiseStore,
     Replica,
     StuckStore,
     same_blocks,
     stores,
-    wait_until,
 )
+from tests.support.waiting import PATIENCE_S, at_once, wait_until
 
 # What one replica saves another loads, byte for byte; anything else is a miss.
 
@@ -92,19 +90,6 @@ def test_a_load_within_the_step_waits_layer_by_layer(
     assert not outcome.failed
 
 
-def test_a_missing_payload_fails_its_chunk_and_all_later_ones_and_is_forgotten(
-    world: tuple[Replica, Replica, MemoryStore],
-) -> None:
-    writer, reader, store = world
-    writer.save(range(3))
-    store.delete(writer.path(1))
-    outcome = reader.load(range(3), first_block=9)
-    assert outcome.failed_blocks == set(range(9 + BLOCKS, 9 + 3 * BLOCKS))
-    assert outcome.rejected == {(NAMESPACE, HASHES[1])}
-    assert reader.index.lookup(NAMESPACE, [HASHES[1]]) == [None]
-    assert same_blocks(writer.caches, [1, 2], reader.caches, [9, 10])
-
-
 def test_a_corrupt_payload_never_reaches_the_cache_and_is_replaced_by_the_next_save(
     world: tuple[Replica, Replica, MemoryStore], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -126,50 +111,32 @@ def test_a_corrupt_payload_never_reaches_the_cache_and_is_replaced_by_the_next_s
     assert same_blocks(reader.caches, [5, 6], writer.caches, [20, 21])
 
 
-def test_a_payload_of_another_chunk_under_the_key_is_refused(
-    world: tuple[Replica, Replica, MemoryStore],
-) -> None:
-    writer, reader, store = world
-    writer.save(range(2))
-    store.put(writer.path(0), store.get(writer.path(1)) or b"")
-    before = reader.snapshot()
-    assert reader.load(range(1), first_block=9).failed_blocks == {9, 10}
-    assert same_blocks(before, range(32), reader.caches, range(32))
-
-
-def test_a_payload_longer_than_any_can_be_is_corrupt(
-    world: tuple[Replica, Replica, MemoryStore],
-) -> None:
-    writer, reader, store = world
-    writer.save(range(1))
-    store.put(writer.path(0), bytes(reader.save_slabs.slab_bytes + 1))
-    outcome = reader.load(range(1), first_block=9)
-    assert outcome.rejected == {(NAMESPACE, HASHES[0])}
-    assert reader.index.lookup(NAMESPACE, [HASHES[0]]) == [None]
-
-
-def test_after_the_deadline_a_late_payload_touches_nothing() -> None:
-    store, index = StuckStore(), MemoryIndex()
-    replica = Replica(store, index, seed=1, deadline_s=0.05)
-    replica.save(range(1))
+def test_steps_and_loads_between_them_end_at_their_own_deadlines_and_write_nothing_later() -> None:
+    store, clock = StuckStore(), ManualClock()
+    limits = {"step_deadline_s": 5.0, "deadline_s": 600.0}
+    replica = Replica(store, MemoryIndex(), seed=1, clock=clock, **limits)
+    replica.save(range(3))
     before = replica.snapshot()
-    outcome = replica.load(range(1), first_block=9)
-    assert outcome.failed_blocks == {9, 10}
-    assert outcome.rejected == set()
+    for name, chunk, sync in (("step", 0, True), ("late", 1, False)):
+        plan = replica.load_plan(range(chunk, chunk + 1), 9 + 2 * chunk, sync=sync)
+        replica.loader.submit(replace(plan, request_id=name))
+    clock.advance(5.0)
+    try:
+        at_once(lambda: replica.loader.wait_layer(0, 0))
+        (step,) = at_once(lambda: replica.loader.take_finished(sync=True))
+    except AssertionError:
+        store.go.set()  # so that no thread is waited for
+        replica.loader.cancel("step")
+        raise
+    assert step.failed_blocks == {9, 10}
+    assert not step.rejected
+    assert replica.loader.take_finished(sync=False) == []
+    clock.advance(595.0)
     store.go.set()
     wait_until(lambda: replica.leased == 0)
+    assert replica.outcome().failed_blocks == {11, 12}
     assert same_blocks(before, range(32), replica.caches, range(32))
-    assert index.lookup(NAMESPACE, [HASHES[0]]) != [None]
-
-
-def test_a_step_does_not_wait_as_long_as_a_load_between_steps_may_take() -> None:
-    store, index = StuckStore(), MemoryIndex()
-    replica = Replica(store, index, seed=1, step_deadline_s=0.05)
-    replica.save(range(1))
-    assert replica.load(range(1), first_block=9, sync=True).failed
-    replica.loader.submit(replica.load_plan(range(1), 9))
-    store.go.set()
-    assert not replica.outcome().failed
+    assert not replica.load(range(2), first_block=20).failed, "they are of use to the next"
 
 
 def test_a_cancelled_load_ends_at_once_and_touches_nothing_later() -> None:
@@ -187,94 +154,15 @@ def test_a_cancelled_load_ends_at_once_and_touches_nothing_later() -> None:
     assert same_blocks(before, range(32), replica.caches, range(32))
 
 
-def test_what_does_not_fit_the_queue_is_a_miss() -> None:
-    store, index = StuckStore(), MemoryIndex()
-    replica = Replica(store, index, seed=1, queue_max=2)
-    replica.save(range(2))
-    replica.save(range(2, 4))
-    store.go.set()
-    outcome = replica.load(range(4), first_block=9)
-    assert outcome.failed_blocks == set(range(9 + 2 * BLOCKS, 9 + 4 * BLOCKS))
-    assert replica.recorder.value("load_refused") == 2
-
-
-def test_saves_without_a_slab_are_dropped_and_told() -> None:
-    store, index = stores()
-    replica = Replica(store, index, seed=1, slabs=1)
-    held = replica.save_slabs.lease()
-    assert replica.save(range(2)) == {("r", 0), ("r", 1)}
-    held.release()
-    assert replica.save(range(1)) == set()
-
-
-def test_nothing_is_announced_that_the_bulk_store_did_not_take() -> None:
-    store, index = StuckStore(), MemoryIndex()
-    store.broken = True
-    replica = Replica(store, index, seed=1)
-    replica.save(range(1))
-    assert index.lookup(NAMESPACE, [HASHES[0]]) == [None]
-    assert replica.recorder.value("save_errors") == 1
-    store.broken = False
-    replica.save(range(1))
-    assert index.lookup(NAMESPACE, [HASHES[0]]) != [None]
-
-
-def test_a_payload_that_another_writer_left_is_announced_as_it_is(
-    world: tuple[Replica, Replica, MemoryStore],
-) -> None:
-    writer, reader, store = world
-    writer.save(range(1))
-    theirs = store.get(writer.path(0))
-    (record,) = writer.index.lookup(NAMESPACE, [HASHES[0]])
-    assert record is not None
-    writer.index.drop(NAMESPACE, HASHES[0])
-    reader.save(range(1), first_block=5)
-    assert store.get(writer.path(0)) == theirs
-    (again,) = writer.index.lookup(NAMESPACE, [HASHES[0]])
-    assert again is not None
-    assert dict(again.shards) == dict(record.shards)
-
-
-def test_a_lease_held_elsewhere_means_skipping(
-    world: tuple[Replica, Replica, MemoryStore],
-) -> None:
-    writer, reader, store = world
-    assert writer.index.lease(writer.path(0), "replica-1", ttl_ms=600_000)
-    reader.save(range(1), first_block=5)
-    assert store.get(writer.path(0)) is None
-    assert reader.recorder.value("save_leased_elsewhere") == 1
-
-
-def test_a_chunk_that_cannot_leave_its_blocks_is_dropped_and_gives_its_slab_back(
-    world: tuple[Replica, Replica, MemoryStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writer, _, _ = world
-
-    def refuse(*_: object) -> None:
-        raise RuntimeError("out of memory")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(writer.saver._lane, "gather", refuse)
-        assert writer.save(range(2)) == {("r", 0), ("r", 1)}
-    assert "0/8 leased" in repr(writer.save_slabs)
-    assert writer.save(range(2)) == set()
-
-
 # The end of a loader: its threads go, and what still arrives touches nothing.
-
-
-def load_threads(replica: Replica) -> list[str]:
-    """Those that are alive; other tests' loaders may have threads of the same names."""
-    threads = [replica.loader._thread, *replica.inside.core._threads]
-    return [thread.name for thread in threads if thread.is_alive()]
 
 
 def test_closing_ends_all_threads(caplog: pytest.LogCaptureFixture) -> None:
     before = set(threading.enumerate())
     replica = Replica(*stores(), seed=1)
-    assert load_threads(replica) == ["objkv-load", "objkv-fill-0", "objkv-fill-1"]
+    assert replica.loader.threads == 3
     replica.close()
-    assert not load_threads(replica)
+    assert (replica.loader.threads, replica.saver.threads) == (0, 0)
     assert not set(threading.enumerate()) - before
     assert "at shutdown" not in caplog.text
     replica.loader.close()
@@ -292,9 +180,9 @@ def test_closing_waits_for_no_network_beyond_its_bound_and_says_what_is_left(
     with caplog.at_level(logging.WARNING):
         replica.close()
     assert "loads still on the network at shutdown" in caplog.text
-    assert len(load_threads(replica)) == 1
+    assert replica.loader.threads == 1
     store.go.set()
-    wait_until(lambda: not load_threads(replica))
+    wait_until(lambda: replica.loader.threads == 0)
     assert same_blocks(before, range(32), replica.caches, range(32))
     wait_until(lambda: replica.leased == 0)
 
@@ -309,116 +197,13 @@ def test_settling_a_step_leaves_the_loads_between_steps_to_be_told_as_such() -> 
     later = replace(reader.load_plan(range(1), 20), request_id="later")
     reader.loader.submit(later)
     wait_until(lambda: same_blocks(writer.caches, [1, 2], reader.caches, [20, 21]))
-    wait_until(lambda: reader.loader._jobs["later"].is_over())
+    wait_until(lambda: reader.loader.in_flight == 0)
     reader.loader.submit(reader.load_plan(range(2), 9, sync=True))
     (settled,) = reader.loader.take_finished(sync=True)
     assert settled.request_id == "r"
     assert reader.outcome().request_id == "later"
     ids = range(2 * BLOCKS)
     assert same_blocks(writer.caches, [1 + i for i in ids], reader.caches, [9 + i for i in ids])
-
-
-# What loads and saves do about a store that hangs, or that is asked too much.
-
-
-class HangingStore(MemoryStore):
-    """Gets return when the gate opens, whatever their deadline: as on a network file system whose
-    server is gone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = Event()
-        self.gate.set()
-        self.asked = 0
-
-    def get_into(
-        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
-    ) -> int | None:
-        self.asked += 1
-        assert self.gate.wait(PATIENCE_S)
-        return super().get_into(key, buffer, arrived, start)
-
-
-@pytest.mark.parametrize("sync", [True, False])
-def test_when_all_threads_hang_loads_fail_at_once_and_none_is_queued(sync: bool) -> None:
-    store = HangingStore()
-    deadlines = {"deadline_s": 0.05, "step_deadline_s": 0.05}
-    replica = Replica(store, MemoryIndex(), seed=1, join_s=0.01, **deadlines)
-    replica.save(range(4))
-    store.gate.clear()
-    _hang(replica, store, sync=sync)
-    assert replica.load(range(4), 9, sync=sync).failed
-    assert replica.recorder.value("load_refused") > 0
-    assert store.asked == 2
-    replica.close()  # does not wait for them
-    store.gate.set()
-
-
-def _hang(replica: Replica, store: HangingStore, *, sync: bool = False) -> None:
-    """Let each of two threads hang at a payload. One that comes after a load's deadline finds
-    nothing to do."""
-    while store.asked < 2:
-        assert replica.load(range(4), 9, sync=sync).failed
-    wait_until(lambda: replica.inside.core._pace.all_late(2))
-
-
-def test_threads_that_come_back_load_again() -> None:
-    store = HangingStore()
-    replica = Replica(store, MemoryIndex(), seed=1, deadline_s=0.05, step_deadline_s=0.05)
-    replica.save(range(4))
-    store.gate.clear()
-    _hang(replica, store)
-    store.gate.set()
-    wait_until(lambda: not replica.inside.core._pace.all_late(2))
-    wait_until(lambda: replica.leased == 0)
-
-
-def test_the_store_is_told_how_long_a_load_may_take() -> None:
-    told = []
-
-    class Asked(MemoryStore):
-        def get_into(
-            self,
-            key: str,
-            buffer: memoryview,
-            arrived: Arrived | None = None,
-            start: int | None = None,
-        ) -> int | None:
-            told.append(ends_s())
-            return super().get_into(key, buffer, arrived, start)
-
-    replica = Replica(Asked(), MemoryIndex(), seed=1)
-    replica.save(range(1))
-    replica.load(range(1), 9)
-    assert told[0] < math.inf
-    assert ends_s() == math.inf
-
-
-def test_saves_give_way_while_loads_go_on() -> None:
-    class Busy(MemoryStore):
-        is_busy = False
-
-        def put_if_absent(self, key: str, value: Buffer) -> bool:
-            if self.is_busy:
-                raise StoreBusy("503")
-            return super().put_if_absent(key, value)
-
-    store = Busy()
-    replica = Replica(FlakyStore(store), MemoryIndex(), seed=1)
-    replica.save(range(1))
-    store.is_busy = True
-    replica.save(range(1, 2))
-    wait_until(lambda: replica.recorder.value("saves_shed") == 1)
-    crew = replica.saver._pool
-    crew._shed_until = math.inf
-    store.is_busy = False
-    assert replica.save(range(2, 4)) == set()  # no drop: nobody plans them again
-    assert replica.recorder.value("saves_shed") == 3
-    assert replica.save_slabs.leased == 0
-    assert not replica.load(range(1), 9).failed
-    crew._shed_until = -math.inf
-    replica.save(range(1, 4))
-    assert replica.recorder.value("saves") == 4
 
 
 # Layer 0 of all chunks comes first, and is usable while later layers are still on the wire.
@@ -561,7 +346,7 @@ def test_between_steps_a_load_is_over_when_its_copies_have_passed_and_so_are_its
     lane = LateLane()
     replica = replica_of(lane)
     replica.loader.submit(replica.load_plan(range(1), MINE[0]))
-    wait_until(replica.loader._jobs["r"].is_over)
+    wait_until(lambda: replica.loader.in_flight == 0)
     assert replica.loader.take_finished(sync=False) == []
     assert replica.leased == 1
     lane.passed.set()
@@ -576,7 +361,7 @@ def test_threads_go_on_fetching_while_copies_are_under_way() -> None:
     lane = LateLane()
     replica = replica_of(lane)
     replica.loader.submit(replica.load_plan(range(4), MINE[0]))
-    wait_until(replica.loader._jobs["r"].is_over)
+    wait_until(lambda: replica.loader.in_flight == 0)
     assert replica.leased == 4
     assert replica.loader.take_finished(sync=False) == []
     lane.passed.set()
@@ -645,7 +430,7 @@ def test_closing_waits_once_for_a_device_that_hangs_and_not_for_each_load(
     for name in ("one", "other"):
         plan = replica.load_plan(range(1), MINE[0])
         replica.loader.submit(LoadPlan(name, plan.namespace, plan.moves, sync=False))
-    wait_until(lambda: all(job.is_over() for job in replica.loader._jobs.values()))
+    wait_until(lambda: replica.loader.in_flight == 0)
     waits, close = list[float](), LoadJob.close
 
     def watched(job: LoadJob, seconds: float) -> LoadOutcome:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from objkv.index.base import ShardRecord
@@ -53,6 +53,7 @@ def move_lists(draw: st.DrawFn) -> list[LoadMove]:
     return moves
 
 
+@settings(max_examples=20)
 @given(move_lists())
 def test_moves_in_columns_are_the_moves(moves: list[LoadMove]) -> None:
     packed = LoadMoves.pack(moves)
@@ -64,6 +65,7 @@ def test_moves_in_columns_are_the_moves(moves: list[LoadMove]) -> None:
             one[len(moves)]
 
 
+@settings(max_examples=20)
 @given(move_lists(), st.integers(0, 41))
 def test_columns_tell_what_the_moves_tell(moves: list[LoadMove], chunk: int) -> None:
     packed = LoadMoves.pack(moves)
@@ -84,6 +86,7 @@ def test_columns_tell_what_the_moves_tell(moves: list[LoadMove], chunk: int) -> 
     assert packed.prefix_hashes() == list(dict.fromkeys(names))
 
 
+@settings(max_examples=20)
 @given(move_lists())
 def test_bytes_are_those_of_the_chosen_records(moves: list[LoadMove]) -> None:
     counted = [r for load in moves for name, r in load.records if name != FIELDS[1]]
@@ -96,6 +99,7 @@ def test_bytes_are_those_of_the_chosen_records(moves: list[LoadMove]) -> None:
     assert LoadMoves.pack(moves).nbytes(choose) == (hot, total - hot)
 
 
+@settings(max_examples=20)
 @given(move_lists())
 def test_each_move_is_spread_to_the_parts_of_its_kind(moves: list[LoadMove]) -> None:
     whole = [replace(load, part=None) for load in moves]

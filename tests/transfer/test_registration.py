@@ -16,7 +16,7 @@ from objkv.transfer.lanes import HostMark
 from objkv.transfer.registration import DeviceFrames, Windows, reads_agents
 from objkv.transfer.slabs import SlabPool, SlabsExhaustedError
 from tests.support.device import ON_HOST
-from tests.support.paged_cache import PATIENCE_S, wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 pytestmark = ON_HOST
 START, WINDOW, TOTAL = 100 * PAGE, 4 * PAGE, 10 * PAGE

@@ -19,8 +19,9 @@ from objkv.transfer.loading import arena_lane
 from objkv.transfer.plan import LoadPlan
 from objkv.transfer.sources import PayloadLayout
 from tests.support.device import ON_HOST
-from tests.support.paged_cache import NAMESPACE, PATIENCE_S
+from tests.support.paged_cache import NAMESPACE
 from tests.support.paged_shapes import LAYOUTS, Model, ShapedRank, ShapedReplica, ShapeOfReplica
+from tests.support.waiting import PATIENCE_S
 
 MODEL = Model(heads=8, layers=4)
 
@@ -173,7 +174,7 @@ def test_a_dcp_rank_that_is_missing_is_a_miss() -> None:
 
 RANKS_MAX = 8
 """Of a replica of any shape: more are more of the same."""
-EXAMPLES = 40
+EXAMPLES = 12
 """In CI the same on the host and on the device, which differ in when a copy is made."""
 
 

@@ -238,6 +238,12 @@ class Loader(Loads):
         """Number of payloads that this worker reads now."""
         return len(self._reading)
 
+    @property
+    def threads(self) -> int:
+        """Threads that have not ended, with those of a core inside this process."""
+        inside = self._inside.core.threads if self._inside is not None else 0
+        return self._thread.is_alive() + inside
+
     def close(self) -> None:
         """Stop the thread. Unfinished plans never touch their blocks again. Idempotent."""
         with self._lock:

@@ -71,6 +71,11 @@ class Loads:
         """Number of payloads that are being read now."""
         raise NotImplementedError
 
+    @property
+    def in_flight(self) -> int:
+        """Number of loads that are not over. Their copies to a device may take longer."""
+        return sum(not job.is_over() for job in self._jobs.values())
+
     def _begin(self, job: LoadJob) -> int:
         """Start a job. Returns how many of its moves were accepted, from the first on."""
         raise NotImplementedError

@@ -102,9 +102,7 @@ def test_awake_again_it_loads_as_before(world: World) -> None:
 def test_no_thread_of_the_sleeper_is_left(world: World) -> None:
     [side] = world.opened
     world.connector.unregister_kv_caches()
-    assert not side._loader._thread.is_alive()
-    assert not [t for t in side._loader._inside.core._threads if t.is_alive()]
-    assert not [t for t in side._saver._pool._pool._threads if t.is_alive()]
+    assert (side._loader.threads, side._saver.threads) == (0, 0)
 
 
 def test_if_it_cannot_take_the_cache_again_it_goes_on_without_objkv(

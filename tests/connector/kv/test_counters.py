@@ -111,6 +111,20 @@ def test_a_request_that_ends_while_its_prefix_loads_is_no_failure() -> None:
     assert found == {"loads": 1}
 
 
+def test_a_load_that_failed_before_its_request_ended_is_a_failure() -> None:
+    index, recorder = MemoryIndex(), MemoryRecorder()
+    store = FlakyStore(MemoryStore())
+    writer = Replica(store, index, seed=1)
+    writer.save(range(CHUNKS))
+    worker = worker_side(store, index, recorder=recorder)
+    store.fail_until_mended(StoreUnavailable("down"))
+    worker.start_loads(StepPlan(loads=(writer.load_plan(range(CHUNKS), 9),)))
+    wait_until(lambda: worker._loader.in_flight == 0)
+    assert worker.results(StepPlan(), {"r"}).received == {"r"}
+    worker.close()
+    assert counted(recorder, {"loads", "load_failures"}) == {"loads": 1, "load_failures": 1}
+
+
 # Queries and hits. Two of the prompt's chunks of 32 tokens are stored.
 
 STORED = 64

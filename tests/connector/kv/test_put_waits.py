@@ -13,8 +13,8 @@ from objkv.index.fields import COMING
 from objkv.index.memory import MemoryIndex
 from objkv.telemetry import MemoryRecorder
 from tests.contracts.clock import ManualClock
-from tests.support.paged_cache import wait_until
 from tests.support.sides import publish_prompt, request, scheduler_side, step
+from tests.support.waiting import wait_until
 
 PROMPT = [7] * 70
 """Two whole chunks of 32 tokens."""

@@ -19,8 +19,8 @@ from objkv.errors import StoreUnavailable
 from objkv.index.memory import MemoryIndex
 from objkv.keys.prefix import PromptExtras, prefix_hashes
 from objkv.telemetry import MemoryRecorder
-from tests.support.paged_cache import wait_until
 from tests.support.sides import SIZE, publish_prompt, request, scheduler_side, step
+from tests.support.waiting import wait_until
 
 
 def read(params: Any, recorder: MemoryRecorder | None = None, **more: Any) -> RequestLimits:

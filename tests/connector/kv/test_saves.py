@@ -15,8 +15,8 @@ from objkv.connector.kv.requests import TrackedRequest
 from objkv.connector.kv.saves import BlockHeadroom, BlockTrust
 from objkv.connector.model.groups import Geometry
 from objkv.keys.identity import GroupIdentity
-from tests.support.paged_cache import wait_until
 from tests.support.sides import GEOMETRY, SIZE, request, scheduler_side, step
+from tests.support.waiting import wait_until
 
 # Whose blocks may be saved.
 

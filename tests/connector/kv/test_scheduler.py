@@ -20,7 +20,6 @@ from objkv.index.memory import MemoryIndex
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.plan import Blank, ChunkMove, LoadMove, LoadPlan
 from tests.contracts.clock import ManualClock
-from tests.support.paged_cache import wait_until
 from tests.support.sides import (
     FIELD,
     GEOMETRY,
@@ -32,6 +31,7 @@ from tests.support.sides import (
     scheduler_side,
     step,
 )
+from tests.support.waiting import wait_until
 
 BOUND_S = 5.0
 WITHIN = LoadPlan("w", "0" * 32, (), sync=True)

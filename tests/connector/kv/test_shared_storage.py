@@ -21,8 +21,8 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
 from objkv.stores.local import LocalStore
 from objkv.transfer.plan import LoadPlan, SavePlan
-from tests.support.paged_cache import wait_until
 from tests.support.sides import SIZE, request, scheduler_side, step
+from tests.support.waiting import wait_until
 
 SHARD = Shard(0, 1, 0, 1)
 LAYERS = (LayerSpec("l0", "BF16", (1, 1, SIZE, 8)),)

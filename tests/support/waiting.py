@@ -1,0 +1,29 @@
+"""Waiting for what other threads and processes do."""
+
+import time
+from collections.abc import Callable
+from threading import Thread
+from typing import TypeVar
+
+T = TypeVar("T")
+
+PATIENCE_S = 120.0
+"""For other threads to come, on a machine that is busy with other things."""
+
+
+def wait_until(condition: Callable[[], bool], seconds_max: float = PATIENCE_S) -> None:
+    """Poll for something that other threads do."""
+    end = time.monotonic() + seconds_max
+    while not condition():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.001)
+
+
+def at_once(call: Callable[[], T], seconds_max: float = 20.0) -> T:
+    """What ``call`` returns, which must not wait for anything that has not come."""
+    found: list[T] = []
+    thread = Thread(target=lambda: found.append(call()), daemon=True)
+    thread.start()
+    thread.join(seconds_max)
+    assert not thread.is_alive(), "it waits"
+    return found[0]
