@@ -87,6 +87,10 @@ crash: $(STAMP) ## kill savers, sweeps, rebuilds, servers and node agents at eve
 fences: $(STAMP) ## run transfers with every order of their threads (MINUTES=10)
 	@$(BIN)/python -m tests.fences --minutes $(MINUTES) $(ARGS)
 
+.PHONY: guarantees
+guarantees: $(STAMP) ## break each guarantee of the suite, and see that its tests fail (ARGS='--only WORD' for some)
+	@PYTHONPATH=. $(BIN)/python -m tests.guarantees $(ARGS)
+
 .PHONY: faults
 faults: $(STAMP) ## inject every fault, some into real engines; writes docs/reliability.md
 	@env -u XDG_CACHE_HOME $(BIN)/python -m tests.faults.table

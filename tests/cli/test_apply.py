@@ -48,13 +48,14 @@ def test_nothing_changes_without_apply(
     says, words = DRY[command]
     given = [word.format(out=damaged) for word in words]
     before = state(machine)
-    monkeypatch.setenv("OBJKV_ROLE", "reader")
-    looked = run(*given)
-    assert (looked.code, looked.err) == (1, "")
-    assert says in looked.out
-    document = run(*given, "--json").document
-    assert document["applied"] is False
-    assert state(machine) == before
+    for role in ("sweeper", "reader"):
+        monkeypatch.setenv("OBJKV_ROLE", role)
+        looked = run(*given)
+        assert (looked.code, looked.err) == (1, "")
+        assert says in looked.out
+        document = run(*given, "--json").document
+        assert document["applied"] is False
+        assert state(machine) == before
     role = "writer" if command == "import" else "sweeper"
     refused(run(*given, "--apply"), f"set role to {role}")
     assert state(machine) == before

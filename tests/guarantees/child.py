@@ -5,14 +5,23 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+import hypothesis
 import pytest
 
 PRINTED = "printed.txt"
 """File in the tree with what pytest has printed."""
+ONCE = hypothesis.settings(
+    deadline=None,
+    derandomize=True,
+    phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+"""The same examples in every run, and none of them is shrunk."""
 
 
 def run_tests(tree: Path, tests: list[str]) -> NoReturn:
     """Run pytest with the objkv and the tests of ``tree``, and exit with its status."""
+    os.setsid()
     os.chdir(tree)
     with open(PRINTED, "w") as printed:
         os.dup2(printed.fileno(), 1)
@@ -21,6 +30,6 @@ def run_tests(tree: Path, tests: list[str]) -> NoReturn:
         if name.partition(".")[0] in ("objkv", "tests"):
             del sys.modules[name]
     sys.path[0] = os.environ["PYTHONPATH"] = str(tree)
-    sys.dont_write_bytecode = True
-    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
+    hypothesis.settings.register_profile("once", ONCE)
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=once"]
+    sys.exit(pytest.main([*options, *tests]))
