@@ -18,8 +18,9 @@ from tests.support import nursery
 from tests.support.servers import ports
 
 PATIENCE_S = 5.0
-KEPT = re.compile("/mpl-data/fonts/")
-"""What belongs to the process, once it is there: fonts that matplotlib has read."""
+KEPT = re.compile("/mpl-data/fonts/|^thread tqdm_monitor$|^mapping of /dev/shm/sem[.]")
+"""What belongs to the process once it is there: fonts that matplotlib has read, tqdm's thread and
+its lock, which is a semaphore between processes."""
 
 
 def held() -> Counter[str]:
