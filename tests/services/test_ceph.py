@@ -137,6 +137,7 @@ def test_ranges_and_parts_go_past_the_client(client: Any, s3_prefixes: Any) -> N
         assert store.get_into("absent", buffer) is None
     finally:
         client.meta.events.unregister("before-call.s3", look)
+        store.close()
     assert by_client == ["CreateMultipartUpload", "CompleteMultipartUpload"]
 
 
