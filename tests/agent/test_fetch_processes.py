@@ -135,6 +135,7 @@ def test_processes_fetch_what_an_agent_serves(
     assert all(has_ended(pid) for pid in pids)
 
 
+@pytest.mark.slow
 def test_killed_processes_cost_no_payload_and_all_end_with_a_killed_agent(
     settings: dict[str, str], wanted: dict[str, list[Wanted]]
 ) -> None:

@@ -277,6 +277,7 @@ def test_an_agent_that_cannot_start_is_an_error_with_its_reason(config: Config) 
     assert failure_of(path) is None
 
 
+@pytest.mark.slow
 def test_an_agent_that_nobody_uses_ends(config: Config) -> None:
     path = agent_socket(config)
     assert path is not None
@@ -372,6 +373,7 @@ def test_a_client_of_an_agent_that_is_gone_or_stuck_learns_it_in_time(
         agent.process.send_signal(signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_lookups_of_an_agent_that_is_stuck_fail_soon(tmp_path: Path) -> None:
     """Although its answers are in shared memory."""
     settings = {"bulk_url": f"file://{tmp_path}/c", "index_url": f"sqlite://{tmp_path}/i"}

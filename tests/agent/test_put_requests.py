@@ -509,6 +509,7 @@ def test_an_agent_loads_what_another_one_held_back(agents: Agents, tmp_path: Pat
     assert len(list((tmp_path / "c").rglob("*.safetensors"))) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_an_agent_that_is_killed_or_hangs_is_waited_for_a_bounded_time(
     agents: Agents, is_killed: bool
@@ -523,6 +524,7 @@ def test_an_agent_that_is_killed_or_hangs_is_waited_for_a_bounded_time(
     assert find(agents.client, made) == []
 
 
+@pytest.mark.slow
 def test_requests_outlast_a_restart_of_the_index(agents: Agents, client: redis.Redis) -> None:
     client.flushall()
     agents.hold_back(made := payloads())

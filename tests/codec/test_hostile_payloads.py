@@ -268,6 +268,7 @@ def test_any_text_in_place_of_a_frame_is_refused(text: str) -> None:
     assert is_refused(join(json.dumps(document, separators=(",", ":")).encode(), frames))
 
 
+@pytest.mark.slow
 def test_no_payload_takes_much_memory_or_time_to_refuse(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "tests.codec.hostile", str(tmp_path)],
