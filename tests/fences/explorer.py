@@ -30,6 +30,7 @@ WORLDS = {
     "registered": Knobs(frames="registering", arena_pages=2),
     "refused": Knobs(copy_s=COPY_S, frames="refused"),
     "early": Knobs(copy_s=COPY_S, writes_early=True),
+    "roomy": Knobs(copy_s=COPY_S, writes_early=True, roomy=True),
     "short of time": Knobs(copy_s=COPY_S, save_ms=1),
 }
 

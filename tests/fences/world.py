@@ -97,6 +97,8 @@ class Knobs:
     copy_s: float = 0.0
     """How long each late copy takes. While it does, all others go on as far as they can."""
     writes_early: bool = False
+    roomy: bool = False
+    """Whether most steps have blocks for all requests, and the worker knows."""
     load_threads: int = 1
     arena_pages: int = 0
     """Memory of the arena; 0: as much as a worker has by default."""
@@ -174,6 +176,7 @@ class Engine:
         self._checks: list[tuple[int, str]] = []
         self._number = 0
         self._preempted: set[str] = set()
+        self._is_short = False
         for block in range(NUM_BLOCKS):
             self._poison(block)
         self._open()
@@ -196,12 +199,23 @@ class Engine:
         """Its blocks go to others at once; it begins anew, and computes."""
         request = self.requests[name]
         assert request.state == "running"
+        if self.knobs.roomy:
+            self._run_short()
         self._preempted.add(name)
         self._release(request)
         request.blocks = [self.free.pop(0) for _ in range(request.chunks * BLOCKS)]
         self._hand_over(request.blocks)
         request.computed, request.epochs, request.state = 0, [], "new"
         request.loading = 0
+
+    def _run_short(self) -> None:
+        """A step after which there are too few blocks, and whose plan says that the next one may
+        preempt."""
+        if len(self.free) >= BLOCKS:
+            self.arrive(1, sync=True)
+        self._is_short = True
+        self.step()
+        self._is_short = False
 
     def end(self, name: str) -> None:
         """It finished, or was aborted."""
@@ -316,7 +330,7 @@ class Engine:
             held,
             idle=idle and bool(loads),
             reused=reused,
-            may_reuse=True,
+            may_reuse=self._is_short or not self.knobs.roomy,
         )
 
     def _forward(self, side: WorkerSide, plan: StepPlan) -> None:

@@ -2,10 +2,12 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -285,3 +287,47 @@ def test_a_rank_that_lost_the_others_asks_them_no_more(monkeypatch: pytest.Monke
     assert not agree(True)
     assert not agree(True)
     assert calls == [1]
+
+
+@pytest.mark.parametrize(
+    "states",
+    [
+        torch.zeros(20, 23),
+        torch.zeros(19, 24),
+        torch.zeros(20, 24, dtype=torch.float16),
+        torch.zeros(20, 2, 12),
+        SimpleNamespace(tensors={"hidden_states": torch.zeros(20, 24)}),
+    ],
+    ids=["width", "few", "dtype", "shape", "between"],
+)
+def test_states_of_another_form_are_not_sent(folder: Path, states: Any) -> None:
+    engine = Engine(folder)
+    engine.send(prompts([[*range(20)]], [[1, 2, 3, 4, 5]]), states)
+    assert not engine.payloads()
+
+
+def test_a_record_that_promises_too_much_allocates_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(folder)
+    engine.send(step())
+    index = engine.connector._backends.index
+    (namespace,) = index.namespaces()
+    for record in list(index.scan(namespace)):
+        chunk = ChunkEntry(namespace, record.prefix_hash, record.parent_hash, 0, record.token_end)
+        for field, shard in record.shards.items():
+            index.publish(chunk, {field: replace(shard, nbytes=1 << 50)}, ttl_s=60)
+    sizes, empty = list[int](), np.empty
+    monkeypatch.setattr(np, "empty", lambda size, *a: sizes.append(size) or empty(size, *a))
+    assert engine.receive(step()) == (None, False)
+    assert sizes == []
+
+
+def test_after_close_all_is_a_miss(folder: Path) -> None:
+    engine = Engine(folder)
+    engine.send(step())
+    for _ in range(2):
+        engine.connector.close()
+    engine.send(prompts([[1, 2]], [[1]]))
+    assert len(engine.payloads()) == 2
+    assert engine.receive(step()) == (None, False)
