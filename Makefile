@@ -115,8 +115,8 @@ docs: $(STAMP) ## write the generated pages, and build the site strictly
 	@scripts/build_docs.sh
 
 .PHONY: examples
-examples: $(STAMP) ## run every example that this machine supports (QUICK=1: without the slow ones)
-	@$(BIN)/pytest -q --durations=15 $(if $(QUICK),-m "not slow") tests/examples $(ARGS)
+examples: $(STAMP) ## run every example that this machine supports
+	@$(BIN)/pytest -q tests/examples $(ARGS)
 
 .PHONY: terraform-check
 terraform-check: ## run terraform fmt, and validate and test where the provider can be downloaded
