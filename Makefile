@@ -7,7 +7,8 @@ SHELL := bash
 # doubles the time that it takes to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-BIN := .venv/bin
+# Where .venv is a link, its target's path has no space (scripts/setup.sh).
+BIN = $(or $(realpath .venv),.venv)/bin
 STAMP := .venv/.setup-done
 # pytest processes, one a core; each real engine takes one core and about 2 GB of memory.
 WORKERS ?= 2
@@ -132,5 +133,6 @@ release: $(STAMP) ## build wheel, sdist, SBOM and chart into dist (docs/releasin
 
 .PHONY: clean
 clean: ## remove .venv and all built or cached files
+	@case "$$(realpath .venv)" in */objkv/venv-*) rm -rf "$$(realpath .venv)" ;; esac
 	@rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

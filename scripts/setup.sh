@@ -80,6 +80,18 @@ has_gpu_vllm() { # has_gpu_vllm PYTHON: an NVIDIA GPU, and a vLLM that this Pyth
     "$1" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("vllm") is None)' 2>/dev/null
 }
 
+# LD_PRELOAD, which vLLM sets, and PyTorch's compiler cannot name a folder with a space in its path. There
+# the environment is in the user's cache, and .venv is a link to it.
+place_venv() {
+  [[ "$PWD" == *[^A-Za-z0-9._/+-]* ]] || return 0
+  local place
+  place=${XDG_CACHE_HOME:-$HOME/.cache}/objkv/venv-$(printf '%s' "$PWD" | cksum | cut -d ' ' -f 1)
+  mkdir -p "$place"
+  [ -L "$VENV" ] || rm -rf "$VENV"
+  ln -sfn "$place" "$VENV"
+  VENV=$place
+}
+
 make_venv() { # make_venv PYTHON ENGINE
   begin "virtual environment in $VENV"
   if "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
@@ -178,6 +190,7 @@ main() {
   [ "$(uname -s)-$(uname -m)" != Linux-x86_64 ] || STEPS=$((STEPS + 1))
   rm -f "$STAMP"
   echo "this takes 2 to 5 minutes; to watch pip: tail -f $LOG"
+  place_venv
   make_venv "$python" "$engine"
   install_engine "$engine"
   begin "objkv and its development tools"
