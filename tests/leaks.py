@@ -1,5 +1,6 @@
 """What a test file leaves open, descriptors, threads and shared memory, is an error of its last
-test: a process that runs thousands of tests has no room for what each of them forgot."""
+test: a process that runs thousands of tests has no room for what each of them forgot. So is memory
+that a process still has after its last test."""
 
 import gc
 import os
@@ -18,6 +19,7 @@ from tests.support import nursery
 from tests.support.servers import ports
 
 PATIENCE_S = 5.0
+MEMORY_MAX = 3 << 29
 KEPT = re.compile("/mpl-data/fonts/|^thread tqdm_monitor$|^mapping of /dev/shm/sem[.]")
 """What belongs to the process once it is there: fonts that matplotlib has read, tqdm's thread and
 its lock, which is a semaphore between processes."""
@@ -35,6 +37,11 @@ def held() -> Counter[str]:
         if "/memfd:" in line or "/dev/shm/" in line:  # noqa: S108
             names.append(f"mapping of {line.split(maxsplit=5)[5]}")
     return Counter(name for name in names if not KEPT.search(name))
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Leaks:
@@ -76,4 +83,6 @@ class Leaks:
             if left:
                 lines = "\n".join(f"  {count} {name}" for name, count in sorted(left.items()))
                 pytest.fail(f"{item.path.name} leaves open:\n{lines}", pytrace=False)
+        if nextitem is None and (bytes_ := resident()) > MEMORY_MAX:
+            pytest.fail(f"this process still has {bytes_ >> 20} MiB of memory", pytrace=False)
         return result
