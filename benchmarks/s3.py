@@ -22,12 +22,12 @@ from benchmarks.harness import (
     make_slab,
     open_store,
 )
+from benchmarks.plain_limit import PlainClient, plain_server
 from benchmarks.sample import PAYLOAD_1_MIB, PAYLOAD_32_MIB
 from objkv.config import Config
 from objkv.ops.bench.sample import PAYLOAD_8_MIB, PayloadSample, Shape, get_verified, make_samples
 from objkv.stores.base import PruneStore
-from tests.support.servers.plain_limit import PlainClient
-from tests.support.servers.quick_s3 import QuickS3Process, quick_s3_process
+from tests.support.servers.quick_s3 import quick_s3_process
 
 S3_GET = Target(0.85)
 S3_PUT = Target(0.80)
@@ -44,8 +44,9 @@ Move = Callable[[int, PayloadSample, memoryview], object]
 
 def bench_s3(setting: BenchSetting) -> Section:
     """Gets and puts. Raises ``ObjkvError`` if anything was not as it was put."""
-    with quick_s3_process() as server:
-        return Section("s3", tuple(_rows(setting, server)), {"S3": "quick_s3, in memory"})
+    with quick_s3_process() as server, plain_server() as plain:
+        rows = tuple(_rows(setting, server.url, plain))
+        return Section("s3", rows, {"S3": "quick_s3, in memory"})
 
 
 def s3_config(endpoint_url: str, **changes: str) -> Config:
@@ -61,16 +62,16 @@ def s3_config(endpoint_url: str, **changes: str) -> Config:
     return local_config(**settings | changes)
 
 
-def _rows(setting: BenchSetting, server: QuickS3Process) -> Iterator[BenchRow]:
+def _rows(setting: BenchSetting, url: str, plain: tuple[str, int]) -> Iterator[BenchRow]:
     # One request per payload: the limit has as many connections as there are threads, and no more.
-    config = s3_config(server.url, s3_ranges_max="0", s3_hedge_percent_max="0")
+    config = s3_config(url, s3_ranges_max="0", s3_hedge_percent_max="0")
     store = open_store(config)
     try:
         for shape in large_payloads(setting):
             for threads in CONNECTIONS:
                 case = f"{shape.name}, {connections(threads)}"
                 with (
-                    plain_clients(server.plain, threads) as clients,
+                    plain_clients(plain, threads) as clients,
                     PayloadBench(setting, shape, threads) as bench,
                 ):
                     setting.tell("S3", f"GET {case}")

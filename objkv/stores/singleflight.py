@@ -39,6 +39,12 @@ class SharedGets(GuardedStore):
     def __repr__(self) -> str:
         return f"<SharedGets {len(self._flights)} keys under way, of {self._inner!r}>"
 
+    @property
+    def waiting(self) -> int:
+        """The number of callers that wait for another caller's call."""
+        with self._lock:
+            return sum(len(one._seats) for key in self._flights.values() for one in key.values())
+
     def get(self, key: str) -> bytes | None:
         """See ``ReadStore``. All callers get the same object."""
         flight, value = self._join(key, ("get",))

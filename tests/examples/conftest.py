@@ -1,12 +1,12 @@
 """What the tests of examples share: where they are, a model, and the engines' patience."""
 
 import importlib.util
-import os
 from pathlib import Path
 
 import pytest
 
 from tests.examples import tiny
+from tests.support.needs import need
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 3_600
@@ -22,8 +22,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def model() -> Path:
     """The folder of a tiny model; where vLLM is missing the test is skipped, in CI it fails."""
-    if importlib.util.find_spec("vllm") is None:
-        if os.environ.get("CI"):
-            pytest.fail("vLLM is not installed")
-        pytest.skip("vLLM is not installed")
+    need("vLLM is not installed" if importlib.util.find_spec("vllm") is None else None)
     return tiny.make()

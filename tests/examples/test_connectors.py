@@ -3,8 +3,6 @@
 import importlib
 import importlib.util
 import json
-import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import pytest
 from tests.examples.places import EXAMPLES, GIVEN, compose, container
 
 pytestmark = pytest.mark.slow
-OURS = {"kv_connector": "ObjKVConnector", "kv_role": "kv_both"}
 
 
 @pytest.fixture(scope="module")
@@ -44,20 +41,6 @@ def test_the_server_takes_the_arguments_of_compose_and_kubernetes(parser: Any) -
         assert read.shutdown_timeout == 30
 
 
-def test_wherever_an_example_names_the_connector_it_is_the_same_line() -> None:
-    files = [file for file in EXAMPLES.rglob("*") if file.suffix in (".sh", ".yaml", ".md")]
-    lines = [
-        json.loads(found)
-        for file in files
-        for found in re.findall(r"\{\"kv_connector\":\"ObjKV[^}]*\}", file.read_text())
-    ]
-    assert len(lines) >= 4
-    assert all(line == OURS for line in lines)
-    for script in ("two-replicas/run.sh", "nixl/run.sh"):  # as the manifests say, saves may finish
-        words = shlex.split((EXAMPLES / script).read_text(), comments=True)
-        assert {"--shutdown-timeout", "--enable-prompt-tokens-details"} <= set(words)
-
-
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_the_connectors_of_prefill_and_decode_are_those_of_vllm(role: str, model: Path) -> None:
     from vllm.config import KVTransferConfig
@@ -79,14 +62,3 @@ def test_the_connectors_of_prefill_and_decode_are_those_of_vllm(role: str, model
     # vLLM keeps groups of layers apart only if all connectors can.
     multi: Any = KVConnectorFactory.get_connector_class(outer)
     assert multi.all_children_support_hma(outer)
-
-
-def test_the_requests_of_the_router_are_what_nixl_reads() -> None:
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_scheduler
-
-    asked = (EXAMPLES / "nixl" / "ask.py").read_text()
-    scheduler = Path(base_scheduler.__file__).parent.glob("*scheduler.py")
-    read = "".join(file.read_text() for file in scheduler)
-    for name in ("do_remote_decode", "do_remote_prefill"):
-        assert f'"{name}"' in asked
-        assert f'"{name}"' in read

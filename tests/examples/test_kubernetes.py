@@ -22,6 +22,7 @@ from tests.examples.places import (
     CHART,
     EXAMPLES,
     OVERLAY,
+    ROOT,
     SETTINGS,
     container,
     documents,
@@ -59,6 +60,7 @@ ALL: dict[str, Any] = {
     "affinity": {"nodeAffinity": {}},
 }
 """Values that make everything that the chart can make."""
+TERRAFORM = json.loads((ROOT / "terraform" / "aws" / "tests" / "chart.json").read_text())
 AGENTS: dict[str, Any] = {
     "settings": SETTINGS | {"AWS_REGION": "eu-central-1", "OBJKV_TENANT": "acme"},
     "roles": {"writer": {"annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/w"}}},
@@ -72,7 +74,11 @@ def of_kind(kind: str, **values: Any) -> dict[str, dict[str, Any]]:
     return {one["metadata"]["name"]: one for one in manifests(**values) if one["kind"] == kind}
 
 
-@pytest.mark.parametrize("values", [{}, ALL, AGENTS], ids=["default", "all", "agents"])
+@pytest.mark.parametrize(
+    "values",
+    [{}, ALL, AGENTS, TERRAFORM["helm_values"]],
+    ids=["default", "all", "agents", "terraform"],
+)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_each_object_is_what_the_api_takes(values: dict[str, Any], version: str) -> None:
     for found in manifests(**values):
@@ -84,11 +90,7 @@ def test_each_object_is_what_the_api_takes(values: dict[str, Any], version: str)
     kinds = {one["kind"] for one in manifests()}
     more = {one["kind"] for one in manifests(**ALL)} - kinds
     assert more == {"Secret", "ServiceMonitor", "PrometheusRule", "NetworkPolicy", "DaemonSet"}
-
-
-def test_helm_has_nothing_to_say() -> None:
-    for words in ((), ("--set=agent.enabled=true",)):
-        assert "0 chart(s) failed" in helm("lint", "--strict", str(CHART), SET, *words)
+    assert "0 chart(s) failed" in helm("lint", "--strict", str(CHART), SET)
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert chart["appVersion"] == chart["version"] == __version__
 
@@ -116,23 +118,6 @@ def test_secrets_belong_into_secrets() -> None:
         is_valid = names.is_valid(f"OBJKV_{name.upper()}")
         assert is_valid == (name not in {*SECRET_SETTINGS, "role", "redis_prefix"}), name
     assert not of_kind("Secret")
-
-
-def test_who_selects_finds() -> None:
-    labels = {pod["metadata"]["labels"][LABEL] for pod in pods().values()}
-    selected = [one["spec"]["selector"][LABEL] for one in of_kind("Service").values()]
-    for kind in ("Deployment", "PodDisruptionBudget"):
-        selectors = [one["spec"]["selector"] for one in of_kind(kind).values()]
-        selected += [selector["matchLabels"][LABEL] for selector in selectors]
-    assert set(selected) <= labels
-    values = ALL | {"redisPrefix": "objkv"}
-    services = {
-        one["metadata"]["labels"][LABEL]: one for one in of_kind("Service", **values).values()
-    }
-    for monitor in of_kind("ServiceMonitor", **values).values():
-        service = services[monitor["spec"]["selector"]["matchLabels"][LABEL]]
-        ports = {port["name"] for port in service["spec"]["ports"]}
-        assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= ports
 
 
 def test_pods_have_what_they_name_and_settings_that_objkv_understands() -> None:
@@ -223,35 +208,6 @@ def test_a_replica_may_finish_its_saves_and_an_agent_too() -> None:
     assert "maxSurge" not in json.dumps(named("DaemonSet", "objkv-agent")["spec"]["updateStrategy"])
 
 
-def test_replicas_are_what_the_patch_would_make_of_them() -> None:
-    given = of_kind("ConfigMap")["objkv-vllm"]["data"]
-    patch = yaml.safe_load(given["patch.yaml"])["spec"]["template"]["spec"]
-    pod = pods()["Deployment vllm"]["spec"]
-    for name in ("serviceAccountName", "terminationGracePeriodSeconds", "volumes"):
-        assert patch[name] == pod[name]
-    (wanted,), (have,) = patch["containers"], pod["containers"]
-    for name in ("name", "envFrom", "volumeMounts"):
-        assert wanted[name] == have[name]
-    assert wanted["env"][0] in have["env"]
-    assert set(given["args"].splitlines()) < set(have["args"])
-    assert have["command"][:2] == ["vllm", "serve"]
-
-
-def test_the_production_stack_gets_the_writers_settings() -> None:
-    """Rendered once by hand with that chart, which is not in this repository."""
-    (model,) = documents(OVERLAY)[0]["servingEngineSpec"]["modelSpec"]
-    assert model["serviceAccountName"] == model["envFromSecret"]["name"] == "objkv-writer"
-    settings, found = of_kind("ConfigMap")["objkv-writer"]["data"], {}
-    for one in model["env"]:
-        if source := one.get("valueFrom", {}).get("configMapKeyRef"):
-            assert (source["name"], source["key"]) == ("objkv-writer", one["name"])
-            found[one["name"]] = source.get("optional", False)
-    # A writer is what a replica is by default.
-    assert set(settings) - {"OBJKV_ROLE"} <= set(found)
-    assert {name for name, optional in found.items() if not optional} <= set(settings)
-    assert model["vllmConfig"]["enablePrefixCaching"]
-
-
 def test_dashboard_and_alerts_are_those_of_the_monitoring_example() -> None:
     alerts = (EXAMPLES / "monitoring" / "alerts.yml").read_text()
     dashboard = (EXAMPLES / "monitoring" / "objkv-dashboard.json").read_text()
@@ -267,7 +223,6 @@ KEYS = {"containers": "name", "env": "name", "volumes": "name", "volumeMounts": 
 
 
 def merged(old: Any, patch: Any, name: str = "") -> Any:
-    """What a strategic merge patch makes of an object."""
     if isinstance(old, dict) and isinstance(patch, dict):
         return old | {key: merged(old.get(key), value, key) for key, value in patch.items()}
     if isinstance(old, list) and (key := KEYS.get(name)):
@@ -306,28 +261,12 @@ def environment(spec: dict[str, Any], **values: Any) -> dict[str, str]:
 
 
 def secrets(spec: dict[str, Any]) -> set[str]:
-    """The names of all Secrets that a pod's container gets."""
     (one,) = spec["containers"]
     given = [each["secretRef"] for each in one["envFrom"] if "secretRef" in each]
     sources = [each.get("valueFrom", {}) for each in one["env"]]
     given += [each["secretKeyRef"] for each in sources if "secretKeyRef" in each]
     assert not [each for each in spec["volumes"] if "secret" in each or "projected" in each]
     return {each["name"] for each in given}
-
-
-def test_there_are_agents_if_asked_for_and_no_replica_starts_one_in_its_pod() -> None:
-    """It would end with the pod, and lose what it holds back."""
-    assert not [name for name in pods() if name.startswith("DaemonSet")]
-    off = {"agent": {"enabled": False}}
-    assert environment(replica(**off), **off)["OBJKV_AGENT"] == "off"
-    chosen = off | {"settings": SETTINGS | {"OBJKV_AGENT": "auto"}}
-    assert environment(replica(**chosen), **chosen)["OBJKV_AGENT"] == "auto"
-    (one,) = agent()["containers"]
-    assert parsed(one["args"]) == "agent"
-    assert "OBJKV_AGENT" not in named("ConfigMap", "objkv-writer")["data"]
-    assert [each["name"] for each in one["env"]].count("OBJKV_AGENT") == 1
-    assert one["resources"]["limits"]["memory"] == "4024Mi", "the arena fits into it"
-    assert one["resources"]["requests"]["memory"] == "4024Mi"
 
 
 def test_only_agents_have_credentials() -> None:
@@ -368,7 +307,6 @@ def test_replicas_and_agent_mean_the_same_socket_and_the_same_tenant() -> None:
 
 
 def run(command: list[str]) -> int:
-    """The exit status of a container's command on this machine."""
     assert command[0] == "python3"
     return subprocess.run([sys.executable, *command[1:]], capture_output=True).returncode
 
@@ -384,6 +322,7 @@ def test_the_folder_becomes_the_agents_own(tmp_path: Path) -> None:
 
 def test_the_probes_tell_an_agent_that_answers_from_one_that_does_not() -> None:
     (one,) = agent()["containers"]
+    assert one["resources"]["limits"]["memory"] == "4024Mi", "the arena fits into it"
     (command,) = {
         tuple(one[probe]["exec"]["command"])
         for probe in ("startupProbe", "readinessProbe", "livenessProbe")
@@ -397,25 +336,3 @@ def test_the_probes_tell_an_agent_that_answers_from_one_that_does_not() -> None:
         assert run([*program, str(path)]) != 0
     finally:
         node.close()
-
-
-def test_prometheus_and_routers_reach_agents_if_asked_for() -> None:
-    listen = AGENTS | {
-        "agent": AGENTS["agent"] | {"listen": {"enabled": True, "port": 9999}},
-        "networkPolicy": {"enabled": True},
-        "monitoring": {"serviceMonitor": {"enabled": True}},
-    }
-    (one,) = agent(**listen)["containers"]
-    environ = {each["name"]: each for each in one["env"]}
-    assert environ["OBJKV_AGENT_LISTEN"]["value"] == "0.0.0.0:9999"
-    token = environ["OBJKV_AGENT_TOKEN"]["valueFrom"]["secretKeyRef"]
-    (port,) = one["ports"]
-    service = named("Service", "objkv-agent", **listen)["spec"]
-    assert (port["containerPort"], service["ports"][0]["targetPort"]) == (9999, port["name"])
-    assert service["clusterIP"] == "None", "each node has an agent of its own"
-    (endpoint,) = named("ServiceMonitor", "objkv-agent", **listen)["spec"]["endpoints"]
-    assert endpoint["port"] == service["ports"][0]["name"]
-    assert endpoint["authorization"]["credentials"] == token
-    ingress = named("NetworkPolicy", "objkv", **listen)["spec"]["ingress"][0]["ports"]
-    assert {"port": 9999} in ingress
-    assert "OBJKV_AGENT_LISTEN" not in json.dumps(agent())

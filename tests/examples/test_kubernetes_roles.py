@@ -1,9 +1,4 @@
-"""The commands of the pods, on a real Valkey with the users that Terraform makes, or with those of
-``secrets.sh``; ``default`` is off.
-
-The chart is rendered with Terraform's output ``helm_values``. That the document here is this output
-is a test of Terraform's (``terraform/aws/tests``); the rights are those of its module.
-"""
+"""The commands of the pods, on a real Valkey with the users of ``secrets.sh``."""
 
 import json
 import os
@@ -11,9 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import Result
@@ -23,8 +16,7 @@ from objkv.assembly.backends import open_backends
 from objkv.cli.app import app
 from objkv.config import load_config
 from objkv.telemetry import NullRecorder
-from scripts.write_rights import FILE
-from tests.examples.places import KUBERNETES, ROOT, container, manifests, pods
+from tests.examples.places import KUBERNETES, container, manifests, pods
 from tests.ops.warm.fake_vllm import FakeVllm, Place
 from tests.services.access_roles import WORK
 from tests.support.samples import TOKENS
@@ -32,13 +24,6 @@ from tests.support.servers.fixtures import PATIENT
 from tests.support.servers.redis import RedisServer, valkey_server
 
 pytestmark = pytest.mark.slow
-
-OUTPUTS = json.loads((ROOT / "terraform" / "aws" / "tests" / "chart.json").read_text())
-VALUES: dict[str, Any] = OUTPUTS["helm_values"]
-USERS: dict[str, str] = OUTPUTS["users"]
-"""Names by role. A secret of the same name holds the password."""
-INDEX = ROOT / "terraform" / "modules" / "index" / "main.tf"
-
 
 KUBECTL = """\
 #!/bin/sh
@@ -55,20 +40,36 @@ esac
 class Cluster:
     """Starts the commands of pods in this process, with the environment that they would have."""
 
-    def __init__(
-        self, server: RedisServer, folder: Path, secrets: dict[str, dict[str, str]]
-    ) -> None:
+    def __init__(self, folder: Path) -> None:
         self._here = {
             "OBJKV_BULK_URL": f"file://{folder}/bulk",
-            "OBJKV_INDEX_URL": f"{server.url}/0",
             "XDG_CACHE_HOME": str(folder / "home"),
             **{f"OBJKV_{name.upper()}": str(value) for name, value in PATIENT.items()},
         }
         self._settings = {
-            one["metadata"]["name"]: one["data"] for one in manifests(**VALUES) if "data" in one
+            one["metadata"]["name"]: one["data"] for one in manifests() if "data" in one
         }
-        self._secrets = secrets
-        self._pods = pods(**VALUES)
+        self._pods = pods()
+        programs, made = folder / "bin", folder / "secrets"
+        programs.mkdir(parents=True)
+        made.mkdir()
+        (programs / "kubectl").write_text(KUBECTL)
+        (programs / "kubectl").chmod(0o755)
+        path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        subprocess.run(
+            [str(KUBERNETES / "secrets.sh"), "staging"],
+            env={"PATH": path, "MADE": str(made), "HOME": str(folder)},
+            check=True,
+        )
+        self._secrets = {
+            file.name: dict(line.split("=", 1) for line in file.read_text().splitlines())
+            for file in made.iterdir()
+            if file.is_file()
+        }
+        self.users = made / "valkey-users" / "users.acl"
+
+    def use(self, server: RedisServer) -> None:
+        self._here["OBJKV_INDEX_URL"] = f"{server.url}/0"
 
     def environment(self, pod: str) -> dict[str, str]:
         """The variables of the container's ``envFrom``; only the addresses are local."""
@@ -84,62 +85,13 @@ class Cluster:
         return CliRunner().invoke(app, [*(words or container["args"]), *more], env=environment)
 
 
-def made_by_script(folder: Path) -> dict[str, dict[str, str]]:
-    """Run ``secrets.sh``: the secrets by name. Valkey's users are a file of ``valkey-users``."""
-    programs, made = folder / "bin", folder / "secrets"
-    programs.mkdir(parents=True)
-    made.mkdir()
-    (programs / "kubectl").write_text(KUBECTL)
-    (programs / "kubectl").chmod(0o755)
-    path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        [str(KUBERNETES / "secrets.sh"), "staging"],
-        env={"PATH": path, "MADE": str(made), "HOME": str(folder)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return {
-        file.name: dict(line.split("=", 1) for line in file.read_text().splitlines())
-        for file in made.iterdir()
-        if file.is_file()
-    }
-
-
-@contextmanager
-def with_terraforms_users(folder: Path) -> Iterator[Cluster]:
-    rights = json.loads(FILE.read_text())["access_strings"]
-    (default_user,) = re.findall(
-        r'"default"\n.*?access_string = "([^"]+)"', INDEX.read_text(), re.S
-    )
-    with valkey_server(folder / "valkey") as server:
-        admin = server.client()
-        secrets = {}
-        for role, name in USERS.items():
-            words = rights[role]["single"].replace("${redis_prefix}", VALUES["redisPrefix"]).split()
-            password = f"{role}-0123456789"
-            admin.execute_command("ACL", "SETUSER", name, "reset", f">{password}", *words)
-            secrets[name] = {"OBJKV_REDIS_PASSWORD": password}
-        admin.execute_command("ACL", "SETUSER", "default", "reset", *default_user.split())
-        yield Cluster(server, folder, secrets)
-
-
-@contextmanager
-def with_the_scripts_users(folder: Path) -> Iterator[Cluster]:
-    secrets = made_by_script(folder)
-    file = folder / "secrets" / "valkey-users" / "users.acl"
-    arguments = [
-        str(file) if "users.acl" in w else w for w in container("Deployment valkey")["args"]
-    ]
-    with valkey_server(folder / "valkey", args=arguments) as server:
-        yield Cluster(server, folder, secrets)
-
-
-@pytest.fixture(scope="module", params=[with_terraforms_users, with_the_scripts_users])
-def cluster(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Cluster]:
-    with request.param(tmp_path_factory.mktemp("kubernetes")) as cluster:
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path / "kubernetes")
+    arguments = container("Deployment valkey")["args"]
+    arguments = [str(cluster.users) if "users.acl" in word else word for word in arguments]
+    with valkey_server(tmp_path / "valkey", args=arguments) as server:
+        cluster.use(server)
         yield cluster
 
 

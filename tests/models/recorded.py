@@ -67,7 +67,6 @@ class Model:
 
 @cache
 def models() -> dict[str, Model]:
-    """The rows of the matrix, in the order of the page."""
     table = tomllib.loads((HERE / "models.toml").read_text())
     return {
         name: Model(

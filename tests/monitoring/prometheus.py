@@ -4,7 +4,6 @@ The server needs no root and keeps everything in the folder it is given.
 """
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -17,10 +16,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from objkv.ops.programs import die_with_parent
+from tests.support.needs import need
 from tests.support.servers.ports import free_port
 from tests.support.servers.redis import wait_until
 
@@ -30,18 +29,11 @@ Result = list[dict[str, Any]]
 
 
 def need_prometheus() -> None:
-    """Skip the test where Prometheus is missing; fail it in CI, where nothing may be skipped."""
-    if shutil.which("prometheus") and shutil.which("promtool"):
-        return
-    missing = "prometheus is missing: apt-get install -y --no-install-recommends prometheus"
-    if os.environ.get("CI"):
-        pytest.fail(missing)
-    pytest.skip(missing)
+    if not (shutil.which("prometheus") and shutil.which("promtool")):
+        need("prometheus is missing: apt-get install -y --no-install-recommends prometheus")
 
 
 class Prometheus:
-    """A server that runs."""
-
     def __init__(self, url: str) -> None:
         self.url = url
         self._http = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -53,7 +45,6 @@ class Prometheus:
             return json.load(response)["data"]
 
     def query(self, expression: str) -> Result:
-        """The series of an instant query, now."""
         found: Result = self.get("query", query=expression)["result"]
         return found
 

@@ -17,7 +17,6 @@ VARIABLES = {"$model": ".*", "$instance": ".*", "$__rate_interval": "5m"}
 
 
 def panels() -> list[dict[str, Any]]:
-    """The panels that draw something."""
     found = json.loads(DASHBOARD.read_text())["panels"]
     return [panel for panel in found if panel["type"] != "row"]
 
@@ -33,13 +32,11 @@ def dashboard_queries() -> Iterator[tuple[str, str]]:
 
 
 def alerts() -> list[dict[str, Any]]:
-    """The alert rules."""
     groups = yaml.safe_load(ALERTS.read_text())["groups"]
     return [rule for group in groups for rule in group["rules"]]
 
 
 def alert_queries() -> Iterator[tuple[str, str]]:
-    """Each alert and its PromQL."""
     for rule in alerts():
         yield rule["alert"], rule["expr"]
 

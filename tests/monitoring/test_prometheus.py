@@ -46,19 +46,12 @@ ANSWERS_S = 180.0
 
 def test_every_alert_links_to_a_section_of_the_runbook() -> None:
     page = (ROOT / "docs" / "operations" / "runbook.md").read_text()
-    anchors = {
-        re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-")
-        for title in re.findall(r"^## (.+)$", page, re.MULTILINE)
-    }
-    urls = [rule["annotations"]["runbook_url"] for rule in alerts()]
-    assert len({url.partition("#")[0] for url in urls}) == 1
-    for url in urls:
-        start, _, anchor = url.partition("#")
-        assert start.endswith("/docs/operations/runbook.html")
-        assert not anchor or anchor in anchors, url
+    titles = re.findall(r"^## (.+)$", page, re.MULTILINE)
+    anchors = {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in titles}
     for rule in alerts():
-        assert rule["labels"]["severity"] in ("info", "warning", "critical"), rule["alert"]
-        assert rule["annotations"].keys() == {"summary", "description", "runbook_url"}
+        url, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        assert url.endswith("/docs/operations/runbook.html")
+        assert anchor in anchors | {""}, rule["alert"]
 
 
 def pages_of_a_replica() -> list[str]:

@@ -47,7 +47,6 @@ class Place:
         return self.nodes[0]
 
     def settings(self, **changes: Any) -> Config:
-        """Stores with all rights."""
         return load_config(self._place | changes, environ={})
 
     def granted(self, role: Role, *, tenant: str = "a", less: str = "", **changes: Any) -> Config:

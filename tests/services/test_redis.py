@@ -2,8 +2,6 @@
 also while a primary dies; and what is said at the wrong kind of server."""
 
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -11,8 +9,6 @@ from typing import Any
 
 import pytest
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from objkv.assembly.redis import connect_redis
 from objkv.config import Config
@@ -26,7 +22,6 @@ from tests.contracts.index_contract import (
     LONG_S,
     NAMESPACE,
     IndexContract,
-    at_once,
     chunk,
     get,
     prefix_hash,
@@ -178,14 +173,6 @@ def test_tls_needs_the_right_authority_and_takes_a_certificate(
             index_at(redis_tls.url, **settings).check()
 
 
-def test_a_wrong_password_is_denied_and_not_shown(tmp_path: Path, redis_alone: RedisServer) -> None:
-    with redis_server(tmp_path, args=("--requirepass", "secret")) as server:
-        for settings in ({}, {"redis_username": "objkv", "redis_password": "hush"}):
-            with pytest.raises(StoreDenied, match="redis_username and redis_password") as caught:
-                index_at(server.url, **settings).check()
-            assert "hush" not in str(caught.value)
-
-
 @pytest.fixture
 def mortal(tmp_path: Path, redis_alone: RedisServer) -> Iterator[RedisServer]:
     """A server that a test may kill, freeze or fill."""
@@ -208,18 +195,6 @@ def test_a_server_that_comes_back_is_used_again(mortal: RedisServer) -> None:
     assert get(index) is not None
 
 
-def test_a_frozen_server_is_unavailable_and_not_waited_for_forever(mortal: RedisServer) -> None:
-    index = index_at(mortal.url, lookup_deadline_ms=500)
-    wait_until(lambda: works(lambda: get(index)), "the server to answer")
-    mortal.pause()
-    try:
-        with pytest.raises(StoreUnavailable):
-            get(index)
-    finally:
-        mortal.resume()
-    wait_until(lambda: works(lambda: get(index)), "the server to answer again")
-
-
 def test_a_full_server_still_answers_lookups(mortal: RedisServer) -> None:
     index = index_at(mortal.url)
     index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
@@ -235,48 +210,6 @@ def test_a_replica_is_unavailable_for_writing(
     mortal.client().replicaof("127.0.0.1", redis_alone.port)
     with pytest.raises(StoreUnavailable, match=r"READONLY|read only|MASTERDOWN|LOADING"):
         index_at(mortal.url).publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
-
-
-def test_more_threads_than_connections_wait_for_one_another(redis_alone: RedisServer) -> None:
-    flushed(redis_alone)
-    looking = redis_alone.client()
-    others = {client["id"] for client in looking.client_list(_type="normal")}
-    index = index_at(redis_alone.url, redis_calls_max=2)
-    at_once(
-        [lambda n=n: index.publish(chunk(n), {FIELD: shard()}, ttl_s=LONG_S) for n in range(1, 13)]  # type: ignore[misc]
-    )
-    assert len(list(index.scan(NAMESPACE))) == 12
-    now = {client["id"] for client in looking.client_list(_type="normal")}
-    assert 1 <= len(now - others) <= 2
-
-
-START_AND_WAIT = """
-import sys
-from pathlib import Path
-from tests.support.servers.redis import valkey_server
-server = valkey_server(Path(sys.argv[1]))
-print(server.port, flush=True)
-sys.stdin.read()
-"""
-
-
-def test_servers_do_not_outlive_the_process_that_started_them(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", START_AND_WAIT, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
-        port = int(parent.stdout.readline())
-        client = redis.Redis(port=port, retry=Retry(NoBackoff(), 0), socket_timeout=START_S)
-        assert client.ping()
-        parent.kill()
-
-    def gone() -> bool:
-        try:
-            client.ping()
-        except redis.ConnectionError:
-            return True
-        return False
-
-    wait_until(gone, "the server to die with its parent", bound_s=60)
 
 
 def test_lookup_and_touch_are_one_round_trip_to_each_primary(cluster: ServerGroup) -> None:
@@ -298,17 +231,6 @@ def test_lookup_and_touch_are_one_round_trip_to_each_primary(cluster: ServerGrou
             before = trips.by_port.copy()
             call()
             assert trips.by_port - before == {node.port: 1 for node in cluster.primaries}
-
-
-def test_scripts_that_nodes_forgot_are_told_again(cluster: ServerGroup) -> None:
-    flushed(*cluster.primaries)
-    index = index_at(cluster.url)
-    fill(index)
-    for server in cluster.primaries:
-        server.client().script_flush()
-    known = [prefix_hash(number) for number in EXPECTED]
-    index.touch(NAMESPACE, known, ttl_s=LONG_S)
-    assert {record and record.hits for record in index.lookup(NAMESPACE, known)} == {1}
 
 
 def test_a_moved_slot_is_followed(cluster: ServerGroup) -> None:
@@ -364,20 +286,6 @@ def test_a_cluster_that_lost_a_primary_recovers_with_its_records_and_values(
 def test_a_fail_over_by_sentinel_is_followed(sentinel: ServerGroup) -> None:
     index = outlives_a_primary(sentinel)
     assert f":{sentinel.replicas[0].port}" in str(index._client.client_info())
-
-
-def test_a_cluster_that_is_up_later_than_its_client_is_used(
-    mortal_cluster: ServerGroup,
-) -> None:
-    servers = [*mortal_cluster.primaries, *mortal_cluster.replicas]
-    index = index_at(mortal_cluster.url)
-    for server in servers:
-        server.kill()
-    with pytest.raises(StoreUnavailable):
-        get(index)
-    for server in servers:
-        server.start()
-    wait_until(lambda: works(lambda: fill(index)), "the cluster to be whole again")
 
 
 def test_one_sentinel_fewer_is_enough_and_must_know_the_service(sentinel: ServerGroup) -> None:

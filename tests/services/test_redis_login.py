@@ -28,8 +28,6 @@ HERE = __name__
 
 
 class Tokens:
-    """Returns the current token."""
-
     def __init__(self) -> None:
         self.token = "token-of-monday"
         self.calls = 0
@@ -232,13 +230,3 @@ def test_nothing_is_sent_before_the_host_was_judged() -> None:
     with pytest.raises(exceptions.ConnectionError, match="allow_plaintext") as caught:
         connection.connect()
     assert "hush" not in str(caught.value)
-
-
-def test_with_tls_or_leave_the_class_is_the_clients_own() -> None:
-    for url, leave in (
-        ("rediss+sentinel://h?service=s", False),
-        ("redis+sentinel://h?service=s", True),
-    ):
-        client = connect_redis(url, Config(index_url=url, allow_plaintext=leave))
-        assert isinstance(client, redis.Redis)
-        assert not issubclass(client.connection_pool.connection_class, ClearConnection.__bases__)

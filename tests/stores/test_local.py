@@ -4,9 +4,7 @@ in it stops no walk, and leftovers of killed writers go."""
 import errno
 import logging
 import os
-import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,13 +32,6 @@ def store(tmp_path: Path) -> LocalStore:
 
 def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-
-
-def test_no_temporary_file_remains_after_any_kind_of_put(store: LocalStore, tmp_path: Path) -> None:
-    store.put_if_absent("a/b", b"1")
-    store.put_if_absent("a/b", b"2")
-    store.put("a/c", b"3")
-    assert files(tmp_path) == ["chunks/a/b", "chunks/a/c"]
 
 
 def test_left_over_temporary_files_are_no_values_and_are_swept_by_age(
@@ -79,12 +70,17 @@ def test_a_value_that_is_deleted_the_moment_it_is_there_was_put(
     assert store.get("ab/cd/key") is None
 
 
-def test_files_and_folders_follow_the_umask(store: LocalStore, tmp_path: Path) -> None:
+def test_files_and_folders_follow_the_umask_and_no_other_remains(
+    store: LocalStore, tmp_path: Path
+) -> None:
     old = os.umask(0o002)
     try:
-        store.put_if_absent("a/b", b"1")
+        for _ in range(2):
+            store.put_if_absent("a/b", b"1")
+        store.put("a/b", b"2")
     finally:
         os.umask(old)
+    assert files(tmp_path) == ["chunks/a/b"]
     assert (tmp_path / "chunks/a/b").stat().st_mode & 0o777 == 0o664
     assert (tmp_path / "chunks/a").stat().st_mode & 0o777 == 0o775
 
@@ -153,38 +149,6 @@ def test_a_file_that_shrinks_while_being_read_is_an_error(
     monkeypatch.setattr(os, "preadv", lambda *_: 0)
     with pytest.raises(StoreError, match="was truncated"):
         store.get_into("k", memoryview(bytearray(8)))
-
-
-# Its words soon fill the pipe: however late the test is, the writer does not fill the disk.
-WRITER = """
-import sys
-from pathlib import Path
-from objkv.stores.local import LocalStore
-store = LocalStore(Path(sys.argv[1]))
-print("ready", flush=True)
-for number in range(1_000_000):
-    if store.put_if_absent(f"n/{number % 7}/{number}", bytes([number % 251]) * 500_000):
-        print("put".ljust(4096), flush=True)
-"""
-
-
-def test_a_killed_writer_leaves_whole_values_only(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    for _ in range(3):
-        written = len(list(store.scan("")))
-        with subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE
-        ) as writer:
-            assert writer.stdout is not None
-            assert writer.stdout.readline() == b"ready\n"
-            while len(list(store.scan(""))) < written + 3:
-                pass
-            writer.send_signal(signal.SIGKILL)
-        for entry in store.scan(""):
-            number = int(entry.key.rpartition("/")[2])
-            assert store.get(entry.key) == bytes([number % 251]) * 500_000
-    store.sweep_temporary(0)
-    assert all("~" not in name for name in files(tmp_path))
 
 
 @pytest.fixture
@@ -277,19 +241,14 @@ def test_the_folder_that_was_asked_for_must_be_readable(
     forbid(walked, "ns/pins", errno.EACCES)
     with pytest.raises(StoreDenied, match="ns/pins"):
         list(walked.scan("ns/pins/"))
-
-
-def test_another_fault_inside_ends_the_walk(
-    walked: LocalStore, forbid: Callable[[LocalStore, str, int], None]
-) -> None:
-    forbid(walked, "ns/aa", errno.EACCES)
-    assert list(walked.scan("")) == []
     forbid(walked, "ns", errno.EIO)
-    with pytest.raises(Exception, match="ns"):
+    with pytest.raises(StoreError, match="ns"):
         list(walked.scan(""))
 
 
-def test_a_temporary_file_that_became_a_value_is_discarded_alone(tmp_path: Path) -> None:
+def test_a_leftover_is_discarded_alone_or_with_a_folder_that_it_leaves_empty(
+    tmp_path: Path,
+) -> None:
     store = LocalStore(tmp_path)
     store.put("a/b", b"value")
     os.link(tmp_path / "a" / "b", tmp_path / "a" / "~tmp-1-0")  # killed between link and unlink
@@ -297,14 +256,10 @@ def test_a_temporary_file_that_became_a_value_is_discarded_alone(tmp_path: Path)
     assert store.discard(left)
     assert not store.discard(left)
     assert store.get("a/b") == b"value"
-
-
-def test_a_folder_with_nothing_but_a_leftover_goes_with_it(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "a" / "b" / "~tmp-1-0").write_bytes(b"half")
+    (tmp_path / "c" / "d").mkdir(parents=True)
+    (tmp_path / "c" / "d" / "~tmp-1-0").write_bytes(b"half")
     assert [store.discard(left) for left in store.unfinished()] == [True]
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_uploads_that_nobody_completed_are_aborted() -> None:

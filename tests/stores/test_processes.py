@@ -5,13 +5,11 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +28,7 @@ from objkv.stores.processes.process import FetchProcess, FetchProgram
 from objkv.stores.processes.store import ProcessGets
 from objkv.telemetry import MemoryRecorder
 from tests.contracts.store_contract import StoreContract
+from tests.support.servers.process import has_ended
 from tests.support.waiting import PATIENCE_S, wait_until
 
 LANES = 4
@@ -82,11 +81,9 @@ class Fleet:
         return self.pool.pids()
 
     def at_half(self, pid: int) -> None:
-        """Wait until a process holds a get."""
         wait_until((self.gates / f"half-{pid}").exists)
 
     def go(self, pid: int) -> None:
-        """Let it go on."""
         (self.gates / f"go-{pid}").touch()
 
 
@@ -107,14 +104,6 @@ def value(seed: int, nbytes: int = SIZE) -> bytes:
     return random.Random(seed).randbytes(nbytes)
 
 
-def is_gone(pid: int) -> bool:
-    """Whether a process has ended, also if nobody has asked how."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Processes for all tests of the contract, since one takes half a second to start."""
@@ -130,26 +119,10 @@ class TestContract(StoreContract):
     def store(self, shared: Fleet, monkeypatch: pytest.MonkeyPatch) -> ProcessGets:
         monkeypatch.setattr(stores, "_BYTES_MIN", 0)
         monkeypatch.setattr(shared.store, "close", lambda: None)
-        wait_until(lambda: all(len(one.free) == LANES for one in shared.pool._processes))
+        wait_until(lambda: not shared.pool.busy)
         assert shared.pool.pids(), "gets are made by a process"
         shutil.rmtree(shared.values, ignore_errors=True)
         return shared.store
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        StoreUnavailable("x y"),
-        StoreDenied("no"),
-        ValueTooLong("long"),
-        StoreError("odd"),
-        KeyError("k"),
-    ],
-)
-def test_errors_cross_the_socket(error: Exception) -> None:
-    made = Answer.unpack(failed(7, error).pack()).error
-    assert type(made) is (type(error) if isinstance(error, StoreError) else StoreError)
-    assert str(error) in str(made)
 
 
 def test_messages_are_read_as_they_were_written() -> None:
@@ -158,6 +131,10 @@ def test_messages_are_read_as_they_were_written() -> None:
         assert GetRequest.unpack(request.pack()) == request
     answer = Answer(AnswerKind.COUNTED, 3, 4, "s3_hedges")
     assert Answer.unpack(answer.pack()) == answer
+    for error in (StoreUnavailable("x y"), StoreDenied("no"), ValueTooLong("long"), KeyError("k")):
+        made = Answer.unpack(failed(7, error).pack()).error
+        assert type(made) is (type(error) if isinstance(error, StoreError) else StoreError)
+        assert str(error) in str(made)
     for message in (b"", b"\x01", b"\xff" * 17, b"\x05" + b"\x7f" * 16):
         with pytest.raises(ValueError, match=r"."):
             Answer.unpack(message)
@@ -250,7 +227,7 @@ def test_a_stopped_process_is_late_then_killed_and_changes_no_byte(
         got.result(PATIENCE_S)
     other = value(4)
     into[:] = other
-    wait_until(partial(is_gone, pid))
+    wait_until(partial(has_ended, pid))
     assert into == other
     fleet.ready()
     fleet.store.put("b", value(5))
@@ -275,8 +252,7 @@ def test_a_process_that_writes_late_writes_to_its_own_memory(
     other = value(7)
     into[:] = other
     fleet.go(pid)
-    (process,) = fleet.pool._processes
-    wait_until(lambda: len(process.free) == LANES)
+    wait_until(lambda: not fleet.pool.busy)
     assert into == other
     assert fleet.pool.pids() == [pid], "it has answered in time, so it is used again"
     assert fleet.store.get_into("held/a", into, lambda _: None) == SIZE
@@ -300,87 +276,10 @@ def test_a_process_that_owes_an_answer_gets_nothing_new(
     fleet.store.get_into("warm", memoryview(bytearray(SIZE)))
     assert fleet.own.starts == [None]
     fleet.go(pid)
-    (process,) = fleet.pool._processes
-    wait_until(lambda: not process.owed)
+    wait_until(lambda: not fleet.pool.busy)
     fleet.own.starts.clear()
     fleet.store.get_into("warm", memoryview(bytearray(SIZE)))
     assert fleet.own.starts == []
-
-
-@pytest.mark.slow
-def test_processes_killed_at_random_moments_cost_no_byte(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path, processes=2, restart_max_s=0.01)
-    rng = random.Random(9)
-    values = {f"v/{n}": value(n, rng.randrange(300_000, 3_000_000)) for n in range(8)}
-    for key, content in values.items():
-        fleet.store.put(key, content)
-    fleet.ready(2)
-    over = threading.Event()
-
-    def read(number: int) -> int:
-        mine, gets = random.Random(number), 0
-        while not over.is_set():
-            key = mine.choice(list(values))
-            into, at = memoryview(bytearray(len(values[key]))), 0
-
-            def check(nbytes: int, key: str = key, into: memoryview = into) -> None:
-                nonlocal at
-                assert into[at:nbytes] == values[key][at:nbytes]
-                at = nbytes
-
-            assert fleet.store.get_into(key, into, check) == len(into)
-            assert into == values[key]
-            gets += 1
-        return gets
-
-    with ThreadPoolExecutor(4) as pool:
-        readers = [pool.submit(read, n) for n in range(4)]
-        killed = set[int]()
-        while len(killed) < 12 and not any(one.done() for one in readers):
-            for pid in fleet.pool.pids():
-                time.sleep(rng.random() * 0.02)
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                killed.add(pid)
-            time.sleep(0.01)
-        over.set()
-        assert all(one.result(PATIENCE_S) for one in readers)
-    fleet.ready(2)
-    fleet.store.close()
-    assert fleet.recorder.value("fetch_process_losses") >= len(killed) - 2
-
-
-@pytest.mark.slow
-def test_processes_end_when_idle_and_start_again(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path, idle_s=2.0)
-    (pid,) = fleet.ready()
-    wait_until(partial(is_gone, pid))
-    assert fleet.pool.pids() == []
-    assert fleet.ready() != [pid]
-    fleet.store.close()
-    assert fleet.recorder.value("fetch_process_losses") == 0
-
-
-def test_a_program_that_cannot_run_costs_no_get(
-    tmp_path: Path,
-) -> None:
-    store, recorder = Counted(tmp_path), MemoryRecorder()
-    program = FetchProgram(["/no/such/program"], {})
-    reported = list[tuple[int, object]]()
-    pool = FetchPool(
-        partial(FetchProcess, program),
-        PoolLimits(2, 1),
-        recorder,
-        report=lambda *loss: reported.append(loss),
-    )
-    apart = ProcessGets(store, pool, deadline_s=1.0, recorder=recorder)
-    apart.put("a", value(1))
-    into = memoryview(bytearray(SIZE))
-    assert apart.get_into("a", into) == SIZE
-    wait_until(lambda: bool(reported))
-    assert apart.get_into("a", into) == SIZE
-    apart.close()
-    assert [pid for pid, _ in reported] == [0]
 
 
 def test_a_process_that_reports_too_much_is_ended(fleet: Fleet) -> None:
@@ -389,23 +288,27 @@ def test_a_process_that_reports_too_much_is_ended(fleet: Fleet) -> None:
     into = memoryview(bytearray(SIZE))
     assert fleet.store.get_into("lying/a", into) == SIZE
     assert into == value(12)
-    wait_until(partial(is_gone, pid))
+    wait_until(partial(has_ended, pid))
 
 
-def test_processes_that_end_at_once_are_not_started_again_at_once(tmp_path: Path) -> None:
-    store, recorder, started = Counted(tmp_path), MemoryRecorder(), list[int]()
+@pytest.mark.parametrize("command", ["/no/such/program", "true"])
+def test_a_program_that_cannot_run_or_ends_costs_no_get_and_is_not_started_at_once_again(
+    tmp_path: Path, command: str
+) -> None:
+    store, recorder = Counted(tmp_path), MemoryRecorder()
+    started, losses = list[int](), list[object]()
 
     def start(lanes: int) -> FetchProcess:
-        process = FetchProcess(FetchProgram(["true"], os.environ), lanes)
-        started.append(process.pid)
-        return process
+        started.append(lanes)
+        return FetchProcess(FetchProgram([command], os.environ), lanes)
 
-    pool = FetchPool(start, PoolLimits(1, 1, restart_s=3600.0, restart_max_s=7200.0), recorder)
+    limits = PoolLimits(1, 1, restart_s=3600.0, restart_max_s=7200.0)
+    pool = FetchPool(start, limits, recorder, report=lambda *loss: losses.append(loss))
     apart = ProcessGets(store, pool, deadline_s=1.0, recorder=recorder)
     apart.put("a", value(1))
     into = memoryview(bytearray(SIZE))
-    apart.get_into("a", into)
-    wait_until(lambda: recorder.value("fetch_process_losses") == 1)
+    assert apart.get_into("a", into) == SIZE
+    wait_until(lambda: bool(losses))
     for _ in range(20):
         assert apart.get_into("a", into) == SIZE
         time.sleep(0.001)
@@ -424,23 +327,26 @@ def test_close_ends_all_processes_and_gets_go_on(
     )
     fleet.at_half(pid)
     fleet.pool.close()
-    wait_until(partial(is_gone, pid))
+    wait_until(partial(has_ended, pid))
     assert got.result(PATIENCE_S) == SIZE
     assert into == value(11)
     assert fleet.store.get_into("warm", into) == SIZE
 
 
 @pytest.mark.slow
-def test_the_memory_of_a_process_goes_with_it(tmp_path: Path) -> None:
+def test_processes_end_when_idle_with_their_memory_and_start_again(tmp_path: Path) -> None:
     gc.collect()
     gc.disable()  # an idle agent may not collect for hours
     try:
         others = memory_maps()
         fleet = Fleet(tmp_path, idle_s=2.0)
-        fleet.ready()
+        (pid,) = fleet.ready()
         assert memory_maps() > others
+        wait_until(partial(has_ended, pid))
         wait_until(lambda: not fleet.pool.pids() and memory_maps() <= others)
+        assert fleet.ready() != [pid]
         fleet.store.close()
+        assert fleet.recorder.value("fetch_process_losses") == 0
     finally:
         gc.enable()
 
@@ -471,36 +377,10 @@ def test_the_watching_thread_outlives_a_fault(
     monkeypatch.setattr(pools, "_FAULT_S", 0.01)
     monkeypatch.setattr(FetchProcess, "look", faulty)
     os.kill(pid, signal.SIGKILL)
-    wait_until(partial(is_gone, pid))
+    wait_until(partial(has_ended, pid))
     wait_until(lambda: pid not in fleet.pool.pids())
     assert fleet.ready() != [pid]
     assert next(faults, None) is None
-
-
-AGENT = """
-import os, sys, time
-from objkv.stores.processes.process import FetchProcess, FetchProgram
-command = [sys.executable, "-m", "tests.support.fetch_child", sys.argv[1], sys.argv[1]]
-process = FetchProcess(FetchProgram(command, os.environ), 2)
-while not process.is_ready:
-    assert process.look()
-    time.sleep(0.001)
-print(process.pid, flush=True)
-time.sleep(600)
-"""
-
-
-def test_processes_end_with_a_killed_agent(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", AGENT, str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as agent:
-        assert agent.stdout is not None
-        pid = int(agent.stdout.readline())
-        agent.send_signal(signal.SIGKILL)
-    wait_until(partial(is_gone, pid))
 
 
 def test_a_signal_to_the_group_does_not_end_a_process(fleet: Fleet) -> None:

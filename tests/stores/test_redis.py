@@ -3,7 +3,6 @@
 import socket
 import tracemalloc
 from collections.abc import Callable
-from pathlib import Path
 
 import fakeredis
 import pytest
@@ -12,11 +11,11 @@ from redis import exceptions as failures
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from objkv.errors import StoreDenied, StoreError, StoreUnavailable, ValueTooLong
+from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.stores.redis import UNDONE, RedisStore
 from tests.contracts.store_contract import StoreContract
 from tests.support.servers.listener import Scripted
-from tests.support.servers.redis import RedisServer, valkey_server
+from tests.support.servers.redis import RedisServer
 
 TTL_S = 3_600
 """No test outlives it."""
@@ -43,11 +42,13 @@ class TestRedisStoreOnValkey(StoreContract):
         return RedisStore(client, prefix="objkv:[p]*:", ttl_s=TTL_S)
 
 
-def test_every_key_has_a_time_to_live(store: RedisStore, client: redis.Redis) -> None:
+def test_every_key_has_a_time_to_live_and_a_prefix(store: RedisStore, client: redis.Redis) -> None:
+    RedisStore(client, prefix="objkv:q:", ttl_s=TTL_S).put("x", b"")
     store.put("a", b"")
     store.put_if_absent("b", b"")
     assert 0 < client.ttl("objkv:p:a") <= TTL_S
     assert 0 < client.ttl("objkv:p:b") <= TTL_S
+    assert sorted(entry.key for entry in store.scan("")) == ["a", "b"]
 
 
 def test_age_is_what_has_passed_of_the_time_to_live(client: redis.Redis) -> None:
@@ -61,19 +62,6 @@ def test_age_is_what_has_passed_of_the_time_to_live(client: redis.Redis) -> None
     assert head is not None
     age_s = now_s - head.modified_s
     assert TTL_S - left_before_s - 1 <= age_s <= TTL_S - left_after_s + 1
-
-
-def test_scan_leaves_other_prefixes_alone(store: RedisStore, client: redis.Redis) -> None:
-    other = RedisStore(client, prefix="objkv:q:", ttl_s=TTL_S)
-    other.put("x", b"")
-    store.put("y", b"")
-    assert [entry.key for entry in store.scan("")] == ["y"]
-
-
-def test_values_are_opaque(store: RedisStore) -> None:
-    value = bytes(range(256))
-    store.put("k", value)
-    assert store.get("k") == value
 
 
 UNAVAILABLE = [
@@ -119,34 +107,9 @@ def test_errors_say_who_can_act(error: Exception, monkeypatch: pytest.MonkeyPatc
         assert ("ACL" in str(caught.value)) is (error in DENIED)
 
 
-def test_a_server_that_goes_away_is_unavailable_until_it_is_back(tmp_path: Path) -> None:
-    with valkey_server(tmp_path) as server:
-        once = Retry(NoBackoff(), 0)
-        client = redis.Redis(host="127.0.0.1", port=server.port, socket_timeout=120, retry=once)
-        store = RedisStore(client, prefix="p:", ttl_s=TTL_S)
-        store.check()
-        server.stop()
-        for call in (store.check, lambda: store.get("k"), lambda: store.put("k", b"")):
-            with pytest.raises(StoreUnavailable):
-                call()
-        server.start()
-        store.check()
-        assert store.get("k") is None
-        store.close()
-
-
-def test_repr_says_where(store: RedisStore) -> None:
-    assert repr(store) == "<RedisStore objkv:p:* for 3600 s>"
-
-
 MIB = 1 << 20
 COPY_BYTES_MAX = 128 << 10
 VALUE = bytes(range(256)) * (MIB // 256)
-
-
-@pytest.fixture
-def direct(client: redis.Redis) -> RedisStore:
-    return RedisStore(client, prefix="p:", ttl_s=TTL_S)
 
 
 def room(nbytes: int) -> memoryview:
@@ -164,93 +127,28 @@ def extra_bytes(call: Callable[[], object]) -> int:
         tracemalloc.stop()
 
 
-def test_gets_and_puts_make_no_copy_of_a_value(direct: RedisStore) -> None:
+def test_gets_and_puts_make_no_copy_of_a_value(store: RedisStore) -> None:
     buffer = room(MIB)
-    assert extra_bytes(lambda: direct.put("k", VALUE)) < COPY_BYTES_MAX
-    assert extra_bytes(lambda: direct.put_if_absent("k", VALUE)) < COPY_BYTES_MAX
-    assert extra_bytes(lambda: direct.get_into("k", buffer)) < COPY_BYTES_MAX
+    assert extra_bytes(lambda: store.put("k", VALUE)) < COPY_BYTES_MAX
+    assert extra_bytes(lambda: store.put_if_absent("k", VALUE)) < COPY_BYTES_MAX
+    assert extra_bytes(lambda: store.get_into("k", buffer)) < COPY_BYTES_MAX
     assert buffer == VALUE
-    assert extra_bytes(lambda: direct.get_into("k", buffer[1:], start=1)) < COPY_BYTES_MAX
+    assert extra_bytes(lambda: store.get_into("k", buffer[1:], start=1)) < COPY_BYTES_MAX
     assert buffer == VALUE
 
 
-def test_a_copy_would_be_noticed(direct: RedisStore) -> None:
-    """Else the test before this one would prove nothing."""
-    direct.put("k", VALUE)
-    assert extra_bytes(lambda: direct.get("k")) >= MIB
-
-
-def test_the_client_is_not_needed_where_its_connections_can_be_lent(
-    direct: RedisStore, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("get", "set", "pipeline", "execute_command"):
-        monkeypatch.setattr(client, name, None)
-    buffer = room(MIB)
-    assert direct.put_if_absent("k", VALUE)
-    assert not direct.put_if_absent("k", b"other")
-    assert direct.get_into("k", buffer) == MIB
-    direct.put("k", b"new")
-    assert direct.get_into("k", buffer, start=1) == 2
-    assert buffer[:2] == b"ew"
-    assert direct.get_into("absent", buffer) is None
-    assert direct.get_into("absent", buffer, start=0) is None
-    assert direct.get_into("k", buffer, start=10) == 0
-
-
-@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-@pytest.mark.parametrize("nbytes", [0, 1, 20, 100_000])
-def test_what_is_put_is_gotten(direct: RedisStore, kind: type, nbytes: int) -> None:
-    direct.put("k", kind(VALUE[:nbytes]))
-    assert direct.get("k") == VALUE[:nbytes]
-    for extra in (0, 1, 10 * nbytes):
-        buffer = room(nbytes + extra)
-        assert direct.get_into("k", buffer) == nbytes
-        assert buffer[:nbytes] == VALUE[:nbytes]
-
-
-def test_a_value_is_told_piece_by_piece_as_it_arrives(direct: RedisStore) -> None:
-    direct.put("k", VALUE)
+def test_a_value_is_told_piece_by_piece_as_it_arrives(store: RedisStore) -> None:
+    store.put("k", VALUE)
     buffer, told = room(MIB), list[int]()
 
     def arrived(nbytes: int) -> None:
         assert buffer[:nbytes] == VALUE[:nbytes]
         told.append(nbytes)
 
-    assert direct.get_into("k", buffer, arrived) == MIB
+    assert store.get_into("k", buffer, arrived) == MIB
     assert told == sorted(set(told))
     assert told[-1] == MIB
     assert len(told) >= 4
-
-
-def test_a_value_that_is_too_long_leaves_no_bytes_to_the_next_call(
-    direct: RedisStore, client: redis.Redis
-) -> None:
-    direct.put("long", VALUE)
-    direct.put("short", b"short")
-    buffer = room(10)
-    for _ in range(3):
-        with pytest.raises(ValueTooLong):
-            direct.get_into("long", buffer)
-        assert direct.get_into("short", buffer) == 5
-        assert buffer[:5] == b"short"
-    direct.close()
-
-
-def test_a_caller_who_stops_in_the_middle_leaves_no_bytes_to_the_next_call(
-    direct: RedisStore,
-) -> None:
-    direct.put("k", VALUE)
-    buffer = room(MIB)
-
-    def stop(_: int) -> None:
-        raise OSError("the caller's own")
-
-    with pytest.raises(OSError, match="the caller's own"):
-        direct.get_into("k", buffer, stop)
-    with pytest.raises(OSError, match="the caller's own"):
-        direct.get_into("k", buffer, stop, start=0)
-    assert direct.get_into("k", buffer) == MIB
-    assert buffer == VALUE
 
 
 def test_refusals_are_translated_as_the_clients_are(
@@ -260,12 +158,12 @@ def test_refusals_are_translated_as_the_clients_are(
     user = redis.Redis(
         port=valkey.port, protocol=2, username="weak", password="secret", socket_timeout=120
     )
-    direct = RedisStore(user, prefix="p:", ttl_s=TTL_S)
+    store = RedisStore(user, prefix="p:", ttl_s=TTL_S)
     calls: list[Callable[[], object]] = [
-        lambda: direct.get_into("k", room(9)),
-        lambda: direct.get_into("k", room(9), start=0),
-        lambda: direct.put("k", b"value"),
-        lambda: direct.put_if_absent("k", b"value"),
+        lambda: store.get_into("k", room(9)),
+        lambda: store.get_into("k", room(9), start=0),
+        lambda: store.put("k", b"value"),
+        lambda: store.put_if_absent("k", b"value"),
     ]
     for call in calls * 2:
         with pytest.raises(StoreDenied, match="ACL"):
@@ -273,35 +171,35 @@ def test_refusals_are_translated_as_the_clients_are(
     client.execute_command("ACL", "DELUSER", "weak")
 
 
-def test_a_key_of_another_type_is_a_store_error(direct: RedisStore, client: redis.Redis) -> None:
-    client.hset("p:k", "field", "value")
+def test_a_key_of_another_type_is_a_store_error(store: RedisStore, client: redis.Redis) -> None:
+    client.hset("objkv:p:k", "field", "value")
     for _ in range(2):
         with pytest.raises(StoreError, match="WRONGTYPE"):
-            direct.get_into("k", room(9))
+            store.get_into("k", room(9))
         with pytest.raises(StoreError, match="WRONGTYPE"):
-            direct.get_into("k", room(9), start=0)
-    direct.put("k", b"value")
-    assert direct.get_into("k", room(9)) == 5
+            store.get_into("k", room(9), start=0)
+    store.put("k", b"value")
+    assert store.get_into("k", room(9)) == 5
 
 
 def test_a_connection_that_the_server_closes_meanwhile_costs_no_value(
-    direct: RedisStore, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+    store: RedisStore, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffer = room(5)
     calls: list[Callable[[], object]] = [
-        lambda: direct.put("k", b"value"),
-        lambda: direct.get_into("k", buffer),
-        lambda: direct.get_into("k", buffer, start=0),
-        lambda: direct.put_if_absent("l", b"value"),
+        lambda: store.put("k", b"value"),
+        lambda: store.get_into("k", buffer),
+        lambda: store.get_into("k", buffer, start=0),
+        lambda: store.put_if_absent("l", b"value"),
     ]
     # It looks open until it is used, as one does that a firewall has forgotten.
     monkeypatch.setattr("objkv.net.resp.RespConnection._is_quiet", lambda _: True)
-    direct.put("k", b"value")
+    store.put("k", b"value")
     for call in calls:
         client.client_kill_filter(_type="normal", skipme=True)
         call()
     assert buffer == b"value"
-    assert direct.get("l") == b"value"
+    assert store.get("l") == b"value"
 
 
 def answering(get: bytes, *, closes: bool = False) -> Scripted:
@@ -348,21 +246,21 @@ def test_an_answer_that_announces_no_value_is_a_store_error(head: bytes) -> None
             store.get_into("k", room(100))
 
 
-def test_a_value_without_room_is_the_clients(direct: RedisStore) -> None:
-    direct.put("k", b"")
-    assert direct._values.get_into("p:k", room(0), None, 0) == UNDONE
-    assert direct.get_into("k", room(0), start=0) == 0
-    assert direct.get_into("absent", room(0), start=0) is None
-    assert direct.get_into("k", room(0)) == 0
+def test_a_value_without_room_is_the_clients(store: RedisStore) -> None:
+    store.put("k", b"")
+    assert store._values.get_into("objkv:p:k", room(0), None, 0) == UNDONE
+    assert store.get_into("k", room(0), start=0) == 0
+    assert store.get_into("absent", room(0), start=0) is None
+    assert store.get_into("k", room(0)) == 0
 
 
 def test_closing_gives_the_connections_back(valkey: RedisServer) -> None:
     pool = redis.BlockingConnectionPool(
         port=valkey.port, protocol=2, max_connections=4, timeout=120, socket_timeout=120
     )
-    direct = RedisStore(redis.Redis(connection_pool=pool), prefix="p:", ttl_s=TTL_S)
-    direct.put("k", b"value")
+    store = RedisStore(redis.Redis(connection_pool=pool), prefix="p:", ttl_s=TTL_S)
+    store.put("k", b"value")
     assert pool.pool.qsize() == 3
-    direct.close()
-    direct.close()
+    store.close()
+    store.close()
     assert pool.pool.qsize() == 4

@@ -3,13 +3,11 @@
 import contextlib
 import hashlib
 import io
-import os
 import select
 import socket
 import threading
 import time
 import tracemalloc
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,25 +65,6 @@ class TestS3StoreInRanges(StoreContract):
     test_scan_passes_page_boundaries = None  # slow, and no other than without ranges
 
 
-def open_sockets() -> int:
-    count = 0
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the folder's own is closed by now
-            count += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
-    return count
-
-
-def test_closing_leaves_no_connection_open() -> None:
-    with quick_s3_process() as server:
-        before = open_sockets()
-        with s3_store(server.url) as store:
-            store.put("k", pattern(MIB))
-            assert store.get_into("k", memoryview(bytearray(MIB))) == MIB
-            assert open_sockets() > before
-            store.close()
-            assert open_sockets() == before  # the store itself still exists
-
-
 def of_the_client(store: S3Store) -> list[str]:
     """The operations that the client does, from now on."""
     seen: list[str] = []
@@ -116,20 +95,11 @@ def test_large_bodies_go_past_the_client(store: S3Store) -> None:
     assert by_client == []
 
 
-def test_where_the_client_hides_its_connections_it_does_everything(
+def test_where_the_client_hides_its_credentials_it_does_everything(
     server: QuickS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with s3_store(server.url, **IN_RANGES) as store:
-        monkeypatch.delattr(type(store._client._endpoint.http_session), "_setup_ssl_cert")
-        assert not store._wire.is_found
-
-
-@pytest.mark.parametrize("shown", [None, SimpleNamespace(get_auth_instance=lambda: None)])
-def test_where_the_client_hides_its_credentials_it_does_everything(
-    server: QuickS3, monkeypatch: pytest.MonkeyPatch, shown: object
-) -> None:
     with s3_store(server.url) as store:
-        monkeypatch.setattr(store._client, "_request_signer", shown)
+        monkeypatch.setattr(store._client, "_request_signer", None)
         assert not store._wire.is_found
         store.put("k", b"value")
         assert store.get_into("k", memoryview(bytearray(5))) == 5
@@ -154,25 +124,6 @@ def test_neither_get_nor_put_of_32_mib_takes_memory_or_copies() -> None:
                 tracemalloc.stop()
             assert buffer[: len(part) - 5] == part[5:]
             assert peak < MIB
-
-
-def test_what_arrived_is_told_while_the_rest_is_on_its_way(server: QuickS3) -> None:
-    value = pattern(9 * MIB + 5)
-    for options in ({}, {"range_bytes": 2 * MIB, "ranges_max": 3}):
-        buffer = memoryview(bytearray(10 * MIB))
-        told: list[int] = []
-
-        def arrived(nbytes: int, buffer: memoryview = buffer, told: list[int] = told) -> None:
-            assert buffer[(told or [0])[-1] : nbytes] == value[(told or [0])[-1] : nbytes]
-            assert threading.current_thread() is threading.main_thread()
-            told.append(nbytes)
-
-        with s3_store(server.url, **options) as store:
-            store.put("k", value)
-            assert store.get_into("k", buffer, arrived) == len(value)
-            assert told == sorted(set(told))
-            assert told[-1] == len(value)
-            assert told[0] < len(value) / 2
 
 
 class Enough(Exception):
@@ -213,19 +164,6 @@ def test_connections_are_used_again(server: QuickS3, is_direct: bool) -> None:
             assert store.get_into("absent", buffer) is None
             assert store.get_into(f"k{turn}", buffer[:7], start=7) == 7
     assert server.connections == 1
-
-
-def test_a_connection_that_still_carries_something_is_not_used_again(
-    server: QuickS3, store: S3Store
-) -> None:
-    store.put("long", pattern(3 * MIB))
-    store.put("k", b"value")
-    for _ in range(3):
-        with pytest.raises(ValueTooLong):
-            store.get_into("long", memoryview(bytearray(10)))
-        buffer = bytearray(10)
-        assert store.get_into("k", memoryview(buffer)) == 5
-        assert buffer[:5] == b"value"
 
 
 def test_a_connection_that_the_server_closed_is_replaced_unseen(
@@ -544,18 +482,25 @@ def test_connections_that_the_client_closed_are_looked_for_again(
     assert by_client == []
 
 
-def test_closing_ends_the_threads(server: QuickS3) -> None:
-    before = set(threading.enumerate())
+def open_sockets() -> int:
+    names = Path("/proc/self/fd").iterdir()
+    return sum(name.is_symlink() and name.readlink().name.startswith("socket:") for name in names)
 
-    def ours() -> list[str]:
-        new = set(threading.enumerate()) - before
-        return [thread.name for thread in new if "objkv-range" in thread.name]
 
-    with s3_store(server.url, range_bytes=MIB, ranges_max=3) as store:
-        store.put("k", pattern(12 * MIB))
-        store.get_into("k", memoryview(bytearray(12 * MIB)))
-        assert 0 < len(ours()) <= 3
-    assert ours() == []
+def test_closing_ends_threads_and_connections() -> None:
+    """The server is another process, whose ends of connections do not count."""
+    threads = set(threading.enumerate())
+    with quick_s3_process() as server:
+        sockets = open_sockets()
+        with s3_store(server.url, range_bytes=MIB, ranges_max=3) as store:
+            store.put("k", pattern(12 * MIB))
+            store.get_into("k", memoryview(bytearray(12 * MIB)))
+            names = [thread.name for thread in set(threading.enumerate()) - threads]
+            assert 0 < sum("objkv-range" in name for name in names) <= 3
+            assert open_sockets() > sockets
+            store.close()
+            assert open_sockets() == sockets  # the store itself still exists
+            assert set(threading.enumerate()) == threads
 
 
 def test_the_ranges_of_all_gets_share_the_threads(server: QuickS3) -> None:
@@ -612,34 +557,30 @@ def test_no_answer_however_odd_raises_anything_but_what_leads_to_the_client(
 
 def test_a_header_that_only_a_line_feed_ends_is_left_to_the_client() -> None:
     head = b"HTTP/1.1 200 OK\r\nContent-Length: 5\nTransfer-Encoding: chunked\r\n\r\n"
+    connection = SimpleNamespace(sock=None)
     with pytest.raises(ValueError, match="unknown length"):
-        HttpResponse(
-            HttpConnection(None, SimpleNamespace(sock=None), timeout_s=1, kept=KeptConnections()),
-            head,
-        )
+        HttpResponse(HttpConnection(None, connection, timeout_s=1, kept=KeptConnections()), head)
 
 
 class Pool:
     """As much of urllib3's as is used."""
 
     def __init__(self) -> None:
-        self.pool: Any = SimpleNamespace(full=lambda: self.is_full)
-        self.is_full = False
+        self.pool: Any = SimpleNamespace(full=lambda: False)
         self.back: list[Any] = []
 
     def _put_conn(self, connection: Any) -> None:
         self.back.append(connection)
 
 
-class Pairs:
-    """Connections with their other ends."""
+@pytest.fixture
+def connected() -> Iterator[Callable[[], tuple[Any, socket.socket]]]:
+    """Makes connections with their other ends."""
+    ends: list[socket.socket] = []
 
-    def __init__(self) -> None:
-        self._open: list[socket.socket] = []
-
-    def connection(self) -> tuple[Any, socket.socket]:
+    def connect() -> tuple[Any, socket.socket]:
         ours, theirs = socket.socketpair()
-        self._open += [ours, theirs]
+        ends.extend((ours, theirs))
         connection = SimpleNamespace(sock=ours)
 
         def close() -> None:
@@ -649,33 +590,17 @@ class Pairs:
         connection.close = close
         return connection, theirs
 
-    def close(self) -> None:
-        for sock in self._open:
-            sock.close()
-
-
-@pytest.fixture
-def pairs() -> Iterator[Pairs]:
-    pairs = Pairs()
-    yield pairs
-    pairs.close()
-
-
-def test_the_one_used_last_is_taken_first(pairs: Pairs) -> None:
-    kept, pool = KeptConnections(), Pool()
-    first, second = pairs.connection()[0], pairs.connection()[0]
-    kept.keep(pool, first, 60)
-    kept.keep(pool, second, 60)
-    assert kept.take(pool) is second
-    assert kept.take(pool) is first
-    assert kept.take(pool) is None
-    assert pool.back == []
+    yield connect
+    for end in ends:
+        end.close()
 
 
 @pytest.mark.parametrize("sent", [b"", b"x"])
-def test_what_the_server_closed_or_still_speaks_on_is_closed(pairs: Pairs, sent: bytes) -> None:
+def test_what_the_server_closed_or_still_speaks_on_is_closed(
+    connected: Callable[[], tuple[Any, socket.socket]], sent: bytes
+) -> None:
     kept, pool = KeptConnections(), Pool()
-    connection, server = pairs.connection()
+    connection, server = connected()
     kept.keep(pool, connection, 60)
     server.sendall(sent) if sent else server.close()
     assert kept.take(pool) is None
@@ -683,83 +608,34 @@ def test_what_the_server_closed_or_still_speaks_on_is_closed(pairs: Pairs, sent:
     assert pool.back == [None]  # its place in the pool is free
 
 
-def test_those_of_another_pool_go_back_as_the_client_knows_them(pairs: Pairs) -> None:
-    kept, pool, other = KeptConnections(), Pool(), Pool()
-    connection, _ = pairs.connection()
-    bound_waits(connection.sock, 0.02)
-    kept.keep(pool, connection, 60)
-    assert kept.take(other) is None
-    assert (pool.back, other.back) == ([connection], [])
-    assert connection.sock.gettimeout() == 60
-
-
-def test_what_a_full_pool_has_no_place_for_is_closed(pairs: Pairs) -> None:
-    kept, pool = KeptConnections(), Pool()
-    quiet, (gone, server) = pairs.connection()[0], pairs.connection()
-    kept.keep(pool, quiet, 60)
-    kept.keep(pool, gone, 60)
-    server.close()
-    pool.is_full = True
-    kept.close()
-    assert (pool.back, quiet.sock, gone.sock) == ([], None, None)
-
-
-def test_who_keeps_one_may_find_that_another_thread_took_it_already(pairs: Pairs) -> None:
-    kept, pool = KeptConnections(), Pool()
-    connection, _ = pairs.connection()
-
-    class Emptied(deque[Any]):
-        def append(self, _: Any) -> None:
-            """Taken before the thread that appended it continues."""
-
-    kept._idle = Emptied()
-    kept.keep(pool, connection, 60)
-    assert pool.back == []
-
-
-def test_what_nobody_needed_for_a_while_goes_back(
-    pairs: Pairs, monkeypatch: pytest.MonkeyPatch
+def test_kept_connections_go_back_to_their_pool(
+    connected: Callable[[], tuple[Any, socket.socket]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept, pool, now = KeptConnections(), Pool(), [100.0]
     monkeypatch.setattr(s3_http, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    old, new = pairs.connection()[0], pairs.connection()[0]
-    kept.keep(pool, old, 60)
+    first, second = connected()[0], connected()[0]
+    bound_waits(first.sock, 0.02)
+    for one in (first, second):
+        kept.keep(pool, one, 60)
+    assert kept.take(pool) is second, "the last one first"
+    assert kept.take(Pool()) is None
+    assert (pool.back.pop(), first.sock.gettimeout()) == (first, 60), "as the client knows it"
+    kept.keep(pool, first, 60)
     now[0] += s3_http.KEEP_S + 1
-    kept.keep(pool, new, 60)
-    assert pool.back == [old]
-    assert kept.take(pool) is new
-
-
-def test_after_a_fork_the_childs_parent_has_them(
-    pairs: Pairs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept, pool = KeptConnections(), Pool()
-    connection, server = pairs.connection()
-    kept.keep(pool, connection, 60)
+    kept.keep(pool, second, 60)
+    assert pool.back.pop() is first, "nobody needed it for a while"
     monkeypatch.setattr(s3_http, "os", SimpleNamespace(getpid=lambda: -1))
-    assert kept.take(pool) is None
-    assert connection.sock is not None
-    assert pool.back == []
-    server.close()
-
-
-def test_once_closed_nothing_is_kept(pairs: Pairs) -> None:
-    kept, pool, closed = KeptConnections(), Pool(), Pool()
-    closed.pool = None
-    connections = [pairs.connection()[0] for _ in range(3)]
-    kept.keep(pool, connections[0], 60)
-    kept.keep(closed, connections[1], 60)
+    assert kept.take(pool) is None, "it is the parent's"
+    assert (pool.back, second.sock is None) == ([], False)
     kept.close()
-    kept.keep(pool, connections[2], 60)
-    assert pool.back == [connections[0], connections[2]]
-    assert connections[1].sock is None
-    assert kept.take(pool) is None
+    monkeypatch.undo()
+    kept.keep(pool, first, 60)
+    assert pool.back == [first], "once closed nothing is kept"
 
 
 @pytest.mark.skipif(not can_wait(socket.socket()), reason="waits in the kernel are Linux's")
-def test_a_call_waits_in_the_kernel_for_all_but_not_for_ever(pairs: Pairs) -> None:
-    connection, server = pairs.connection()
-    ours, buffer = connection.sock, memoryview(bytearray(6))
+def test_a_call_waits_in_the_kernel_for_all_but_not_for_ever() -> None:
+    (ours, server), buffer = socket.socketpair(), memoryview(bytearray(6))
 
     def receive_all() -> int:
         return int(ours.recv_into(buffer, 0, socket.MSG_WAITALL))
@@ -776,3 +652,5 @@ def test_a_call_waits_in_the_kernel_for_all_but_not_for_ever(pairs: Pairs) -> No
     poll = select.poll()
     poll.register(ours, select.POLLIN)
     assert poll.poll(0)
+    ours.close()
+    server.close()

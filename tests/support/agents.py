@@ -79,7 +79,6 @@ class AgentProcess:
         return f"unix://{self.path}"
 
     def log(self) -> str:
-        """What it has printed."""
         return self.log_file.read_text()
 
     def end(self) -> dict[str, int]:
@@ -92,12 +91,10 @@ class AgentProcess:
         return {name: int(value) for name, _, value in pairs}
 
     def kill(self) -> None:
-        """Kill it at once."""
         self.process.kill()
         self.process.wait()
 
     def freeze(self) -> None:
-        """Stop it until it gets SIGCONT."""
         freeze(self.process.pid)
 
     def metrics(self) -> dict[str, float]:

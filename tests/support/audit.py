@@ -32,17 +32,14 @@ Prompt = tuple[int, ...]
 
 
 def tokens_of(prompt: Prompt) -> list[int]:
-    """Return tokens for these chunks; a chunk repeats one token."""
     return [number for number in prompt for _ in range(CHUNK)]
 
 
 def hash_of(prompt: Prompt) -> str:
-    """Return the prefix hash of the prompt's last chunk."""
     return prefix_hashes(NAMESPACE, tokens_of(prompt), CHUNK)[-1].hex()
 
 
 def save_prompts(bulk: PruneStore, index: PruneIndex | None, prompts: Sequence[Prompt]) -> None:
-    """Save prompts as replicas do."""
     save_identity(bulk)
     for prompt in prompts:
         save(bulk, index, tokens_of(prompt))
@@ -65,12 +62,10 @@ def save_with_tokens(bulk: PruneStore, index: PruneIndex, tokens: Sequence[int])
 
 
 def prefixes(prompts: Sequence[Prompt]) -> set[Prompt]:
-    """Return the chunks of these prompts, each as its path from the root."""
     return {prompt[:end] for prompt in prompts for end in range(1, len(prompt) + 1)}
 
 
 def ways_on(chunks: set[Prompt], prompt: Prompt) -> int:
-    """Return the number of chunks that continue ``prompt``."""
     return sum(one[:-1] == prompt for one in chunks)
 
 
@@ -96,11 +91,9 @@ class Auditor:
         self.places = find_places(self.view)
 
     def records(self) -> None:
-        """Read the index."""
         self._run(self.walk.records(self.places.indexed, self.places.totals))
 
     def payloads(self) -> None:
-        """List the bulk store."""
         namespaces = {name: one.namespace for name, one in self.places.facts.items()}
         self._run(self.walk.payloads(self.places.parts, namespaces))
 
@@ -111,7 +104,6 @@ class Auditor:
             self._run(self.walk.second_looks([*self.places.facts, *self.places.indexed]))
 
     def report(self) -> AuditReport:
-        """Return the report of the parts read so far."""
         ending = self.pool.ending
         assert ending != "limit"
         more = {} if self.clock is None else {"clock": self.clock}
@@ -120,7 +112,6 @@ class Auditor:
         )
 
     def all(self) -> AuditReport:
-        """Run all steps and return the report."""
         self.records()
         self.payloads()
         self.again()
@@ -142,6 +133,5 @@ CHAT, CODE = "a" * 32, "b" * 32
 
 @cache
 def sample_report() -> AuditReport:
-    """Return the report in ``audit_report.json``."""
     text = Path(__file__).with_name("audit_report.json").read_text("utf-8")
     return TypeAdapter(AuditReport).validate_json(text)

@@ -30,7 +30,7 @@ def browser_programs() -> tuple[str, str] | None:
 
 
 @contextmanager
-def open_browser(*, dark: bool = False) -> Iterator["Browser"]:
+def open_browser() -> Iterator["Browser"]:
     """A browser with a profile of its own."""
     programs = browser_programs()
     assert programs is not None
@@ -42,17 +42,12 @@ def open_browser(*, dark: bool = False) -> Iterator["Browser"]:
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
         driver = Chrome(options=options, service=Service(programs[1]))
         try:
-            if dark:
-                feature = {"name": "prefers-color-scheme", "value": "dark"}
-                driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
             yield Browser(driver)
         finally:
             driver.quit()
 
 
 class Browser:
-    """One window."""
-
     def __init__(self, driver: Chrome) -> None:
         self.driver = driver
 
@@ -65,39 +60,32 @@ class Browser:
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
     def find(self, selector: str) -> WebElement:
-        """The one element, or the first."""
         return self.driver.find_element(By.CSS_SELECTOR, selector)
 
     def every(self, selector: str) -> list[WebElement]:
-        """All of them."""
         return self.driver.find_elements(By.CSS_SELECTOR, selector)
 
     def texts(self, selector: str) -> list[str]:
-        """What stands in them."""
         script = "return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)"
         return list(self.driver.execute_script(script, selector))
 
-    def boxes(self) -> dict[str, tuple[float, float, float]]:
-        """What the tree's picture shows: left edge, top and width of each box, by its sentence."""
+    def boxes(self) -> list[str]:
+        """The sentences of the boxes that the tree's picture shows."""
         script = """
-            const whole = document.getElementById("icicle").getBoundingClientRect();
             return [...document.querySelectorAll(".box")].filter((b) => b.style.display !== "none")
-              .map((b) => [b.getAttribute("aria-label"), b.getBoundingClientRect()])
-              .map(([name, r]) => [name, r.left - whole.left, r.top - whole.top, r.width]);
+              .map((b) => b.getAttribute("aria-label"));
         """
-        return {name: (x, y, w) for name, x, y, w in self.driver.execute_script(script)}
+        return list(self.driver.execute_script(script))
 
-    def until(self, what: str, *arguments: object) -> None:
+    def until(self, what: str) -> None:
         """Wait until the script ``what`` returns true."""
         wait = WebDriverWait(self.driver, PATIENCE_S, poll_frequency=0.05)
-        wait.until(lambda driver: driver.execute_script(f"return {what}", *arguments))
+        wait.until(lambda driver: driver.execute_script(f"return {what}"))
 
     def complaints(self) -> list[str]:
-        """What the page's console has said since it was asked last."""
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
     def requests(self) -> list[str]:
-        """The addresses that were asked for, since it was asked last."""
         messages = [json.loads(e["message"])["message"] for e in self.driver.get_log("performance")]
         return [
             message["params"]["request"]["url"]

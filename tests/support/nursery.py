@@ -72,7 +72,6 @@ class Fork:
         return self.returncode  # which another thread may just have read
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless it is known to have ended."""
         if self.poll() is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)

@@ -74,7 +74,6 @@ def same_blocks(
     right: Sequence[torch.Tensor],
     right_ids: Sequence[int],
 ) -> bool:
-    """Whether the blocks hold the same bytes, layer by layer."""
     return all(
         torch.equal(
             a.cpu()[list(left_ids)].contiguous().view(torch.uint8),
@@ -156,7 +155,6 @@ class Worker:
         lane: Lane | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> Saver:
-        """A saver of its pages and slabs."""
         return Saver(
             self.cache,
             {0: self.paged},
@@ -201,7 +199,6 @@ class Worker:
         return self
 
     def close(self) -> None:
-        """Stop its threads."""
         self.saver.close(1.0)
         self.loader.close()
         if self in Worker.opened:
@@ -290,7 +287,6 @@ class Replica(Worker):
         return f"{NAMESPACE}/{digest[:2]}/{digest}/0.{shard}.safetensors"
 
     def snapshot(self) -> list[torch.Tensor]:
-        """A copy of the whole paged cache."""
         return [cache.cpu().clone() for cache in self.caches]
 
 
@@ -301,7 +297,6 @@ def forget_all(residents: Residents) -> None:
 
 
 def stores() -> tuple[MemoryStore, MemoryIndex]:
-    """An empty bulk store and index."""
     return MemoryStore(), MemoryIndex()
 
 
@@ -326,11 +321,9 @@ class LazyLane(HostLane):
         return LazyMark(self, len(self._given))
 
     def has_passed(self, number: int) -> bool:
-        """Whether so many copies have been made."""
         return self._passed >= number
 
     def let_pass(self, number: int) -> None:
-        """Make copies until there are so many."""
         with self._lock:
             while self._passed < number:
                 self._given[self._passed]()

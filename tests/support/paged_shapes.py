@@ -179,7 +179,6 @@ class ShapedRank(Worker):
         return LoadPlan("r", NAMESPACE, tuple(moves), sync)
 
     def load(self, index: MemoryIndex, *, skip: int = 0, sync: bool = False) -> LoadOutcome:
-        """Load what ``plan`` says; waits for the end."""
         return self.outcome(self.plan(index, skip=skip, sync=sync))
 
     def loaded(self) -> torch.Tensor:
@@ -226,8 +225,6 @@ class ShapedRank(Worker):
 
 @dataclass
 class ShapedReplica:
-    """All ranks of one replica."""
-
     model: Model
     shape: ShapeOfReplica
     store: WriteStore

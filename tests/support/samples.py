@@ -77,7 +77,6 @@ def payload_of(
 
 
 def record_of(header: Header) -> ShardRecord:
-    """What the index is told of a payload."""
     return ShardRecord(
         nbytes=header.nbytes,
         raw_bytes=header.raw_bytes,
@@ -91,7 +90,6 @@ def record_of(header: Header) -> ShardRecord:
 def view_of(
     bulk: PruneStore, index: PruneIndex, hot: PruneStore | None = None, **agreed: Any
 ) -> BackendsView:
-    """As operators' commands see them."""
     usual = {
         "is_own_index": False,
         "ttl_s": 3_600,

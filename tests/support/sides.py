@@ -72,7 +72,6 @@ def step(scheduled: Mapping[str, int], blocks: Sequence[int], *, sync_loads: boo
 
 
 def publish_prompt(index: MemoryIndex, tokens: Sequence[int]) -> None:
-    """Announce every whole chunk of a prompt."""
     namespace = IDENTITY.namespace()
     hashes = prefix_hashes(namespace, tokens, SIZE)
     parents = [root_hash(namespace), *hashes]

@@ -19,7 +19,6 @@ NAMESPACE = IDENTITY.namespace()
 
 
 def found(document: Any) -> dict[str, list[str]]:
-    """What a report names, by kind."""
     by_kind = defaultdict(list)
     for finding in document["findings"]:
         by_kind[finding["kind"]].append(finding["key"])
@@ -29,7 +28,6 @@ def found(document: Any) -> dict[str, list[str]]:
 
 
 def planted_as(planted: Planted, **kinds: tuple[str, ...]) -> dict[str, list[str]]:
-    """What was planted, by the kinds that a command calls it."""
     merged = {
         kind: sorted(path for one in of for path in planted[one]) for kind, of in kinds.items()
     }

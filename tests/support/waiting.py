@@ -12,7 +12,6 @@ PATIENCE_S = 120.0
 
 
 def wait_until(condition: Callable[[], bool], seconds_max: float = PATIENCE_S) -> None:
-    """Poll for something that other threads do."""
     end = time.monotonic() + seconds_max
     while not condition():
         assert time.monotonic() < end, "did not happen in time"

@@ -9,11 +9,11 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import boto3
 
 from objkv.ops.programs import die_with_parent
 from tests.support.servers.ports import free_port
+from tests.support.servers.redis import wait_until
 
 START_S = 240.0
 """Bound of every wait for a daemon."""
@@ -29,6 +30,7 @@ _TRY_S = 60.0
 ACCESS_KEY = "test"
 SECRET_KEY = "testsecret"
 
+_until = partial(wait_until, bound_s=START_S)
 _PROGRAMS = ("radosgw", "radosgw-admin", "ceph", "ceph-mon", "ceph-osd", "monmaptool")
 _STARTS_MAX = 10
 
@@ -64,11 +66,9 @@ mon data avail warn = 1
 mon data = {folder}/mon
 osd data = {folder}/osd
 osd journal = {folder}/osd/journal
-osd objectstore = {objectstore}
+osd objectstore = memstore
 osd memory target = 1073741824
 memstore device bytes = 8589934592
-bluestore block size = 21474836480
-bluestore block create = true
 [client.rgw]
 rgw frontends = beast {listen} tcp_nodelay=1
 rgw data = {folder}/rgw
@@ -79,7 +79,6 @@ rgw enable ops log = false
 
 
 def ceph_missing() -> str | None:
-    """What to do to have Ceph; None if it is there."""
     missing = [program for program in _PROGRAMS if shutil.which(program) is None]
     if not missing:
         return None
@@ -100,11 +99,9 @@ class S3Server:
     _gateway: "_Daemon" = field(repr=False)
 
     def stop(self) -> None:
-        """Ask the gateway to end, and wait. Idempotent."""
         self._gateway.end(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End the gateway at once, as a crash does (``kill -9``). Idempotent."""
         self._gateway.end(signal.SIGKILL)
 
     def restart(self) -> None:
@@ -117,14 +114,14 @@ class S3Server:
         """Run ``radosgw-admin``; again if a busy monitor refused it."""
         conf = ("-c", f"{self._folder}/ceph.conf", "-n", "client.rgw")
         command = ("radosgw-admin", *conf, *arguments)
-        _wait_until(lambda: _succeeds(self._folder, *command), " ".join(command))
+        _until(lambda: bool(_succeeds(self._folder, *command)), " ".join(command))
 
     def wait_until_ready(self) -> None:
         """Wait until the gateway accepts connections, which it does last of all.
 
         Raises TimeoutError, or RuntimeError if it ends by itself again and again.
         """
-        _wait_until(self._answers, f"radosgw at {self.endpoint_url}, see {self._folder}")
+        _until(self._answers, f"radosgw at {self.endpoint_url}, see {self._folder}")
 
     def _answers(self) -> bool:
         self._gateway.keep_running()
@@ -154,7 +151,6 @@ class CephUsers:
         )
 
     def add(self, name: str, policy: dict[str, Any]) -> tuple[str, str]:
-        """Make a user; its access key and secret key."""
         access_key, secret_key = f"{name}-key", f"{name}-secret"
         self._server.admin(
             *("user", "create", f"--uid={name}", f"--display-name={name}"),
@@ -164,34 +160,25 @@ class CephUsers:
         return access_key, secret_key
 
     def allow(self, name: str, policy: dict[str, Any]) -> None:
-        """Replace what the user may do, from its next request on."""
         document = json.dumps(policy)
         self._iam.put_user_policy(UserName=name, PolicyName="objkv", PolicyDocument=document)
 
     def allow_nothing(self, name: str) -> None:
-        """Take the user's policy away."""
         self._iam.delete_user_policy(UserName=name, PolicyName="objkv")
 
 
 @contextmanager
-def ceph_radosgw(
-    folder: Path, *, objectstore: str = "memstore", tls: Path | None = None
-) -> Iterator[S3Server]:
+def ceph_radosgw(folder: Path) -> Iterator[S3Server]:
     """Start a server over ``folder``, which is created, and end it afterwards.
 
-    ``objectstore`` is ``memstore`` or, to keep more than memory holds, ``bluestore``.
-    ``tls`` is a folder with ``cert.pem`` and ``key.pem``; with it the server speaks HTTPS only.
     Call it from the main thread: the daemons end with the thread that started them.
     """
     mon_port, port = free_port(), free_port()
     fsid, listen, url = str(uuid.uuid4()), f"endpoint=127.0.0.1:{port}", f"http://127.0.0.1:{port}"
-    if tls is not None:
-        listen = f"ssl_{listen} ssl_certificate={tls}/cert.pem ssl_private_key={tls}/key.pem"
-        url = f"https://localhost:{port}"
     for name in ("mon", "osd", "rgw"):
         (folder / name).mkdir(parents=True)
     conf = folder / "ceph.conf"
-    values = {"fsid": fsid, "mon_port": mon_port, "folder": folder, "objectstore": objectstore}
+    values = {"fsid": fsid, "mon_port": mon_port, "folder": folder}
     conf.write_text(_CONF.format(**values, listen=listen))
     daemons: list[_Daemon] = []
 
@@ -211,7 +198,7 @@ def ceph_radosgw(
             *("--uid=test", "--display-name=test"),
             *(f"--access-key={ACCESS_KEY}", f"--secret-key={SECRET_KEY}"),
         )
-        _wait_until(lambda: _succeeds(folder, *user), f"a user of radosgw, see {folder}")
+        _until(lambda: bool(_succeeds(folder, *user)), f"a user of radosgw, see {folder}")
         server.wait_until_ready()
         yield server
     finally:
@@ -227,16 +214,16 @@ def _start_cluster(folder: Path, daemon: Callable[..., "_Daemon"]) -> None:
     daemon("ceph-mon", "-i", "a")
     # A young monitor refuses a command now and then (EPERM), also those of a starting daemon,
     # which then ends: both are tried again. Seen with 16.2 on a busy machine, 1 start in 3.
-    _wait_until(lambda: _succeeds(folder, "ceph", *given, "osd", "new", osd_uuid), "ceph-mon")
+    _until(lambda: bool(_succeeds(folder, "ceph", *given, "osd", "new", osd_uuid)), "ceph-mon")
     mkfs = ("ceph-osd", *given, "-i", "0", "--mkfs", "--osd-uuid", osd_uuid)
-    _wait_until(lambda: _succeeds(folder, *mkfs), f"{' '.join(mkfs)}, see {folder}")
+    _until(lambda: bool(_succeeds(folder, *mkfs)), f"{' '.join(mkfs)}, see {folder}")
     osd = daemon("ceph-osd", "-i", "0")
 
     def is_up() -> bool:
         osd.keep_running()
         return " 1 up" in (_succeeds(folder, "ceph", *given, "osd", "stat") or "")
 
-    _wait_until(is_up, f"ceph-osd, see {folder}")
+    _until(is_up, f"ceph-osd, see {folder}")
 
 
 class _Daemon:
@@ -290,11 +277,3 @@ def _succeeds(folder: Path, *command: str) -> str | None:
         return _run(folder, *command, bound_s=_TRY_S) or "done"
     except (RuntimeError, subprocess.TimeoutExpired):
         return None
-
-
-def _wait_until(ready: Callable[[], object], what: str) -> None:
-    limit_s = time.monotonic() + START_S
-    while not ready():
-        if time.monotonic() > limit_s:
-            raise TimeoutError(f"waited {START_S:g} s for {what}")
-        time.sleep(0.05)

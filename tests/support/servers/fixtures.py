@@ -2,7 +2,6 @@
 no test kills are started once per run."""
 
 import itertools
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from objkv.config import Config
 from objkv.stores.s3.client import open_s3_client
 from objkv.stores.s3.store import S3Store
 from tests.contracts.clock import ManualClock
+from tests.support.needs import need
 from tests.support.servers.ceph import S3Server, ceph_missing, ceph_radosgw
 from tests.support.servers.certificates import make_certificates
 from tests.support.servers.redis import (
@@ -43,7 +43,6 @@ def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 @pytest.fixture
 def client(valkey: RedisServer) -> Iterator[redis.Redis]:
-    """A client of a Valkey that is empty."""
     with valkey.client() as opened:
         opened.flushall()
         yield opened
@@ -51,7 +50,6 @@ def client(valkey: RedisServer) -> Iterator[redis.Redis]:
 
 @pytest.fixture
 def own_valkey(tmp_path: Path) -> Iterator[RedisServer]:
-    """A Valkey of this test alone."""
     with valkey_server(tmp_path / "valkey") as server:
         yield server
 
@@ -64,7 +62,6 @@ class ServerClock(ManualClock):
         self.clients = clients
 
     def advance(self, seconds: float) -> None:
-        """Let ``seconds`` pass for every key of the servers."""
         super().advance(seconds)
         for client in self.clients:
             for key in client.scan_iter():
@@ -83,18 +80,8 @@ def flushed(*servers: RedisServer) -> ServerClock:
     return ServerClock(*clients)
 
 
-def need(missing: str | None) -> None:
-    """Skip the test where a server's program is missing; fail it in CI, where nothing may be
-    skipped."""
-    if missing:
-        if os.environ.get("CI"):
-            pytest.fail(missing)
-        pytest.skip(missing)
-
-
 @pytest.fixture(scope="session")
 def redis_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """One plain redis-server."""
     need(redis_missing())
     with redis_server(tmp_path_factory.mktemp("redis")) as server:
         yield server
@@ -102,7 +89,6 @@ def redis_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServe
 
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of ``make_certificates``."""
     return make_certificates(tmp_path_factory.mktemp("certificates"))
 
 
@@ -127,7 +113,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerGroup]:
 
 @pytest.fixture
 def mortal_cluster(tmp_path: Path) -> Iterator[ServerGroup]:
-    """A cluster that a test may kill."""
     need(redis_missing())
     with redis_cluster(redis_binary(), tmp_path / "cluster") as group:
         yield group
@@ -153,7 +138,6 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 
 def s3_config(server: S3Server, **changes: Any) -> Config:
-    """Settings that lead to ``server``."""
     values: dict[str, Any] = {
         "s3_endpoint_url": server.endpoint_url,
         "s3_addressing": "path",

@@ -37,11 +37,9 @@ class Listener:
         return connection
 
     def serve(self, connection: socket.socket) -> None:
-        """Answer what comes over ``connection`` until it ends."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """End all connections and wait for their threads. Idempotent."""
         with self._lock:
             self._is_closed = True
             threads = [self._thread, *self._threads]
@@ -106,7 +104,6 @@ class Scripted(Listener):
         super().__init__()
 
     def serve(self, connection: socket.socket) -> None:
-        """As it is told."""
         self._script(connection)
 
 

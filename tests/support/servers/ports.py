@@ -37,7 +37,6 @@ def _is_free(port: int) -> bool:
 
 
 def _reserve(ports: list[int]) -> bool:
-    """Reserve all of them or none."""
     taken: dict[int, socket.socket] = {}
     for port in ports:
         mark = _mark(port)

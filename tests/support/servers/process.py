@@ -5,8 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from objkv.ops.programs import die_with_parent
@@ -30,17 +28,6 @@ def start_server(name: str, *arguments: str) -> tuple["subprocess.Popen[str]", s
     line = process.stdout.readline().strip()
     assert line, f"{name} ended before it listened"
     return process, line
-
-
-@contextmanager
-def running_server(name: str, *arguments: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
-    """As ``start_server``; the process is killed at the end."""
-    process, line = start_server(name, *arguments)
-    with process:
-        try:
-            yield process, line
-        finally:
-            process.kill()
 
 
 def freeze(pid: int) -> None:

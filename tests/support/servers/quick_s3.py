@@ -1,7 +1,7 @@
 """An S3 server in memory that costs as little as a server can, to measure clients against.
 
-``python -m tests.support.servers.quick_s3`` runs it in a process of its own, with a
-``PlainServer`` beside it. It checks no signature, knows every bucket, and forgets all when it ends.
+``python -m tests.support.servers.quick_s3`` runs it in a process of its own. It checks no
+signature, knows every bucket, and forgets all when it ends.
 """
 
 import argparse
@@ -22,8 +22,7 @@ from xml.etree import ElementTree as ET
 from xml.sax.saxutils import escape
 
 from tests.support.servers.listener import Listener
-from tests.support.servers.plain_limit import PlainServer
-from tests.support.servers.process import running_server
+from tests.support.servers.process import start_server
 
 HEAD_BYTES_MAX = 64 << 10
 PAGE_KEYS = 1000
@@ -42,7 +41,6 @@ class Request:
 
     @property
     def nbytes(self) -> int:
-        """Length of the body."""
         return int(self.headers.get("content-length", 0))
 
     @property
@@ -52,7 +50,6 @@ class Request:
 
     @property
     def query(self) -> dict[str, str]:
-        """The parameters after the ``?``."""
         return dict(parse_qsl(self.target.partition("?")[2], keep_blank_values=True))
 
 
@@ -67,12 +64,10 @@ class Answer:
 
     @property
     def reason(self) -> str:
-        """The words after the status."""
         return HTTPStatus(self.status).phrase
 
 
 def failure(status: int, code: str) -> Answer:
-    """An error as S3 writes it."""
     return _xml(f"<Error><Code>{code}</Code><Message>{code}</Message></Error>", status)
 
 
@@ -118,7 +113,6 @@ class Values:
         self._spare_bytes = 0
 
     def buffer(self, nbytes: int) -> memoryview:
-        """Memory for a body of ``nbytes``."""
         with self._lock:
             if self._spare[nbytes]:
                 self._spare_bytes -= nbytes
@@ -126,7 +120,6 @@ class Values:
         return memoryview(bytearray(nbytes))
 
     def answer(self, request: Request) -> Answer:
-        """Do what is asked."""
         body = request.body
         bucket, _, name = request.key.partition("/")
         query = request.query
@@ -335,13 +328,11 @@ class QuickS3(Listener):
         """Where clients find it."""
 
     def wrap(self, connection: socket.socket) -> socket.socket:
-        """TLS, if there is a certificate."""
         if self._tls is None:
             return connection
         return self._tls.wrap_socket(connection, server_side=True)
 
     def serve(self, connection: socket.socket) -> None:
-        """Answer requests of one connection."""
         reader = _Reader(connection)
         while (request := reader.read_head()) is not None:
             body = self._values.buffer(request.nbytes)
@@ -422,32 +413,31 @@ def _send(connection: socket.socket, request: Request, answer: Answer) -> None:
 
 @dataclass(frozen=True, slots=True)
 class QuickS3Process:
-    """Where the servers of one process listen."""
+    """Where the server of another process listens."""
 
     url: str
-    plain: tuple[str, int]
-    """Of the ``PlainServer``."""
     pid: int
 
 
 @contextmanager
 def quick_s3_process(*, tls: Path | None = None) -> Iterator[QuickS3Process]:
-    """Both servers in one new process, killed at the end. ``tls``: see ``QuickS3``."""
-    options = () if tls is None else ("--tls", str(tls))
-    with running_server("quick_s3", *options) as (process, line):
-        url, host, port = line.split()
-        yield QuickS3Process(url, (host, int(port)), process.pid)
+    """A server in a process of its own, killed at the end. ``tls``: see ``QuickS3``."""
+    process, url = start_server("quick_s3", *(() if tls is None else ("--tls", str(tls))))
+    with process:
+        try:
+            yield QuickS3Process(url, process.pid)
+        finally:
+            process.kill()
 
 
 def main() -> None:
-    """Serve until killed; print the S3 URL, and host and port of the plain server."""
+    """Serve until killed; print the URL."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--plain-port", type=int, default=0)
     parser.add_argument("--tls", type=Path)
     given = parser.parse_args()
-    with QuickS3(given.port, tls=given.tls) as server, PlainServer(given.plain_port) as plain:
-        print(server.url, *plain.address, flush=True)
+    with QuickS3(given.port, tls=given.tls) as server:
+        print(server.url, flush=True)
         while True:
             time.sleep(3600)
 

@@ -27,7 +27,6 @@ END_S = 30.0
 
 
 def redis_missing() -> str | None:
-    """What to do to have ``redis-server``; None if it is there."""
     if shutil.which("redis-server"):
         return None
     return "redis-server is missing: apt-get install -y --no-install-recommends redis-server"
@@ -40,11 +39,7 @@ class RedisServer:
         self.port = port
         self.url = f"redis://127.0.0.1:{port}"
         self.folder = folder
-        self._command = [
-            binary,
-            *args,
-            *("--bind", "127.0.0.1", "--dir", str(folder), "--save", ""),
-        ]
+        self._command = [binary, *args, "--bind", "127.0.0.1", "--dir", str(folder), "--save", ""]
         self._process: subprocess.Popen[bytes] | None = None
         folder.mkdir(parents=True, exist_ok=True)
         atexit.register(self.kill)
@@ -55,12 +50,7 @@ class RedisServer:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def __repr__(self) -> str:
-        running = self._process is not None and self._process.poll() is None
-        return f"<RedisServer {self.url} {'running' if running else 'stopped'}>"
-
     def start(self) -> Self:
-        """Start the process and wait until it accepts connections."""
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 self._command, stdout=log, stderr=subprocess.STDOUT, preexec_fn=die_with_parent
@@ -69,11 +59,9 @@ class RedisServer:
         return self
 
     def stop(self) -> None:
-        """Ask it to end, and wait. Idempotent."""
         self._end(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it at once, as a crash does. Idempotent."""
         self._end(signal.SIGKILL)
 
     def restart(self) -> None:
@@ -87,7 +75,6 @@ class RedisServer:
         freeze(self._process.pid)
 
     def resume(self) -> None:
-        """Let a frozen server go on."""
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
 
@@ -150,14 +137,12 @@ def valkey_binary() -> str:
 
 
 def redis_binary() -> str:
-    """Path of ``redis-server``; RuntimeError with what to install if there is none."""
     if missing := redis_missing():
         raise RuntimeError(missing)
     return str(shutil.which("redis-server"))
 
 
 def wait_until(reached: Callable[[], bool], what: str, *, bound_s: float = START_S) -> None:
-    """Poll until ``reached()``; TimeoutError naming ``what`` after ``bound_s`` seconds."""
     deadline = time.monotonic() + bound_s
     while not reached():
         if time.monotonic() > deadline:

@@ -9,6 +9,7 @@ from tests.support.servers.ports import free_port
 from tests.support.servers.redis import RedisServer, wait_until
 
 SERVICE = "objkv"
+_NODES = 6
 _DOWN_MS = 3_000
 """Shorter, and a server that a busy machine did not run for a moment is taken for dead."""
 _FORMING_MS = 120_000
@@ -32,38 +33,26 @@ class ServerGroup:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def __repr__(self) -> str:
-        return f"<ServerGroup {self.url}>"
-
     def stop(self) -> None:
-        """End all of them. Idempotent."""
         for server in [*self.watchers, *self.replicas, *self.primaries]:
             server.kill()
 
 
-def redis_cluster(
-    binary: str, folder: Path, *, nodes: int = 6, replicas: int = 1, node_timeout_ms: int = _DOWN_MS
-) -> ServerGroup:
-    """A started cluster of ``nodes`` servers, each primary with ``replicas`` replicas.
+def redis_cluster(binary: str, folder: Path, *, node_timeout_ms: int = _DOWN_MS) -> ServerGroup:
+    """A started cluster of three primaries with a replica each.
 
     A server that does not answer the others for ``node_timeout_ms`` is replaced, and the cluster
     refuses commands meanwhile: give one that nobody is to kill a long time. A server that is
     started again has the time of a cluster that forms.
     """
-    first = free_port(nodes)
+    first = free_port(_NODES)
     timeout = ("--cluster-node-timeout", str(max(node_timeout_ms, _FORMING_MS)))
     args = ("--cluster-enabled", "yes", *timeout, *_SYNC_AT_ONCE)
     servers = [
-        RedisServer(
-            binary,
-            folder / str(port),
-            port=port,
-            args=("--port", str(port), *args),
-        )
-        for port in range(first, first + nodes)
+        RedisServer(binary, folder / str(port), port=port, args=("--port", str(port), *args))
+        for port in range(first, first + _NODES)
     ]
-    count = nodes // (1 + replicas)
-    primaries, followers = servers[:count], servers[count:]
+    primaries, followers = servers[: _NODES // 2], servers[_NODES // 2 :]
     hosts = ",".join(f"127.0.0.1:{server.port}" for server in primaries)
     group = ServerGroup(f"redis+cluster://{hosts}", primaries, followers)
     try:

@@ -37,5 +37,4 @@ class RoundTrips:
 
     @property
     def count(self) -> int:
-        """Round trips so far, to all servers."""
         return self.by_port.total()

@@ -98,13 +98,11 @@ class Spoiler(Listener):
             self._mended.set()
 
     def close(self) -> None:
-        """Also frees what stalls."""
         self._ended.set()
         self.mend()
         super().close()
 
     def serve(self, connection: socket.socket) -> None:
-        """Requests of one connection, one after the other."""
         upstream = Upstream(self.target)
         with connection.makefile("rb") as client:
             try:
@@ -116,7 +114,6 @@ class Spoiler(Listener):
                 upstream.close()
 
     def _serve_one(self, ends: tuple[socket.socket, BinaryIO], upstream: "Upstream") -> bool:
-        """Whether the connection goes on."""
         raise NotImplementedError
 
     def _rule_for(self, verb: str, head: bytes) -> Spoil | None:
@@ -166,7 +163,6 @@ class Upstream:
         return self._file
 
     def close(self) -> None:
-        """Idempotent."""
         if self.socket is not None:
             with suppress(OSError):
                 self.socket.close()
@@ -188,7 +184,6 @@ def flipped(body: bytes) -> bytes:
 
 
 def is_open(client: socket.socket) -> bool:
-    """Whether the client is still there."""
     try:
         return client.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == 1  # ESTABLISHED
     except (OSError, AttributeError):
@@ -224,7 +219,6 @@ class _Request:
 
     @property
     def is_bucket(self) -> bool:
-        """Whether no key is named."""
         return self.target.partition("?")[0].strip("/").count("/") == 0
 
 
@@ -369,7 +363,6 @@ def _exactly(file: BinaryIO, nbytes: int) -> bytes:
 
 
 def _chunks(server: BinaryIO) -> bytes:
-    """A body in chunks, as it came."""
     out = b""
     while True:
         line = server.readline(HEAD_BYTES_MAX)
@@ -474,7 +467,6 @@ def _read_command(client: BinaryIO) -> tuple[bytes, list[bytes]] | None:
 
 
 def _read_resp(server: BinaryIO) -> bytes:
-    """The bytes of one whole answer."""
     line = server.readline(HEAD_BYTES_MAX)
     if not line:
         raise ConnectionError("the server closed the connection")

@@ -1,14 +1,19 @@
 """The limit of the wire: bytes between two processes over plain sockets, without any protocol.
 
-A benchmark asks the process that it measures for this too, over as many connections. A request is
+``python -m benchmarks.plain_limit`` serves, in a process of its own as S3 is. A request is
 nine bytes, ``G`` or ``P`` and a length in bytes: the server then sends so many, or takes so many
 and answers one byte.
 """
 
 import socket
 import struct
-from contextlib import suppress
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
+from pathlib import Path
 
 from tests.support.servers.listener import Listener
 
@@ -92,3 +97,30 @@ def _fill(connection: socket.socket, buffer: memoryview) -> None:
         if not got:
             raise ConnectionError(f"closed after {at} of {len(buffer)} bytes")
         at += got
+
+
+@contextmanager
+def plain_server() -> Iterator[tuple[str, int]]:
+    """The address of a ``PlainServer`` in a process of its own, killed at the end."""
+    command = [sys.executable, "-m", __name__]
+    with subprocess.Popen(
+        command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            host, port = process.stdout.readline().split()
+            yield host, int(port)
+        finally:
+            process.kill()
+
+
+def main() -> None:
+    """Serve until killed; print host and port."""
+    with PlainServer() as server:
+        print(*server.address, flush=True)
+        while True:
+            time.sleep(3600)
+
+
+if __name__ == "__main__":
+    main()
