@@ -253,7 +253,7 @@ def test_a_value_that_appears_during_an_upload_stays(
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (failure(503, "SlowDown"), StoreUnavailable),
+        (failure(503, "SlowDown"), StoreBusy),
         (KeyboardInterrupt(), KeyboardInterrupt),
         (MemoryError(), MemoryError),
     ],

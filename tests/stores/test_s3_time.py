@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from objkv.errors import StoreError, StoreUnavailable
 from objkv.net.deadline import EndsBy
 from objkv.stores.s3 import client as s3_client_module
+from objkv.stores.s3 import helpers as s3_helpers
 from objkv.stores.s3.client import begun_by
 from objkv.stores.s3.helpers import Helper, HelperPool, Piece, Team
 from objkv.stores.s3.http import HttpConnection
@@ -211,6 +212,21 @@ def test_conflicts_share_one_deadline() -> None:
             with pytest.raises(StoreUnavailable):
                 store.put_if_absent("k", b"value")
     assert len(asked) <= 3
+
+
+def test_without_threads_a_get_reads_on_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Thread(threading.Thread):
+        def start(self) -> None:
+            if "objkv-range" in self.name:
+                raise RuntimeError("can't start new thread")
+            super().start()
+
+    monkeypatch.setattr(s3_helpers.threading, "Thread", Thread)
+    value, buffer = pattern(4 * MIB), memoryview(bytearray(4 * MIB))
+    with QuickS3() as server, s3_store(server.url, range_bytes=MIB, ranges_max=3) as store:
+        store.put("k", value)
+        assert store.get_into("k", buffer) == len(value)
+        assert buffer == value
 
 
 def test_an_upload_that_ran_out_of_time_is_aborted_all_the_same() -> None:
