@@ -120,6 +120,12 @@ class World:
         """Workers announced these shards."""
         self.report(stored={(NAMESPACE, prefix_hash(chunk), field) for field in fields})
 
+    def save_whole(self, *chunks: int) -> None:
+        """Save chunks of ``ONE``."""
+        self.save(*chunks)
+        for chunk in chunks:
+            self.stored(chunk, "0.L0-4_H0-4")
+
     def listen(self) -> list[Any]:
         """What the log tells now; the router believes it."""
         events = list(self.log.take())
@@ -164,9 +170,7 @@ def test_a_chunk_is_told_as_vllm_tells_the_same_blocks_on_the_device(
     adapter = LoRARequest("ada", 3, "/some/where") if lora else None
     world = World(ONE)
     world.request = request(cache_salt=salt, lora_request=adapter)
-    world.save(0, 1)
-    for chunk in (0, 1):
-        world.stored(chunk, "0.L0-4_H0-4")
+    world.save_whole(0, 1)
     mine = world.listen()
     pool = BlockPool(16, True, 16, enable_kv_cache_events=True)
     blocks = pool.get_new_blocks(8)
@@ -268,9 +272,7 @@ def test_what_was_loaded_is_told_once_it_is_there() -> None:
 
 def test_what_nobody_here_used_for_as_long_as_a_record_lives_is_taken_back() -> None:
     world = World(ONE)
-    world.save(0, 1)
-    for chunk in (0, 1):
-        world.stored(chunk, "0.L0-4_H0-4")
+    world.save_whole(0, 1)
     world.listen()
     world.clock.advance(40)
     world.load(0)
@@ -289,8 +291,7 @@ def test_hashes_that_vllm_has_not_made_or_of_other_blocks_are_not_told(
 ) -> None:
     world = World(ONE, unit=unit)
     world.request = asked
-    world.save(0)
-    world.stored(0, "0.L0-4_H0-4")
+    world.save_whole(0)
     assert not world.listen()
 
 

@@ -282,15 +282,6 @@ def test_blocks_of_a_request_that_ends_while_a_load_within_the_step_may_fail_are
     assert side.tables_ended == []
 
 
-def test_a_request_that_cannot_be_saved_does_not_stop_the_step(side: SchedulerSide) -> None:
-    strange = request(mm_features=[SimpleNamespace(identifier=None)])
-    side.track(strange)
-    with pytest.raises(AttributeError):
-        wait_until(lambda: side.match(strange, 0)[0] is not None)
-    assert side.match(strange, 0) == (0, False)
-    assert side.plan_step(whole([3, 4])).saves == ()
-
-
 def test_what_was_missing_is_looked_up_again_once_its_save_is_planned() -> None:
     """Another request with the prompt must find it, although its absence was just remembered."""
     index = MemoryIndex()
