@@ -111,6 +111,21 @@ def test_a_load_within_a_step_leaves_a_token_to_compute(mode: str, tokens: int) 
     side.close()
 
 
+def test_a_request_that_was_preempted_loads_what_vllm_has_no_more() -> None:
+    publish_prompt(index := MemoryIndex(), [7] * 4 * 32)
+    side = scheduler_side(index, load_mode="async", admission="always")
+    ask(side, one := request(4 * 32 + 3))
+    assert [side.match(one, kept * 32)[0] for kept in range(5)] == [128, 96, 64, 32, 0]
+    side.plan_load(one, [[1, 2, 3, 4, 5]], side.match(one, 0)[0] or 0)
+    side.plan_step(step({}, ()))
+    side.update(KVConnectorOutput(finished_recving={"r"}))
+    assert side.match(one, 32) == (96, True)
+    side.plan_load(one, [[11, 12, 13, 14, 15]], 96)
+    (again,) = side.plan_step(step({}, ())).loads
+    assert [load.move.block_ids for load in again.moves] == [(12,), (13,), (14,)]
+    side.close()
+
+
 def test_blocks_of_a_draft_that_is_not_stored_are_zeroed() -> None:
     drafted = replace(
         GEOMETRY,
