@@ -47,15 +47,17 @@ def test_every_number_that_a_worker_counts_is_a_metric() -> None:
     assert {name for name in counted - known if not name.startswith("agent_")} == set()
 
 
-def shown() -> tuple[ObjKVPromMetrics, CollectorRegistry]:
+def shown(
+    kind: type[KVConnectorPromMetrics] = ObjKVPromMetrics,
+) -> tuple[KVConnectorPromMetrics, CollectorRegistry]:
     registry = CollectorRegistry()
 
     def kept(metric: Any) -> Any:
         return lambda **given: metric(**given, registry=registry)
 
     types = {cls: kept(cls) for cls in (Counter, Gauge, Histogram)}
-    config = cast("Any", SimpleNamespace(kv_transfer_config=None))
-    return ObjKVPromMetrics(config, types, ["engine"], {0: ["0"]}), registry
+    config = cast("Any", SimpleNamespace(kv_transfer_config=None, ec_transfer_config=None))
+    return kind(config, types, ["engine"], {0: ["0"]}), registry
 
 
 def stats(*seconds: float) -> ObjKVStats:
@@ -106,20 +108,13 @@ NAME = "breaker_open_bulk_write"
 def test_gauges_follow_the_state_and_counters_add_up(
     kind: type[KVConnectorPromMetrics], prefix: str
 ) -> None:
-    registry = CollectorRegistry()
-
-    def kept(metric: Any) -> Any:
-        return lambda **given: metric(**given, registry=registry)
-
-    types = {cls: kept(cls) for cls in (Counter, Gauge, Histogram)}
-    config = cast("Any", SimpleNamespace(kv_transfer_config=None, ec_transfer_config=None))
-    shown = kind(config, types, ["engine"], {0: ["0"]})
+    prom, registry = shown(kind)
     for level in (1.0, 1.0, 0.0, 1.0):
-        shown.observe({NAME: level, "breaker_refused_bulk_write": 2.0}, 0)
-    assert registry.get_sample_value(prefix + NAME, {"engine": "0"}) == 1
+        prom.observe({NAME: level, "breaker_refused_bulk_write": 2.0}, 0)
+    assert registry.get_sample_value(prefix + NAME, LABELS) == 1
     refused = f"{prefix}breaker_refused_bulk_write_total"
-    assert registry.get_sample_value(refused, {"engine": "0"}) == 8
-    labels = {"engine": "0", "store": "bulk", "direction": "write"}
+    assert registry.get_sample_value(refused, LABELS) == 8
+    labels = LABELS | {"store": "bulk", "direction": "write"}
     assert registry.get_sample_value(f"{prefix}breaker_open", labels) == 1
     assert registry.get_sample_value(f"{prefix}breaker_refused_total", labels) == 8
     others = labels | {"store": "index"}

@@ -1,6 +1,5 @@
 """The namespace a replica lives in, and what a reset makes of it."""
 
-import contextlib
 import logging
 
 import pytest
@@ -14,40 +13,22 @@ from tests.contracts.flaky import FlakyStore
 from tests.support.sides import IDENTITY, Jobs
 
 
-def run(jobs: Jobs) -> None:
-    with contextlib.suppress(StoreUnavailable):
-        jobs.run()
-
-
 def test_the_document_is_stored_once_and_only_one_try_is_on_its_way() -> None:
-    store, jobs = MemoryStore(), Jobs()
-    namespace = ReplicaNamespace(IDENTITY, store, jobs.submit, writes=True)
-    for _ in range(3):
-        namespace.announce()
-    assert len(jobs) == 1
-    run(jobs)
-    assert store.get(identity_path(namespace.name)) == IDENTITY.canonical()
-    namespace.announce()
-    assert not jobs
-
-
-def test_a_document_that_was_not_taken_is_tried_again() -> None:
     store, jobs = FlakyStore(MemoryStore()), Jobs()
     namespace = ReplicaNamespace(IDENTITY, store, jobs.submit, writes=True)
     jobs.full = True
     namespace.announce()
     jobs.full = False
     store.fail_next(StoreUnavailable("gone"))
+    for _ in range(3):
+        namespace.announce()
+    assert len(jobs) == 1
+    with pytest.raises(StoreUnavailable):
+        jobs.run()
     namespace.announce()
-    run(jobs)
+    jobs.run()
+    assert store.get(identity_path(namespace.name)) == IDENTITY.canonical()
     namespace.announce()
-    run(jobs)
-    assert store.get(identity_path(namespace.name)) is not None
-
-
-def test_a_reader_writes_no_document() -> None:
-    jobs = Jobs()
-    ReplicaNamespace(IDENTITY, MemoryStore(), jobs.submit, writes=False).announce()
     assert not jobs
 
 

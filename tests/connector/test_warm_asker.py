@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,35 +29,26 @@ class Output:
 
 @dataclass
 class Engine:
-    """An engine that answers at once, until it dies in a step; then it takes nothing."""
+    """An engine that answers at once, until it dies in a step."""
 
     dies: bool = False
     of: type[BaseException] = EngineDeadError
-    refuses: bool = False
-    is_dead: bool = False
+    refuses: Exception | None = None
     names: list[str] = field(default_factory=list)
 
     def add_request(self, name: str, *_: Any, **__: Any) -> None:
-        if self.is_dead:
-            raise EngineDeadError("EngineCore encountered an issue")
-        if self.refuses:
-            raise ValueError("too long")
+        if self.refuses is not None:
+            raise self.refuses
         self.names.append(name)
 
     def step(self) -> list[Output]:
         if self.dies:
-            self.is_dead = True
             raise self.of("EngineCore encountered an issue")
         names, self.names = self.names, []
         return [Output(name) for name in names]
 
     def abort_request(self, names: list[str]) -> None:
         """Nothing is left to abort."""
-
-
-@dataclass
-class Llm:
-    llm_engine: Engine
 
 
 @pytest.fixture
@@ -66,7 +58,7 @@ def engine() -> Engine:
 
 @pytest.fixture
 def asker(engine: Engine) -> Iterator[LlmAsker]:
-    asker = LlmAsker(Llm(engine))
+    asker = LlmAsker(SimpleNamespace(llm_engine=engine))
     yield asker
     asker.close()
 
@@ -89,26 +81,18 @@ def test_an_engine_that_dies_fails_what_it_has_and_all_that_comes(
         asker.check()
 
 
-def test_an_engine_that_is_dead_already_fails_the_request_that_finds_out(
+def test_what_cannot_be_asked_is_refused_and_the_engine_lives_on(
     asker: LlmAsker, engine: Engine
 ) -> None:
-    engine.is_dead = True
+    assert trouble(asker.begin(PrefillRequest([1], None, "known-by-its-digest"))) == "refused"
+    engine.refuses = ValueError("too long")
+    assert trouble(asker.begin(ASK)) == "refused"
+    engine.refuses = None
+    assert asker.begin(ASK).result(BOUND_S) == PrefillReply(0)
+    engine.refuses = EngineDeadError("it is dead already")
     assert trouble(asker.begin(ASK)) == "down"
     with pytest.raises(PrefillError, match="the engine failed"):
         asker.check()
-
-
-def test_an_adapter_without_a_folder_is_refused_and_others_are_computed(asker: LlmAsker) -> None:
-    assert trouble(asker.begin(PrefillRequest([1], None, "known-by-its-digest"))) == "refused"
-    assert asker.begin(ASK).result(BOUND_S) == PrefillReply(0)
-
-
-def test_what_the_engine_does_not_take_is_refused_and_it_lives_on(
-    asker: LlmAsker, engine: Engine
-) -> None:
-    engine.refuses = True
-    assert trouble(asker.begin(ASK)) == "refused"
-    asker.check()
 
 
 def test_after_its_end_nothing_is_taken_and_the_check_says_so(asker: LlmAsker) -> None:

@@ -18,27 +18,40 @@ from objkv.connector.kv.wiring import Pools, open_slabs, plan_pools
 from objkv.connector.kv.worker import Rank
 from objkv.connector.wiring import may_save
 from objkv.errors import ConfigError
+from objkv.transfer.paging import PagedGroup
 from objkv.transfer.sources import frame_bytes_max, whole_payload_bytes_max
 from tests.support.paged_cache import GROUP, paged_group
 
 CHUNK = 4096
 
 
-def test_a_slab_holds_what_a_replica_that_keeps_tokens_has_saved() -> None:
+RANK = Rank(0, "w", 1)
+
+
+@pytest.fixture
+def paged() -> PagedGroup:
+    return paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=1)[0]
+
+
+def test_an_arena_has_room_for_payloads_of_any_shape(paged: PagedGroup) -> None:
+    largest = whole_payload_bytes_max(paged, tokens=CHUNK)
+    with patch.object(wiring, "whole_payload_bytes_max", return_value=9 * largest):
+        pools = plan_pools(Config(load_threads=1), {0: paged}, CHUNK, RANK)
+    assert pools.arena_bytes >= 2 * 9 * largest
+
+
+def test_a_slab_holds_what_a_replica_that_keeps_tokens_has_saved(paged: PagedGroup) -> None:
     """To be refused for its length it would have to be corrupt, and would be replaced."""
-    paged, _ = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=1)
     pools = [
-        plan_pools(Config(store_tokens=keep), {0: paged}, CHUNK, Rank(0, "w", 1))
-        for keep in (False, True)
+        plan_pools(Config(store_tokens=keep), {0: paged}, CHUNK, RANK) for keep in (False, True)
     ]
     longest = payload_bytes_max(paged.layers, tokens=CHUNK)
     assert min(pool.slab_bytes for pool in pools) >= longest
 
 
 def test_saves_have_slabs_for_two_full_steps_unless_a_setting_or_the_host_forbids_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    paged: PagedGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    paged, _ = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=1)
     busy = Rank(0, "w", 1, step_tokens=99 * CHUNK, workers=4)
     pools = plan_pools(Config(), {0: paged}, CHUNK, busy)
     assert pools.save_slabs >= 2 * 99
@@ -56,16 +69,14 @@ def test_saves_have_slabs_for_two_full_steps_unless_a_setting_or_the_host_forbid
     )
 
 
-def test_with_a_node_agent_a_device_has_a_few_slabs_and_a_cpu_none() -> None:
-    paged, _ = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=1)
-    rank = Rank(0, "w", 1)
-    own = plan_pools(Config(), {0: paged}, CHUNK, rank)
-    on_cpu = plan_pools(Config(), {0: paged}, CHUNK, rank, loads_here=False)
+def test_with_a_node_agent_a_device_has_a_few_slabs_and_a_cpu_none(paged: PagedGroup) -> None:
+    own = plan_pools(Config(), {0: paged}, CHUNK, RANK)
+    on_cpu = plan_pools(Config(), {0: paged}, CHUNK, RANK, loads_here=False)
     assert (on_cpu.load_slabs, on_cpu.slab_bytes) == (0, own.slab_bytes)
     assert own.arena_bytes > on_cpu.arena_bytes == 0
     device = PropertyMock(return_value=torch.device("cuda"))
     with patch.object(type(paged), "device", device):
-        pools = plan_pools(Config(), {0: paged}, CHUNK, rank, loads_here=False)
+        pools = plan_pools(Config(), {0: paged}, CHUNK, RANK, loads_here=False)
     assert pools.load_slabs == 4
     assert pools.slab_bytes >= max(own.slab_bytes, frame_bytes_max(paged))
 
@@ -80,9 +91,8 @@ def test_only_slabs_of_saves_are_in_the_outbox() -> None:
     assert (slabs["load"].total, slabs["save"].total) == (4, 2)
 
 
-def test_memory_that_may_not_be_page_locked_is_refused_at_the_start() -> None:
-    paged, _ = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=1)
-    pools = plan_pools(Config(), {0: paged}, CHUNK, Rank(0, "w", 1))
+def test_memory_that_may_not_be_page_locked_is_refused_at_the_start(paged: PagedGroup) -> None:
+    pools = plan_pools(Config(), {0: paged}, CHUNK, RANK)
 
     def refuse(_: torch.Tensor) -> Callable[[], None]:
         raise RuntimeError("out of memory")
@@ -92,37 +102,21 @@ def test_memory_that_may_not_be_page_locked_is_refused_at_the_start() -> None:
     assert [pool.total for pool in open_slabs(pools, None).values()] == [pools.save_slabs]
 
 
-@pytest.mark.parametrize(
-    ("role", "producer", "consumer", "saving"),
-    [
-        ("writer", True, True, True),
-        ("writer", False, True, False),
-        ("reader", True, True, False),
-        ("reader", False, True, False),
-    ],
-)
-def test_a_replica_saves_if_vllm_wants_it_and_its_rights_allow_it(
-    role: str, producer: bool, consumer: bool, saving: bool
-) -> None:
-    assert (
-        may_save(Config.model_validate({"role": role}), producer=producer, consumer=consumer)
-        is saving
-    )
-
-
-def test_a_producer_without_the_right_to_save_is_refused() -> None:
+def test_a_replica_saves_if_vllm_wants_it_and_its_rights_allow_it() -> None:
+    writer, reader = Config(role="writer"), Config(role="reader")
+    assert may_save(writer, producer=True, consumer=True)
+    assert not may_save(writer, producer=False, consumer=True)
+    assert not may_save(reader, producer=True, consumer=True)
     with pytest.raises(ConfigError, match="set role to writer"):
-        may_save(Config(role="reader"), producer=True, consumer=False)
+        may_save(reader, producer=True, consumer=False)
 
 
 @pytest.mark.parametrize(
     ("bulk_url", "endpoint", "far"),
     [
         ("s3://bucket/prefix", None, True),
-        ("s3://bucket", "https://s3.example.org", True),
         ("s3://bucket", "https://10.0.0.7:9000", True),
         ("s3://bucket", "http://127.0.0.1:9000", False),
-        ("s3://bucket", "http://localhost:9000", False),
         ("s3://bucket", "http://[::1]:9000", False),
         ("file:///tmp/x", None, False),
         ("memory:", None, False),
@@ -132,15 +126,6 @@ def test_only_a_bucket_on_another_machine_is_far(
     bulk_url: str, endpoint: str | None, far: bool
 ) -> None:
     assert is_far(Config(bulk_url=bulk_url, s3_endpoint_url=endpoint)) is far
-
-
-def test_an_arena_of_a_worker_has_room_for_payloads_of_any_shape() -> None:
-    paged, _ = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=1)
-    config = Config(load_threads=1)
-    largest = whole_payload_bytes_max(paged, tokens=CHUNK)
-    with patch.object(wiring, "whole_payload_bytes_max", return_value=9 * largest):
-        pools = plan_pools(config, {0: paged}, CHUNK, Rank(0, "w", 1))
-    assert pools.arena_bytes >= 2 * 9 * largest
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 from tests.support.paged_cache import CHUNK, paged_group
 from tests.support.paged_cache import GROUP as THREE_LAYERS
+from tests.support.waiting import wait_until
 
 SIZE = 32
 """Tokens of a chunk, and of a block, on the scheduler's side."""
@@ -80,6 +81,13 @@ def publish_prompt(index: MemoryIndex, tokens: Sequence[int]) -> None:
         index.publish(entry, {FIELD: RECORD}, ttl_s=3600)
 
 
+def ask(side: SchedulerSide, one: Any, computed: int = 0) -> tuple[int | None, bool]:
+    """Track a request and match it as vLLM does, until there is an answer."""
+    side.track(one)
+    wait_until(lambda: side.match(one, computed)[0] is not None)
+    return side.match(one, computed)
+
+
 def scheduler_side(
     index: Any = None,
     *,
@@ -88,6 +96,7 @@ def scheduler_side(
     roles: Mapping[str, Any] | None = None,
     prefetch: Any = None,
     geometry: Geometry = GEOMETRY,
+    recorder: MemoryRecorder | None = None,
     **settings: Any,
 ) -> SchedulerSide:
     """A scheduler's side of a model with one layer; ``settings`` of ``Config``."""
@@ -106,7 +115,7 @@ def scheduler_side(
             miss_ttl_s=PATIENCE_MS / 1000,
             fields=geometry.all_fields(),
         ),
-        recorder=MemoryRecorder(),
+        recorder=recorder or MemoryRecorder(),
         prefetch=prefetch,
     )
 

@@ -8,6 +8,7 @@ storage, as vLLM's do, so that a block that was another group's holds rubbish.
 """
 
 import hashlib
+import itertools
 import pickle
 import time
 from collections.abc import Sequence
@@ -78,11 +79,15 @@ class Engine:
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.structured_output import StructuredOutputManager
 
+        from objkv.config import load_config
         from objkv.connector.kv.connector import ObjKVConnector
+        from objkv.connector.model.identity import read_geometry
 
         self.layout = layout
         self._config = self._configured(folder, settings)
         self._kv = kv_cache_config(layout)
+        own = load_config(self._config.kv_transfer_config.kv_connector_extra_config)
+        self.geometry = read_geometry(self._config, self._kv, own)
         sizes = resolve_kv_cache_block_sizes(self._kv, self._config)
         self._kv.hash_block_size = sizes[1]
         self.workers: list[Any] = []
@@ -107,9 +112,8 @@ class Engine:
             log_stats=True,
         )
         self._sizes = sizes
-        self._layers = layers_of(layout)
+        self._layers, self._numbers = layers_of(layout), itertools.count(1)
         self._running: dict[str, _Running] = {}
-        self._count = 0
 
     def __enter__(self) -> "Engine":
         return self
@@ -127,11 +131,6 @@ class Engine:
     def _configured(self, folder: Path, settings: dict[str, Any]) -> Any:
         return engine_config(self.layout, folder, settings)
 
-    @property
-    def chunk_tokens(self) -> int:
-        """The effective chunk."""
-        return int(self.worker._geometry.chunk_tokens)
-
     def run(self, prompts: Sequence[Sequence[int]], *, max_tokens: int = 3) -> list[Answer]:
         """Answers to prompts that arrive at once."""
         answers = {self._add(prompt, max_tokens): Answer() for prompt in prompts}
@@ -143,7 +142,7 @@ class Engine:
 
     def save_all(self) -> None:
         """Wait until everything that was taken out is stored."""
-        assert all(worker._worker._saver.drain(_PATIENCE_S) for worker in self.workers)
+        assert all(worker.worker.drain_saves(_PATIENCE_S) for worker in self.workers)
 
     def forget(self) -> None:
         """Drop the replica's own prefix cache."""
@@ -159,8 +158,7 @@ class Engine:
 
         hash_function = get_hash_fn_by_name("sha256")
         init_none_hash(hash_function)
-        self._count += 1
-        name = f"r{self._count}"
+        name = f"r{next(self._numbers)}"
         params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens)
         params.update_from_generation_config({}, None)
         hasher = get_request_block_hasher(self._sizes[1], hash_function)

@@ -15,9 +15,9 @@ from objkv.connector.hooks import release_worker
 from objkv.connector.kv import connector as kv
 from objkv.connector.kv.connector import ObjKVConnector
 from objkv.connector.kv.metadata import StepPlan, StepReport
-from objkv.connector.kv.scheduler import SchedulerSide
 from objkv.connector.kv.worker import WorkerSide
 from objkv.errors import ConfigError
+from objkv.transfer.loading.loader import Loader
 from tests.support.paged_cache import BLOCKS, CHUNK, GROUP, Replica, paged_group, stores, wait_until
 from tests.support.sides import request, scheduler_side, step, worker_side
 
@@ -76,33 +76,21 @@ def bytes_of(world: World) -> bytes:
     return b"".join(c.float().numpy().tobytes() for c in world.caches.values())
 
 
-def test_an_awake_replica_loads(world: World) -> None:
-    before = bytes_of(world)
-    assert world.load()[1] == set()
-    assert bytes_of(world) != before
-
-
-def test_asleep_a_load_fails_and_touches_nothing(world: World) -> None:
+def test_asleep_a_load_fails_and_touches_nothing_and_awake_again_it_loads(world: World) -> None:
     """vLLM schedules nothing then; if it did, it would hear of the failure, and not wait."""
     before = bytes_of(world)
     world.connector.unregister_kv_caches()
+    [side] = world.opened
+    assert isinstance(side.loads, Loader)
+    assert side.loads.threads == 0
     received, failed = world.load()
     assert len(received) == 1
     assert failed == set(range(9, 9 + BLOCKS))
     assert bytes_of(world) == before
-
-
-def test_awake_again_it_loads_as_before(world: World) -> None:
-    world.connector.unregister_kv_caches()
     world.connector.restore_kv_caches()
     assert world.load()[1] == set()
+    assert bytes_of(world) != before
     assert len(world.opened) == 2
-
-
-def test_no_thread_of_the_sleeper_is_left(world: World) -> None:
-    [side] = world.opened
-    world.connector.unregister_kv_caches()
-    assert (side._loader.threads, side._saver.threads) == (0, 0)
 
 
 def test_if_it_cannot_take_the_cache_again_it_goes_on_without_objkv(
@@ -163,16 +151,16 @@ class Kept:
         self.ended += 1
 
 
-def with_transfer() -> Any:
-    return SimpleNamespace(kv_transfer_config=object(), cache_config=object())
+def two_engines() -> list[Any]:
+    """Configurations of two engines, which may be given one transfer configuration."""
+    given = object()
+    return [SimpleNamespace(kv_transfer_config=given, cache_config=object()) for _ in range(2)]
 
 
 def test_the_worker_of_an_engine_that_fails_to_start_is_not_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    mine = with_transfer()
-    other = with_transfer()
-    other.kv_transfer_config = mine.kv_transfer_config  # two engines may be given one
+    mine, other = two_engines()
     kept = Kept(mine)
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", kept)
     release_worker(other)
@@ -213,10 +201,8 @@ def test_the_cache_of_another_engine_is_refused(
 ) -> None:
     """Such as after an engine that failed in vLLM itself. Its stores and blocks are others."""
     [side] = world.opened
-    mine = with_transfer()
+    mine, other = two_engines()
     world.connector._engine = mine.cache_config
-    other = with_transfer()
-    other.kv_transfer_config = mine.kv_transfer_config  # two engines may be given one
     monkeypatch.setattr(kv, "get_current_vllm_config_or_none", lambda: other)
     with pytest.raises(ConfigError, match="another engine in this process"):
         world.connector.register_kv_caches({})
@@ -227,18 +213,12 @@ def test_the_cache_of_another_engine_is_refused(
 # A bug in objkv costs a miss.
 
 
-def scheduling(side: SchedulerSide) -> Any:
-    """The scheduler's half of a connector."""
-    connector: Any = object.__new__(ObjKVConnector)
-    connector._scheduler, connector._kv_cache_manager = side, None
-    return connector
-
-
 def test_blocks_that_failed_are_evicted_whatever_else_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise another request could find them in vLLM's prefix cache."""
-    connector = scheduling(side := scheduler_side())
+    connector: Any = object.__new__(ObjKVConnector)
+    connector._scheduler = side = scheduler_side()
     evicted: list[set[int]] = []
     connector._kv_cache_manager = SimpleNamespace(evict_blocks=evicted.append)
     monkeypatch.setattr(side, "_read_report", lambda _: 1 / 0)

@@ -13,7 +13,7 @@ from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 from tests.contracts.flaky import FlakyStore
 from tests.support.paged_cache import BLOCKS, PATIENCE_S, Replica, StuckStore, wait_until
-from tests.support.sides import publish_prompt, request, scheduler_side, worker_side
+from tests.support.sides import ask, publish_prompt, request, scheduler_side, worker_side
 
 LOADS = {name for name in COUNTERS if name == "loads" or name.startswith("load_")} - {"load_bytes"}
 QUERIES = {name for name in COUNTERS if name.startswith(("quer", "hit", "local_hit"))}
@@ -29,18 +29,10 @@ def counted(recorder: MemoryRecorder, names: set[str]) -> Counted:
 # Loads.
 
 
-def is_whole(_: Replica, _store: Any) -> None:
-    """Nothing is wrong."""
-
-
 def is_corrupt(writer: Replica, store: Any) -> None:
     payload = bytearray(store.get(writer.path(1)))
     payload[-1] ^= 1
     store.put(writer.path(1), payload)
-
-
-def is_missing(writer: Replica, store: Any) -> None:
-    store.delete(writer.path(1))
 
 
 FAILED = {"loads": 1.0, "load_failures": 1.0}
@@ -49,9 +41,12 @@ FAILED = {"loads": 1.0, "load_failures": 1.0}
 @pytest.mark.parametrize(
     ("spoil", "expected"),
     [
-        (is_whole, {"loads": 1}),
+        (lambda *_: None, {"loads": 1}),
         (is_corrupt, {**FAILED, "load_failed_blocks": 2 * BLOCKS, "load_corrupt": 1}),
-        (is_missing, {**FAILED, "load_failed_blocks": 2 * BLOCKS, "load_ghosts": 1}),
+        (
+            lambda writer, store: store.delete(writer.path(1)),
+            {**FAILED, "load_failed_blocks": 2 * BLOCKS, "load_ghosts": 1},
+        ),
     ],
 )
 def test_a_load_is_counted_by_how_it_ended(
@@ -119,7 +114,7 @@ def test_a_load_that_failed_before_its_request_ended_is_a_failure() -> None:
     worker = worker_side(store, index, recorder=recorder)
     store.fail_until_mended(StoreUnavailable("down"))
     worker.start_loads(StepPlan(loads=(writer.load_plan(range(CHUNKS), 9),)))
-    wait_until(lambda: worker._loader.in_flight == 0)
+    wait_until(lambda: worker.loads.in_flight == 0)
     assert worker.results(StepPlan(), {"r"}).received == {"r"}
     worker.close()
     assert counted(recorder, {"loads", "load_failures"}) == {"loads": 1, "load_failures": 1}
@@ -148,19 +143,11 @@ def test_queries_are_the_requests_that_may_load(
     asked: dict[str, Any], settings: dict[str, Any], expected: Counted
 ) -> None:
     publish_prompt(index := MemoryIndex(), [7] * 70)
-    side = scheduler_side(index, load_mode="async", **settings)
+    recorder = MemoryRecorder()
+    side = scheduler_side(index, recorder=recorder, load_mode="async", **settings)
     one = request(**({"tokens": [7] * 70} | asked))
-    side.track(one)
-    found: list[int] = []
-
-    def is_matched() -> bool:
-        tokens, _ = side.match(one, 0)
-        found.extend(() if tokens is None else (tokens,))
-        return bool(found)
-
-    wait_until(is_matched)
-    side.plan_load(one, ([1, 2, 3],), found[0])
+    tokens, _ = ask(side, one)
+    side.plan_load(one, ([1, 2, 3],), tokens or 0)
     side.plan_load(one, ([1, 2, 3],), 0)  # as after a load between steps
     side.close()
-    recorder: Any = side._lookups._recorder
     assert counted(recorder, QUERIES) == expected

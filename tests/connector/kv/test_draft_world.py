@@ -134,24 +134,12 @@ def load(store: Store, shape: Geometry, tokens: list[int], local: int) -> tuple[
         for block in blank.block_ids:
             assert (at, block) not in filled
             filled[at, block] = None
-    check(shape, tokens, span, draft_end, blocks, filled)
-    return end, draft_end
-
-
-def check(
-    shape: Geometry,
-    tokens: list[int],
-    span: tuple[int, int],
-    draft_end: int,
-    blocks: list[list[int]],
-    filled: dict[tuple[int, int], Any],
-) -> None:
     for g, identity in enumerate(shape.groups):
         table = blocks[shape.table(g)]
         own = {b for b in range(len(table)) if (g, table[b]) in filled}
-        assert all(span[0] // BLOCK <= b < span[1] // BLOCK for b in own)
-        first = max(span[0], needed_from(identity, span[1])) // BLOCK
-        assert own >= set(range(first, span[1] // BLOCK))
+        assert all(local // BLOCK <= b < end // BLOCK for b in own)
+        first = max(local, needed_from(identity, end)) // BLOCK
+        assert own >= set(range(first, end // BLOCK))
         for b in own:
             cells = filled[g, table[b]]
             if shape.is_draft(g) and b * BLOCK >= draft_end:
@@ -159,6 +147,7 @@ def check(
                 continue
             expected = [cell(shape, g, tokens, at) for at in range(b * BLOCK, (b + 1) * BLOCK)]
             assert cells == expected
+    return end, draft_end
 
 
 LONGEST = 5 * CHUNK + 3

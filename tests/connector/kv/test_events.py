@@ -45,11 +45,6 @@ WINDOW = GroupIdentity("sliding_window", 32, ("e", "f"), heads=2, content=8, blo
 RECORD = ShardRecord(10, 10, "none", False, "0" * 32, 1)
 
 
-@pytest.fixture(autouse=True)
-def hashes() -> None:
-    kv_cache_utils.init_none_hash(sha256)
-
-
 def request(name: str = "r", tokens: int = 4 * CHUNK + 3, unit: int = 16, **more: Any) -> Request:
     ids = random.Random(len(name) + tokens).choices(range(1000), k=tokens)
     kv_cache_utils.init_none_hash(sha256)
@@ -125,6 +120,12 @@ class World:
         """Workers announced these shards."""
         self.report(stored={(NAMESPACE, prefix_hash(chunk), field) for field in fields})
 
+    def save_whole(self, *chunks: int) -> None:
+        """Save chunks of ``ONE``."""
+        self.save(*chunks)
+        for chunk in chunks:
+            self.stored(chunk, "0.L0-4_H0-4")
+
     def listen(self) -> list[Any]:
         """What the log tells now; the router believes it."""
         events = list(self.log.take())
@@ -169,9 +170,7 @@ def test_a_chunk_is_told_as_vllm_tells_the_same_blocks_on_the_device(
     adapter = LoRARequest("ada", 3, "/some/where") if lora else None
     world = World(ONE)
     world.request = request(cache_salt=salt, lora_request=adapter)
-    world.save(0, 1)
-    for chunk in (0, 1):
-        world.stored(chunk, "0.L0-4_H0-4")
+    world.save_whole(0, 1)
     mine = world.listen()
     pool = BlockPool(16, True, 16, enable_kv_cache_events=True)
     blocks = pool.get_new_blocks(8)
@@ -221,14 +220,17 @@ def test_a_group_is_told_once_all_its_shards_are_stored_in_whatever_order(
 ACTIONS = ("save", "store", "reject", "load", "fail", "reset", "wait")
 
 
-@given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 3)), max_size=40))
+steps = st.tuples(st.sampled_from(ACTIONS), st.integers(0, 3), st.booleans())
+
+
+@given(st.lists(steps, max_size=40))
 @settings(deadline=None, max_examples=150)
-def test_a_router_never_believes_more_than_is_stored(steps: list[tuple[str, int]]) -> None:
+def test_a_router_never_believes_more_than_is_stored(steps: list[tuple[str, int, bool]]) -> None:
     geometry = Geometry((FULL,), CHUNK, 16, tp_size=2)
     fields = sorted(geometry.all_fields())
     world = World(geometry, chunks_max=3, pending_max=2)
     there: dict[int, set[str]] = {chunk: set() for chunk in range(4)}
-    for action, chunk in steps:
+    for action, chunk, sync in steps:
         if action == "save":
             world.save(chunk)
         elif action == "store":
@@ -242,8 +244,9 @@ def test_a_router_never_believes_more_than_is_stored(steps: list[tuple[str, int]
             world.load(chunk)
             world.report({"r"}, loaded={"r": LoadTime(1, 1.0, 0.5)})
         elif action == "fail":
-            world.load(chunk)
-            world.report({"r"}, failed={"r"})
+            world.load(chunk, sync=sync)
+            world.report(failed={"r"}, loaded={"r": LoadTime(1, 1.0, 0.5)})  # on another rank
+            world.report({"r"})
         elif action == "reset":
             world.log.reset()
             there = {chunk: set() for chunk in range(4)}
@@ -267,20 +270,9 @@ def test_what_was_loaded_is_told_once_it_is_there() -> None:
     assert not world.listen()
 
 
-@pytest.mark.parametrize("sync", [False, True])
-def test_a_load_that_failed_on_any_rank_is_not_told(*, sync: bool) -> None:
-    world = World(ONE)
-    world.load(0, sync=sync)
-    world.report(failed={"r"}, loaded={"r": LoadTime(1, 1.0, 0.5)})
-    world.report({"r"})
-    assert not world.listen()
-
-
 def test_what_nobody_here_used_for_as_long_as_a_record_lives_is_taken_back() -> None:
     world = World(ONE)
-    world.save(0, 1)
-    for chunk in (0, 1):
-        world.stored(chunk, "0.L0-4_H0-4")
+    world.save_whole(0, 1)
     world.listen()
     world.clock.advance(40)
     world.load(0)
@@ -291,19 +283,15 @@ def test_what_nobody_here_used_for_as_long_as_a_record_lives_is_taken_back() -> 
     assert world.believed == world.blocks(0, 0)
 
 
-def test_hashes_that_vllm_has_not_made_are_not_told() -> None:
-    world = World(ONE)
-    world.request = request(tokens=CHUNK - 1)
-    world.save(0)
-    world.stored(0, "0.L0-4_H0-4")
-    assert not world.listen()
-
-
-def test_hashes_of_other_blocks_than_expected_are_not_told() -> None:
-    world = World(ONE, unit=32)
-    world.request = request(unit=16)
-    world.save(0)
-    world.stored(0, "0.L0-4_H0-4")
+@pytest.mark.parametrize(
+    ("unit", "asked"), [(16, request(tokens=CHUNK - 1)), (32, request(unit=16))]
+)
+def test_hashes_that_vllm_has_not_made_or_of_other_blocks_are_not_told(
+    unit: int, asked: Request
+) -> None:
+    world = World(ONE, unit=unit)
+    world.request = asked
+    world.save_whole(0)
     assert not world.listen()
 
 

@@ -77,9 +77,8 @@ def ask(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[Answer]:
 
 def best_end(engine: Engine, folder: Path, prompt: Sequence[int]) -> int:
     """The longest prefix, in tokens, whose every read is in some payload; token by token."""
-    identities: tuple[GroupIdentity, ...] = engine.worker._geometry.groups
-    size = engine.chunk_tokens
-    namespace = engine.scheduler.connector._scheduler.namespace
+    identities, size = engine.geometry.groups, engine.geometry.chunk_tokens
+    (namespace,) = (path.parent.name for path in folder.glob("chunks/*/identity.json"))
     hashes = prefix_hashes(namespace, prompt, size, PromptExtras())
 
     def has(g: int, token: int) -> bool:
@@ -187,7 +186,7 @@ def test_a_second_replica_loads_all_that_can_be_of_use(layout: Layout) -> None:
                 states = any(kind == "mamba" for kind, _ in layout.kinds)
                 keeps = not states or vllm_version.__version_tuple__[:2] >= (0, 32)
                 if layout.kinds[0][0] != "chunked_local" and keeps:
-                    size = second.chunk_tokens
+                    size = second.geometry.chunk_tokens
                     assert expected >= (len(prompt) - 1) // size * size
 
 
@@ -203,7 +202,7 @@ def test_requests_whose_loads_all_failed_do_not_wait_for_each_others_blocks() ->
         with Engine(layout, folder) as two:
             for payload in folder.glob("chunks/*/*/*/*.safetensors"):
                 payload.unlink()
-            loader = two.worker._worker._loader
+            loader = two.worker.worker.loads
             ended: list[LoadOutcome] = []
             take = loader.take_finished
 

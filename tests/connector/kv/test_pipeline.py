@@ -1,6 +1,6 @@
 """Stages of a pipeline: which layers vLLM gives them, and that all ranks mean the same groups."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from itertools import product
@@ -29,7 +29,7 @@ from objkv.keys.topology import Topology, pp_layers
 from objkv.stores.memory import MemoryStore
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from tests.connector.kv.hybrid_layout import plain_config
-from tests.support.paged_cache import BLOCKS, CHUNK, HASHES, NAMESPACE, TOKENS
+from tests.support.paged_cache import BLOCKS, CHUNK, HASHES, NAMESPACE, TOKENS, stores
 from tests.support.servers.redis import wait_until
 from tests.support.sides import RECORD, worker_side
 
@@ -106,19 +106,17 @@ def test_without_a_pipeline_groups_are_as_vllm_gives_them() -> None:
     assert whole_groups(engine(1, [], told=False), whole) == (whole, ())
 
 
-def test_stages_are_as_long_as_the_operator_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_are_as_long_as_the_operator_says_and_have_some_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "3,9,1")
     kinds = MIXES["one kind"]
     _, stages = of_vllm(kinds, 3)
     for told in stages:
         assert whole_groups(engine(3, kinds), told)[1] == ((3, 9, 1),)
-
-
-def test_a_stage_without_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "13,0")
-    _, stages = of_vllm(MIXES["one kind"], 2)
     with pytest.raises(ConfigError, match="so that each has some"):
-        whole_groups(engine(2, MIXES["one kind"]), stages[0])
+        whole_groups(engine(2, kinds), of_vllm(kinds, 2)[1][0])
 
 
 def test_several_groups_of_which_nothing_is_told_are_refused() -> None:
@@ -136,9 +134,7 @@ def test_a_stage_with_other_layers_than_expected_stops_the_engine() -> None:
     _, stages = of_vllm(kinds, 2)
     for rank, layer in ((0, 3), (1, 20)):
         lied = list(kinds)
-        lied[layer], lied[layer + 3] = lied[layer + 3], lied[layer]
-        if lied == list(kinds):
-            lied[layer] = "full_attention"
+        lied[layer] = "full_attention"
         with pytest.raises(ConfigError, match="cannot derive the layers of other pipeline stages"):
             whole_groups(engine(2, lied), stages[rank])
 
@@ -243,20 +239,6 @@ GEOMETRY = Geometry(GROUPS, CHUNK, 32, tp_size=1, stages=((2, 1), (0, 1)))
 Caches = dict[str, torch.Tensor]
 
 
-@pytest.fixture
-def index() -> MemoryIndex:
-    return MemoryIndex()
-
-
-@pytest.fixture
-def workers(index: MemoryIndex) -> Iterator[list[tuple[WorkerSide, Caches]]]:
-    store = MemoryStore()
-    made = [_worker(store, index, pp_rank, seed) for seed in (0, 1) for pp_rank in (0, 1)]
-    yield made
-    for worker, _ in made:
-        worker.close()
-
-
 def _worker(
     store: MemoryStore, index: MemoryIndex, pp_rank: int, seed: int
 ) -> tuple[WorkerSide, Caches]:
@@ -289,21 +271,9 @@ def _moves(first_block: int) -> list[ChunkMove]:
     ]
 
 
-def test_a_group_lies_on_the_stages_that_have_layers_of_it() -> None:
-    assert GEOMETRY.ranks == 2
-    assert GEOMETRY.fields(0) == {"0.L0-2_H0-2", "0.L2-3_H0-2"}
-    assert GEOMETRY.fields(1) == {"1.L0-1_H0-2"}
-    first, second = GEOMETRY.shape(0, 0, 0), GEOMETRY.shape(0, 0, 1)
-    assert first is not None
-    assert second is not None
-    assert (first.layers, second.layers) == (("l0", "l1"), ("l2",))
-    assert first.model_layers == second.model_layers == ("l0", "l1", "l2")
-    assert GEOMETRY.shape(1, 0, 0) is None
-
-
-def test_every_stage_saves_and_loads_its_own_layers(
-    workers: list[tuple[WorkerSide, Caches]], index: MemoryIndex
-) -> None:
+def test_every_stage_saves_and_loads_its_own_layers() -> None:
+    store, index = stores()
+    workers = [_worker(store, index, pp_rank, seed) for seed in (0, 1) for pp_rank in (0, 1)]
     saves = tuple(SaveMove(move, token_digest(tuple(TOKENS[:CHUNK])), None) for move in _moves(1))
     for worker, _ in workers[:2]:
         plan = StepPlan(saves=(SavePlan("r", NAMESPACE, saves),))
@@ -326,6 +296,8 @@ def test_every_stage_saves_and_loads_its_own_layers(
     for (_, saved), (_, loaded) in zip(workers[:2], workers[2:], strict=True):
         for name, cache in saved.items():
             assert torch.equal(cache[1 : 1 + BLOCKS], loaded[name][9 : 9 + BLOCKS])
+    for worker, _ in workers:
+        worker.close()
 
 
 def test_a_stage_without_anything_to_share_starts_and_reports_loads_as_ended() -> None:
@@ -335,7 +307,7 @@ def test_a_stage_without_anything_to_share_starts_and_reports_loads_as_ended() -
     geometry = Geometry((GROUPS[1], local), CHUNK, 32, tp_size=1, stages=((1, 0), (0, 1)))
     cache = {"c0": torch.zeros((32, 2, 32, 16), dtype=torch.bfloat16)}
     rank = Rank(0, "w", batches_in_flight=2, pp_rank=1)
-    worker = worker_side(MemoryStore(), MemoryIndex(), geometry=geometry, rank=rank, caches=cache)
+    worker = worker_side(*stores(), geometry=geometry, rank=rank, caches=cache)
     [move] = [replace(move, group=0) for move in _moves(9) if move.group == 1]
     save = SaveMove(move, token_digest(tuple(TOKENS[:CHUNK])), None)
     worker.end_forward(StepPlan(saves=(SavePlan("r", NAMESPACE, (save,)),)))

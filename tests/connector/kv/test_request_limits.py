@@ -1,7 +1,7 @@
 """What a request's sender asks for is read as vLLM's own connector reads it."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, closing
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from objkv.errors import StoreUnavailable
 from objkv.index.memory import MemoryIndex
 from objkv.keys.prefix import PromptExtras, prefix_hashes
 from objkv.telemetry import MemoryRecorder
-from tests.support.sides import SIZE, publish_prompt, request, scheduler_side, step
+from tests.support.sides import SIZE, Jobs, ask, publish_prompt, request, scheduler_side, step
 from tests.support.waiting import wait_until
 
 
@@ -39,11 +39,6 @@ def test_an_invalid_number_is_ignored_and_counted(name: str, value: Any) -> None
     recorder = MemoryRecorder()
     assert read({name: value}, recorder) == NO_LIMITS
     assert recorder.drain() == {"limits_ignored": 1}
-
-
-def test_numbers_limit_loads_and_saves() -> None:
-    asked = {"max_load_tokens": 0, "max_offload_tokens": 512}
-    assert read(asked) == RequestLimits(load_tokens_max=0, save_tokens_max=512)
 
 
 words = st.sampled_from(("STORAGE", "storage", "CPU", "GPU", "LOCAL", "REMOTE", "remote", 5, None))
@@ -68,25 +63,16 @@ class Agent:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, list[bytes], PrefetchOrder]] = []
-        self.jobs: list[Callable[[], None]] = []
-        self.recorder = MemoryRecorder()
-        self.hints = HintReader(self.prefetch, self.submit, SIZE, self.recorder)
+        self.jobs, self.recorder = Jobs(), MemoryRecorder()
+        self.hints = HintReader(self.prefetch, self.jobs.submit, SIZE, self.recorder)
 
     def prefetch(self, namespace: str, hashes: Sequence[bytes], order: PrefetchOrder) -> int:
         self.asked.append((namespace, list(hashes), order))
         return len(hashes)
 
-    def submit(self, job: Callable[[], None]) -> bool:
-        self.jobs.append(job)
-        return True
-
-    def act(self, *actions: Any, own: Sequence[bytes] | None = OWN) -> None:
+    def act(self, *actions: Any) -> None:
         hints = KvHintsEnvelope(protocol_version="1.0", message_id="m", actions=list(actions))
-        self.hints.act(cast("Any", SimpleNamespace(kv_hints=hints)), NAMESPACE, own)
-
-    def work(self) -> None:
-        while self.jobs:
-            self.jobs.pop(0)()
+        self.hints.act(cast("Any", SimpleNamespace(kv_hints=hints)), NAMESPACE, OWN)
 
 
 def action(payload: Any, kind: str = "objkv.prefetch", version: str = "1") -> KvHintAction:
@@ -100,9 +86,9 @@ def test_a_hint_names_tokens_hashes_or_the_requests_own_prompt() -> None:
         action({"hashes": [OWN[1].hex()], "bytes_max": 9}),
     )
     assert not agent.asked, "not on the scheduler's thread"
-    agent.work()
+    agent.jobs.run()
     agent.act(action({}))
-    agent.work()
+    agent.jobs.run()
     salted = prefix_hashes(NAMESPACE, tokens, SIZE, PromptExtras(salt="x"))
     assert agent.asked == [
         (NAMESPACE, salted, PrefetchOrder(0.5, -2)),
@@ -130,7 +116,7 @@ def test_a_hint_names_tokens_hashes_or_the_requests_own_prompt() -> None:
 def test_a_hint_that_names_nothing_of_objkvs_is_counted(hint: Any) -> None:
     agent = Agent()
     agent.act(hint)
-    agent.work()
+    agent.jobs.run()
     assert not agent.asked
     assert agent.recorder.drain() == {"hints_unused": 1}
 
@@ -139,7 +125,7 @@ def test_hints_are_bounded() -> None:
     agent = Agent()
     agent.act(*[action({"hashes": [OWN[0].hex()]})] * 100)
     assert len(agent.jobs) == 2
-    agent.work()
+    agent.jobs.run()
     assert agent.recorder.drain() == {"hints_prefetched": 2, "hints_unused": 98}
     agent.act(action({}))
     assert len(agent.jobs) == 1, "their places are free again"
@@ -151,11 +137,11 @@ def test_an_agent_that_fails_costs_only_the_hint() -> None:
     def down(*_: object) -> int:
         raise StoreUnavailable("no agent")
 
-    agent.hints = HintReader(down, agent.submit, SIZE, agent.recorder)
+    agent.hints = HintReader(down, agent.jobs.submit, SIZE, agent.recorder)
     for _ in range(5):
         agent.act(action({}))
         with pytest.raises(StoreUnavailable):
-            agent.work()
+            agent.jobs.run()
     assert agent.recorder.drain() == {"hints_unused": 5}
 
 
@@ -173,14 +159,10 @@ def test_a_request_brings_its_hint_to_the_agent() -> None:
     one.close()
 
 
-@contextmanager
-def side(stored: int) -> Iterator[SchedulerSide]:
+def side(stored: int) -> AbstractContextManager[SchedulerSide]:
     """A replica whose stores have this many chunks of the prompt of every request."""
-    index = MemoryIndex()
-    publish_prompt(index, [7] * stored * SIZE)
-    found = scheduler_side(index, admission="always")
-    yield found
-    found.close()
+    publish_prompt(index := MemoryIndex(), [7] * stored * SIZE)
+    return closing(scheduler_side(index, admission="always"))
 
 
 @pytest.mark.parametrize(
@@ -201,9 +183,7 @@ def test_no_more_is_loaded_than_is_allowed(
 ) -> None:
     with side(3) as one:
         prompt = request(3 * SIZE + 2, kv_transfer_params=asked)
-        one.track(prompt)
-        wait_until(lambda: one.match(prompt, computed)[0] is not None)
-        assert one.match(prompt, computed)[0] == loaded
+        assert ask(one, prompt, computed)[0] == loaded
 
 
 @pytest.mark.parametrize(
@@ -213,9 +193,7 @@ def test_no_more_is_loaded_than_is_allowed(
 )
 def test_no_more_is_saved_than_is_allowed(asked: dict[str, Any], saved: int) -> None:
     with side(0) as one:
-        prompt = request(3 * SIZE, kv_transfer_params=asked)
-        one.track(prompt)
-        wait_until(lambda: one.match(prompt, 0)[0] is not None)
+        ask(one, prompt := request(3 * SIZE, kv_transfer_params=asked))
         one.plan_load(prompt, (), 0)
         plans = one.plan_step(step({"r": 3 * SIZE}, [3, 4, 5, 6, 7, 8])).saves
         assert sum(len(plan.moves) for plan in plans) == saved

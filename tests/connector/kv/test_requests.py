@@ -1,8 +1,7 @@
 """What is followed of a request: its hashes, computed in the background, and its chunks."""
 
 import hashlib
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from threading import get_ident
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,17 +11,17 @@ import torch
 
 from objkv.cache.lookup import LookupLimits, LookupService
 from objkv.connector.kv.requests import RequestHashes, RequestTracker, TrackedRequest
-from objkv.index.base import ChunkEntry, ShardRecord
+from objkv.index.base import ChunkEntry
 from objkv.index.memory import MemoryIndex
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.telemetry import MemoryRecorder
 from tests.contracts.clock import ManualClock
-from tests.support.sides import FIELD, GEOMETRY, SIZE, Jobs, request
+from tests.support.sides import FIELD, GEOMETRY, RECORD, SIZE, Jobs, request
+from tests.support.waiting import PATIENCE_S, wait_until
 
 NAMESPACE = "0" * 32
 TOKENS = list(range(100 * SIZE + 5))
 WHOLE = prefix_hashes(NAMESPACE, TOKENS, SIZE)
-PATIENCE_S = 120
 
 
 def hashes_of(tokens: list[int], **more: Any) -> RequestHashes:
@@ -38,8 +37,22 @@ def test_prompts_that_differ_in_more_than_tokens_share_nothing() -> None:
     assert len({name for hashes in alike for name in hashes[0:3]}) == 3 * len(alike)
 
 
+def test_images_count_where_they_stand_and_not_before() -> None:
+    plain = hashes_of(TOKENS)[0:4]
+    names = set[bytes]()
+    for name, offset in (("cat", SIZE + 4), ("dog", SIZE + 4), ("cat", SIZE + 5)):
+        place = SimpleNamespace(offset=offset, length=7)
+        found = hashes_of(TOKENS, mm_features=[SimpleNamespace(identifier=name, mm_position=place)])
+        assert found[0:1] == plain[:1]
+        names.update(found[1:4])
+    assert len(names | set(plain)) == 3 * 3 + 4
+
+
 def test_the_scheduler_is_told_of_what_others_computed_and_has_the_rest_computed() -> None:
     hashes, jobs = hashes_of(TOKENS), Jobs()
+    jobs.full = True
+    assert hashes.ready(80, jobs.submit) == 0
+    jobs.full = False
     assert hashes.ready(80, jobs.submit) == 0
     assert hashes.ready(80, jobs.submit) == 0
     assert len(jobs) == 1
@@ -61,16 +74,6 @@ def test_a_token_that_cannot_be_hashed_ends_the_request_s_hashes_and_raises_noth
     assert hashes.failed
     assert hashes.ready(3, jobs.submit) == 2
     assert not jobs
-
-
-def test_when_there_is_no_room_for_the_job_it_is_tried_again() -> None:
-    hashes, jobs = hashes_of(TOKENS), Jobs()
-    jobs.full = True
-    assert hashes.ready(80, jobs.submit) == 0
-    jobs.full = False
-    hashes.ready(80, jobs.submit)
-    jobs.run()
-    assert hashes.ready(80, jobs.submit) == 80
 
 
 def test_the_next_chunk_of_a_growing_request_needs_no_other_thread() -> None:
@@ -101,7 +104,7 @@ def index() -> MemoryIndex:
     index = MemoryIndex()
     for chunk in range(2):
         entry = ChunkEntry(NAMESPACE, WHOLE[chunk], b"p" * 20, 0, SIZE)
-        index.publish(entry, {FIELD: ShardRecord(9, 9, "none", False, "0" * 32, 1)}, ttl_s=3600)
+        index.publish(entry, {FIELD: RECORD}, ttl_s=3600)
     return index
 
 
@@ -118,12 +121,11 @@ def tracker(lookups: LookupService) -> RequestTracker:
     return RequestTracker(GEOMETRY, lookups, MemoryRecorder())
 
 
-def wait_for(tell: Callable[[], object]) -> object:
-    end = time.monotonic() + PATIENCE_S
-    while (told := tell()) is None:
-        assert time.monotonic() < end
-        time.sleep(0.001)
-    return told
+def looked_up(tracker: RequestTracker, one: Any) -> TrackedRequest:
+    """A request of which it is known what is stored."""
+    tracked = tracker.add(one, NAMESPACE)
+    wait_until(lambda: tracker.records(tracked) is not None)
+    return tracked
 
 
 @pytest.mark.parametrize(
@@ -139,8 +141,7 @@ def test_nothing_is_hashed_on_the_thread_that_follows_requests(
         return sha256(*args)
 
     monkeypatch.setattr(hashlib, "sha256", seen)
-    tracked = tracker.add(request(TOKENS, **more), NAMESPACE)
-    assert wait_for(lambda: tracker.records(tracked)) is not None
+    tracked = looked_up(tracker, request(TOKENS, **more))
     assert tracker.due(tracked, 100)
     assert threads
     assert get_ident() not in threads
@@ -150,8 +151,7 @@ def test_chunks_that_are_stored_are_not_due_and_those_without_hashes_wait(
     tracker: RequestTracker, lookups: LookupService
 ) -> None:
     jobs = Jobs()
-    tracked = tracker.add(request(TOKENS[: 2 * SIZE]), NAMESPACE)
-    wait_for(lambda: tracker.records(tracked))
+    tracked = looked_up(tracker, request(TOKENS[: 2 * SIZE]))
     assert tracker.due(tracked, 2) == []
     tracked.request.all_token_ids += TOKENS[2 * SIZE : 50 * SIZE]
     submit: Any = jobs.submit
@@ -164,14 +164,10 @@ def test_chunks_that_are_stored_are_not_due_and_those_without_hashes_wait(
 def test_a_chunk_that_turns_out_not_to_be_stored_is_due_after_all(
     tracker: RequestTracker,
 ) -> None:
-    tracked = tracker.add(request(TOKENS[: 3 * SIZE]), NAMESPACE)
-    wait_for(lambda: tracker.records(tracked))
+    tracked = looked_up(tracker, request(TOKENS[: 3 * SIZE]))
     assert tracker.due(tracked, 3) == [2]
     tracker.reject([WHOLE[1], WHOLE[2], b"?" * 20])
     assert tracker.due(tracked, 3) == [1]
-
-
-DEADLINE_S = 0.5
 
 
 def adapter(*, in_place: bool = False) -> Any:
@@ -199,13 +195,13 @@ def test_an_adapter_that_was_replaced_in_place_is_not_shared(tracker: RequestTra
 
 def test_a_request_waits_for_an_adapter_no_longer_than_for_a_lookup() -> None:
     """Its folder may hang, or be large."""
-    clock, limits = ManualClock(), LookupLimits(DEADLINE_S, queue_max=8)
+    clock, limits = ManualClock(), LookupLimits(0.5, queue_max=8)
     lookups = LookupService(MemoryIndex(), [FIELD], MemoryRecorder(), limits, clock=clock)
     cast("Any", lookups).submit = lambda _job: True
     tracker = RequestTracker(GEOMETRY, lookups, MemoryRecorder())
     tracked = tracker.add(request(lora_request=adapter()), NAMESPACE)
     assert tracker.records(tracked) is None
-    clock.advance(DEADLINE_S + 0.1)
+    clock.advance(0.6)
     assert tracker.records(tracked) == ()
     assert tracked.may_save
     lookups.close()

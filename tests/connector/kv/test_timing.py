@@ -1,6 +1,7 @@
 """How steps and loads are timed, and where an admitted load ends."""
 
-from typing import cast
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 
@@ -41,9 +42,25 @@ class Notes:
         return min(self.limit, len(chunks))
 
 
-def timing_of(notes: Notes, clock: ManualClock, *, tp_size: int = 1, in_flight: int = 2) -> Timing:
-    geometry = Geometry((GROUP,), chunk_tokens=64, block_tokens=16, tp_size=tp_size)
-    return Timing(cast("AdmissionPolicy", notes), geometry, steps_in_flight=in_flight, clock=clock)
+def timing_of(notes: Notes, *, tp_size: int = 1, heads: int = 2, **clocks: Any) -> Timing:
+    group = replace(GROUP, heads=heads)
+    geometry = Geometry((group,), chunk_tokens=64, block_tokens=16, tp_size=tp_size)
+    return Timing(cast("AdmissionPolicy", notes), geometry, steps_in_flight=2, **clocks)
+
+
+@pytest.fixture
+def notes() -> Notes:
+    return Notes()
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def timing(notes: Notes, clock: ManualClock) -> Timing:
+    return timing_of(notes, clock=clock)
 
 
 def plan(request_id: str, *records: ShardRecord, sync: bool = False) -> LoadPlan:
@@ -59,22 +76,18 @@ def told(timing: Timing, loaded: dict[str, LoadTime]) -> None:
         timing.received(request_id)
 
 
-def test_a_step_takes_from_its_plan_to_its_result() -> None:
-    notes, clock = Notes(), ManualClock()
-    timing = timing_of(notes, clock)
-    timing.step_planned([512], ())
-    clock.advance(0.5)
+def run(timing: Timing, clock: ManualClock, scheduled: list[int], seconds: float) -> None:
+    """One step with nothing before it."""
+    timing.step_planned(scheduled, ())
+    clock.advance(seconds)
     timing.step_ended()
+
+
+def test_a_step_takes_from_its_plan_or_the_end_of_the_one_before_to_its_result(
+    notes: Notes, clock: ManualClock, timing: Timing
+) -> None:
+    run(timing, clock, [512], 0.5)
     clock.advance(60)  # idle: nobody's
-    timing.step_planned([100], ())
-    clock.advance(0.25)
-    timing.step_ended()
-    assert notes.steps == [(512, pytest.approx(0.5)), (100, pytest.approx(0.25))]
-
-
-def test_a_step_planned_while_another_ran_counts_from_that_ones_end() -> None:
-    notes, clock = Notes(), ManualClock()
-    timing = timing_of(notes, clock)
     timing.step_planned([512], ())
     clock.advance(0.1)
     timing.step_planned([256], ())
@@ -82,33 +95,22 @@ def test_a_step_planned_while_another_ran_counts_from_that_ones_end() -> None:
     timing.step_ended()
     clock.advance(0.2)
     timing.step_ended()
-    assert notes.steps == [(512, pytest.approx(0.5)), (256, pytest.approx(0.2))]
+    assert notes.steps == [(n, pytest.approx(t)) for n, t in ((512, 0.5), (512, 0.5), (256, 0.2))]
 
 
-def test_a_load_is_told_for_the_tier_that_all_of_it_came_from() -> None:
-    notes = Notes()
-    timing = timing_of(notes, ManualClock())
-    timing.step_planned([0], [plan("hot", HOT, HOT), plan("cold", COLD)])
+def test_a_load_is_told_for_the_tier_that_all_of_it_came_from(notes: Notes, timing: Timing) -> None:
+    """One from both tells of bulk with the bytes from there: where every prompt begins with the
+    same hot chunks, nothing else ever would."""
+    plans = [plan("hot", HOT, HOT), plan("cold", COLD), plan("both", HOT, COLD, HOT, HOT)]
+    timing.step_planned([0], plans)
     load = LoadTime(100, 1.0, 0.5)
     told(timing, dict.fromkeys(("hot", "cold", "nobody"), load))
-    told(timing, {"hot": load})
-    assert notes.loads == [("hot", load), ("bulk", load)]
+    told(timing, {"hot": load, "both": LoadTime(400, 1.0, 0.5)})
+    assert notes.loads == [("hot", load), ("bulk", load), ("bulk", load)]
 
 
-def test_a_load_from_both_tiers_tells_of_bulk_with_the_bytes_that_came_from_there() -> None:
-    """Where every prompt begins with the same hot chunks, nothing else ever would."""
-    notes = Notes()
-    timing = timing_of(notes, ManualClock())
-    timing.step_planned([0], [plan("both", HOT, COLD, HOT, HOT)])
-    told(timing, {"both": LoadTime(400, 1.0, 0.5)})
-    assert notes.loads == [("bulk", LoadTime(100, 1.0, 0.5))]
-
-
-def test_a_load_is_credited_with_the_computing_that_it_replaced() -> None:
-    notes = Notes()
-    geometry = Geometry((GROUP,), chunk_tokens=64, block_tokens=16, tp_size=2)
-    admission = cast("AdmissionPolicy", notes)
-    timing = Timing(admission, geometry, steps_in_flight=2, wall=lambda: 1_795_300_000.0)
+def test_a_load_is_credited_with_the_computing_that_it_replaced(notes: Notes) -> None:
+    timing = timing_of(notes, tp_size=2, wall=lambda: 1_795_300_000.0)
 
     def load(request_id: str, *, planned: int, sync: bool = False) -> None:
         timing.load_planned(request_id, planned)
@@ -132,33 +134,29 @@ def test_a_load_is_credited_with_the_computing_that_it_replaced() -> None:
     assert timing.take_savings() == []
 
 
-def test_a_step_that_mostly_generates_says_nothing_of_prompts() -> None:
+def test_a_step_that_mostly_generates_says_nothing_of_prompts(
+    notes: Notes, clock: ManualClock, timing: Timing
+) -> None:
     """Each of its tokens takes as long as a hundred of a prompt."""
-    notes, clock = Notes(), ManualClock()
-    timing = timing_of(notes, clock)
     for scheduled in ([1] * 256, [1] * 256 + [100], [1] * 256 + [2_000]):
-        timing.step_planned(scheduled, ())
-        clock.advance(0.1)
-        timing.step_ended()
+        run(timing, clock, scheduled, 0.1)
     assert notes.steps == [(tokens, pytest.approx(0.1)) for tokens in (0, 0, 2_000)]
 
 
-def test_a_step_that_waited_for_loads_says_nothing_of_computing() -> None:
+def test_a_step_that_waited_for_loads_says_nothing_of_computing(
+    notes: Notes, clock: ManualClock, timing: Timing
+) -> None:
     """A slow store would make computing look slow, and so keep itself in use."""
-    notes, clock = Notes(), ManualClock()
-    timing = timing_of(notes, clock)
-    timing.step_planned([512], [plan("within", COLD, sync=True)])
-    clock.advance(5)
-    timing.step_ended()
-    timing.step_planned([512], [plan("between", COLD)])
-    clock.advance(0.1)
-    timing.step_ended()
+    for seconds, sync in ((5, True), (0.1, False)):
+        timing.step_planned([512], [plan(f"{sync}", COLD, sync=sync)])
+        clock.advance(seconds)
+        timing.step_ended()
     assert notes.steps == [(0, pytest.approx(5)), (512, pytest.approx(0.1))]
 
 
-def test_a_load_that_failed_or_whose_request_ended_teaches_nothing() -> None:
-    notes = Notes()
-    timing = timing_of(notes, ManualClock())
+def test_a_load_that_failed_or_whose_request_ended_teaches_nothing(
+    notes: Notes, timing: Timing
+) -> None:
     timing.step_planned([0], [plan("failed", COLD), plan("ended", COLD)])
     timing.request_ended("ended")
     load = LoadTime(100, 1.0, 0.5)
@@ -167,11 +165,10 @@ def test_a_load_that_failed_or_whose_request_ended_teaches_nothing() -> None:
     assert notes.loads == []
 
 
-def test_a_worker_that_ends_its_part_in_an_earlier_step_does_not_speak_for_the_slower_ones() -> (
-    None
-):
-    notes = Notes()
-    timing = timing_of(notes, ManualClock(), tp_size=2)
+def test_a_worker_that_ends_its_part_in_an_earlier_step_does_not_speak_for_the_slower_ones(
+    notes: Notes,
+) -> None:
+    timing = timing_of(notes, tp_size=2)
     timing.step_planned([0], [plan("r", COLD)])
     quick, slow = LoadTime(100, 1.0, 0.5), LoadTime(90, 2.0, 0.1)
     for time in (quick, slow, quick):
@@ -182,9 +179,7 @@ def test_a_worker_that_ends_its_part_in_an_earlier_step_does_not_speak_for_the_s
     assert notes.loads == [("bulk", slow)]
 
 
-def test_a_load_within_the_step_is_over_when_it_is_reported() -> None:
-    notes = Notes()
-    timing = timing_of(notes, ManualClock())
+def test_a_load_within_the_step_is_over_when_it_is_reported(notes: Notes, timing: Timing) -> None:
     timing.step_planned([512], [plan("r", COLD, sync=True)])
     timing.reported(StepReport(loaded={"r": LoadTime(100, 1.0, 0.5)}))
     assert notes.loads == [("bulk", LoadTime(100, 1.0, 0.5))]
@@ -205,36 +200,26 @@ def test_a_load_within_the_step_is_over_when_it_is_reported() -> None:
 def test_a_load_ends_at_the_end_of_a_chunk_or_of_the_match(
     limit: int, computed: int, end: int, expected: int
 ) -> None:
-    notes = Notes(limit)
-    timing = timing_of(notes, ManualClock())
+    timing = timing_of(notes := Notes(limit))
     found = [{"0.L0-1_H0-2": COLD}] * 4 + [None]
-    assert timing.admit(found, computed, end) == expected
+    assert timing.admit(found, computed, end, waiting=3) == expected
     assert sum(chunk.tokens for chunk in notes.asked) == end - computed
-
-
-def test_who_waits_is_told() -> None:
-    notes = Notes()
-    timing_of(notes, ManualClock()).admit([{"0.L0-1_H0-2": COLD}], 0, 64, waiting=3)
     assert notes.waiting == 3
 
 
-def test_ranks_share_a_chunks_bytes_and_one_cold_shard_makes_it_bulk() -> None:
-    notes = Notes()
-    timing = timing_of(notes, ManualClock(), tp_size=2)
-    timing.admit([{"0.L0-1_H0-1": HOT, "0.L0-1_H1-2": HOT}], 0, 64)
-    assert notes.asked == [ChunkSize(100, 64, "hot")]
-    timing.admit([{"0.L0-1_H0-1": HOT, "0.L0-1_H1-2": COLD}], 0, 64)
-    assert notes.asked == [ChunkSize(100, 64, "bulk")]
+def test_ranks_share_a_chunks_bytes_and_one_cold_shard_makes_it_bulk(notes: Notes) -> None:
+    timing = timing_of(notes, tp_size=2)
+    for other, tier in ((HOT, "hot"), (COLD, "bulk")):
+        timing.admit([{"0.L0-1_H0-1": HOT, "0.L0-1_H1-2": other}], 0, 64)
+        assert notes.asked == [ChunkSize(100, 64, cast("Tier", tier))]
 
 
-@pytest.mark.parametrize(("heads", "tp_size", "expected"), [(1, 8, 800), (4, 8, 200), (8, 8, 100)])
+@pytest.mark.parametrize(("heads", "expected"), [(1, 800), (4, 200), (8, 100)])
 def test_what_several_ranks_hold_alike_each_of_them_loads(
-    heads: int, tp_size: int, expected: int
+    heads: int, expected: int, notes: Notes
 ) -> None:
-    group = GroupIdentity("full", None, ("a",), heads=heads, content=16, block_size=16)
-    geometry = Geometry((group,), chunk_tokens=64, block_tokens=16, tp_size=tp_size)
-    notes, fields = Notes(), sorted(geometry.all_fields())
-    timing = Timing(cast("AdmissionPolicy", notes), geometry, steps_in_flight=1)
-    shard = ShardRecord(800 // len(fields), 1, "none", False, "0" * 32, 1)
+    timing = timing_of(notes, tp_size=8, heads=heads)
+    fields = [f"0.L0-1_H{head}-{head + 1}" for head in range(heads)]
+    shard = ShardRecord(800 // heads, 1, "none", False, "0" * 32, 1)
     timing.admit([dict.fromkeys(fields, shard)], 0, 64)
     assert notes.asked == [ChunkSize(expected, 64, "bulk")]

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tests.support.paged_cache import (
     NAMESPACE,
     TOKENS,
     Replica,
+    paged_group,
     stores,
     wait_until,
 )
@@ -31,16 +33,17 @@ from tests.support.sides import worker_side
 
 
 def without_its_payload(
-    group: GroupIdentity = GROUP, *, sync: bool = False
+    group: GroupIdentity = GROUP, *, sync: bool = False, lacks: bool = True, **more: Any
 ) -> tuple[WorkerSide, LoadPlan]:
-    """A worker, and a load whose payload is gone."""
+    """A worker, and a load whose payload is gone, unless it is not to ``lack``."""
     store, index = stores()
     writer = Replica(store, index, seed=1, group=group)
     writer.save(range(1))
     plan = writer.load_plan(range(1), 9, sync=sync)
-    store.delete(writer.path(0))
+    if lacks:
+        store.delete(writer.path(0))
     writer.close()
-    return worker_side(store, index, group=group), plan
+    return worker_side(store, index, group=group, **more), plan
 
 
 @pytest.fixture
@@ -51,14 +54,20 @@ def spoilt() -> Iterator[tuple[WorkerSide, LoadPlan]]:
     worker.close()
 
 
+def save_of(chunk_of: LoadPlan) -> SavePlan:
+    """A save of what a load is to fill."""
+    move = chunk_of.moves[0].move
+    save = SaveMove(move, token_digest(TOKENS[:CHUNK]), None)
+    return SavePlan("s", NAMESPACE, (save,))
+
+
 @pytest.mark.parametrize("speculating", [False, True])
 def test_a_load_that_failed_within_a_step_is_told_in_that_step(
     spoilt: tuple[WorkerSide, LoadPlan], *, speculating: bool
 ) -> None:
     """With speculation vLLM asks for results before it ends the step."""
     worker, load = spoilt
-    save = SaveMove(load.moves[0].move, token_digest(TOKENS[:CHUNK]), None)
-    plan = StepPlan((load,), (SavePlan(load.request_id, load.namespace, (save,)),))
+    plan = StepPlan((load,), (save_of(load),))
     worker.start_loads(plan)
     for layer in GROUP.layers:
         worker.wait_layer(layer)
@@ -72,7 +81,7 @@ def test_a_load_that_failed_within_a_step_is_told_in_that_step(
     assert worker.take_failed_blocks() == set()
     report = worker.take_report()
     assert report is not None
-    assert report.dropped == {(load.request_id, 0)}  # computed from blocks that were not loaded
+    assert report.dropped == {("s", 0)}  # computed from blocks that were not loaded
 
 
 def test_a_step_with_nothing_to_compute_waits_for_loads_and_no_other_step_does(
@@ -80,7 +89,7 @@ def test_a_step_with_nothing_to_compute_waits_for_loads_and_no_other_step_does(
 ) -> None:
     worker, _ = spoilt
     waited: list[float] = []
-    monkeypatch.setattr(worker._loader, "wait_over", waited.append)
+    monkeypatch.setattr(worker.loads, "wait_over", waited.append)
     worker.results(StepPlan(), set())
     assert waited == []
     worker.results(StepPlan(idle=True), set())
@@ -133,45 +142,26 @@ def _fail(group: GroupIdentity) -> tuple[set[str], set[str], set[int]]:
 
 @pytest.mark.parametrize("closed", [False, True])
 def test_blank_blocks_are_zeroed_unless_the_cache_may_be_unmapped(*, closed: bool) -> None:
-    store, index = stores()
-    worker = worker_side(store, index)
-    other, load = without_its_payload()
-    other.close()
-    load = replace(load, blanks=(Blank(0, (20, 22)), Blank(7, (21,))))
-    caches = worker._groups[0].caches
+    """With blanks that do not exist the load has failed."""
+    _, caches = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=32)
     for cache in caches:
         cache.fill_(1)
+    worker, load = without_its_payload(caches=dict(zip(GROUP.layers, caches, strict=True)))
     if closed:
         worker.close()
-    worker.start_loads(StepPlan(loads=(load,)))
-    wait_until(lambda: worker.results(StepPlan(), set()).received == {load.request_id})
-    assert worker.take_failed_blocks() == set(range(9, 9 + BLOCKS))
+    for blanks in ((Blank(0, (20, 22)), Blank(7, (21,))), (Blank(0, (10_000,)),)):
+        worker.start_loads(StepPlan(loads=(replace(load, blanks=blanks),)))
+        wait_until(lambda: worker.results(StepPlan(), set()).received == {load.request_id})
+        assert worker.take_failed_blocks() == set(range(9, 9 + BLOCKS))
     zeroed = {at for cache in caches for at, block in enumerate(cache) if not block.any()}
     assert zeroed == (set() if closed else {20, 22})
     worker.close()
 
 
-def test_a_load_with_blank_blocks_that_do_not_exist_has_failed() -> None:
-    store, index = stores()
-    worker = worker_side(store, index)
-    other, load = without_its_payload()
-    other.close()
-    load = replace(load, blanks=(Blank(0, (10_000,)),))
-    worker.start_loads(StepPlan(loads=(load,)))
-    assert worker.results(StepPlan(), set()).received == {load.request_id}
-    assert worker.take_failed_blocks() == set(range(9, 9 + BLOCKS))
-    worker.close()
-
-
-class Broken:
-    """Raises at every call of some methods."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: object, *names: str) -> None:
-        for name in names:
-            monkeypatch.setattr(owner, name, self._fail)
-
-    def _fail(self, *_args: object, **_more: object) -> None:
-        raise ZeroDivisionError
+def breaks(fault: pytest.MonkeyPatch, owner: object, *names: str) -> None:
+    """Have some methods raise."""
+    for name in names:
+        fault.setattr(owner, name, lambda *_, **__: 1 / 0)
 
 
 @pytest.mark.parametrize("group", [GROUP, WINDOW])
@@ -180,8 +170,7 @@ def test_a_load_that_could_not_be_planned_has_failed(
     group: GroupIdentity, blocks: frozenset[int]
 ) -> None:
     """vLLM waits for it; without its blocks, or with a window, it fails as a whole."""
-    store, index = stores()
-    worker = worker_side(store, index, group=group)
+    worker = worker_side(*stores(), group=group)
     plan = StepPlan(lost=(LostLoad("r", sync=False, blocks=blocks),))
     worker.start_loads(plan)
     worker.end_forward(plan)
@@ -200,12 +189,9 @@ def test_a_load_that_could_not_be_planned_has_failed(
 
 def test_a_load_within_the_step_that_could_not_be_planned_has_failed_in_it() -> None:
     """And nothing is saved that was computed from its blocks."""
-    worker = worker_side(*stores())
-    planner = Replica(*stores(), seed=1)
-    save = SaveMove(planner.move(0, 1), token_digest(TOKENS[:CHUNK]), None)
-    planner.close()
-    saves = (SavePlan("s", NAMESPACE, (save,)),)
-    plan = StepPlan(saves=saves, lost=(LostLoad("r", sync=True, blocks=frozenset({9})),))
+    worker, load = without_its_payload()
+    lost = LostLoad("r", sync=True, blocks=frozenset({9}))
+    plan = StepPlan(saves=(save_of(load),), lost=(lost,))
     worker.start_loads(plan)
     worker.end_forward(plan)
     assert worker.results(plan, set()).received == set()
@@ -216,25 +202,15 @@ def test_a_load_within_the_step_that_could_not_be_planned_has_failed_in_it() -> 
     worker.close()
 
 
-def whole() -> tuple[WorkerSide, LoadPlan]:
-    """A worker, and a load within the step that succeeds."""
-    store, index = stores()
-    writer = Replica(store, index, seed=1)
-    writer.save(range(1))
-    plan = writer.load_plan(range(1), 9, sync=True)
-    writer.close()
-    return worker_side(store, index), plan
-
-
 @pytest.mark.parametrize("broken", ["wait_layer", "take_finished"])
 def test_if_waiting_for_a_layer_fails_the_loads_of_the_step_have_failed(
     monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     """Otherwise the model would compute from blocks that may not be loaded."""
-    worker, load = whole()
+    worker, load = without_its_payload(sync=True, lacks=False)
     plan = StepPlan(loads=(load,))
     with monkeypatch.context() as fault:
-        Broken(fault, worker._loader, broken)
+        breaks(fault, worker.loads, broken)
         worker.start_loads(plan)
         for layer in GROUP.layers:
             worker.wait_layer(layer)
@@ -256,9 +232,9 @@ def test_loads_that_cannot_be_ordered_after_earlier_work_are_not_started(
     monkeypatch: pytest.MonkeyPatch, *, sync: bool
 ) -> None:
     """They could write to blocks that it still uses."""
-    worker, load = whole()
+    worker, load = without_its_payload(sync=True, lacks=False)
     plan = StepPlan(loads=(replace(load, sync=sync),))
-    Broken(monkeypatch, worker._loader, "mark_compute", "submit")
+    breaks(monkeypatch, worker.loads, "mark_compute", "submit")
     worker.before_forward(plan)
     worker.start_loads(plan)
     worker.end_forward(plan)
@@ -267,16 +243,16 @@ def test_loads_that_cannot_be_ordered_after_earlier_work_are_not_started(
     worker.close()
 
 
-@pytest.mark.parametrize("broken", ["_loader.cancel", "_saver.forget", "_saver.left_device"])
+@pytest.mark.parametrize("broken", ["loads.cancel", "_saver.forget", "_saver.left_device"])
 def test_the_end_of_a_load_is_reported_whatever_else_fails(
     spoilt: tuple[WorkerSide, LoadPlan], monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     """vLLM waits for it for ever."""
     worker, load = spoilt
     owner, name = broken.split(".")
-    Broken(monkeypatch, getattr(worker, owner), name)
+    breaks(monkeypatch, getattr(worker, owner), name)
     worker.start_loads(StepPlan(loads=(replace(load, sync=False),)))
-    worker._loader.wait_over(300)
+    worker.loads.wait_over(300)
     results = worker.results(StepPlan(held=frozenset({"h"})), {"f", "h"})
     assert results.received == {load.request_id}
     assert results.sent == (set() if name == "left_device" else {"h"})
@@ -289,7 +265,7 @@ def test_if_computing_cannot_be_held_for_saves_the_device_is_awaited(
     worker = worker_side(*stores())
     awaited: list[str] = []
     monkeypatch.setattr(torch.cpu, "synchronize", lambda _: awaited.append("device"))
-    Broken(monkeypatch, worker._saver, "fence", "gather")
+    breaks(monkeypatch, worker._saver, "fence", "gather")
     worker.before_reuse(StepPlan())
     assert awaited == []
     worker.before_reuse(StepPlan(reused=frozenset({"r"})))
@@ -339,17 +315,12 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateLane]:
 def saving(
     *, group: GroupIdentity = GROUP, writes_early: bool = False, may_reuse: bool = True
 ) -> Iterator[WorkerSide]:
-    """A worker after a step that saved a chunk of the request "r"."""
-    store, index = stores()
+    """A worker after a step that saved a chunk of the request "s"."""
     rank = Rank(0, "w", batches_in_flight=2, writes_early=writes_early)
-    worker = worker_side(store, index, rank=rank, group=group)
-    planner = Replica(store, index, seed=1)
-    save = SaveMove(planner.move(0, 1), token_digest(TOKENS[:CHUNK]), None)
-    plan = StepPlan(saves=(SavePlan("r", NAMESPACE, (save,)),), may_reuse=may_reuse)
-    worker.end_forward(plan)
+    worker, load = without_its_payload(group, rank=rank)
+    worker.end_forward(StepPlan(saves=(save_of(load),), may_reuse=may_reuse))
     yield worker
     worker.close()
-    planner.close()
 
 
 def test_the_model_waits_for_saves_of_preempted_requests_alone(late: LateLane) -> None:
@@ -357,10 +328,10 @@ def test_the_model_waits_for_saves_of_preempted_requests_alone(late: LateLane) -
         worker.before_reuse(StepPlan())
         worker.before_reuse(StepPlan(reused=frozenset({"of another", "that saved nothing"})))
         assert late.held == 0
-        worker.before_reuse(StepPlan(reused=frozenset({"r", "of another"})))
+        worker.before_reuse(StepPlan(reused=frozenset({"s", "of another"})))
         assert late.held == 1
         late.is_done = True
-        worker.before_reuse(StepPlan(reused=frozenset({"r"})))
+        worker.before_reuse(StepPlan(reused=frozenset({"s"})))
         assert late.held == 1
 
 

@@ -45,6 +45,15 @@ def ask(known: Adapters, jobs: Jobs, request_id: str, request: Any) -> bytes:
     return digest
 
 
+def is_unknown(known: Adapters, jobs: Jobs, request_id: str, request: Any) -> bool:
+    """Whether there is no digest once it was looked for."""
+    assert known.digest(request_id, request) is None
+    jobs.run()
+    with pytest.raises(UnknownAdapterError):
+        known.digest(request_id, request)
+    return True
+
+
 def exchange(folder: Path, content: bytes) -> None:
     """Other weights at the same path, as ``mv`` puts them there."""
     other = folder / "new"
@@ -88,11 +97,7 @@ def test_an_adapter_that_changed_beneath_its_name_is_unknown_from_then_on(
         (ada / "adapter_config.json").unlink()
     else:
         shutil.rmtree(ada)
-    for name in "bc":
-        assert known.digest(name, lora(ada)) is None
-        jobs.run()
-        with pytest.raises(UnknownAdapterError):
-            known.digest(name, lora(ada))
+    assert all(is_unknown(known, jobs, name, lora(ada)) for name in "bc")
     assert caplog.text.count("adapter changed in place") <= 2
 
 
@@ -100,10 +105,7 @@ def test_after_it_was_put_away_it_is_read_anew(known: Adapters, jobs: Jobs, ada:
     first = ask(known, jobs, "a", lora(ada))
     exchange(ada, b"ben")
     known.unloaded(2)
-    assert known.digest("b", lora(ada)) is None
-    jobs.run()
-    with pytest.raises(UnknownAdapterError):
-        known.digest("b", lora(ada))
+    assert is_unknown(known, jobs, "b", lora(ada))
     known.unloaded(1)
     assert ask(known, jobs, "c", lora(ada)) != first
 
@@ -116,10 +118,7 @@ def test_it_is_read_when_vllm_loads_it_so_that_later_changes_are_seen(
     assert len(jobs) == 1
     jobs.run()
     exchange(ada, b"ben")
-    known.digest("a", lora(ada))
-    jobs.run()
-    with pytest.raises(UnknownAdapterError):
-        known.digest("a", lora(ada))
+    assert is_unknown(known, jobs, "a", lora(ada))
 
 
 def test_a_number_with_another_path_is_unknown_because_vllm_goes_by_the_number(
@@ -134,22 +133,15 @@ def test_a_number_with_another_path_is_unknown_because_vllm_goes_by_the_number(
     assert ask(known, jobs, "c", lora(tmp_path / "ben")) != first
 
 
-def test_what_was_replaced_in_place_is_unknown(known: Adapters, ada: Path) -> None:
-    with pytest.raises(UnknownAdapterError):
-        known.digest("a", lora(ada, load_inplace=True))
-
-
 @pytest.mark.parametrize("name", ["nowhere", "", "s3://bucket/adapter"])
 def test_what_is_not_there_is_unknown_and_asked_for_once(
     known: Adapters, jobs: Jobs, tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "empty").mkdir()
     request = lora(tmp_path / "empty", lora_path=name or str(tmp_path / "empty"))
-    assert known.digest("a", request) is None
-    jobs.run()
-    for _ in range(2):
-        with pytest.raises(UnknownAdapterError):
-            known.digest("a", request)
+    assert is_unknown(known, jobs, "a", request)
+    with pytest.raises(UnknownAdapterError):
+        known.digest("a", request)
     assert not jobs
 
 
@@ -188,7 +180,4 @@ def test_a_file_that_changes_while_it_is_read_makes_it_unknown(
         return b"mixed"
 
     monkeypatch.setattr(module, "adapter_digest", slow)
-    known.digest("a", lora(ada))
-    jobs.run()
-    with pytest.raises(UnknownAdapterError):
-        known.digest("a", lora(ada))
+    assert is_unknown(known, jobs, "a", lora(ada))

@@ -114,8 +114,7 @@ def test_what_is_refused_says_what_to_do(
 
 
 def test_layers_may_have_other_heads_than_most() -> None:
-    six = FullAttentionSpec(**(PLAIN | {"num_kv_heads": 3}))
-    assert read(six).heads == 6
+    assert read(FullAttentionSpec(**(PLAIN | {"num_kv_heads": 3}))).heads == 6
     assert read(FullAttentionSpec(**(PLAIN | {"num_kv_heads": 1})), tp_size=1).heads == 1
 
 
@@ -141,28 +140,14 @@ def test_planes_of_k_and_v_are_not_taken_for_heads(tp_size: int) -> None:
         read(planes, tp_size=tp_size)
 
 
-LAYERS = ("l0", "l1")
-FULL_2 = GroupIdentity("full", None, LAYERS, heads=4, content=8, block_size=32)
-LATENT = GroupIdentity("mla", None, LAYERS, heads=1, content=8, block_size=32)
-WINDOW = GroupIdentity("sliding_window", 48, LAYERS, heads=4, content=8, block_size=32)
-LOCAL_2 = GroupIdentity("chunked_local", 128, LAYERS, heads=4, content=8, block_size=32)
-
-
-def geometry(*groups: GroupIdentity, canonical: bool) -> Geometry:
-    return Geometry(groups, 64, 32, tp_size=2, canonical=canonical)
-
-
 def test_only_groups_that_keep_all_tokens_forget_their_block_size() -> None:
-    stored = geometry(FULL_2, LATENT, WINDOW, LOCAL_2, canonical=True).stored_groups
-    assert [group.block_size for group in stored] == [1, 1, 32, 32]
-    shapes = [
-        geometry(FULL_2, LATENT, WINDOW, LOCAL_2, canonical=True).shape(group, 0)
-        for group in range(4)
-    ]
+    """And none where pages are the kernel's own."""
+    latent, window = replace(FULL, kind="mla"), replace(FULL, kind="sliding_window", window=48)
+    groups = FULL, latent, window, replace(LOCAL, window=128)
+    one = Geometry(groups, 64, 32, tp_size=2, canonical=True)
+    assert [group.block_size for group in one.stored_groups] == [1, 1, 32, 32]
+    shapes = [one.shape(group, 0) for group in range(4)]
     assert [shape.divisible for shape in shapes if shape] == [True, True, False, False]
-
-
-def test_where_pages_are_the_kernels_own_no_group_does() -> None:
-    one = geometry(FULL_2, LATENT, canonical=False)
-    assert one.stored_groups == one.groups
-    assert not any(shape.divisible for g in range(2) if (shape := one.shape(g, 0)))
+    own = replace(one, canonical=False)
+    assert own.stored_groups == own.groups
+    assert not any(shape.divisible for g in range(4) if (shape := own.shape(g, 0)))

@@ -51,12 +51,6 @@ def config_elsewhere(theta: int, version: str = "5.0") -> dict[str, Any]:
     return {"hf_config_path": f"/mnt/{theta}{version}", "hf_config": config}
 
 
-def videos(method: str, rate: float | None) -> SimpleNamespace:
-    return SimpleNamespace(
-        mm_processor_kwargs=None, video_pruning_method=method, video_pruning_rate=rate
-    )
-
-
 def test_replicas_of_a_longrope_model_share_only_on_one_side_of_its_original_length() -> None:
     """vLLM takes the long factors for all positions where the engine's length exceeds it."""
     assert settings(4096, ROPE) == settings(2048, ROPE)
@@ -84,18 +78,24 @@ def test_settings_that_change_what_layers_compute_or_keep_are_told() -> None:
 
 
 def test_replicas_that_prune_videos_differently_do_not_share() -> None:
-    unpruned = settings(multimodal_config=videos("evs", None))
+    unpruned, *pruned = (
+        settings(
+            multimodal_config=SimpleNamespace(
+                mm_processor_kwargs=None, video_pruning_method=method, video_pruning_rate=rate
+            )
+        )
+        for method, rate in (("evs", None), ("evs", 0.5), ("other", 0.5))
+    )
     assert unpruned == settings()
-    pruned = [settings(multimodal_config=videos(method, 0.5)) for method in ("evs", "other")]
     assert pruned[0] != pruned[1]
     assert unpruned not in pruned
 
 
-def fp8(scales: Path | None) -> SimpleNamespace:
+def fp8(scales: Path | None, dtype: str | None = "fp8") -> SimpleNamespace:
     return SimpleNamespace(
         mm_processor_kwargs=None,
-        mm_encoder_attn_dtype="fp8",
-        mm_encoder_fp8_scale_path=None if scales is None else str(scales),
+        mm_encoder_attn_dtype=dtype,
+        mm_encoder_fp8_scale_path=scales and str(scales),
     )
 
 
@@ -113,11 +113,6 @@ def test_replicas_that_look_at_images_in_fp8_share_where_their_scales_are_the_sa
         settings(multimodal_config=fp8(tmp_path / "gone"))
 
 
-def lora(**more: Any) -> SimpleNamespace:
-    plain = {"lora_dtype": "auto", "target_modules": None, "enable_tower_connector_lora": False}
-    return SimpleNamespace(**(plain | {"max_lora_rank": 16, "max_loras": 1} | more))
-
-
 def test_overrides_by_a_function_count_by_what_they_made_of_the_configuration() -> None:
     def made(theta: int) -> dict[str, str]:
         return settings(**(config_elsewhere(theta) | {"hf_config_path": None, "hf_overrides": len}))
@@ -127,23 +122,26 @@ def test_overrides_by_a_function_count_by_what_they_made_of_the_configuration() 
     assert made(10_000) != settings()
 
 
-@pytest.mark.parametrize("same", [lora(), lora(lora_dtype="bfloat16"), lora(max_lora_rank=64)])
-def test_replicas_with_adapters_share_the_base_model_with_those_without(
-    same: SimpleNamespace,
-) -> None:
-    assert settings(lora_config=same) == settings()
+def lora(**more: Any) -> SimpleNamespace:
+    plain = {"lora_dtype": "auto", "target_modules": None, "enable_tower_connector_lora": False}
+    return SimpleNamespace(**(plain | {"max_lora_rank": 16, "max_loras": 1} | more))
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("adapters", "alike"),
     [
-        lora(lora_dtype="float32"),
-        lora(target_modules=["q_proj"]),
-        lora(enable_tower_connector_lora=True),
+        (lora(), True),
+        (lora(lora_dtype="bfloat16"), True),
+        (lora(max_lora_rank=64), True),
+        (lora(lora_dtype="float32"), False),
+        (lora(target_modules=["q_proj"]), False),
+        (lora(enable_tower_connector_lora=True), False),
     ],
 )
-def test_settings_that_change_what_adapters_compute_are_told(other: SimpleNamespace) -> None:
-    assert settings(lora_config=other) != settings()
+def test_replicas_with_adapters_share_the_base_model_unless_layers_keep_other_kv(
+    adapters: SimpleNamespace, alike: bool
+) -> None:
+    assert (settings(lora_config=adapters) == settings()) is alike
 
 
 @pytest.fixture(autouse=True)
@@ -158,20 +156,14 @@ def name_of(folder: Path | None, *, load_format: str = "auto", **more: Any) -> s
     return read_weights(cast("Any", vllm_config), Config(**more), folder)
 
 
-def test_weights_are_sampled_unless_all_bytes_are_wanted(tmp_path: Path) -> None:
+def test_weights_are_named_by_their_bytes_their_revision_or_their_seed(tmp_path: Path) -> None:
     (tmp_path / "w.safetensors").write_bytes(b"w" * 100)
     assert name_of(tmp_path).startswith("sampled:")
     assert name_of(tmp_path, weights_digest="full").startswith("full:")
-
-
-def test_without_files_a_revision_is_their_name() -> None:
     assert name_of(None, revision="abc") == "revision:abc"
+    assert name_of(None, load_format="dummy") == "dummy:seed=3"
     with pytest.raises(ConfigError, match="--revision"):
         name_of(None)
-
-
-def test_weights_of_nobody_are_named_by_their_seed() -> None:
-    assert name_of(None, load_format="dummy") == "dummy:seed=3"
 
 
 class Mine(ExecutorWithExternalLauncher):
@@ -188,16 +180,13 @@ EXTERNAL = ("external_launcher", Mine, f"{__name__}.Mine")
 
 
 @pytest.mark.parametrize("backend", EXTERNAL)
-def test_kv_is_not_shared_by_ranks_that_schedule_for_themselves(backend: Any) -> None:
-    vllm_config = cast("Any", SimpleNamespace(parallel_config=ranks(backend, 2)))
-    with pytest.raises(ConfigError, match="--distributed-executor-backend mp"):
-        read_geometry(vllm_config, cast("Any", None), Config())
-
-
-@pytest.mark.parametrize("backend", EXTERNAL)
-def test_encoder_outputs_are_not_either(backend: Any, tmp_path: Path) -> None:
+def test_nothing_is_shared_by_ranks_that_schedule_for_themselves(
+    backend: Any, tmp_path: Path
+) -> None:
     vllm_config = engine(make_model(tmp_path))
     vllm_config.parallel_config = ranks(backend, 2)
+    with pytest.raises(ConfigError, match="--distributed-executor-backend mp"):
+        read_geometry(vllm_config, cast("Any", None), Config())
     with pytest.raises(ConfigError, match="--distributed-executor-backend mp"):
         read_form(vllm_config, item_bytes_max=1 << 20)
 
@@ -243,8 +232,7 @@ def test_loads_are_within_a_step_only_if_vllm_can_be_told_of_failures_in_time(
     assert is_advised in (None, "--no-async-scheduling" in caplog.text)
 
 
-def engine_with(*, prefix_caching: bool, cache_gb: float | None) -> Any:
-    multimodal = None if cache_gb is None else SimpleNamespace(mm_processor_cache_gb=cache_gb)
+def media_of(multimodal: Any, *, prefix_caching: bool = True) -> Any:
     return SimpleNamespace(
         model_config=SimpleNamespace(multimodal_config=multimodal),
         cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
@@ -253,30 +241,22 @@ def engine_with(*, prefix_caching: bool, cache_gb: float | None) -> Any:
 
 @pytest.mark.parametrize(
     ("prefix_caching", "cache_gb", "named"),
-    [
-        (True, 4, True),
-        (True, 0, True),
-        (False, 4, True),
-        (False, 0, False),
-        (False, None, True),
-    ],
+    [(True, 0, True), (False, 4, True), (False, 0, False), (False, None, True)],
 )
 def test_vllm_numbers_images_where_both_of_its_caches_are_off(
     prefix_caching: bool, cache_gb: float | None, named: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert names_media(engine_with(prefix_caching=prefix_caching, cache_gb=cache_gb)) is named
+    multimodal = cache_gb is not None and SimpleNamespace(mm_processor_cache_gb=cache_gb)
+    assert names_media(media_of(multimodal or None, prefix_caching=prefix_caching)) is named
     assert ("--mm-processor-cache-gb" in caplog.text) is not named
 
 
 @pytest.mark.parametrize(
     ("dtype", "scales", "alike"),
-    [(None, None, True), ("fp8", "/scales.json", True), ("fp8", None, False)],
+    [(None, None, True), ("fp8", Path("/scales.json"), True), ("fp8", None, False)],
 )
 def test_what_fp8_encoders_make_of_an_image_depends_on_earlier_ones_without_given_scales(
-    dtype: str | None, scales: str | None, alike: bool, caplog: pytest.LogCaptureFixture
+    dtype: str | None, scales: Path | None, alike: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = engine_with(prefix_caching=True, cache_gb=4)
-    one.model_config.multimodal_config.mm_encoder_attn_dtype = dtype
-    one.model_config.multimodal_config.mm_encoder_fp8_scale_path = scales
-    assert names_media(one) is alike
+    assert names_media(media_of(fp8(scales, dtype))) is alike
     assert ("--mm-encoder-fp8-scale-path" in caplog.text) is not alike

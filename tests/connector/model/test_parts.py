@@ -19,12 +19,13 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from objkv.config import Config
 from objkv.connector.model.groups import Geometry
 from objkv.connector.model.identity import read_geometry
 from objkv.errors import ConfigError
-from objkv.keys.identity import GroupIdentity
+from objkv.keys.identity import GroupIdentity, Identity
 from tests.connector.kv.hybrid_layout import plain_config
 
 # vLLM 0.33 has some of its functions elsewhere.
@@ -45,11 +46,8 @@ def names(suffix: str = "self_attn.attn", *, first: int = 0, count: int = LAYERS
 
 def vllm_config(draft: Any = None, **parallel: int) -> Any:
     """Enough of vLLM's configuration for its grouping and for objkv's reading."""
-    plain = plain_config()
-    sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "world_size": 1}
-    sizes["decode_context_parallel_size"] = parallel.pop("dcp_size", 1)
-    sizes["prefill_context_parallel_size"] = parallel.pop("pcp_size", 1)
-    sizes |= parallel
+    names = "tensor_parallel", "pipeline_parallel", "decode_context_parallel"
+    sizes = dict.fromkeys((f"{name}_size" for name in (*names, "prefill_context_parallel")), 1)
     model = SimpleNamespace(
         dtype=torch.bfloat16,
         get_total_num_kv_heads=lambda: HEADS,
@@ -61,48 +59,37 @@ def vllm_config(draft: Any = None, **parallel: int) -> Any:
         prefix_cache_retention_interval=None,
         num_gpu_blocks_override=None,
         enable_prefix_caching=True,
-        get_resolved_kv_cache_layout=lambda: layout(),
+        get_resolved_kv_cache_layout=lambda: KVCacheLayout.BLHNC,
     )
+    ranks = sizes | {"world_size": 1, "distributed_executor_backend": "uni"} | parallel
     return SimpleNamespace(
         model_config=model,
         cache_config=cache,
         attention_config=SimpleNamespace(hisparse_config=None),
-        parallel_config=SimpleNamespace(
-            **sizes,
-            distributed_executor_backend="uni",
-        ),
-        scheduler_config=plain.scheduler_config,
+        parallel_config=SimpleNamespace(**ranks),
+        scheduler_config=plain_config().scheduler_config,
         speculative_config=draft,
         load_config=SimpleNamespace(load_format="dummy"),
     )
 
 
-def layout() -> Any:
-    from vllm.v1.kv_cache_layout import KVCacheLayout
-
-    return KVCacheLayout.BLHNC
-
-
-def speculative(
-    method: str = "mtp", *, heads: int = HEADS, tokens: int = 3, latent: bool = False, **more: Any
-) -> Any:
+def speculative(method: str = "mtp", *, tokens: int = 3, latent: bool = False, **more: Any) -> Any:
     model = SimpleNamespace(
         model="draft",
         revision=None,
         seed=0,
         dtype=torch.bfloat16,
         quantization=None,
-        get_total_num_kv_heads=lambda: heads,
+        get_total_num_kv_heads=lambda: HEADS,
         use_mla=latent,
     )
-    values = {"draft_tensor_parallel_size": None} | more
     return SimpleNamespace(
         method=method,
         num_speculative_tokens=tokens,
         draft_model_config=model,
         use_eagle=lambda: method in ("mtp", "eagle"),
         use_eagle_block_drop=lambda: method in ("mtp", "eagle"),
-        **values,
+        **({"draft_tensor_parallel_size": None} | more),
     )
 
 
@@ -249,6 +236,9 @@ def test_methods_without_kv_change_nothing(method: str) -> None:
 
 
 WINDOW = SlidingWindowSpec(num_kv_heads=HEADS, sliding_window=64, **HEADED)
+TWO = replace(WINDOW, num_kv_heads=2)
+DCP = {"tensor_parallel_size": 4, "decode_context_parallel_size": 2}
+PCP = "prefill_context_parallel_size"
 
 
 @pytest.mark.parametrize(
@@ -261,8 +251,10 @@ WINDOW = SlidingWindowSpec(num_kv_heads=HEADS, sliding_window=64, **HEADED)
         (dict.fromkeys(names(), FULL), speculative(), {}, "ObjKVTier"),
         (drafted(FULL, WINDOW), speculative(), {}, "full attention"),
         (sparse(), None, {"pipeline_parallel_size": 2}, "ObjKVTier"),
+        (dict.fromkeys(names(), TWO), None, DCP, "decode_context_parallel_size=2"),
+        (sparse(), None, DCP, "decode_context_parallel_size=2"),
+        (dict.fromkeys(names(), FULL), None, {PCP: 2}, f"{PCP}=2"),
     ],
-    ids=["method", "stages", "ranks", "tokens", "no layer", "window", "sparse stages"],
 )
 def test_what_is_refused_says_what_to_do(
     specs: dict[str, KVCacheSpec], draft: Any, parallel: dict[str, int], what: str
@@ -282,7 +274,10 @@ def test_layers_of_one_group_with_other_heads_are_refused() -> None:
 def test_dcp_divides_tokens_and_leaves_the_identity_as_it_is(dcp_size: int) -> None:
     latents = MLAAttentionSpec(block_size=16, head_size=576, **LATENT)
     specs = cast("Any", dict.fromkeys(names(), latents))
-    plain, read = both(specs), both(specs, tensor_parallel_size=4, dcp_size=dcp_size)
+    plain, read = (
+        both(specs),
+        both(specs, tensor_parallel_size=4, decode_context_parallel_size=dcp_size),
+    )
     assert [group.block_size for group in read.groups] == [16 * dcp_size]
     assert read.block_tokens == 16 * dcp_size
     canonical = [replace(one, canonical=True, chunk_tokens=64) for one in (plain, read)]
@@ -293,29 +288,9 @@ def test_dcp_divides_tokens_and_leaves_the_identity_as_it_is(dcp_size: int) -> N
     assert (shape.block_size, shape.rank_shard.shard.tokens.rank) == (16, 1)
 
 
-@pytest.mark.parametrize(
-    "specs",
-    [dict.fromkeys(names(), SlidingWindowSpec(num_kv_heads=2, sliding_window=64, **HEADED)), None],
-    ids=["window", "sparse"],
-)
-def test_dcp_of_other_caches_is_refused(specs: Any) -> None:
-    with pytest.raises(ConfigError, match="decode_context_parallel_size=2"):
-        both(specs or sparse(), tensor_parallel_size=4, dcp_size=2)
-
-
-def test_prefill_context_parallelism_is_refused() -> None:
-    with pytest.raises(ConfigError, match="prefill_context_parallel_size=2"):
-        both(dict.fromkeys(names(), FULL), pcp_size=2)
-
-
-def test_a_page_is_named_in_the_identity() -> None:
-    whole = GroupIdentity("mla", None, ("a",), heads=1, content=8, block_size=4)
-    paged = GroupIdentity("mla", None, ("a",), heads=1, content=8, block_size=4, page=8)
-    from objkv.keys.identity import Identity
-
-    documents = [
-        Identity("m", "w", None, "auto", (group,), "canonical", 4, 0, "t").document()
-        for group in (whole, paged)
-    ]
-    assert "page" not in documents[0]["groups"][0]
-    assert documents[1]["groups"][0]["page"] == 8
+@pytest.mark.parametrize("page", [None, 8])
+def test_a_page_is_named_in_the_identity(page: int | None) -> None:
+    group = GroupIdentity("mla", None, ("a",), heads=1, content=8, block_size=4, page=page)
+    identity = Identity("m", "w", None, "auto", (group,), "canonical", 4, 0, "t")
+    [told] = identity.document()["groups"]
+    assert told.get("page", "none") == (page or "none")

@@ -31,7 +31,7 @@ from objkv.telemetry import MemoryRecorder
 from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
 from objkv.transfer.sources import whole_payload_bytes_max
-from tests.support.paged_cache import NAMESPACE, PATIENCE_S, Worker
+from tests.support.paged_cache import NAMESPACE, PATIENCE_S, Worker, stores
 
 LAYERS = tuple(f"model.layers.{layer}.mixer" for layer in range(4))
 CHUNK, BLOCKS = 16, 6
@@ -132,12 +132,7 @@ def states(kind: Kind, tp: int, rank: int, layer: int) -> torch.Tensor:
     return torch.cat([piece.contiguous().flatten().view(torch.int8) for piece in pieces])
 
 
-class IndexedStore(MemoryStore):
-    """A store and its index."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.index = MemoryIndex()
+Places = tuple[MemoryStore, MemoryIndex]
 
 
 class StateRank(Worker):
@@ -149,7 +144,7 @@ class StateRank(Worker):
         ranks: tuple[int, int],
         geometry: Geometry,
         codec: str,
-        store: IndexedStore,
+        places: Places,
     ) -> None:
         tp_rank, pp_rank = ranks
         shape = geometry.shape(0, tp_rank, pp_rank)
@@ -168,7 +163,7 @@ class StateRank(Worker):
         settings = CacheSettings("w", ttl_s=3600, lease_ms=600_000, hot_payload_bytes_max=0)
         super().__init__(
             paged,
-            ChunkCache(store, None, store.index, settings, recorder),
+            ChunkCache(places[0], None, places[1], settings, recorder),
             recorder,
             name="w",
             load=LoadLimits(64, PATIENCE_S, PATIENCE_S, PATIENCE_S),
@@ -183,9 +178,7 @@ class StateRank(Worker):
             self.memory[block, i, : self.size] = state
 
 
-def replica(
-    kind: Kind, shape: tuple[int, Sequence[int], str], store: IndexedStore
-) -> list[StateRank]:
+def replica(kind: Kind, shape: tuple[int, Sequence[int], str], places: Places) -> list[StateRank]:
     tp, stages, codec = shape
     geometry = Geometry(
         (identity(kind, tp),),
@@ -195,7 +188,7 @@ def replica(
         stages=(tuple(stages),) if len(stages) > 1 else (),
     )
     return [
-        StateRank(kind, (tp_rank, pp_rank), geometry, codec, store)
+        StateRank(kind, (tp_rank, pp_rank), geometry, codec, places)
         for pp_rank in range(len(stages))
         for tp_rank in range(tp)
     ]
@@ -205,8 +198,8 @@ def move(block: int) -> ChunkMove:
     return ChunkMove(0, 0, HASH, root_hash(NAMESPACE), 0, CHUNK, 0, (block,))
 
 
-def load(rank: StateRank, store: IndexedStore, block: int) -> Any:
-    (record,) = store.index.lookup(NAMESPACE, [HASH])
+def load(rank: StateRank, places: Places, block: int) -> Any:
+    (record,) = places[1].lookup(NAMESPACE, [HASH])
     shards = tuple(record.shards.items()) if record else ()
     return rank.outcome(LoadPlan("r", NAMESPACE, (LoadMove(move(block), shards),), sync=False))
 
@@ -223,16 +216,16 @@ replicas = st.tuples(
 def test_every_rank_loads_the_bytes_that_it_would_have_computed(
     name: str, layout: str, writer: tuple[Any, ...], reader: tuple[Any, ...]
 ) -> None:
-    kind, store = KINDS[name], IndexedStore()
+    kind, places = KINDS[name], stores()
     with conv_layout(layout):
         assert identity(kind, writer[0]) == identity(kind, reader[0])
-        for rank in replica(kind, writer, store):
+        for rank in replica(kind, writer, places):
             rank.compute(2)
             assert not rank.save_moves([(move(2), token_digest(tuple(range(CHUNK))))])
             rank.close()
-        for rank in replica(kind, reader, store):
+        for rank in replica(kind, reader, places):
             before = rank.memory.clone()
-            assert not load(rank, store, 4).failed
+            assert not load(rank, places, 4).failed
             for i, state in enumerate(rank.right):
                 assert torch.equal(rank.memory[4, i, : rank.size], state)
             before[4, :, : rank.size] = rank.memory[4, :, : rank.size]
