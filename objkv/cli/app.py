@@ -39,14 +39,6 @@ COMMANDS: Final = {
     "size": ("size:size", "Estimate a fleet's storage, request rate and cost."),
     "top": ("top:top", "Show live hit rates, traffic and errors of a fleet."),
     "match": ("match:match", "Show how much of a prompt is stored and would be served."),
-    "export": (
-        "export:export",
-        "Export chunks as plain safetensors files.",
-    ),
-    "import": (
-        "import_:import_",
-        "Import chunks that objkv export wrote.",
-    ),
     "pin": ("pin:pin", "Protect a stored prefix from eviction until a date."),
     "unpin": ("pin:unpin", "Remove a pin; normal expiry applies again."),
     "warm": ("warm:warm", "Compute and save prompts before users send them."),

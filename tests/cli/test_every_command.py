@@ -106,9 +106,6 @@ WRONG = [
     ("diff {name} /nowhere/identity.json", "/nowhere/identity.json is not a file"),
     ("diff - -", "-"),
     ("doctor --kv-transfer-config {{", "kv-transfer-config"),
-    ("export --out x", "give --namespace, --prefix or a prompt"),
-    ("export --out x --prefix zz", "4 to 40 hex digits"),
-    ("import /nowhere", "not a complete export"),
     ("ls --bulk --prefixes", "--bulk counts namespaces"),
     ("ls acme -n acme", "give the namespace once"),
     ("ls xyz", "no namespace matches xyz"),
@@ -171,7 +168,7 @@ def test_where_nothing_is_stored_it_is_said_where(run: Run, home: str, words: st
 
 INDEX = [
     *("ls", "ls --prefixes", "match", "show abcd", "diff ab cd", "audit"),
-    *("verify --all", "sweep", "rebuild", "warm - --check", "export --out /nowhere/x -n tiny"),
+    *("verify --all", "sweep", "rebuild", "warm - --check"),
 ]
 
 

@@ -23,7 +23,6 @@ from objkv.ops.doctor.access import Access
 from objkv.ops.doctor.doctor import DoctorReport
 from objkv.ops.explain.causes import Explanation
 from objkv.ops.explain.explain import ReplicaCounters
-from objkv.ops.export.manifest import Head
 from objkv.ops.gpu_check import GpuReport
 from objkv.ops.listing import Branch, NamespaceSummary, PrefixSummary, TenantTotals
 from objkv.ops.match import MatchReport
@@ -114,24 +113,6 @@ class DiffKeys(TypedDict):
     differences: list[Difference]
 
 
-class ExportKeys(TypedDict):
-    """The keys that ``export`` adds."""
-
-    out: str
-    """The folder."""
-    manifest: Head | None
-    """Null until the export is complete."""
-    exported: int
-    """Payloads written by this run."""
-    kept: int
-    """Payloads that the folder had already."""
-    gone: int
-    """Payloads that were removed from the store meanwhile."""
-    corrupt: int
-    missing: int
-    """Payloads that the index lists and the bulk store lacks."""
-
-
 class ServedAt(TypedDict):
     """The document of ``exporter`` while it serves."""
 
@@ -153,45 +134,6 @@ class SampleKeys(TypedDict):
     name: str
     labels: dict[str, str]
     value: float
-
-
-class ImportPlan(TypedDict):
-    """The document of ``import`` without ``--apply``."""
-
-    command: Literal["import"]
-    dry_run: bool
-    """Always true."""
-    applied: bool
-    """Always false."""
-    manifest: Head
-    new: list[str]
-    """Namespaces that this cache lacks."""
-    new_bytes: int
-    """Bytes of payloads that this cache lacks."""
-    refusal: str | None
-    """Why ``--apply`` would be refused; null if it would not."""
-
-
-class ImportKeys(TypedDict):
-    """The keys that ``import`` adds."""
-
-    applied: bool
-    """Always true."""
-    manifest: Head
-    new_namespaces: int
-    """Namespaces that this cache lacked."""
-    added: int
-    """Payloads that were stored."""
-    present: int
-    """Payloads that were stored before."""
-    indexed: int
-    """Payloads that were stored before and lacked a record."""
-    busy: int
-    """Payloads that a replica is saving."""
-    missing: int
-    """Payloads that the export's manifest lists and its folder lacks."""
-    refused: int
-    """Payloads that are damaged or belong elsewhere."""
 
 
 class NamespacesKeys(TypedDict):
@@ -434,12 +376,10 @@ DOCUMENTS: Final[Mapping[str, tuple[JsonDocument, ...]]] = {
     "demo": (JsonDocument((DemoReport, DemoKeys)),),
     "diff": (JsonDocument((DiffKeys,)),),
     "doctor": (JsonDocument((DoctorReport,)), JsonDocument((ModelVerdict,), "--model")),
-    "export": (JsonDocument((RunKeys, ExportKeys)),),
     "exporter": (
         JsonDocument((SampleKeys,), "--once", is_list=True),
         JsonDocument((ServedAt,)),
     ),
-    "import": (JsonDocument((ImportPlan,)), JsonDocument((RunKeys, ImportKeys), "--apply")),
     "ls": (
         JsonDocument((NamespacesKeys,)),
         JsonDocument((PrefixesKeys,), "NAMESPACE or --prefixes"),

@@ -56,8 +56,7 @@ _EVERY: Final = ROLES
 COMMAND_ROLES: Final[dict[str, tuple[Role, ...]]] = {
     **dict.fromkeys(
         (
-            *("access", "admission", "audit", "diff", "doctor", "export"),
-            *("exporter", "import"),
+            *("access", "admission", "audit", "diff", "doctor", "exporter"),
             *("ls", "ls NAMESPACE", "ls --bulk", "ls --prefixes", "ls --tree", "match"),
             *("pin --list", "rebuild", "show", "size", "sweep", "top", "verify"),
             "verify --quarantine",
@@ -65,7 +64,6 @@ COMMAND_ROLES: Final[dict[str, tuple[Role, ...]]] = {
         _EVERY,
     ),
     "admission never": ("writer", "sweeper"),
-    "import --apply": ("writer",),
     "pin": ("writer", "sweeper"),
     "rebuild --apply": ("writer", "sweeper"),
     "unpin": ("sweeper",),
