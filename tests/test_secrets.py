@@ -170,7 +170,6 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("bench", "--quick"),
     ("admission",),
     ("audit",),
-    ("completion", "bash"),
     ("exporter", "--once"),
     ("size", "--model", "llama-3.1-8b", "--rate", "1", "--prompt-tokens", "1000"),
     ("top", "--once", "--endpoint", "http://127.0.0.1:1"),

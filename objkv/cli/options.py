@@ -8,29 +8,13 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from objkv.errors import ConfigError
 
 Output = Literal["table", "json", "wide"]
-
-_RENAMED: Final = {
-    "bytes-max": "promote-max",
-    "deadline-s": "deadline",
-    "gone-s": "give-up-after",
-    "grace-s": "grace",
-    "memory-bytes": "memory",
-    "request-s": "request-timeout",
-    "save-s": "save-timeout",
-}
-"""Names of the previous version, which still work in this one, and today's; without dashes."""
-
-
-def current_name(option: str) -> str:
-    """Return today's name of an option. Both are without dashes."""
-    return _RENAMED.get(option, option)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,11 +48,6 @@ MemoryBytes = Annotated[
     int,
     size_option("Memory limit for all payloads in flight", "--memory", least=1, shown="1GiB"),
 ]
-DryRun = Annotated[
-    # In 0.1 rebuild and import were dry only with this option; it is accepted for one version.
-    bool,
-    typer.Option("--dry-run", hidden=True, help="The default."),
-]
 _GO_ON = "run the same command again to continue"
 
 
@@ -218,12 +213,6 @@ def upkeep(
             raise StoreUnavailable(f"{exc}; {_GO_ON}") from exc
         finally:
             checkpoint.close(complete=is_done)
-
-
-def refuse_contradiction(*, apply: bool, dry_run: bool) -> None:
-    """Raise ``ConfigError`` if both options are given."""
-    if apply and dry_run:
-        raise ConfigError("--apply and --dry-run exclude each other: use one of them")
 
 
 def note_resumed(session: Session, begun_s: float, done: Collection[str], items: int) -> None:

@@ -10,7 +10,7 @@ from tests.support.samples import NAMESPACE
 
 DRY = {
     "rebuild": ("nothing was written: add --apply to write the index", ("rebuild",)),
-    "sweep": ("nothing was deleted: add --apply to delete", ("sweep", "--grace-s", "0", "--force")),
+    "sweep": ("nothing was deleted: add --apply to delete", ("sweep", "--grace", "0", "--force")),
     "verify": (
         "nothing was changed: --apply would quarantine 1 payload, remove 1 record of missing",
         ("verify", "--all", "--quarantine"),

@@ -87,7 +87,7 @@ def test_the_keys_for_machines_are_stable(run: Run, chunk: str, words: str) -> N
 
 
 def test_each_document_has_a_declared_type_and_is_held_to_it(run: Run) -> None:
-    assert set(DOCUMENTS) == set(COMMANDS) - {"completion"}
+    assert set(DOCUMENTS) == set(COMMANDS)
     document = run("access", "--role", "reader", "--json").document
     assert faults_of("access", document) == []
     assert faults_of("access", {**document, "more": 1})

@@ -84,7 +84,7 @@ def pool_of() -> tuple[WorkPool, Checkpoint]:
 
 
 def sweep_all(view: BackendsView) -> Counters:
-    """As ``objkv sweep --apply --force --grace-s 0``."""
+    """As ``objkv sweep --apply --force --grace 0``."""
     pool, checkpoint = pool_of()
     limits = SweepLimits(apply=True, grace_s=-60, put_s=-60, force=True)
     found = survey(view)

@@ -528,7 +528,7 @@ LINES = {
     "pin": "pin {leaf:.6}",
     "show": "show {leaf:.6} -n tiny",
     "size": "size --layers 2 --kv-heads 2 --head-size 8",
-    "sweep --apply": "sweep --apply --force --grace-s 0",
+    "sweep --apply": "sweep --apply --force --grace 0",
     "top": "top --once --every 0.2 --endpoint http://127.0.0.1:9",
     "unpin": "unpin {leaf:.6} -n tiny",
     "verify": f"verify --all -n {FLEETS[:6]}",

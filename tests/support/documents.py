@@ -400,7 +400,7 @@ DOCUMENTS: Final[Mapping[str, tuple[JsonDocument, ...]]] = {
     "verify": (JsonDocument((RunKeys, VerifyKeys)),),
     "warm": (JsonDocument((WarmKeys, WarmReport)),),
 }
-"""The documents of each command; ``completion`` prints none."""
+"""The documents of each command."""
 
 
 @dataclass(frozen=True, slots=True)

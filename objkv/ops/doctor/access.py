@@ -71,7 +71,7 @@ COMMAND_ROLES: Final[dict[str, tuple[Role, ...]]] = {
     "verify --quarantine --apply": ("sweeper",),
 }
 """The roles whose rights are enough for a command. Commands for a local machine (``demo``,
-``gpu-check``, ``completion``) need no role, and ``warm`` uses a replica's."""
+``gpu-check``) need no role, and ``warm`` uses a replica's."""
 
 
 @dataclass(frozen=True, slots=True)
