@@ -173,7 +173,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("exporter", "--once"),
     ("size", "--model", "llama-3.1-8b", "--rate", "1", "--prompt-tokens", "1000"),
     ("top", "--once", "--endpoint", "http://127.0.0.1:1"),
-    ("warm", "--promote", "-"),
+    ("warm", "--check", "-"),
 )
 
 

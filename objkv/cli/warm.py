@@ -28,7 +28,7 @@ from objkv.cli.command import (
     command,
     ending_in_order,
 )
-from objkv.cli.options import size_option, time_option
+from objkv.cli.options import time_option
 from objkv.cli.output import Printer, age, counted, size
 from objkv.cli.upkeep import refuse_memory
 from objkv.config.urls import cache_folder
@@ -48,7 +48,7 @@ _SHOWN_MAX = 20
 
 
 @contextmanager
-def watching(out: Printer, *, promote: bool) -> "Iterator[WarmProgress]":
+def watching(out: Printer) -> "Iterator[WarmProgress]":
     """Show progress on a terminal within the block."""
     console = Console(stderr=True, no_color=None if out.color else True)
     columns = (
@@ -71,11 +71,6 @@ def watching(out: Printer, *, promote: bool) -> "Iterator[WarmProgress]":
             progress.update(task, completed=count)
 
         def warmed(report: WarmReport) -> None:
-            if promote and report.promotion is not None:
-                copy = report.promotion
-                speed = f"{size(copy.promoted_bytes)} copied"
-                progress.update(task, completed=copy.done, total=copy.payloads, speed=speed)
-                return
             elapsed = progress.tasks[0].elapsed or 0.0
             rate = report.asked_tokens / elapsed if elapsed else 0.0
             progress.update(
@@ -92,10 +87,7 @@ def show_report(out: Printer, report: WarmReport) -> None:
     if out.machine:
         out.document(report.plain())
         return
-    if report.promotion is not None:
-        _show_promotion(out, report)
-    else:
-        _show_warmed(out, report)
+    _show_warmed(out, report)
     _show_failures(out, report)
     if report.ending != "complete":
         why = f": {report.why}" if report.why else ""
@@ -167,24 +159,6 @@ def _asked(report: WarmReport) -> str:
     return text + (f"; {report.retries:,} requests were retried" if report.retries else "")
 
 
-def _show_promotion(out: Printer, report: WarmReport) -> None:
-    copy = report.promotion
-    assert copy is not None
-    out.line(f"namespace {report.namespace}, model {printable(report.model)}")
-    rows: list[tuple[object, ...]] = [
-        ("payloads", copy.payloads, ""),
-        ("hot before", copy.hot_before, ""),
-        ("promoted", copy.promoted, size(copy.promoted_bytes)),
-    ]
-    if copy.too_large:
-        rows.append(("too large", copy.too_large, "above hot_payload_bytes_max"))
-    if copy.over_budget:
-        rows.append(("not copied", copy.over_budget, "over --promote-max"))
-    if copy.failed:
-        rows.append(("failed", copy.failed, ""))
-    out.table(("", ">", "~"), rows)
-
-
 def _show_failures(out: Printer, report: WarmReport) -> None:
     if not report.failures:
         return
@@ -208,9 +182,6 @@ _Endpoint = Annotated[
 _Model = Annotated[
     str | None,
     typer.Option(help="Start an engine with this model folder or hub id.", metavar="MODEL"),
-]
-_Promote = Annotated[
-    bool, typer.Option("--promote", help="Copy stored payloads to the hot store; no engine.")
 ]
 _Check = Annotated[
     bool, typer.Option("--check", help="Only report which prompts are stored; no engine.")
@@ -273,9 +244,6 @@ _GoneS = Annotated[
     float,
     time_option("Give up after this time without answers", "--give-up-after", shown="2m"),
 ]
-_BytesMax = Annotated[
-    int | None, size_option("Copy at most this much, with --promote", "--promote-max")
-]
 
 
 @command
@@ -284,7 +252,6 @@ def warm(
     prompts: _Prompts = None,
     endpoint: _Endpoint = None,
     model: _Model = None,
-    promote: _Promote = False,
     check: _Check = False,
     tokenizer: _Tokenizer = None,
     lora: _Lora = None,
@@ -297,7 +264,6 @@ def warm(
     request_s: _RequestS = 600.0,
     save_s: _SaveS = _USUAL.save_s,
     gone_s: _GoneS = _USUAL.gone_s,
-    bytes_max: _BytesMax = None,
 ) -> int:
     """Compute and save prompts before users send them.
 
@@ -307,10 +273,8 @@ def warm(
 
     refuse_memory(session, "warm")
     places = list(prompts or ())
-    if not places and not promote:
+    if not places:
         raise ConfigError("no prompts: name JSON Lines files, or - for standard input")
-    if check and promote:
-        raise ConfigError("--check and --promote exclude each other: use one of them")
     if engine_arg and model is None:
         raise ConfigError("--engine-arg needs --model")
     if namespace is not None:
@@ -319,7 +283,6 @@ def warm(
     options = WarmOptions(
         endpoints=endpoint or (),
         model=model,
-        promote=promote,
         check=check,
         served_model=served_model,
         api_key=api_key,
@@ -330,12 +293,10 @@ def warm(
         at_once=concurrency,
         answer_s=request_s,
         patience=WarmLimits(attempts_max=attempts, save_s=save_s, gone_s=gone_s),
-        promote_bytes_max=bytes_max,
     )
     with ending_in_order(), _remembering(session, places, options) as (checkpoint, kept):
-        with watching(session.out, promote=promote) as watch:
-            given = read_prompts(places) if places else None
-            report = run_warm(session.resolved, given, options, watch)
+        with watching(session.out) as watch:
+            report = run_warm(session.resolved, read_prompts(places), options, watch)
         report.resumed = checkpoint.resumed
         report.earlier = {name: checkpoint.counters.counts[name] for name in _KEPT}
         kept.append(report)
@@ -357,7 +318,7 @@ def _remembering(
     kept: stored prompts are skipped."""
     config = session.config
     where = (config.bulk_url, config.index_url, config.s3_endpoint_url, config.redis_prefix)
-    what = (sorted(places), options.promote, options.namespace)
+    what = (sorted(places), options.namespace)
     checkpoint = Checkpoint(checkpoint_file(cache_folder(), "warm", where, what))
     if checkpoint.resumed:
         warmed = counted(checkpoint.counters.counts["warmed"], "prompt")

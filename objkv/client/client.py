@@ -322,23 +322,20 @@ class Client:
         *,
         endpoints: Sequence[str] = (),
         model: str | None = None,
-        promote: bool = False,
         check: bool = False,
         **options: Any,
     ) -> "WarmReport":
         """Compute and save ``prompts`` in advance, with this client's settings.
 
-        Takes the arguments of ``objkv.warm``. With ``promote`` and ``check``, ``tokenizer`` is by
-        default that of the client.
+        Takes the arguments of ``objkv.warm``. With ``check``, ``tokenizer`` is by default that
+        of the client.
         """
         from objkv.assembly.warming import WarmOptions, warm_prompts  # late: a client of HTTP
 
         self._check_open()
-        if (promote or check) and self._place is not None:
+        if check and self._place is not None:
             options.setdefault("tokenizer", Path(self._place))
-        chosen = WarmOptions(
-            endpoints=endpoints, model=model, promote=promote, check=check, **options
-        )
+        chosen = WarmOptions(endpoints=endpoints, model=model, check=check, **options)
         return warm_prompts(self._resolved, prompts, chosen)
 
     @property

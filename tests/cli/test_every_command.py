@@ -58,7 +58,7 @@ KEYS = {
     "foreign other pins shapes findings omitted",
     "warm - --check": "command complete mode namespace model ending prompts stored_before short "
     "warmed shared failed left prompt_tokens asked_tokens cached_tokens saved_chunks saved_bytes "
-    "retries seconds endpoints failures resumed earlier why promotion omitted",
+    "retries seconds endpoints failures resumed earlier why omitted",
 }
 ROWS = {
     "ls namespaces": SUMMARY,
@@ -141,7 +141,6 @@ WRONG = [
     ("verify -n ffff", "no namespace matches ffff"),
     ("warm", "no prompts: name JSON Lines files"),
     ("warm /nowhere.jsonl --check", "/nowhere.jsonl: no such file"),
-    ("warm - --check --promote", "--check and --promote exclude each other"),
     ("warm -", "choose how to compute"),
     ("warm - --endpoint x --lora a=b", "b is neither a folder nor a digest"),
 ]
@@ -194,7 +193,6 @@ CHANGING = {
     "sweep --apply": "set role to sweeper",
     "rebuild --apply": "set role to sweeper",
     "verify --all --quarantine --apply": "set role to sweeper",
-    "warm --promote": "role reader does not allow --promote",
 }
 
 

@@ -349,7 +349,7 @@ class WarmKeys(TypedDict):
 
     command: Literal["warm"]
     complete: bool
-    """Whether every prompt that can be stored is stored; with ``--promote``, also hot."""
+    """Whether every prompt that can be stored is stored."""
     omitted: int
     """Failures that are counted but not listed."""
 
