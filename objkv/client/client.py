@@ -236,7 +236,7 @@ class Client:
             ),
             partial(read_lifecycle, config),
         )
-        with closing(AuditSpool(None)) as spool:
+        with closing(AuditSpool()) as spool:
             walk = AuditWalk(view, spool, _WORKERS)
             only = None
             if namespace is not None:

@@ -88,7 +88,7 @@ class Auditor:
         **options: Any,
     ) -> None:
         self.view = AuditView(bulk, index, is_own_index)
-        self.spool = spool or AuditSpool(None, clock=clock or time.time)
+        self.spool = spool or AuditSpool(clock=clock or time.time)
         self.pool = WorkPool(Checkpoint(None), workers=2)
         self.walk = AuditWalk(self.view, self.spool, 2)
         self.options = replace(OPTIONS, **options)

@@ -53,7 +53,7 @@ class AuditView:
 
 @dataclass(slots=True)
 class AuditWalk:
-    """The units of work that fill ``spool``. Each is done once, even over several runs."""
+    """The units of work that fill ``spool``. Each is done once."""
 
     view: AuditView
     spool: AuditSpool
