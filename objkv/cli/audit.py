@@ -361,7 +361,6 @@ def _audited(session: Session, options: AuditOptions, wish: _Wish) -> int:
             workers=options.workers,
             namespace=wish.namespace,
             deadline_s=wish.deadline_s,
-            resumable=False,
         ) as run,
         closing(AuditSpool()) as spool,
     ):

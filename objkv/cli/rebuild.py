@@ -9,7 +9,6 @@ from objkv.cli.output import counted, size
 from objkv.cli.upkeep import (
     WORKERS,
     OneNamespace,
-    Restart,
     Upkeep,
     Workers,
     refuse_memory,
@@ -38,7 +37,6 @@ def rebuild(
         bool, typer.Option("--apply", help="Write the index (default: count only).")
     ] = False,
     workers: Workers = WORKERS,
-    restart: Restart = False,
 ) -> int:
     """Rebuild the index from the bulk store.
 
@@ -50,11 +48,9 @@ def rebuild(
     with upkeep(
         session,
         "rebuild",
-        apply,
         writes=apply,
         workers=workers,
         namespace=namespace,
-        restart=restart,
     ) as run:
         bulk, found, is_empty = run.view.bulk, dict[str, StoredNamespace](), False
         with run.interruptible():

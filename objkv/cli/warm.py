@@ -1,9 +1,7 @@
 """``objkv warm``: compute and store prompts before users send them."""
 
 import json
-import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,19 +27,16 @@ from objkv.cli.command import (
     ending_in_order,
 )
 from objkv.cli.options import time_option
-from objkv.cli.output import Printer, age, counted, size
+from objkv.cli.output import Printer, size
 from objkv.cli.upkeep import refuse_memory
-from objkv.config.urls import cache_folder
 from objkv.errors import ConfigError
 from objkv.ops.formats import printable
 from objkv.ops.listing import find_namespace
-from objkv.ops.runs import Checkpoint, Counters, checkpoint_file
 from objkv.ops.warm.prompts import read_prompts
 from objkv.ops.warm.report import WarmReport
 from objkv.ops.warm.run import WarmLimits
 
 if TYPE_CHECKING:
-    from objkv.assembly.warming import WarmOptions
     from objkv.ops.warm.warm import WarmProgress
 
 _SHOWN_MAX = 20
@@ -119,12 +114,6 @@ def _show_warmed(out: Printer, report: WarmReport) -> None:
     if report.asked_tokens:
         out.line(_asked(report))
     out.line(f"saved {report.saved_chunks:,} chunks, {size(report.saved_bytes)}")
-    if report.resumed:
-        earlier = report.earlier
-        out.line(
-            f"earlier runs warmed {earlier['warmed']:,} prompts and saved "
-            f"{earlier['saved_chunks']:,} chunks, {size(earlier['saved_bytes'])}"
-        )
     answered = sum(one.answered for one in report.endpoints)
     if (answered and len(report.endpoints) > 1) or any(one.errors for one in report.endpoints):
         out.line()
@@ -170,7 +159,6 @@ def _show_failures(out: Printer, report: WarmReport) -> None:
 
 
 _USUAL = WarmLimits()
-_KEPT = ("warmed", "asked_tokens", "saved_chunks", "saved_bytes")
 _Prompts = Annotated[
     list[str] | None,
     typer.Argument(help="JSON Lines files, glob patterns, or - for stdin.", metavar="FILES"),
@@ -294,12 +282,8 @@ def warm(
         answer_s=request_s,
         patience=WarmLimits(attempts_max=attempts, save_s=save_s, gone_s=gone_s),
     )
-    with ending_in_order(), _remembering(session, places, options) as (checkpoint, kept):
-        with watching(session.out) as watch:
-            report = run_warm(session.resolved, read_prompts(places), options, watch)
-        report.resumed = checkpoint.resumed
-        report.earlier = {name: checkpoint.counters.counts[name] for name in _KEPT}
-        kept.append(report)
+    with ending_in_order(), watching(session.out) as watch:
+        report = run_warm(session.resolved, read_prompts(places), options, watch)
     show_report(session.out, report)
     return _code(report)
 
@@ -308,32 +292,6 @@ def _code(report: WarmReport) -> int:
     if report.ending != "complete":
         return INTERRUPTED if report.ending == "interrupted" else UNREACHABLE
     return FINE if report.is_complete else FOUND
-
-
-@contextmanager
-def _remembering(
-    session: Session, places: Sequence[str], options: "WarmOptions"
-) -> Iterator[tuple[Checkpoint, list[WarmReport]]]:
-    """Keep totals over interrupted runs of the same prompts in the same place. The position is not
-    kept: stored prompts are skipped."""
-    config = session.config
-    where = (config.bulk_url, config.index_url, config.s3_endpoint_url, config.redis_prefix)
-    what = (sorted(places), options.namespace)
-    checkpoint = Checkpoint(checkpoint_file(cache_folder(), "warm", where, what))
-    if checkpoint.resumed:
-        warmed = counted(checkpoint.counters.counts["warmed"], "prompt")
-        session.out.note(
-            f"resuming the run begun {age(int(checkpoint.begun_s))} ago, which warmed {warmed}; "
-            "stored prompts are skipped"
-        )
-    kept: list[WarmReport] = []
-    try:
-        yield checkpoint, kept
-    finally:
-        for report in kept:
-            did = {name: int(getattr(report, name)) for name in _KEPT}
-            checkpoint.finish(f"run {time.time():.3f}", Counters(Counter(did)))
-        checkpoint.close(complete=bool(kept) and kept[-1].ending == "complete")
 
 
 def _pair(text: str, option: str) -> tuple[str, str]:

@@ -32,7 +32,7 @@ from objkv.ops.explain.explain import explain_match
 from objkv.ops.listing import find_namespace
 from objkv.ops.match import match_prompt
 from objkv.ops.pin import Pinned, Pinner, chain_of, list_pins
-from objkv.ops.runs import Checkpoint, WorkPool
+from objkv.ops.runs import WorkPool
 from objkv.ops.warm.chat import LocalTokenizer
 from objkv.ops.warm.prompts import to_prompt
 from objkv.telemetry import NullRecorder
@@ -242,7 +242,7 @@ class Client:
             if namespace is not None:
                 only = find_namespace(view.bulk, view.index, namespace)
             places = find_places(view, only)
-            pool = WorkPool(Checkpoint(None), workers=_WORKERS, deadline_s=deadline_s)
+            pool = WorkPool(workers=_WORKERS, deadline_s=deadline_s)
             for stage, units in walk_stages(walk, places):
                 pool.run(units, partial(on_progress, stage))
             assert pool.ending != "limit"

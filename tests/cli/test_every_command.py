@@ -33,7 +33,7 @@ CHUNK_KEYS = (
 )
 MATCH = "namespace model chunk_tokens prompt_tokens usable_tokens stored_chunks chunks"
 PIN = "namespace leaf tokens chunks until_s nbytes missing by"
-RUN = "command ending complete resumed"
+RUN = "command ending complete"
 KEYS = {
     "ls": "source namespaces omitted other_entries other_bytes tenants quota_bytes",
     "ls --bulk": "source namespaces omitted other_entries other_bytes",
@@ -58,7 +58,7 @@ KEYS = {
     "foreign other pins shapes findings omitted",
     "warm - --check": "command complete mode namespace model ending prompts stored_before short "
     "warmed shared failed left prompt_tokens asked_tokens cached_tokens saved_chunks saved_bytes "
-    "retries seconds endpoints failures resumed earlier why omitted",
+    "retries seconds endpoints failures why omitted",
 }
 ROWS = {
     "ls namespaces": SUMMARY,

@@ -42,11 +42,9 @@ class RunKeys(TypedDict):
 
     command: str
     ending: Ending
-    """Why the run ended. Unless ``complete``, the same command continues it."""
+    """Why the run ended."""
     complete: bool
     """Whether everything was looked at."""
-    resumed: bool
-    """Whether the numbers include those of an interrupted run."""
     findings: list[Finding]
     omitted: int
     """Findings that are counted but not listed."""

@@ -29,7 +29,7 @@ class EndpointReport:
 
 @dataclass(slots=True)
 class WarmReport:
-    """The report of one run; ``earlier`` has the totals of the interrupted runs before it."""
+    """The report of one run."""
 
     mode: str
     """``endpoints``, ``engine`` or ``check``."""
@@ -62,8 +62,6 @@ class WarmReport:
     endpoints: list[EndpointReport] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     """The first thousand failures."""
-    resumed: bool = False
-    earlier: dict[str, int] = field(default_factory=dict)
     why: str = ""
     """The reason of an early end."""
 
