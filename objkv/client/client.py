@@ -218,8 +218,8 @@ class Client:
         Args:
             namespace: as for ``match``.
             deadline_s: start no new work after this time; ``ending`` is then ``deadline``.
-            on_progress: called with a stage's name, the number of its items that were begun, and an
-                estimate of all, or None while there is none.
+            on_progress: called with a stage's name, the number of its items that were begun, and
+                the expected number of all, or None if it is unknown.
         """
         backends, config = self._backends, self._config
         self._refuse_memory("an audit")

@@ -4,7 +4,7 @@ Units are idempotent: the next run repeats them, and finds done what this one di
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from threading import Event, Lock
@@ -65,8 +65,8 @@ class Counters:
 
 Ending = Literal["complete", "interrupted", "deadline", "limit"]
 OnProgress = Callable[[int, int | None], None]
-"""Called with the number of items that were begun, and an estimate of all of them: None while there
-is none."""
+"""Called with the number of items that were begun, and the expected number of all, None if it is
+unknown."""
 _AHEAD = 2
 """Running and queued units per thread."""
 _PROGRESS_S = 0.5
@@ -106,40 +106,6 @@ class _Task:
     """Items begun. Only the unit's thread writes it."""
 
 
-class Forecast:
-    """Estimates the number of items of a batch from the units that have ended. For one thread."""
-
-    def __init__(self, units: Sequence[Unit], *, workers: int) -> None:
-        self._is_expected = all(unit.items for unit in units)
-        self._left = sum(map(self._weight, units))
-        self._ended = 0
-        self._ended_weight = 0.0
-        self._items = 0
-        # The first units to end are small ones: fewer than this say little about the others.
-        self._enough = min(workers, max(1, len(units) // 4))
-
-    def end(self, unit: Unit, items: int) -> None:
-        """Add a unit that has ended, with the number of its items."""
-        self._left -= self._weight(unit)
-        self._ended_weight += self._weight(unit)
-        self._ended += 1
-        self._items += max(1, items)
-
-    def progress(self, running: int) -> tuple[int, int | None]:
-        """Return the items begun and the estimate of all, given those of running units."""
-        begun = self._items + running
-        if self._ended >= self._enough:
-            scale = self._items / self._ended_weight
-        elif self._is_expected:
-            scale = 1.0
-        else:
-            return begun, None
-        return begun, self._items + max(running, round(self._left * scale))
-
-    def _weight(self, unit: Unit) -> float:
-        return unit.items if self._is_expected else 1.0
-
-
 class WorkPool:
     """Runs batches of units. The owner's thread waits and may be interrupted."""
 
@@ -172,9 +138,9 @@ class WorkPool:
             return
         pool = ThreadPoolExecutor(self._workers, thread_name_prefix="objkv-ops")
         running: dict[Future[None], _Task] = {}
-        forecast = Forecast(left, workers=self._workers)
+        expected = round(sum(unit.items for unit in left)) if all(u.items for u in left) else None
         try:
-            self._wait_for(self._begin(pool, left, running), running, forecast, on_progress)
+            self._wait_for(self._begin(pool, left, running), running, expected, on_progress)
         except KeyboardInterrupt:
             self.halt("interrupted")
         finally:
@@ -214,18 +180,17 @@ class WorkPool:
         self,
         begun: Iterator[None],
         running: dict[Future[None], _Task],
-        forecast: Forecast,
+        expected: int | None,
         on_progress: OnProgress,
     ) -> None:
-        on_progress(*forecast.progress(0))
+        items = 0
+        on_progress(0, expected)
         while next(begun, None) or running:
             ended, _ = wait(running, timeout=_PROGRESS_S, return_when=FIRST_COMPLETED)
             for future in ended:
-                task = running[future]
                 future.result()
-                del running[future]
-                forecast.end(task.unit, task.items)
-            on_progress(*forecast.progress(sum(task.items for task in running.values())))
+                items += running.pop(future).items
+            on_progress(items + sum(task.items for task in running.values()), expected)
 
     def _work(self, task: _Task) -> None:
         found = Counters()

@@ -53,7 +53,7 @@ def test_all_units_are_done_once_and_counted() -> None:
     assert pool.ending == "complete"
     assert set(work.done.values()) == {1}
     assert (pool.counters.counts["done"], pool.counters.nbytes["done"]) == (50, 50)
-    assert (reports[0], reports[-1]) == ((0, None), (50, 50))
+    assert (reports[0], reports[-1]) == ((0, None), (50, None))
 
 
 def test_an_interrupt_ends_the_run_with_what_was_done_and_nothing_follows() -> None:
