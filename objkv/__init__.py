@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from objkv.assembly.warming import warm
-    from objkv.client.aio import AsyncChunks, AsyncClient, open_async
     from objkv.client.chunks import Chunks
     from objkv.client.client import Client, open
     from objkv.client.results import Chunk, Match, Namespace, PinnedPrefix
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from objkv.ops.warm.report import WarmReport
 
 __all__ = [
-    "AsyncChunks",
-    "AsyncClient",
     "AuditReport",
     "Chunk",
     "Chunks",
@@ -49,7 +46,6 @@ __all__ = [
     "WarmReport",
     "__version__",
     "open",
-    "open_async",
     "warm",
 ]
 
@@ -57,7 +53,6 @@ __version__ = "0.1.0"
 
 _PLACES = {
     "objkv.assembly.warming": ("warm",),
-    "objkv.client.aio": ("AsyncChunks", "AsyncClient", "open_async"),
     "objkv.client.chunks": ("Chunks",),
     "objkv.client.client": ("Client", "open"),
     "objkv.client.results": ("Chunk", "Match", "Namespace", "PinnedPrefix"),

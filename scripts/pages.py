@@ -6,11 +6,9 @@ from pathlib import Path
 
 os.environ.pop("XDG_CACHE_HOME", None)  # Defaults on the pages are those below ~.
 
-from objkv.cli.completion import SCRIPTS
 from scripts import (
     write_api,
     write_cli,
-    write_completion,
     write_configuration,
     write_metrics,
     write_models,
@@ -29,12 +27,8 @@ PAGES = (
 
 def files() -> dict[Path, str]:
     """Each file with the text that it should have."""
-    completions = {
-        write_completion.FOLDER / SCRIPTS[shell]: text
-        for shell, text in write_completion.scripts().items()
-    }
     rights = {write_rights.FILE: write_rights.text()}
-    return {one.PAGE: one.page() for one in PAGES} | completions | rights
+    return {one.PAGE: one.page() for one in PAGES} | rights
 
 
 if __name__ == "__main__":

@@ -144,7 +144,6 @@ check() {
   expect 0 "nothing is stored in sqlite://" ls
   expect 2 "pip install 'objkv[vllm]'" demo
   expect 2 "no such folder" ls --bulk-url file:///nowhere
-  expect 0 "complete -F _objkv_completion objkv" completion bash
   say "objkv $version works without torch and vllm ($SECONDS s)"
 }
 

@@ -15,8 +15,8 @@ import objkv
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "api.md"
 WIDTH = 115
 WORDS = Path(__file__).with_name("api_page.txt")
-FUNCTIONS = ("open", "open_async", "warm")
-CLASSES = ("Client", "Chunks", "AsyncClient", "AsyncChunks")
+FUNCTIONS = ("open", "warm")
+CLASSES = ("Client", "Chunks")
 RESULTS = (
     "Namespace",
     "Match",
@@ -125,8 +125,6 @@ def class_section(name: str) -> Iterator[str]:
     kind = getattr(objkv, name)
     yield from (f"## {name}", "", *described(kind.__doc__))
     for method, member in members(kind):
-        if name == "AsyncClient" and method != "chunks":
-            continue  # those of Client
         yield from (f"### {name}.{method}", "", *signature(method, member))
         yield from described(member.__doc__)
 

@@ -21,7 +21,6 @@ from objkv.config.sources import _SERVICE_LINK
 from objkv.connector.model.weights import DigestCache, local_folder, open_digests
 from objkv.errors import ConfigError
 from objkv.ops.demo import DemoFolder
-from objkv.ops.runs import Checkpoint, checkpoint_file
 from objkv.redact import without_secrets
 from objkv.telemetry import NullRecorder
 
@@ -267,9 +266,8 @@ def test_folders_below_the_cache_are_private_whichever_part_of_objkv_comes_first
     there.mkdir(mode=0o755)
     before = os.umask(0o022)
     try:
-        make_private(there / "cache" / "objkv" / "progress")
-        make_private(there / "cache" / "objkv" / "progress")
-        Checkpoint(checkpoint_file(tmp_path / "verify" / "objkv", "verify")).close(complete=False)
+        make_private(there / "cache" / "objkv" / "digests")
+        make_private(there / "cache" / "objkv" / "digests")
         with DemoFolder(tmp_path / "demo" / "objkv" / "demo").prepared(()):
             pass
         (tmp_path / "weights").touch()
@@ -280,7 +278,7 @@ def test_folders_below_the_cache_are_private_whichever_part_of_objkv_comes_first
     finally:
         os.umask(before)
     assert there.stat().st_mode & 0o777 == 0o755  # what is there keeps its mode
-    assert modes(there / "cache") == modes(tmp_path / "verify") == {0o700}
+    assert modes(there / "cache") == {0o700}
     assert (tmp_path / "demo" / "objkv").stat().st_mode & 0o777 == 0o700
     assert modes(tmp_path / "digests") == {0o700}
 

@@ -170,13 +170,10 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("bench", "--quick"),
     ("admission",),
     ("audit",),
-    ("completion", "bash"),
-    ("export", "--out", "/dev/null/none"),
     ("exporter", "--once"),
-    ("import", "/dev/null/none"),
     ("size", "--model", "llama-3.1-8b", "--rate", "1", "--prompt-tokens", "1000"),
     ("top", "--once", "--endpoint", "http://127.0.0.1:1"),
-    ("warm", "--promote", "-"),
+    ("warm", "--check", "-"),
 )
 
 

@@ -27,7 +27,7 @@ LEASE = "sweep"
 _PAUSE_MS = 600_000
 """Minimum time between the starts of two sweeps by any replica of the machine."""
 _BOUND_S = 300.0
-"""Time limit of a rebuild or a sweep; the next one resumes it."""
+"""Time limit of a rebuild or a sweep; the next one begins anew."""
 _GRACE_S = 10.0
 _SAID_BYTES = 500
 _REBUILD = ("rebuild", "--apply", "--json")
@@ -87,7 +87,7 @@ class AutoSweep:
         return True
 
     def close(self) -> None:
-        """End a running sweep; the next one resumes it. Idempotent."""
+        """End a running sweep. Idempotent."""
         with self._lock:
             self._closed = True
             process = self._process

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from objkv.assembly.backends import open_backends
-from objkv.assembly.seal import open_seal
-from objkv.cache.promotion import HotLimits
-from objkv.config import Config, Resolved, resolve_config
+from objkv.config import Resolved, resolve_config
 from objkv.errors import ConfigError
-from objkv.keys.identity import Identity, name_model, seals_of
+from objkv.keys.identity import name_model
 from objkv.ops.backends_view import BackendsView
 from objkv.ops.listing import find_identity
 from objkv.ops.warm import endpoint, engine
@@ -25,7 +23,7 @@ from objkv.ops.warm.prefill import Prefiller
 from objkv.ops.warm.prompts import WarmPrompt, read_prompts, to_prompt
 from objkv.ops.warm.report import WarmReport
 from objkv.ops.warm.run import WarmLimits
-from objkv.ops.warm.warm import Means, WarmProgress, check_stored, promote_stored, warm_by
+from objkv.ops.warm.warm import Means, WarmProgress, check_stored, warm_by
 from objkv.telemetry import NullRecorder
 
 _ENGINE = "objkv.programs.warm"
@@ -33,15 +31,13 @@ _ENGINE = "objkv.programs.warm"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmOptions:
-    """The way to compute, with its options: one of ``endpoints``, ``model``, ``llm``, ``promote``,
-    ``check``."""
+    """The way to compute, with its options: one of ``endpoints``, ``model``, ``llm``, ``check``."""
 
     endpoints: Sequence[str] = ()
     model: str | None = None
     """A folder or a hub id; a separate engine is started for it."""
     llm: Any = None
     """A ``vllm.LLM`` with objkv's connector, in this process."""
-    promote: bool = False
     check: bool = False
     """Report which prompts are stored, without computing."""
     served_model: str | None = None
@@ -57,7 +53,6 @@ class WarmOptions:
     """Concurrent requests per endpoint or engine."""
     answer_s: float = 600.0
     patience: WarmLimits = field(default_factory=WarmLimits)
-    promote_bytes_max: int | None = None
 
 
 def warm(
@@ -67,7 +62,6 @@ def warm(
     endpoints: Sequence[str] = (),
     model: str | None = None,
     llm: Any = None,
-    promote: bool = False,
     check: bool = False,
     **options: Any,
 ) -> WarmReport:
@@ -80,16 +74,13 @@ def warm(
         endpoints: URLs of OpenAI-compatible servers with objkv's connector.
         model: a folder or hub id; a separate engine computes, in a child process.
         llm: a ``vllm.LLM`` with objkv's connector, without other users meanwhile.
-        promote: copy stored payloads to the hot store, without computing.
         check: only report which prompts are stored.
         options: see ``WarmOptions``.
 
     ``report.is_complete`` is True if all of them are stored. Raises ``ConfigError`` and
     ``StoreError``. An interruption ends the call, and the report states it.
     """
-    chosen = WarmOptions(
-        endpoints=endpoints, model=model, llm=llm, promote=promote, check=check, **options
-    )
+    chosen = WarmOptions(endpoints=endpoints, model=model, llm=llm, check=check, **options)
     return warm_prompts(resolve_config(dict(config or {})), prompts, chosen)
 
 
@@ -102,17 +93,17 @@ def warm_prompts(resolved: Resolved, prompts: Iterable[Any], options: WarmOption
 
 def run_warm(
     resolved: Resolved,
-    prompts: Iterable[WarmPrompt] | None,
+    prompts: Iterable[WarmPrompt],
     options: WarmOptions,
     watch: WarmProgress | None = None,
 ) -> WarmReport:
-    """Implement ``warm``. ``prompts`` may be None to promote a whole namespace."""
+    """Implement ``warm``."""
     config, watch = resolved.config, watch or WarmProgress()
     modes = [bool(options.endpoints), options.model is not None, options.llm is not None]
-    if sum(modes) + options.promote + options.check != 1:
+    if sum(modes) + options.check != 1:
         raise ConfigError(
-            "choose how to compute: an endpoint, or a model to start an engine; or promote or "
-            "check, which do not compute"
+            "choose how to compute: an endpoint, or a model to start an engine; or check, which "
+            "does not compute"
         )
     for name in ("bulk_url", "index_url"):
         if getattr(config, name).startswith("memory:"):
@@ -120,8 +111,6 @@ def run_warm(
                 f"{name} is memory:, which is only visible to the replica "
                 "itself: set a shared store"
             )
-    if options.promote and config.role == "reader":
-        raise ConfigError("role reader does not allow --promote: set role to sweeper")
     digests = {name: _digest(name, value) for name, value in options.adapters.items()}
     with ExitStack() as stack:
         backends = stack.enter_context(open_backends(config, NullRecorder()))
@@ -130,19 +119,6 @@ def run_warm(
         view = BackendsView.of(
             config, (backends.bulk, backends.hot), backends.index, backends.admin, command="warm"
         )
-        if options.promote:
-            means = Means(view, digests, _tokenizer(options), None, watch, _base(options))
-            identity = find_identity(view.bulk, view.index, options.namespace)
-            seal = open_seal(config, tenant=identity.tenant, seals=_seals(identity))
-            return promote_stored(
-                means,
-                prompts,
-                identity,
-                _limits(config),
-                seal=seal,
-                bytes_max=options.promote_bytes_max,
-            )
-        assert prompts is not None
         if options.check:
             means = Means(view, digests, _tokenizer(options), None, watch, _base(options))
             identity = find_identity(view.bulk, view.index, options.namespace)
@@ -246,16 +222,3 @@ def _folder(name: str, path: str) -> str:
     if not Path(path).is_dir():
         raise ConfigError(f"adapter {name}: --model needs the adapter's folder, not its digest")
     return path
-
-
-def _seals(identity: Identity) -> tuple[str, ...]:
-    return seals_of([list(pair) for pair in identity.extra])
-
-
-def _limits(config: Config) -> HotLimits:
-    return HotLimits(
-        payload_bytes_max=config.hot_payload_bytes_max,
-        save_bytes_max=config.hot_save_bytes_max,
-        promote_loads=config.hot_promote_loads,
-        promote_bytes_max=config.hot_promote_bytes_max,
-    )

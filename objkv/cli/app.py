@@ -14,7 +14,7 @@ from typer.main import get_group
 
 from objkv import __version__
 from objkv.cli.command import with_common_options
-from objkv.cli.options import CommonOptions, current_name
+from objkv.cli.options import CommonOptions
 
 COMMANDS: Final = {
     "access": ("access:access", "Print the least-privilege IAM policy and Redis ACL for a role."),
@@ -30,7 +30,6 @@ COMMANDS: Final = {
         "audit:audit",
         "Report stored chunks: owner, age, usage, cost and faults.",
     ),
-    "completion": ("completion:completion", "Print the completion script of a shell."),
     "demo": ("demo:demo", "Show one replica reusing KV that another one computed."),
     "doctor": ("doctor:doctor", "Check settings, bulk store and index, and suggest fixes."),
     "exporter": ("exporter:exporter", "Serve store and index metrics to Prometheus."),
@@ -39,14 +38,6 @@ COMMANDS: Final = {
     "size": ("size:size", "Estimate a fleet's storage, request rate and cost."),
     "top": ("top:top", "Show live hit rates, traffic and errors of a fleet."),
     "match": ("match:match", "Show how much of a prompt is stored and would be served."),
-    "export": (
-        "export:export",
-        "Export chunks as plain safetensors files.",
-    ),
-    "import": (
-        "import_:import_",
-        "Import chunks that objkv export wrote.",
-    ),
     "pin": ("pin:pin", "Protect a stored prefix from eviction until a date."),
     "unpin": ("pin:unpin", "Remove a pin; normal expiry applies again."),
     "warm": ("warm:warm", "Compute and save prompts before users send them."),
@@ -120,16 +111,11 @@ class Commands(TyperGroup):
 app = typer.Typer(
     name="objkv",
     cls=Commands,
-    # ``objkv completion`` prints scripts that start no Python.
-    add_completion=False,
     help="Inspect, check and maintain one shared KV cache for a fleet of vLLM replicas.",
     epilog="Exit codes: 0 success, 1 the check found a problem, 2 wrong usage or settings, "
     "3 a store is unreachable, 70 a bug in objkv, 130 interrupted, 141 standard output was closed.",
     no_args_is_help=True,
-    context_settings={
-        "help_option_names": ["--help", "-h"],
-        "token_normalize_func": current_name,
-    },
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
     # Usage errors are plain lines: a box around them is in the way of grep.
     rich_markup_mode=None,
@@ -159,13 +145,12 @@ def root(
 
 
 def all_commands() -> Iterator[tuple[str, Any]]:
-    """Yield ``objkv`` and each visible command, as (``objkv ls``, Click command). Imports every
-    module of the command line."""
+    """Yield ``objkv`` and each command, as (``objkv ls``, Click command). Imports every module of
+    the command line."""
     group = get_group(app)
     yield "objkv", group
     for name, command in group.commands.items():
-        if not command.hidden:
-            yield f"objkv {name}", command
+        yield f"objkv {name}", command
 
 
 def main() -> None:

@@ -3,8 +3,8 @@
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -21,14 +21,11 @@ from objkv.cli.upkeep import (
     WORKERS,
     Deadline,
     OneNamespace,
-    Restart,
     Upkeep,
     Workers,
-    note_resumed,
     upkeep,
 )
-from objkv.config.urls import cache_folder
-from objkv.errors import ConfigError, StoreUnavailable
+from objkv.errors import ConfigError
 from objkv.models.tokenizer import load_tokenizer
 from objkv.ops.audit.audit import (
     ROOTS_MAX,
@@ -40,7 +37,6 @@ from objkv.ops.audit.audit import (
     find_places,
     walk_stages,
 )
-from objkv.ops.audit.changes import read_earlier
 from objkv.ops.audit.figures import LIST_PRICES
 from objkv.ops.audit.report import (
     JSON_FORMAT,
@@ -54,9 +50,6 @@ from objkv.ops.audit.report import (
 from objkv.ops.audit.spool import AuditSpool
 from objkv.ops.audit.walk import AuditWalk
 from objkv.ops.formats import dollars, share
-from objkv.ops.runs import checkpoint_file
-
-_DIFFERENCES = 5
 
 
 def write_html(report: AuditReport, file: Path, *, private: bool) -> None:
@@ -80,9 +73,7 @@ def write_html(report: AuditReport, file: Path, *, private: bool) -> None:
         raise
 
 
-def show_report(
-    out: Printer, report: AuditReport, *, limit: int, html: Path | None, is_kept: bool
-) -> None:
+def show_report(out: Printer, report: AuditReport, *, limit: int, html: Path | None) -> None:
     """Print the report: at most ``limit`` rows of each table, or one JSON document."""
     if out.machine:
         out.document(
@@ -106,15 +97,13 @@ def show_report(
         _findings(out, report, limit)
         _costs(out, report)
         show_answers(out, report, limit)
-        _differences(out, report, limit)
     for problem in report.problems:
         out.line(problem, "yellow")
     if html is not None:
         out.line(f"HTML report: {html}")
     if report.ending != "complete":
         why = "interrupted" if report.ending == "interrupted" else "the deadline has passed"
-        go_on = f": {_GO_ON}" if is_kept else ""
-        out.line(f"incomplete, {why}{go_on}", "yellow")
+        out.line(f"incomplete, {why}", "yellow")
 
 
 def _totals(out: Printer, report: AuditReport) -> None:
@@ -226,8 +215,8 @@ def _findings(out: Printer, report: AuditReport, limit: int) -> None:
     ]
     out.line()
     if not rows:
-        is_seen_now = report.ending == "complete" and not report.resumed
-        scope = "names and records" if is_seen_now else "names and records that were read"
+        is_whole = report.ending == "complete"
+        scope = "names and records" if is_whole else "names and records that were read"
         out.line(f"no faults in the {scope}; payload bytes were not checked (use objkv verify)")
         return
     out.table(("finding", ">count", ">bytes", ">young", "~what to do"), rows)
@@ -249,28 +238,13 @@ def _named(first: Sequence[AuditFinding], limit: int) -> list[AuditFinding]:
 
 
 def _costs(out: Printer, report: AuditReport) -> None:
-    cost, growth = report.cost, report.growth
+    cost = report.cost
     out.line()
-    if growth.bytes_per_day is not None:
-        out.line(f"growth: {size(int(growth.bytes_per_day))} a day, from chunks still stored")
-    more = "" if cost.next_month is None else f", {_usd(cost.next_month)} next month"
     unused = "" if cost.unused is None else f" (unused chunks {_usd(cost.unused)})"
     out.line(
-        f"cost: {_usd(cost.month)} a month{more}; storage {_usd(cost.storage)}{unused}, requests "
+        f"cost: {_usd(cost.month)} a month; storage {_usd(cost.storage)}{unused}, requests "
         f"{_usd(cost.requests)}, at {cost.prices.gb_month:g} $/GB"
     )
-
-
-def _differences(out: Printer, report: AuditReport, limit: int) -> None:
-    if not report.differences:
-        return
-    out.line()
-    shown = report.differences[: min(limit, _DIFFERENCES)]
-    for one in shown:
-        out.line(f"{one.a[:8]} and {one.b[:8]}: {one.reason}")
-    left = len(report.differences) - len(shown) + report.differences_omitted
-    if left > 0:
-        out.line(f"{counted(left, 'more pair')}; objkv diff compares two namespaces")
 
 
 def _more(out: Printer, omitted: int) -> None:
@@ -289,7 +263,6 @@ def _counted(value: int | None, one: str) -> str:
 
 
 LIMIT = 20
-_GO_ON = "run the same command again to continue"
 _HEADLINES = {
     "corrupt": ("corrupt payloads were found", "red"),
     "faults": ("faults were found", "yellow"),
@@ -304,7 +277,6 @@ class _Wish:
     html: Path | None
     limit: int
     deadline_s: float | None
-    restart: bool
 
 
 @command
@@ -356,16 +328,8 @@ def audit(
             min=0, help="Price of one GPU for an hour, to price what loads saved.", metavar="USD"
         ),
     ] = None,
-    since: Annotated[
-        Path | None,
-        typer.Option(
-            help="Also report what changed since an earlier audit, the output of audit --json.",
-            metavar="FILE",
-        ),
-    ] = None,
     deadline_s: Deadline = None,
     workers: Workers = WORKERS,
-    restart: Restart = False,
 ) -> int:
     """Report stored chunks: owner, age, usage, cost and faults.
 
@@ -380,12 +344,11 @@ def audit(
         audit_options(session.config, __version__),
         roots_max=roots,
         prices=Prices(price_gb_month, price_puts, price_gets, price_gpu_hour),
-        since=None if since is None else read_earlier(since),
         tokenizer=None if tokenizer is None else load_tokenizer(tokenizer),
         show_text=show_text,
         workers=workers,
     )
-    wish = _Wish(namespace, html, limit, deadline_s, restart)
+    wish = _Wish(namespace, html, limit, deadline_s)
     return _audited(session, options, wish)
 
 
@@ -398,39 +361,14 @@ def _audited(session: Session, options: AuditOptions, wish: _Wish) -> int:
             workers=options.workers,
             namespace=wish.namespace,
             deadline_s=wish.deadline_s,
-            resumable=False,
         ) as run,
-        _spool(session, run.namespace, restart=wish.restart) as spool,
+        closing(AuditSpool()) as spool,
     ):
         report = _report(run, spool, options)
         if wish.html is not None:
             write_html(report, wish.html, private=options.show_text)
-        show_report(session.out, report, limit=wish.limit, html=wish.html, is_kept=spool.is_kept)
-        spool.is_reported = report.ending == "complete"
+        show_report(session.out, report, limit=wish.limit, html=wish.html)
         return run.code(FOUND if verdict(report) in ("corrupt", "faults") else FINE)
-
-
-@contextmanager
-def _spool(session: Session, namespace: str | None, *, restart: bool) -> Iterator[AuditSpool]:
-    """The file in which the walk collects its rows; removed once a complete report is printed."""
-    config = session.config
-    place = (config.bulk_url, config.index_url, config.s3_endpoint_url, config.redis_prefix)
-    file = checkpoint_file(cache_folder(), "audit", place, namespace).with_suffix(".sqlite")
-    spool = AuditSpool(file, restart=restart)
-    if spool.resumed:
-        note_resumed(session, spool.begun_s, spool.done, spool.items())
-    try:
-        yield spool
-    except StoreUnavailable as exc:
-        if not spool.is_kept or not spool.done:
-            raise
-        raise StoreUnavailable(f"{exc}; {_GO_ON}") from exc
-    except KeyboardInterrupt:  # the second one, or one while the figures were computed
-        if spool.is_kept and spool.done:
-            session.out.note(f"progress is saved; {_GO_ON}")
-        raise
-    finally:
-        spool.close()
 
 
 def _report(run: Upkeep, spool: AuditSpool, options: AuditOptions) -> AuditReport:
@@ -450,6 +388,5 @@ def _report(run: Upkeep, spool: AuditSpool, options: AuditOptions) -> AuditRepor
 
 
 def _walk(run: Upkeep, walk: AuditWalk, places: Places) -> None:
-    run.checkpoint.done |= walk.spool.done
     for what, units in walk_stages(walk, places):
         run.run(what, units)

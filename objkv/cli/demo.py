@@ -146,7 +146,6 @@ def _row(row: DemoRow) -> tuple[object, ...]:
 @command
 def demo(
     session: Session,
-    fleet: Annotated[bool, typer.Option("--fleet", hidden=True)] = False,
     small: Annotated[
         bool,
         typer.Option(
@@ -158,10 +157,6 @@ def demo(
 
     Needs vLLM, but no GPU. The demo's files stay in the user's cache folder until the next demo.
     """
-    if fleet:
-        raise ConfigError(
-            "--fleet was removed: in a clone of objkv run examples/two-replicas/run.sh MODEL"
-        )
     if any(session.resolved.sources[name] == "option" for name in ("bulk_url", "index_url")):
         raise ConfigError("the demo uses its own store: remove --bulk-url and --index-url")
     if find_spec("vllm") is None:

@@ -8,29 +8,13 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from objkv.errors import ConfigError
 
 Output = Literal["table", "json", "wide"]
-
-_RENAMED: Final = {
-    "bytes-max": "promote-max",
-    "deadline-s": "deadline",
-    "gone-s": "give-up-after",
-    "grace-s": "grace",
-    "memory-bytes": "memory",
-    "request-s": "request-timeout",
-    "save-s": "save-timeout",
-}
-"""Names of the previous version, which still work in this one, and today's; without dashes."""
-
-
-def current_name(option: str) -> str:
-    """Return today's name of an option. Both are without dashes."""
-    return _RENAMED.get(option, option)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,26 +115,11 @@ def check_file(option: str, file: Path) -> None:
     folder = file.absolute().parent
     if file.is_dir() or not folder.is_dir():
         raise ConfigError(f"{option} {file}: give a file name in an existing directory")
-    _check_entry(option, file, folder)
-
-
-def check_folder(option: str, folder: Path) -> None:
-    """Raise ``ConfigError`` unless files can be written to ``folder``, which may not exist yet;
-    before a long run."""
-    place = folder.absolute()
-    while not place.exists():
-        place = place.parent
-    if not place.is_dir():
-        raise ConfigError(f"{option} {folder}: {place} is not a directory")
-    _check_entry(option, folder, place)
-
-
-def _check_entry(option: str, wanted: Path, folder: Path) -> None:
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as exc:
-        raise ConfigError(f"{option} {wanted}: cannot write to {folder}: {exc.strerror}") from exc
+        raise ConfigError(f"{option} {file}: cannot write to {folder}: {exc.strerror}") from exc
 
 
 def _default(shown: str) -> str:

@@ -12,10 +12,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import (
     BarColumn,
+    MofNCompleteColumn,
     Progress,
     SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
+    TimeRemainingColumn,
 )
 from rich.segment import Segment, Segments
 from rich.text import Text
@@ -106,41 +108,22 @@ class Printer:
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
-            TextColumn("{task.fields[count]}"),
+            MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[left]}"),
+            TimeRemainingColumn(),
         )
         disable = not self._progress.is_terminal
         with Progress(
             *columns, console=self._progress, transient=True, disable=disable
         ) as progress:
-            task = progress.add_task(what, total=None, count="", left="")
-
-            def on_progress(done: int, total: int | None) -> None:
-                elapsed_s = progress.tasks[0].elapsed or 0.0
-                # The time left is not rich's: rich forgets the speed when the total changes.
-                count = f"{done:,}" if total is None else f"{done:,}/{total:,}"
-                left = time_left(done, total, elapsed_s)
-                progress.update(task, completed=done, total=total, count=count, left=left)
-
-            yield on_progress
+            task = progress.add_task(what, total=None)
+            yield lambda done, total: progress.update(task, completed=done, total=total)
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Show a spinner on a terminal within the block."""
         with self.counting(what):
             yield
-
-
-def time_left(done: int, total: int | None, elapsed_s: float) -> str:
-    """``4 min left`` at the mean speed so far; empty while it is unknown.
-
-    >>> time_left(100, 500, 60.0), time_left(0, 500, 60.0)
-    ('4 min left', '')
-    """
-    if not total or not done:
-        return ""
-    return f"{span(elapsed_s * (total - done) / done)} left"
 
 
 def plain(value: Any) -> Any:

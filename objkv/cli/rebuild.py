@@ -8,12 +8,9 @@ from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import counted, size
 from objkv.cli.upkeep import (
     WORKERS,
-    DryRun,
     OneNamespace,
-    Restart,
     Upkeep,
     Workers,
-    refuse_contradiction,
     refuse_memory,
     upkeep,
 )
@@ -39,26 +36,21 @@ def rebuild(
     apply: Annotated[
         bool, typer.Option("--apply", help="Write the index (default: count only).")
     ] = False,
-    dry_run: DryRun = False,
     workers: Workers = WORKERS,
-    restart: Restart = False,
 ) -> int:
     """Rebuild the index from the bulk store.
 
     Counts only; --apply writes the index.
     """
-    refuse_contradiction(apply=apply, dry_run=dry_run)
     refuse_memory(session, "rebuild")
     if session.config.index_url.startswith("bulk:"):
         return _nothing_to_do(session)
     with upkeep(
         session,
         "rebuild",
-        apply,
         writes=apply,
         workers=workers,
         namespace=namespace,
-        restart=restart,
     ) as run:
         bulk, found, is_empty = run.view.bulk, dict[str, StoredNamespace](), False
         with run.interruptible():

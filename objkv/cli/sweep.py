@@ -1,6 +1,6 @@
 """``objkv sweep``: find and delete unreachable and evictable data."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Annotated
 
@@ -9,9 +9,9 @@ import typer
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.options import time_option
 from objkv.cli.output import counted, size
-from objkv.cli.upkeep import WORKERS, OneNamespace, Restart, Upkeep, Workers, upkeep
+from objkv.cli.upkeep import WORKERS, OneNamespace, Upkeep, Workers, upkeep
 from objkv.errors import ConfigError
-from objkv.ops.runs import Counters, Unit
+from objkv.ops.runs import Counters
 from objkv.ops.sweep.remove import CATEGORIES, Category, Remover, SweepLimits
 from objkv.ops.sweep.survey import Doubt, find_doubts, survey
 from objkv.ops.sweep.sweep import Sweep
@@ -58,7 +58,6 @@ def sweep(
         int | None, typer.Option(min=1, help="Delete at most this many items.", metavar="N")
     ] = None,
     workers: Workers = WORKERS,
-    restart: Restart = False,
 ) -> int:
     """Find unreachable and evictable data; delete it with --apply."""
     config = session.config
@@ -71,19 +70,12 @@ def sweep(
         removals_max=limit,
     )
     high, low = config.quota_high_percent, config.quota_low_percent
-    # A run resumes an earlier one only if all of these are equal.
-    settings = (
-        *(apply, sorted(limits.only), limits.grace_s, limits.strangers, force),
-        *(config.ttl_s, config.quota_bytes, high, low),
-    )
     with upkeep(
         session,
         "sweep",
-        *settings,
         writes=apply,
         workers=workers,
         namespace=namespace,
-        restart=restart,
     ) as run:
         found = None
         doubts: tuple[Doubt, ...] = ()
@@ -96,13 +88,13 @@ def sweep(
                 limits = replace(limits, apply=False)
             remover = Remover(run.view, limits, lambda: run.pool.halt("limit"))
             work = Sweep(run.view, found, limits, remover, doubts=doubts, workers=workers)
-            run.run("sweeping leftovers", _units(work.leftovers(), doubts))
-            run.run("sweeping payloads", _units(work.parts(), doubts))
-            run.run("sweeping records", _units(work.ghosts(), doubts))
+            run.run("sweeping leftovers", work.leftovers())
+            run.run("sweeping payloads", work.parts())
+            run.run("sweeping records", work.ghosts())
             if namespace is None:  # a tenant's quota covers all of its namespaces
                 quotas = work.quotas(config.quota_bytes, high_percent=high, low_percent=low)
                 run.run("sweeping tenants over quota", quotas)
-            run.run("sweeping documents", _units(work.documents(), doubts))
+            run.run("sweeping documents", work.documents())
         is_found = any(run.counters.counts[category] for category in CATEGORIES)
         is_empty = found is not None and not found.namespaces and not found.indexed
         if is_empty and not is_found and not session.out.machine:
@@ -111,12 +103,6 @@ def sweep(
             _show(run, limits.apply, doubts)
         is_left = bool(doubts) or (is_found and not limits.apply)
         return run.code(FOUND if is_left else FINE)
-
-
-def _units(units: Iterable[Unit], doubts: Collection[Doubt]) -> Iterator[Unit]:
-    """Yield ``units``. With doubts their data was kept, so a later run must not skip them."""
-    for unit in units:
-        yield replace(unit, again=True) if doubts else unit
 
 
 def _categories(only: list[str] | None) -> tuple[Category, ...]:

@@ -1,7 +1,7 @@
 """Shared by the long commands (``rebuild``, ``sweep``, ``verify``): opening store and index, worker
-threads, the checkpoint and the end of the report."""
+threads and the end of the report."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -12,10 +12,8 @@ from objkv.assembly.backends import Backends
 from objkv.assembly.seal import open_seals
 from objkv.cli.command import FOUND, INTERRUPTED, Session
 from objkv.cli.options import size_option, time_option
-from objkv.cli.output import age, counted
 from objkv.codec.seal import Seal
-from objkv.config.urls import cache_folder
-from objkv.errors import ConfigError, StoreUnavailable
+from objkv.errors import ConfigError
 from objkv.keys.identity import NAMESPACE_HEX
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.ops.backends_view import (
@@ -26,7 +24,7 @@ from objkv.ops.backends_view import (
 )
 from objkv.ops.doctor.access import COMMAND_ROLES
 from objkv.ops.listing import find_namespace
-from objkv.ops.runs import Checkpoint, Counters, Unit, WorkPool, checkpoint_file
+from objkv.ops.runs import Counters, Unit, WorkPool
 
 WORKERS = 16
 MEMORY_BYTES = 1 << 30
@@ -40,20 +38,11 @@ OneNamespace = Annotated[
     ),
 ]
 Workers = Annotated[int, typer.Option(min=1, max=256, help="Number of threads.", metavar="N")]
-Restart = Annotated[
-    bool, typer.Option("--restart", help="Start over instead of resuming an earlier run.")
-]
 Deadline = Annotated[float | None, time_option("Start no new work after this time", "--deadline")]
 MemoryBytes = Annotated[
     int,
     size_option("Memory limit for all payloads in flight", "--memory", least=1, shown="1GiB"),
 ]
-DryRun = Annotated[
-    # In 0.1 rebuild and import were dry only with this option; it is accepted for one version.
-    bool,
-    typer.Option("--dry-run", hidden=True, help="The default."),
-]
-_GO_ON = "run the same command again to continue"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +52,6 @@ class Upkeep:
     session: Session
     view: BackendsView
     pool: WorkPool
-    checkpoint: Checkpoint
     namespace: str | None = None
     """The only namespace to work on; None for all."""
 
@@ -103,11 +91,8 @@ class Upkeep:
 
     @property
     def counters(self) -> Counters:
-        """The findings so far, including those of the runs that this one resumes."""
-        total = Counters()
-        total.add(self.checkpoint.counters)
-        total.add(self.pool.partial)
-        return total
+        """The findings so far."""
+        return self.pool.counters
 
     def report(self, command: str, **more: Any) -> dict[str, Any]:
         """Return the JSON document: the common keys, with ``more`` before the findings."""
@@ -116,7 +101,6 @@ class Upkeep:
             "command": command,
             "ending": self.pool.ending,
             "complete": self.pool.ending == "complete",
-            "resumed": self.checkpoint.resumed,
             **more,
             "findings": counters.findings,
             "omitted": counters.omitted,
@@ -136,14 +120,12 @@ class Upkeep:
         """Print why the run is incomplete, if it is."""
         out, ending = self.session.out, self.pool.ending
         if ending != "complete" and not out.machine:
-            goes_on = self.checkpoint.is_kept or ending == "limit"
-            kept = f": {_GO_ON}" if goes_on else ""
             words = {
                 "interrupted": "interrupted",
                 "deadline": "the deadline has passed",
-                "limit": "the limit is reached",
+                "limit": "the limit is reached: run the same command again to continue",
             }
-            out.line(f"incomplete, {words[ending]}{kept}", "yellow")
+            out.line(f"incomplete, {words[ending]}", "yellow")
 
     def code(self, otherwise: int) -> int:
         """Return the exit code. An incomplete run never reports success."""
@@ -160,18 +142,13 @@ def _nothing_stored(url: str) -> str:
 def upkeep(
     session: Session,
     command: str,
-    *settings: object,
     writes: bool,
     workers: int,
     namespace: str | None = None,
     deadline_s: float | None = None,
-    restart: bool = False,
-    resumable: bool = True,
 ) -> Iterator[Upkeep]:
-    """Open store, index and the checkpoint of ``command``. ``settings`` are the values that select
-    its work; runs with equal settings and the same ``namespace`` share a checkpoint. Raises
-    ``ConfigError`` for memory: URLs, a missing folder, a reader that would write, or a namespace
-    that does not exist."""
+    """Open store and index for ``command``. Raises ``ConfigError`` for memory: URLs, a missing
+    folder, a reader that would write, or a namespace that does not exist."""
     refuse_memory(session, command)
     config = session.config
     if writes and config.role == "reader":
@@ -200,38 +177,8 @@ def upkeep(
         )
         if namespace is not None:
             namespace = find_namespace(view.bulk, view.index, namespace, must_exist=True)
-        place = (config.bulk_url, config.index_url, config.s3_endpoint_url, config.redis_prefix)
-        file = checkpoint_file(cache_folder(), command, place, (namespace, *settings))
-        if restart:
-            file.unlink(missing_ok=True)
-        checkpoint = Checkpoint(file if resumable else None)
-        if checkpoint.resumed:
-            note_resumed(session, checkpoint.begun_s, checkpoint.done, checkpoint.items)
-        pool = WorkPool(checkpoint, workers=workers, deadline_s=deadline_s)
-        is_done = False
-        try:
-            yield Upkeep(session, view, pool, checkpoint, namespace)
-            is_done = pool.ending in ("complete", "limit")
-        except StoreUnavailable as exc:
-            if not checkpoint.is_kept:
-                raise
-            raise StoreUnavailable(f"{exc}; {_GO_ON}") from exc
-        finally:
-            checkpoint.close(complete=is_done)
-
-
-def refuse_contradiction(*, apply: bool, dry_run: bool) -> None:
-    """Raise ``ConfigError`` if both options are given."""
-    if apply and dry_run:
-        raise ConfigError("--apply and --dry-run exclude each other: use one of them")
-
-
-def note_resumed(session: Session, begun_s: float, done: Collection[str], items: int) -> None:
-    """Print a note that this run continues one that began at ``begun_s``."""
-    session.out.note(
-        f"resuming the run begun {age(int(begun_s))} ago: {counted(items, 'entry', 'entries')} in "
-        f"{counted(len(done), 'part')} were done; --restart starts over"
-    )
+        pool = WorkPool(workers=workers, deadline_s=deadline_s)
+        yield Upkeep(session, view, pool, namespace)
 
 
 def refuse_memory(session: Session, command: str) -> None:

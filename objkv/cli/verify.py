@@ -14,7 +14,6 @@ from objkv.cli.upkeep import (
     Deadline,
     MemoryBytes,
     OneNamespace,
-    Restart,
     Upkeep,
     Workers,
     upkeep,
@@ -71,7 +70,6 @@ def verify(
     deadline_s: Deadline = None,
     memory_bytes: MemoryBytes = MEMORY_BYTES,
     workers: Workers = WORKERS,
-    restart: Restart = False,
 ) -> int:
     """Verify stored payloads and their index records."""
     if apply and not quarantine:
@@ -79,13 +77,10 @@ def verify(
     with upkeep(
         session,
         "verify",
-        apply,
         writes=apply,
         workers=workers,
         namespace=namespace,
         deadline_s=deadline_s,
-        restart=restart,
-        resumable=every,
     ) as run:
         chosen_of, is_empty, refusal = None, False, None
         with run.interruptible():
@@ -134,21 +129,17 @@ def _check(
     payloads that the sample was chosen from."""
     parts, indexed = places
     chosen_of = None
-    try:
-        if most is None:
-            run.run("checking payloads", work.parts(parts))
-            run.run("looking for missing payloads", work.missing(indexed, run.expected()))
-        else:
-            with run.session.out.waiting("choosing a sample"):
-                sample = choose_sample(run.view, indexed, parts, size=most, seed=seed)
-            chosen_of = sample.chosen_of
-            run.run("checking payloads", work.sample(sample.keys))
-            run.run("looking for records", unindexed(run.view, parts))
-        if apply and run.pool.ending == "complete":
-            run.run("quarantining", work.settle(run.counters))
-    except ConfigError:  # findings under wrong settings must not be resumed
-        run.checkpoint.close(complete=True)
-        raise
+    if most is None:
+        run.run("checking payloads", work.parts(parts))
+        run.run("looking for missing payloads", work.missing(indexed, run.expected()))
+    else:
+        with run.session.out.waiting("choosing a sample"):
+            sample = choose_sample(run.view, indexed, parts, size=most, seed=seed)
+        chosen_of = sample.chosen_of
+        run.run("checking payloads", work.sample(sample.keys))
+        run.run("looking for records", unindexed(run.view, parts))
+    if apply and run.pool.ending == "complete":
+        run.run("quarantining", work.settle(run.counters))
     return chosen_of
 
 

@@ -1,9 +1,7 @@
 """``objkv warm``: compute and store prompts before users send them."""
 
 import json
-import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,27 +26,24 @@ from objkv.cli.command import (
     command,
     ending_in_order,
 )
-from objkv.cli.options import size_option, time_option
-from objkv.cli.output import Printer, age, counted, size
+from objkv.cli.options import time_option
+from objkv.cli.output import Printer, size
 from objkv.cli.upkeep import refuse_memory
-from objkv.config.urls import cache_folder
 from objkv.errors import ConfigError
 from objkv.ops.formats import printable
 from objkv.ops.listing import find_namespace
-from objkv.ops.runs import Checkpoint, Counters, checkpoint_file
 from objkv.ops.warm.prompts import read_prompts
 from objkv.ops.warm.report import WarmReport
 from objkv.ops.warm.run import WarmLimits
 
 if TYPE_CHECKING:
-    from objkv.assembly.warming import WarmOptions
     from objkv.ops.warm.warm import WarmProgress
 
 _SHOWN_MAX = 20
 
 
 @contextmanager
-def watching(out: Printer, *, promote: bool) -> "Iterator[WarmProgress]":
+def watching(out: Printer) -> "Iterator[WarmProgress]":
     """Show progress on a terminal within the block."""
     console = Console(stderr=True, no_color=None if out.color else True)
     columns = (
@@ -71,11 +66,6 @@ def watching(out: Printer, *, promote: bool) -> "Iterator[WarmProgress]":
             progress.update(task, completed=count)
 
         def warmed(report: WarmReport) -> None:
-            if promote and report.promotion is not None:
-                copy = report.promotion
-                speed = f"{size(copy.promoted_bytes)} copied"
-                progress.update(task, completed=copy.done, total=copy.payloads, speed=speed)
-                return
             elapsed = progress.tasks[0].elapsed or 0.0
             rate = report.asked_tokens / elapsed if elapsed else 0.0
             progress.update(
@@ -92,10 +82,7 @@ def show_report(out: Printer, report: WarmReport) -> None:
     if out.machine:
         out.document(report.plain())
         return
-    if report.promotion is not None:
-        _show_promotion(out, report)
-    else:
-        _show_warmed(out, report)
+    _show_warmed(out, report)
     _show_failures(out, report)
     if report.ending != "complete":
         why = f": {report.why}" if report.why else ""
@@ -127,12 +114,6 @@ def _show_warmed(out: Printer, report: WarmReport) -> None:
     if report.asked_tokens:
         out.line(_asked(report))
     out.line(f"saved {report.saved_chunks:,} chunks, {size(report.saved_bytes)}")
-    if report.resumed:
-        earlier = report.earlier
-        out.line(
-            f"earlier runs warmed {earlier['warmed']:,} prompts and saved "
-            f"{earlier['saved_chunks']:,} chunks, {size(earlier['saved_bytes'])}"
-        )
     answered = sum(one.answered for one in report.endpoints)
     if (answered and len(report.endpoints) > 1) or any(one.errors for one in report.endpoints):
         out.line()
@@ -167,24 +148,6 @@ def _asked(report: WarmReport) -> str:
     return text + (f"; {report.retries:,} requests were retried" if report.retries else "")
 
 
-def _show_promotion(out: Printer, report: WarmReport) -> None:
-    copy = report.promotion
-    assert copy is not None
-    out.line(f"namespace {report.namespace}, model {printable(report.model)}")
-    rows: list[tuple[object, ...]] = [
-        ("payloads", copy.payloads, ""),
-        ("hot before", copy.hot_before, ""),
-        ("promoted", copy.promoted, size(copy.promoted_bytes)),
-    ]
-    if copy.too_large:
-        rows.append(("too large", copy.too_large, "above hot_payload_bytes_max"))
-    if copy.over_budget:
-        rows.append(("not copied", copy.over_budget, "over --promote-max"))
-    if copy.failed:
-        rows.append(("failed", copy.failed, ""))
-    out.table(("", ">", "~"), rows)
-
-
 def _show_failures(out: Printer, report: WarmReport) -> None:
     if not report.failures:
         return
@@ -196,7 +159,6 @@ def _show_failures(out: Printer, report: WarmReport) -> None:
 
 
 _USUAL = WarmLimits()
-_KEPT = ("warmed", "asked_tokens", "saved_chunks", "saved_bytes")
 _Prompts = Annotated[
     list[str] | None,
     typer.Argument(help="JSON Lines files, glob patterns, or - for stdin.", metavar="FILES"),
@@ -208,9 +170,6 @@ _Endpoint = Annotated[
 _Model = Annotated[
     str | None,
     typer.Option(help="Start an engine with this model folder or hub id.", metavar="MODEL"),
-]
-_Promote = Annotated[
-    bool, typer.Option("--promote", help="Copy stored payloads to the hot store; no engine.")
 ]
 _Check = Annotated[
     bool, typer.Option("--check", help="Only report which prompts are stored; no engine.")
@@ -273,9 +232,6 @@ _GoneS = Annotated[
     float,
     time_option("Give up after this time without answers", "--give-up-after", shown="2m"),
 ]
-_BytesMax = Annotated[
-    int | None, size_option("Copy at most this much, with --promote", "--promote-max")
-]
 
 
 @command
@@ -284,7 +240,6 @@ def warm(
     prompts: _Prompts = None,
     endpoint: _Endpoint = None,
     model: _Model = None,
-    promote: _Promote = False,
     check: _Check = False,
     tokenizer: _Tokenizer = None,
     lora: _Lora = None,
@@ -297,7 +252,6 @@ def warm(
     request_s: _RequestS = 600.0,
     save_s: _SaveS = _USUAL.save_s,
     gone_s: _GoneS = _USUAL.gone_s,
-    bytes_max: _BytesMax = None,
 ) -> int:
     """Compute and save prompts before users send them.
 
@@ -307,10 +261,8 @@ def warm(
 
     refuse_memory(session, "warm")
     places = list(prompts or ())
-    if not places and not promote:
+    if not places:
         raise ConfigError("no prompts: name JSON Lines files, or - for standard input")
-    if check and promote:
-        raise ConfigError("--check and --promote exclude each other: use one of them")
     if engine_arg and model is None:
         raise ConfigError("--engine-arg needs --model")
     if namespace is not None:
@@ -319,7 +271,6 @@ def warm(
     options = WarmOptions(
         endpoints=endpoint or (),
         model=model,
-        promote=promote,
         check=check,
         served_model=served_model,
         api_key=api_key,
@@ -330,15 +281,9 @@ def warm(
         at_once=concurrency,
         answer_s=request_s,
         patience=WarmLimits(attempts_max=attempts, save_s=save_s, gone_s=gone_s),
-        promote_bytes_max=bytes_max,
     )
-    with ending_in_order(), _remembering(session, places, options) as (checkpoint, kept):
-        with watching(session.out, promote=promote) as watch:
-            given = read_prompts(places) if places else None
-            report = run_warm(session.resolved, given, options, watch)
-        report.resumed = checkpoint.resumed
-        report.earlier = {name: checkpoint.counters.counts[name] for name in _KEPT}
-        kept.append(report)
+    with ending_in_order(), watching(session.out) as watch:
+        report = run_warm(session.resolved, read_prompts(places), options, watch)
     show_report(session.out, report)
     return _code(report)
 
@@ -347,32 +292,6 @@ def _code(report: WarmReport) -> int:
     if report.ending != "complete":
         return INTERRUPTED if report.ending == "interrupted" else UNREACHABLE
     return FINE if report.is_complete else FOUND
-
-
-@contextmanager
-def _remembering(
-    session: Session, places: Sequence[str], options: "WarmOptions"
-) -> Iterator[tuple[Checkpoint, list[WarmReport]]]:
-    """Keep totals over interrupted runs of the same prompts in the same place. The position is not
-    kept: stored prompts are skipped."""
-    config = session.config
-    where = (config.bulk_url, config.index_url, config.s3_endpoint_url, config.redis_prefix)
-    what = (sorted(places), options.promote, options.namespace)
-    checkpoint = Checkpoint(checkpoint_file(cache_folder(), "warm", where, what))
-    if checkpoint.resumed:
-        warmed = counted(checkpoint.counters.counts["warmed"], "prompt")
-        session.out.note(
-            f"resuming the run begun {age(int(checkpoint.begun_s))} ago, which warmed {warmed}; "
-            "stored prompts are skipped"
-        )
-    kept: list[WarmReport] = []
-    try:
-        yield checkpoint, kept
-    finally:
-        for report in kept:
-            did = {name: int(getattr(report, name)) for name in _KEPT}
-            checkpoint.finish(f"run {time.time():.3f}", Counters(Counter(did)))
-        checkpoint.close(complete=bool(kept) and kept[-1].ending == "complete")
 
 
 def _pair(text: str, option: str) -> tuple[str, str]:

@@ -1,1 +1,1 @@
-"""The public Python API, offered as ``objkv.open`` and ``objkv.open_async``."""
+"""The public Python API, offered as ``objkv.open``."""

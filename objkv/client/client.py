@@ -32,7 +32,7 @@ from objkv.ops.explain.explain import explain_match
 from objkv.ops.listing import find_namespace
 from objkv.ops.match import match_prompt
 from objkv.ops.pin import Pinned, Pinner, chain_of, list_pins
-from objkv.ops.runs import Checkpoint, WorkPool
+from objkv.ops.runs import WorkPool
 from objkv.ops.warm.chat import LocalTokenizer
 from objkv.ops.warm.prompts import to_prompt
 from objkv.telemetry import NullRecorder
@@ -218,8 +218,8 @@ class Client:
         Args:
             namespace: as for ``match``.
             deadline_s: start no new work after this time; ``ending`` is then ``deadline``.
-            on_progress: called with a stage's name, the number of its items that were begun, and an
-                estimate of all, or None while there is none.
+            on_progress: called with a stage's name, the number of its items that were begun, and
+                the expected number of all, or None if it is unknown.
         """
         backends, config = self._backends, self._config
         self._refuse_memory("an audit")
@@ -236,13 +236,13 @@ class Client:
             ),
             partial(read_lifecycle, config),
         )
-        with closing(AuditSpool(None)) as spool:
+        with closing(AuditSpool()) as spool:
             walk = AuditWalk(view, spool, _WORKERS)
             only = None
             if namespace is not None:
                 only = find_namespace(view.bulk, view.index, namespace)
             places = find_places(view, only)
-            pool = WorkPool(Checkpoint(None), workers=_WORKERS, deadline_s=deadline_s)
+            pool = WorkPool(workers=_WORKERS, deadline_s=deadline_s)
             for stage, units in walk_stages(walk, places):
                 pool.run(units, partial(on_progress, stage))
             assert pool.ending != "limit"
@@ -322,23 +322,20 @@ class Client:
         *,
         endpoints: Sequence[str] = (),
         model: str | None = None,
-        promote: bool = False,
         check: bool = False,
         **options: Any,
     ) -> "WarmReport":
         """Compute and save ``prompts`` in advance, with this client's settings.
 
-        Takes the arguments of ``objkv.warm``. With ``promote`` and ``check``, ``tokenizer`` is by
-        default that of the client.
+        Takes the arguments of ``objkv.warm``. With ``check``, ``tokenizer`` is by default that
+        of the client.
         """
         from objkv.assembly.warming import WarmOptions, warm_prompts  # late: a client of HTTP
 
         self._check_open()
-        if (promote or check) and self._place is not None:
+        if check and self._place is not None:
             options.setdefault("tokenizer", Path(self._place))
-        chosen = WarmOptions(
-            endpoints=endpoints, model=model, promote=promote, check=check, **options
-        )
+        chosen = WarmOptions(endpoints=endpoints, model=model, check=check, **options)
         return warm_prompts(self._resolved, prompts, chosen)
 
     @property

@@ -55,23 +55,23 @@ class Rebuild:
         for part in parts:
             seal = self._view.seal_of(namespaces[part.namespace])
             work = self._part_work(part, seal)
-            yield Unit(f"records {part.name}", work, items=part.payloads)
+            yield Unit(work, items=part.payloads)
 
     def lost(
         self, parts: list[NamespacePart], namespaces: Mapping[str, StoredNamespace]
     ) -> Iterator[Unit]:
         """Restore records missing again although their part is done: the index may have lost them
-        since an earlier run or during this one. Counts only ``restored``, a second time. Reads no
+        during this run. Counts only ``restored``, a second time. Reads no
         headers of payloads with a record."""
         for part in parts if self._apply else ():
             seal = self._view.seal_of(namespaces[part.namespace])
             work = self._lost_work(part, seal)
-            yield Unit(f"lost {part.name}", work, again=True, items=part.payloads)
+            yield Unit(work, items=part.payloads)
 
     def namespaces(self, namespaces: Mapping[str, StoredNamespace]) -> Iterator[Unit]:
         """Restore pins, the shards in use, and totals. Counts ``pins`` and ``shapes``."""
         for namespace in namespaces.values():
-            yield Unit(f"namespace {namespace.name}", self._namespace_work(namespace), again=True)
+            yield Unit(self._namespace_work(namespace))
 
     def _part_work(
         self, part: NamespacePart, seal: Seal | None

@@ -84,7 +84,7 @@ def unindexed(view: BackendsView, parts: Sequence[NamespacePart]) -> Iterator[Un
                     return
 
     if not view.is_own_index:
-        yield Unit("records of some", work)
+        yield Unit(work)
 
 
 def _every_key(
@@ -162,22 +162,22 @@ class Verify:
     def parts(self, parts: Sequence[NamespacePart]) -> Iterator[Unit]:
         """Check every indexed payload; every payload if the folder is its own index."""
         for part in parts:
-            yield Unit(f"payloads {part.name}", self._part_work(part), items=part.payloads)
+            yield Unit(self._part_work(part), items=part.payloads)
 
     def missing(self, names: Sequence[str], totals: Mapping[str, int]) -> Iterator[Unit]:
         """Find the records of these namespaces whose payloads are gone. ``totals``: the expected
         number of payloads per namespace."""
         for name in names:
             items = totals.get(name, 0)
-            yield Unit(f"records {name}", self._missing_work(name), items=items)
+            yield Unit(self._missing_work(name), items=items)
 
     def sample(self, keys: Sequence[ChunkKey]) -> Iterator[Unit]:
         """Check the payloads of these keys."""
         for key in keys:
-            yield Unit(f"payload {key.path()}", self._one_work(key), items=1)
+            yield Unit(self._one_work(key), items=1)
 
     def settle(self, found: Counters) -> Iterator[Unit]:
-        """Quarantine or repair the findings of the units above, also of earlier runs. Only findings
+        """Quarantine or repair the findings of the units above. Only findings
         kept by the counters are handled; a later run finds the others again.
 
         Raises ``ConfigError`` before anything is changed, see ``refuse_doubtful``.
@@ -187,7 +187,7 @@ class Verify:
         for start in range(0, len(found.findings), _FINDINGS_AT_ONCE):
             some = found.findings[start : start + _FINDINGS_AT_ONCE]
             work = self._settle_work(some)
-            yield Unit(f"settle {start}", work, again=True, items=len(some))
+            yield Unit(work, items=len(some))
 
     def _settle_work(self, findings: Sequence[Finding]) -> Callable[[Counters, Check], None]:
         def work(counters: Counters, check: Check) -> None:
@@ -200,14 +200,7 @@ class Verify:
         return work
 
     def refuse_doubtful(self, found: Counters) -> None:
-        """Raise ``ConfigError`` if most payloads are bad, or missing, or those of a namespace are
-        sealed with other keys. ``found`` includes earlier runs, which each saw only a part."""
-        counts = found.counts
-        bad, gone = counts["corrupt"] + counts["foreign"], counts["missing"]
-        seen = bad + sum(counts[kind] for kind in ("ok", "mismatch", "hot"))
-        for share in (_Share(seen, bad), _Share(seen + gone, gone)):
-            if share.is_most:
-                raise ConfigError(share.refusal("found by several runs"))
+        """Raise ``ConfigError`` if most payloads of a namespace are sealed with other keys."""
         for name in self._namespaces:
             seen, other = found.counts[f"seen {name}"], found.counts[f"other keys {name}"]
             if 2 * other > seen:

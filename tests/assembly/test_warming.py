@@ -56,7 +56,7 @@ def test_an_engine_that_warms_saves_by_itself(tmp_path: Path) -> None:
 def test_one_prompt_is_not_taken_for_a_list(prompts: object, tmp_path: Path) -> None:
     config = {"bulk_url": f"file://{tmp_path}"}
     with pytest.raises(ConfigError, match="a list of prompts, not a single one"):
-        objkv.warm(prompts, config=config, promote=True)  # type: ignore[arg-type]
+        objkv.warm(prompts, config=config, check=True)  # type: ignore[arg-type]
 
 
 def test_importing_objkv_imports_nothing_that_warming_needs() -> None:

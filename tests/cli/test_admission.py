@@ -68,5 +68,5 @@ def test_neither_an_audit_nor_a_sweep_takes_the_order_for_a_stranger(
     machine.fill()
     run("admission", "never")
     assert foreign_folders(machine.bulk.folders(""), [NAMESPACE]) == []
-    assert run("sweep", "--apply", "--force", "--grace-s", "0").code == 0
+    assert run("sweep", "--apply", "--force", "--grace", "0").code == 0
     assert followed(machine) == "never"

@@ -1,6 +1,5 @@
 """Commands that change or delete stored data or write the index do so only with ``--apply``."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +9,8 @@ from tests.cli.conftest import Machine, Run, refused
 from tests.support.samples import NAMESPACE
 
 DRY = {
-    "import": ("nothing was imported: add --apply to import", ("import", "{out}")),
     "rebuild": ("nothing was written: add --apply to write the index", ("rebuild",)),
-    "sweep": ("nothing was deleted: add --apply to delete", ("sweep", "--grace-s", "0", "--force")),
+    "sweep": ("nothing was deleted: add --apply to delete", ("sweep", "--grace", "0", "--force")),
     "verify": (
         "nothing was changed: --apply would quarantine 1 payload, remove 1 record of missing",
         ("verify", "--all", "--quarantine"),
@@ -22,16 +20,13 @@ DRY = {
 
 
 @pytest.fixture
-def damaged(run: Run, machine: Machine, tmp_path: Path) -> Path:
-    """Something to do for every command: the folder of an export."""
+def damaged(machine: Machine) -> None:
+    """Something to do for every command."""
     hashes = machine.fill()
-    out = tmp_path / "out"
-    assert run("export", "--out", str(out), "-n", "tiny").code == 0
     paths = sorted(entry.key for entry in machine.bulk.scan(NAMESPACE) if hashes[0] in entry.key)
     machine.bulk.delete(paths[0])
     machine.bulk.put(paths[1], b"not a payload")
     machine.index.drop(NAMESPACE, bytes.fromhex(hashes[2]))
-    return out
 
 
 def state(machine: Machine) -> tuple[dict[str, bytes | None], list[Any]]:
@@ -41,12 +36,12 @@ def state(machine: Machine) -> tuple[dict[str, bytes | None], list[Any]]:
     return entries, sorted(records, key=lambda record: record.prefix_hash)
 
 
+@pytest.mark.usefixtures("damaged")
 @pytest.mark.parametrize("command", DRY)
 def test_nothing_changes_without_apply(
-    run: Run, machine: Machine, damaged: Path, command: str, monkeypatch: pytest.MonkeyPatch
+    run: Run, machine: Machine, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    says, words = DRY[command]
-    given = [word.format(out=damaged) for word in words]
+    says, given = DRY[command]
     before = state(machine)
     for role in ("sweeper", "reader"):
         monkeypatch.setenv("OBJKV_ROLE", role)
@@ -56,17 +51,16 @@ def test_nothing_changes_without_apply(
         document = run(*given, "--json").document
         assert document["applied"] is False
         assert state(machine) == before
-    role = "writer" if command == "import" else "sweeper"
-    refused(run(*given, "--apply"), f"set role to {role}")
+    refused(run(*given, "--apply"), "set role to sweeper")
     assert state(machine) == before
     monkeypatch.setenv("OBJKV_ROLE", "writer")
     assert run(*given, "--apply", "--json").document["applied"] is True
     assert state(machine) != before
 
 
-def test_a_second_look_finds_nothing_left(run: Run, damaged: Path) -> None:
-    assert run("import", str(damaged), "--apply").code == 0
-    assert run("import", str(damaged)).code == 0
+def test_a_second_look_finds_nothing_left(run: Run, machine: Machine) -> None:
+    machine.index.drop(NAMESPACE, bytes.fromhex(machine.fill()[2]))
+    assert run("rebuild").code == 1
     assert run("rebuild", "--apply").code == 0
     assert run("rebuild").code == 0
 

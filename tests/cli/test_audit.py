@@ -16,15 +16,10 @@ from objkv.stores.local import LocalStore
 from tests.cli.conftest import Machine, Run
 from tests.contracts.damage import DamagedStore, Defects
 from tests.support.audit import save_with_tokens
-from tests.support.samples import IDENTITY, NAMESPACE, save, save_identity
+from tests.support.samples import IDENTITY, NAMESPACE, save_identity
 
 
-def progress(home: Path) -> list[Path]:
-    """Return the files that unfinished audits have left."""
-    return list((home / "objkv" / "progress").glob("audit-*"))
-
-
-def test_an_audit_of_a_sound_store_is_fine(run: Run, machine: Machine, home: Path) -> None:
+def test_an_audit_of_a_sound_store_is_fine(run: Run, machine: Machine) -> None:
     machine.fill()
     ran = run("audit")
     assert ran.code == 0
@@ -34,7 +29,6 @@ def test_an_audit_of_a_sound_store_is_fine(run: Run, machine: Machine, home: Pat
         "no faults in the names and records; payload bytes were not checked (use objkv verify)"
         in ran.out
     )
-    assert progress(home) == []
 
 
 @pytest.mark.slow
@@ -82,13 +76,10 @@ def test_wrong_options_are_told_before_anything_is_walked(
     run: Run, machine: Machine, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.fill()
-    (home / "ls.json").write_text('{"command": "ls"}')
     monkeypatch.setattr(LocalStore, "scan", lambda *_: pytest.fail("walked"))
     for options, words in (
         (("--html", f"{home}/none/report.html"), "--html"),
         (("--html", str(home)), "--html"),
-        (("--since", f"{home}/none.json"), "--since"),
-        (("--since", f"{home}/ls.json"), "not the output of objkv audit --json"),
         (("--show-text",), "--tokenizer"),
         (("--tokenizer", f"{home}/none.json"), "tokenizer.json"),
         (("--namespace", "ffff"), "no namespace matches ffff"),
@@ -116,26 +107,19 @@ def test_the_page_is_written_whole_or_not_at_all(
 
 
 @pytest.mark.slow
-def test_an_interrupted_audit_tells_its_part_and_goes_on(
-    run: Run, ends: Backends, home: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_interrupted_audit_tells_its_part(
+    run: Run, ends: Backends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     DamagedStore(ends).plant(Defects(good=30, ghost=2))
-    whole = run("audit", "--json").document
     with monkeypatch.context() as patch:
         patch.setattr(AuditWalk, "leftovers", interrupt)
         partial = run("audit", "--workers", "1")
         assert partial.code == 130
-        assert "incomplete, interrupted: run the same command again to continue" in partial.out
+        assert "incomplete, interrupted" in partial.out
         document = run("audit", "--json").document
         assert (document["ending"], document["complete"]) == ("interrupted", False)
         assert document["parts_done"] == document["parts"] - 1
         assert document["totals"]["payloads"] == 30
-    assert len(progress(home)) == 1
-    ended = run("audit", "--json").document
-    assert ended["resumed"]
-    for field in ("totals", "tree", "findings", "roots"):
-        assert ended[field] == whole[field]
-    assert progress(home) == []
 
 
 def interrupt(*_: object) -> Any:
@@ -165,26 +149,15 @@ def test_texts_are_redacted_unless_they_are_asked_for(
 
 def test_answers_to_auditors_are_a_few_lines(run: Run, machine: Machine, home: Path) -> None:
     leaf = machine.fill()[-1]
-    before = home / "before.json"
-    before.write_text(run("audit", "--json").out)
     machine.index.touch(NAMESPACE, [bytes.fromhex(leaf)], ttl_s=3_600)
     assert "saved: unknown, no replica has reported" in run("audit").out
     machine.index.credit(Savings(NAMESPACE, "2026-11", 3, 4_096, 4_096, 7_400_000_000, 200_000_000))
     run("pin", leaf, "--by", "ada")
-    save(machine.bulk, machine.index, [5] * 16)
-    ran = run(
-        "audit", "--since", str(before), "--price-gpu-hour", "2.5", "--html", f"{home}/p.html"
-    )
+    ran = run("audit", "--price-gpu-hour", "2.5", "--html", f"{home}/p.html")
     assert ran.code == 0
-    for line in (
-        "saved: 4,096 tokens loaded since 2026-11: 2.0 h of GPU time, $5.00 "
-        "(computing 2.1 h, loading 3.3 min)",
-        "provenance: of 7 headers read, 7 unsealed; no token ids; written by host-1",
-        ": +1 chunks, +",
-        "verdict fine then, fine now",
-    ):
-        assert line in ran.out, ran.out
+    line = "saved: 4,096 tokens loaded since 2026-11: 2.0 h of GPU time, $5.00 "
+    assert f"{line}(computing 2.1 h, loading 3.3 min)" in ran.out
     [pinned] = [line for line in ran.out.splitlines() if line.startswith(leaf[:12])]
     assert "  ada  " in pinned
     page = (home / "p.html").read_text()
-    assert all(words in page for words in (">ada<", "$5.00", "Changes since", "host-1"))
+    assert all(words in page for words in (">ada<", "$5.00"))

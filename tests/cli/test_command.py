@@ -119,11 +119,7 @@ def test_the_version_is_told(run: Run) -> None:
     assert ran.out.startswith("objkv 0.")
 
 
-WITH_OPTIONS = [name for name in COMMANDS if name != "completion"]
-"""``completion`` prints a script, whatever the settings."""
-
-
-@pytest.mark.parametrize("name", WITH_OPTIONS)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_the_common_options_and_a_sentence(name: str, run: Run) -> None:
     ran = run(name, "--help")
     assert ran.code == 0

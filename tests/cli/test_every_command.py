@@ -33,7 +33,7 @@ CHUNK_KEYS = (
 )
 MATCH = "namespace model chunk_tokens prompt_tokens usable_tokens stored_chunks chunks"
 PIN = "namespace leaf tokens chunks until_s nbytes missing by"
-RUN = "command ending complete resumed"
+RUN = "command ending complete"
 KEYS = {
     "ls": "source namespaces omitted other_entries other_bytes tenants quota_bytes",
     "ls --bulk": "source namespaces omitted other_entries other_bytes",
@@ -58,7 +58,7 @@ KEYS = {
     "foreign other pins shapes findings omitted",
     "warm - --check": "command complete mode namespace model ending prompts stored_before short "
     "warmed shared failed left prompt_tokens asked_tokens cached_tokens saved_chunks saved_bytes "
-    "retries seconds endpoints failures resumed earlier why promotion omitted",
+    "retries seconds endpoints failures why omitted",
 }
 ROWS = {
     "ls namespaces": SUMMARY,
@@ -87,7 +87,7 @@ def test_the_keys_for_machines_are_stable(run: Run, chunk: str, words: str) -> N
 
 
 def test_each_document_has_a_declared_type_and_is_held_to_it(run: Run) -> None:
-    assert set(DOCUMENTS) == set(COMMANDS) - {"completion"}
+    assert set(DOCUMENTS) == set(COMMANDS)
     document = run("access", "--role", "reader", "--json").document
     assert faults_of("access", document) == []
     assert faults_of("access", {**document, "more": 1})
@@ -106,9 +106,6 @@ WRONG = [
     ("diff {name} /nowhere/identity.json", "/nowhere/identity.json is not a file"),
     ("diff - -", "-"),
     ("doctor --kv-transfer-config {{", "kv-transfer-config"),
-    ("export --out x", "give --namespace, --prefix or a prompt"),
-    ("export --out x --prefix zz", "4 to 40 hex digits"),
-    ("import /nowhere", "not a complete export"),
     ("ls --bulk --prefixes", "--bulk counts namespaces"),
     ("ls acme -n acme", "give the namespace once"),
     ("ls xyz", "no namespace matches xyz"),
@@ -144,7 +141,6 @@ WRONG = [
     ("verify -n ffff", "no namespace matches ffff"),
     ("warm", "no prompts: name JSON Lines files"),
     ("warm /nowhere.jsonl --check", "/nowhere.jsonl: no such file"),
-    ("warm - --check --promote", "--check and --promote exclude each other"),
     ("warm -", "choose how to compute"),
     ("warm - --endpoint x --lora a=b", "b is neither a folder nor a digest"),
 ]
@@ -171,7 +167,7 @@ def test_where_nothing_is_stored_it_is_said_where(run: Run, home: str, words: st
 
 INDEX = [
     *("ls", "ls --prefixes", "match", "show abcd", "diff ab cd", "audit"),
-    *("verify --all", "sweep", "rebuild", "warm - --check", "export --out /nowhere/x -n tiny"),
+    *("verify --all", "sweep", "rebuild", "warm - --check"),
 ]
 
 
@@ -197,7 +193,6 @@ CHANGING = {
     "sweep --apply": "set role to sweeper",
     "rebuild --apply": "set role to sweeper",
     "verify --all --quarantine --apply": "set role to sweeper",
-    "warm --promote": "role reader does not allow --promote",
 }
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Machine, Run, refused
+from tests.cli.conftest import Machine, Run
 from tests.ops.warm.fake_vllm import ADAPTER, ADAPTER_DIGEST, LONGEST, FakeVllm, Place
 from tests.support.samples import CHUNK, NAMESPACE, TOKENS, save, save_identity
 
@@ -70,12 +70,11 @@ def test_adapters_are_known_by_what_they_hold(run: Run, server: FakeVllm) -> Non
     assert matched["usable_tokens"] == len(TOKENS)
 
 
-def test_who_may_only_read_may_warm_but_not_promote(
+def test_who_may_only_read_may_warm(
     run: Run, server: FakeVllm, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OBJKV_ROLE", "reader")
     assert run("warm", str(prompts), "--endpoint", server.url).code == 0
-    refused(run("warm", "--promote"), "role reader does not allow --promote")
 
 
 def test_what_is_stored_is_checked_without_anybody_who_computes(

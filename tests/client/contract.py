@@ -1,6 +1,5 @@
 """What a client promises, whatever its stores are."""
 
-import asyncio
 import math
 import time
 from array import array
@@ -13,7 +12,6 @@ import pytest
 
 import objkv
 from objkv.assembly.backends import Backends, open_backends
-from objkv.client.aio import AsyncClient
 from objkv.config import resolve_config
 from objkv.errors import ConfigError, NotStored, UnclearName
 from objkv.index.base import ChunkEntry, ShardRecord
@@ -206,26 +204,6 @@ class ClientContract:
         table = client.chunks().to_arrow()
         assert table.column_names == list(frame.columns)
         assert {row["prefix_hash"] for row in table.to_pylist()} == set(frame.prefix_hash)
-
-    def test_an_async_client_says_the_same(
-        self, client: objkv.Client, keys: list[ChunkKey]
-    ) -> None:
-        async def ask() -> None:
-            twin = AsyncClient(client)
-            assert await twin.namespaces() == client.namespaces()
-            matches = await asyncio.gather(*(twin.match(TOKENS[:n]) for n in (5, 20, 48)))
-            assert [match.chunks for match in matches] == [0, 1, 3]
-            assert [chunk async for chunk in twin.chunks()] == list(client.chunks())
-            assert len(await twin.chunks().to_pandas()) == 3
-            assert (await twin.chunks().to_arrow()).num_rows == 3
-            with pytest.raises(ConfigError, match="empty"):
-                await twin.match([])
-            async with twin:
-                pass
-            with pytest.raises(ConfigError, match="closed"):
-                await twin.namespaces()
-
-        asyncio.run(ask())
 
     def test_pins_come_and_go(self, client: objkv.Client, keys: list[ChunkKey]) -> None:
         pin = client.pin([*TOKENS[: 2 * CHUNK], 1], for_s=3_600)

@@ -1,6 +1,5 @@
 """The client on stores of one machine, and how it is opened and imported."""
 
-import asyncio
 import subprocess
 import sys
 from pathlib import Path
@@ -77,15 +76,6 @@ def test_reading_a_default_store_that_is_empty_creates_nothing(
     assert not (tmp_path / "objkv" / "chunks").exists()
 
 
-def test_an_async_client_opens_by_itself(tmp_path: Path) -> None:
-    async def ask() -> None:
-        async with objkv.open_async(bulk_url=f"file://{tmp_path}", index_url="bulk:") as client:
-            assert await client.namespaces() == []
-            assert "objkv.AsyncClient around <objkv.Client" in repr(client)
-
-    asyncio.run(ask())
-
-
 def test_text_and_messages_become_the_model_s_tokens(
     tokenizer_folder: Path, tmp_path: Path
 ) -> None:
@@ -154,7 +144,7 @@ IMPORTS = """
 import sys
 import objkv
 assert dir(objkv) == sorted(objkv.__all__)
-assert {"open", "open_async", "warm", "Client", "Match", "StoreError"} <= set(dir(objkv))
+assert {"open", "warm", "Client", "Match", "StoreError"} <= set(dir(objkv))
 objkv.open(bulk_url="memory:", index_url="memory:").namespaces()
 heavy = {"torch", "vllm", "transformers", "pandas", "pyarrow", "matplotlib", "httpx", "typer"}
 print(sorted(heavy & {name.partition(".")[0] for name in sys.modules}))

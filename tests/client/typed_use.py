@@ -17,10 +17,3 @@ def best(client: Client, tokens: list[int]) -> int:
     client.match(tokens, namespaces="x")  # type: ignore[call-arg] # refused, as intended
     objkv.nothing  # type: ignore[attr-defined] # noqa: B018 - refused, as intended
     return found.tokens + len(names) + len(sizes) + report.totals.chunks
-
-
-async def best_async(tokens: list[int]) -> int:
-    async with objkv.open_async(bulk_url="file:///srv/kv", role="reader") as client:
-        found: Match = await client.match(tokens, cache_salt="a")
-        await client.match(7)  # type: ignore[arg-type] # refused, as intended
-        return found.tokens + sum([chunk.nbytes async for chunk in client.chunks()])

@@ -12,7 +12,7 @@ from objkv.keys.identity import identity_path
 from objkv.keys.prefix import prefix_hashes, root_hash
 from objkv.ops.backends_view import BackendsView, read_namespace, stored_namespaces, stored_parts
 from objkv.ops.rebuild import Rebuild
-from objkv.ops.runs import Checkpoint, Counters, WorkPool
+from objkv.ops.runs import Counters, WorkPool
 from objkv.ops.sweep.remove import Remover, SweepLimits
 from objkv.ops.sweep.survey import survey
 from objkv.ops.sweep.sweep import Sweep
@@ -77,43 +77,37 @@ def save_all(
     return saved
 
 
-def pool_of() -> tuple[WorkPool, Checkpoint]:
-    """Two threads, nothing kept on disk."""
-    checkpoint = Checkpoint(None)
-    return WorkPool(checkpoint, workers=2), checkpoint
-
-
 def sweep_all(view: BackendsView) -> Counters:
-    """As ``objkv sweep --apply --force --grace-s 0``."""
-    pool, checkpoint = pool_of()
+    """As ``objkv sweep --apply --force --grace 0``."""
+    pool = WorkPool(workers=2)
     limits = SweepLimits(apply=True, grace_s=-60, put_s=-60, force=True)
     found = survey(view)
     remover = Remover(view, limits, lambda: None)
     work = Sweep(view, found, limits, remover)
     for units in (work.leftovers(), work.parts(), work.ghosts(), work.documents()):
         pool.run(units)
-    return checkpoint.counters
+    return pool.counters
 
 
 def rebuild_all(view: BackendsView) -> Counters:
     """As ``objkv rebuild``."""
-    pool, checkpoint = pool_of()
+    pool = WorkPool(workers=2)
     found = {name: read_namespace(view.bulk, name) for name in stored_namespaces(view.bulk)}
     work = Rebuild(view, apply=True)
     parts = stored_parts(view.bulk, list(found))
     pool.run(work.parts(parts, found))
     pool.run(work.lost(parts, found))
     pool.run(work.namespaces(found))
-    return checkpoint.counters
+    return pool.counters
 
 
 def verify_all(view: BackendsView) -> Counters:
     """As ``objkv verify --all``."""
-    pool, checkpoint = pool_of()
+    pool = WorkPool(workers=2)
     names = stored_namespaces(view.bulk)
     found = {name: read_namespace(view.bulk, name) for name in names}
     work = Verify(view, found, quarantine=False, budget=Budget(1 << 30), workers=2)
     pool.run(work.parts(stored_parts(view.bulk, names)))
     if not view.is_own_index:
         pool.run(work.missing(view.index.namespaces(), {}))
-    return checkpoint.counters
+    return pool.counters

@@ -153,10 +153,10 @@ def test_what_was_not_walked_is_not_judged() -> None:
     assert report.totals.chunks == 0
     assert report.ending == "interrupted"
     assert report.parts_done < report.parts
-    assert "running the same command again resumes the audit" in report.problems[0]
+    assert report.problems[0].endswith("numbers cover only these")
 
 
-def test_costs_and_growth_are_plain_arithmetic() -> None:
+def test_costs_are_plain_arithmetic() -> None:
     bulk, index = MemoryStore(), MemoryIndex()
     save_identity(bulk)
     auditor = Auditor(
@@ -170,18 +170,12 @@ def test_costs_and_growth_are_plain_arithmetic() -> None:
         record = Record(key.prefix_hash, bytes(20), 0, 16, {}, hits=6 if number == 3 else 0)
         auditor.spool.add_records([SeenRecord(NAMESPACE, record, True)])
     report = auditor.report()
-    assert [(day.day, day.chunks, day.nbytes) for day in report.growth.days] == [
-        ("2024-10-01", 1, gb), ("2024-10-02", 0, 0), ("2024-10-03", 2, 2 * gb),
-        ("2024-10-04", 1, gb),
-    ]  # fmt: skip
-    assert report.growth.bytes_per_day == gb
     cost = report.cost
     assert cost.storage == 8.0
     assert cost.puts == 60
     assert cost.gets == pytest.approx(60)  # 6 hits in 3 days
     assert cost.requests == pytest.approx(0.6 + 0.06)
     assert cost.month == pytest.approx(8.66)
-    assert cost.next_month == pytest.approx(8.66 + 60)
     assert cost.unused == 6.0
     assert cost.tenants[0].month == pytest.approx(8.66)
     assert (report.totals.hits, report.totals.used_chunks) == (6, 1)
@@ -197,7 +191,7 @@ def test_the_list_prices_are_those_of_the_costs_that_the_simulation_uses() -> No
 
 
 def test_numbers_that_no_record_can_have_do_no_harm() -> None:
-    spool = AuditSpool(None)
+    spool = AuditSpool()
     shard_free = Record(b"\1" * 20, bytes(20), 0, 1 << 90, {}, hits=1 << 90, touched_s=1 << 90)
     spool.add_records([SeenRecord(NAMESPACE, shard_free, True)])
     [(start, hits)] = spool.some("SELECT token_start, hits FROM records")

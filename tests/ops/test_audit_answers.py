@@ -1,4 +1,4 @@
-"""An audit's answers: savings, provenance, pins, lifecycle rules and changes."""
+"""An audit's answers: savings, pins and lifecycle rules."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -122,6 +122,3 @@ def test_ghosts_that_this_user_cannot_see_are_in_the_report() -> None:
     assert any("(ghosts) are not seen" in problem for problem in report.problems)
     assert not any("ghosts" in one for one in Auditor(bulk, MemoryIndex()).all().problems)
     assert isinstance(Auditor(bulk, index).view, AuditView)
-
-
-# What changed

@@ -1,7 +1,6 @@
-"""The spool of an audit: over several runs, with concurrent audits, and in little memory."""
+"""The spool of an audit: in little memory, and what is young in it."""
 
 import tracemalloc
-from pathlib import Path
 
 import pytest
 
@@ -31,50 +30,15 @@ def payload(number: int) -> tuple[ChunkKey, Entry]:
     return key, Entry(key.path(), 5_000, 0.0)
 
 
-def test_a_walk_that_was_stopped_goes_on_and_finds_the_same(tmp_path: Path) -> None:
-    bulk, index = MemoryStore(), MemoryIndex()
-    save_prompts(bulk, index, [(0, 1, 2), (0, 3), (4,)])
-    whole = Auditor(bulk, index).all()
-    file = tmp_path / "audit.sqlite"
-    first = Auditor(bulk, index, spool=AuditSpool(file))
-    first.records()
-    first.spool.close()
-    second = Auditor(bulk, index, spool=AuditSpool(file))
-    assert second.spool.resumed
-    second.view.index.scan = lambda namespace: pytest.fail("read again")  # type: ignore[method-assign]
-    second.records()
-    second.payloads()
-    second.again()
-    report = second.report()
-    assert report.resumed
-    assert (report.totals, report.tree) == (whole.totals, whole.tree)
-    second.spool.is_reported = True
-    second.spool.close()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_what_is_seen_twice_counts_once() -> None:
-    spool = AuditSpool(None)
+    spool = AuditSpool()
     for _ in range(2):
         spool.add_payloads([payload(1)])
     assert count(spool) == 1
 
 
-def test_two_audits_at_once_do_not_mix(tmp_path: Path) -> None:
-    first = AuditSpool(tmp_path / "audit.sqlite")
-    first.add_payloads([payload(1)])
-    second = AuditSpool(tmp_path / "audit.sqlite")
-    assert (second.is_kept, count(second)) == (False, 0)
-    second.add_payloads([payload(2), payload(3)])
-    second.is_reported = True
-    second.close()
-    assert count(first) == 1
-    first.close()
-    assert count(AuditSpool(tmp_path / "audit.sqlite")) == 1
-
-
-def test_a_full_disk_is_said_and_what_to_do(tmp_path: Path) -> None:
-    spool = AuditSpool(tmp_path / "audit.sqlite")
+def test_a_full_disk_is_said_and_what_to_do() -> None:
+    spool = AuditSpool()
     pages = spool.some("PRAGMA page_count")[0][0]
     spool.run(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(ConfigError, match=r"full; .* free some space"):
@@ -87,7 +51,7 @@ def test_pythons_memory_does_not_grow_with_the_store() -> None:
     """A setting limits SQLite's own memory."""
 
     def peak(chunks: int) -> int:
-        spool = AuditSpool(None)
+        spool = AuditSpool()
         tracemalloc.start()
         for start in range(0, chunks, 500):
             numbers = range(start, min(start + 500, chunks))

@@ -19,7 +19,7 @@ from objkv.keys.encoder import EncoderIdentity
 from objkv.keys.identity import identity_path
 from objkv.ops.backends_view import read_namespace
 from objkv.ops.rebuild import Rebuild
-from objkv.ops.runs import Checkpoint, Counters, WorkPool
+from objkv.ops.runs import Counters, WorkPool
 from objkv.ops.sweep.remove import Remover, SweepLimits
 from objkv.ops.sweep.survey import find_doubts, old_epochs, survey
 from objkv.ops.sweep.sweep import Sweep
@@ -43,8 +43,7 @@ class World:
         self, *, quota_bytes: int = 0, force: bool = False, strangers: bool = True
     ) -> Counters:
         """All categories, whatever its age."""
-        checkpoint = Checkpoint(None)
-        pool = WorkPool(checkpoint, workers=2)
+        pool = WorkPool(workers=2)
         limits = SweepLimits(apply=True, grace_s=-1, strangers=strangers, force=force)
         found = survey(self.view)
         remover = Remover(self.view, limits, lambda: pool.halt("limit"))
@@ -52,15 +51,14 @@ class World:
         quotas = work.quotas(quota_bytes, high_percent=100, low_percent=50)
         for units in (work.leftovers(), work.parts(), work.ghosts(), quotas, work.documents()):
             pool.run(units)
-        checkpoint.counters.add(pool.partial)
-        return checkpoint.counters
+        return pool.counters
 
     def rebuild(self) -> Counters:
-        checkpoint = Checkpoint(None)
+        pool = WorkPool(workers=2)
         found = survey(self.view)
         work = Rebuild(self.view, apply=True)
-        WorkPool(checkpoint, workers=2).run(work.parts(list(found.parts), found.namespaces))
-        return checkpoint.counters
+        pool.run(work.parts(list(found.parts), found.namespaces))
+        return pool.counters
 
 
 class MeddledIndex(MemoryIndex):
@@ -261,7 +259,7 @@ def test_totals_of_a_namespace_whose_records_have_all_expired_are_counted_again(
     limits = SweepLimits(apply=True, grace_s=-1)
     remover = Remover(world.view, limits, lambda: None)
     work = Sweep(world.view, survey(world.view, only), limits, remover, workers=1)
-    WorkPool(Checkpoint(None), workers=1).run(work.ghosts())
+    WorkPool(workers=1).run(work.ghosts())
     left = {usage.namespace: usage.nbytes for usage in index.usage()}
     assert left == {NAMESPACE: 0, gone: 10_000 if only else 0}
 
@@ -303,11 +301,9 @@ def test_a_sweep_of_one_namespace_leaves_the_leftovers_of_others_alone() -> None
     view = view_of(bulk, MemoryIndex())
     limits = SweepLimits(apply=True, grace_s=-1, put_s=0)
     remover = Remover(view, limits, lambda: None)
-    checkpoint = Checkpoint(None)
-    pool = WorkPool(checkpoint, workers=1)
+    pool = WorkPool(workers=1)
     pool.run(Sweep(view, survey(view, mine), limits, remover).leftovers())
-    checkpoint.counters.add(pool.partial)
-    assert {finding.key for finding in checkpoint.counters.findings} == {
+    assert {finding.key for finding in pool.counters.findings} == {
         f"{mine}/00/~{mine}", quarantined[mine],
     }  # fmt: skip
     assert [entry.key for entry in bulk.scan("quarantine/")] == [quarantined[other]]

@@ -1,7 +1,6 @@
 """What verifying does while somebody writes, and in which order it takes payloads out of use. That
 it finds what is there: ``tests/cli/test_upkeep.py``."""
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from threading import Event, Thread
@@ -10,7 +9,7 @@ import pytest
 
 from objkv.assembly.backends import Backends
 from objkv.cache.bulk_index import BulkIndex
-from objkv.errors import ConfigError, StoreUnavailable
+from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry
 from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
@@ -51,31 +50,6 @@ class World:
         payload = good._ends.bulk.get(key.path())
         assert payload is not None
         self.bulk.put(key.path(), payload)
-
-
-@pytest.mark.parametrize(
-    ("counts", "is_refused"),
-    [
-        ({"ok": 10, "corrupt": 30}, True),
-        ({"ok": 10, "corrupt": 15, "foreign": 15}, True),
-        ({"ok": 10, "missing": 30}, True),
-        ({"ok": 10, "corrupt": 19}, False),
-        ({"ok": 100, "corrupt": 30, "missing": 40}, False),
-    ],
-)
-def test_findings_of_several_runs_are_judged_together(
-    counts: dict[str, int], is_refused: bool
-) -> None:
-    """Each run alone may see too few bad payloads to suspect the settings."""
-    found = Counters(counts=Counter(counts))
-    work = Verify(World().view, {}, quarantine=True, budget=Budget(1 << 20), workers=1)
-    if is_refused:
-        with pytest.raises(ConfigError, match="nothing was quarantined"):
-            list(work.settle(found))
-    else:
-        list(work.settle(found))
-    forced = Verify(World().view, {}, quarantine=True, budget=Budget(1), workers=1, force=True)
-    list(forced.settle(found))
 
 
 def checker(world: World, meanwhile: Callable[[float], None]) -> Checker:

@@ -344,16 +344,13 @@ def run_as(fleet: Fleet, role: Role, *words: str, **settings: str) -> str:
 LINES = {
     "access": "access --role reader",
     "diff": f"diff acme/tiny {FLEETS}",
-    "export": "export --out {out} -n acme/tiny",
     "exporter": "exporter --once",
-    "import --apply": "import {exported} --apply",
-    "import": "import {exported}",
     "ls NAMESPACE": "ls default/tiny",
     "match": "match --tokens {tokens}",
     "pin": "pin {leaf:.6}",
     "show": "show {leaf:.6} -n tiny",
     "size": "size --layers 2 --kv-heads 2 --head-size 8",
-    "sweep --apply": "sweep --apply --force --grace-s 0",
+    "sweep --apply": "sweep --apply --force --grace 0",
     "top": "top --once --every 0.2 --endpoint http://127.0.0.1:9",
     "unpin": "unpin {leaf:.6} -n tiny",
     "verify": f"verify --all -n {FLEETS[:6]}",
@@ -361,11 +358,11 @@ LINES = {
     "verify --quarantine --apply": "verify --all --quarantine --apply --force",
 }
 """Command lines that differ from the name of the command."""
-FOUND = {"import": 1, "top": 3, "verify --quarantine": 1}
+FOUND = {"top": 3, "verify --quarantine": 1}
 """Exit codes other than 0 of commands that work: no replica answers, or something is left to do."""
 CHANGES = (
-    *("admission never", "import", "import --apply", "pin", "rebuild --apply", "sweep --apply"),
-    *("unpin", "verify --quarantine", "verify --quarantine --apply"),
+    *("admission never", "pin", "rebuild --apply", "sweep --apply", "unpin"),
+    *("verify --quarantine", "verify --quarantine --apply"),
 )
 """Commands that need stores of their own."""
 SHOWN = dict.fromkeys(("ls", "ls NAMESPACE", "ls --prefixes", "ls --tree", "audit"), FLEETS[:8])
@@ -375,8 +372,6 @@ def prepare(fleet: Fleet, command: str) -> str:
     """Save a chain with what the command is to remove; the hash of its last chunk."""
     fleet.empty()
     with fleet.everything() as ends:
-        if command.startswith("import"):
-            return ""
         save_identity(ends.bulk)
         keys = save(ends.bulk, ends.index)
         if command == "sweep --apply":
@@ -394,18 +389,16 @@ def test_every_command_works_or_names_the_role_that_it_needs(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    tokens, exported = tmp_path / "tokens.json", tmp_path / "exported"
+    tokens = tmp_path / "tokens.json"
     tokens.write_text(str(list(TOKENS)), encoding="utf-8")
     runner, wrong = CliRunner(), list[str]()
-    leaf = prepare(fleet, "export")
-    line = f"export --out {exported} --namespace {FLEETS}"
-    runner.invoke(app, line.split(), env=fleet.environment("sweeper"))
+    leaf = prepare(fleet, "match")
     for command, roles in COMMAND_ROLES.items():
-        if command in CHANGES or not leaf:
+        if command in CHANGES:
             leaf = prepare(fleet, command)
         if command == "unpin":
             runner.invoke(app, ["pin", leaf], env=fleet.environment("sweeper"))
-        places = {"tokens": tokens, "leaf": leaf, "exported": exported, "out": tmp_path / "out"}
+        places = {"tokens": tokens, "leaf": leaf}
         words = LINES.get(command, command).format(**places).split()
         ran = runner.invoke(app, words, env=fleet.environment(role))
         if role in roles:

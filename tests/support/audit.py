@@ -23,7 +23,7 @@ from objkv.ops.audit.report import (
 )
 from objkv.ops.audit.spool import AuditSpool
 from objkv.ops.audit.walk import AuditView, AuditWalk
-from objkv.ops.runs import Checkpoint, Unit, WorkPool
+from objkv.ops.runs import Unit, WorkPool
 from objkv.stores.base import PruneStore, ReadStore
 from tests.support.samples import CHUNK, CREATED_S, NAMESPACE, WHOLE, record_of, save, save_identity
 
@@ -83,8 +83,8 @@ class Auditor:
         **options: Any,
     ) -> None:
         self.view = AuditView(bulk, index, is_own_index)
-        self.spool = spool or AuditSpool(None, clock=clock or time.time)
-        self.pool = WorkPool(Checkpoint(None), workers=2)
+        self.spool = spool or AuditSpool(clock=clock or time.time)
+        self.pool = WorkPool(workers=2)
         self.walk = AuditWalk(self.view, self.spool, 2)
         self.options = replace(OPTIONS, **options)
         self.clock = clock
@@ -118,7 +118,7 @@ class Auditor:
         return self.report()
 
     def _run(self, units: Iterator[Unit]) -> None:
-        self.pool.run(unit for unit in units if unit.again or unit.name not in self.spool.done)
+        self.pool.run(units)
 
 
 OPTIONS = AuditOptions(

@@ -23,7 +23,6 @@ from objkv.ops.doctor.access import Access
 from objkv.ops.doctor.doctor import DoctorReport
 from objkv.ops.explain.causes import Explanation
 from objkv.ops.explain.explain import ReplicaCounters
-from objkv.ops.export.manifest import Head
 from objkv.ops.gpu_check import GpuReport
 from objkv.ops.listing import Branch, NamespaceSummary, PrefixSummary, TenantTotals
 from objkv.ops.match import MatchReport
@@ -43,11 +42,9 @@ class RunKeys(TypedDict):
 
     command: str
     ending: Ending
-    """Why the run ended. Unless ``complete``, the same command continues it."""
+    """Why the run ended."""
     complete: bool
     """Whether everything was looked at."""
-    resumed: bool
-    """Whether the numbers include those of an interrupted run."""
     findings: list[Finding]
     omitted: int
     """Findings that are counted but not listed."""
@@ -114,24 +111,6 @@ class DiffKeys(TypedDict):
     differences: list[Difference]
 
 
-class ExportKeys(TypedDict):
-    """The keys that ``export`` adds."""
-
-    out: str
-    """The folder."""
-    manifest: Head | None
-    """Null until the export is complete."""
-    exported: int
-    """Payloads written by this run."""
-    kept: int
-    """Payloads that the folder had already."""
-    gone: int
-    """Payloads that were removed from the store meanwhile."""
-    corrupt: int
-    missing: int
-    """Payloads that the index lists and the bulk store lacks."""
-
-
 class ServedAt(TypedDict):
     """The document of ``exporter`` while it serves."""
 
@@ -153,45 +132,6 @@ class SampleKeys(TypedDict):
     name: str
     labels: dict[str, str]
     value: float
-
-
-class ImportPlan(TypedDict):
-    """The document of ``import`` without ``--apply``."""
-
-    command: Literal["import"]
-    dry_run: bool
-    """Always true."""
-    applied: bool
-    """Always false."""
-    manifest: Head
-    new: list[str]
-    """Namespaces that this cache lacks."""
-    new_bytes: int
-    """Bytes of payloads that this cache lacks."""
-    refusal: str | None
-    """Why ``--apply`` would be refused; null if it would not."""
-
-
-class ImportKeys(TypedDict):
-    """The keys that ``import`` adds."""
-
-    applied: bool
-    """Always true."""
-    manifest: Head
-    new_namespaces: int
-    """Namespaces that this cache lacked."""
-    added: int
-    """Payloads that were stored."""
-    present: int
-    """Payloads that were stored before."""
-    indexed: int
-    """Payloads that were stored before and lacked a record."""
-    busy: int
-    """Payloads that a replica is saving."""
-    missing: int
-    """Payloads that the export's manifest lists and its folder lacks."""
-    refused: int
-    """Payloads that are damaged or belong elsewhere."""
 
 
 class NamespacesKeys(TypedDict):
@@ -407,7 +347,7 @@ class WarmKeys(TypedDict):
 
     command: Literal["warm"]
     complete: bool
-    """Whether every prompt that can be stored is stored; with ``--promote``, also hot."""
+    """Whether every prompt that can be stored is stored."""
     omitted: int
     """Failures that are counted but not listed."""
 
@@ -434,12 +374,10 @@ DOCUMENTS: Final[Mapping[str, tuple[JsonDocument, ...]]] = {
     "demo": (JsonDocument((DemoReport, DemoKeys)),),
     "diff": (JsonDocument((DiffKeys,)),),
     "doctor": (JsonDocument((DoctorReport,)), JsonDocument((ModelVerdict,), "--model")),
-    "export": (JsonDocument((RunKeys, ExportKeys)),),
     "exporter": (
         JsonDocument((SampleKeys,), "--once", is_list=True),
         JsonDocument((ServedAt,)),
     ),
-    "import": (JsonDocument((ImportPlan,)), JsonDocument((RunKeys, ImportKeys), "--apply")),
     "ls": (
         JsonDocument((NamespacesKeys,)),
         JsonDocument((PrefixesKeys,), "NAMESPACE or --prefixes"),
@@ -460,7 +398,7 @@ DOCUMENTS: Final[Mapping[str, tuple[JsonDocument, ...]]] = {
     "verify": (JsonDocument((RunKeys, VerifyKeys)),),
     "warm": (JsonDocument((WarmKeys, WarmReport)),),
 }
-"""The documents of each command; ``completion`` prints none."""
+"""The documents of each command."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ def check_that_all_is_found_and_mended(run: Run, ends: Backends) -> None:
         planted, orphan=("orphan",), ghost=("ghost",), old_epoch=("old_epoch",),
         stranger=("stranger",),
     )  # fmt: skip
-    swept = run("sweep", "--grace-s", "0", "--json")
+    swept = run("sweep", "--grace", "0", "--json")
     assert found(swept.document) == useless
     assert (swept.code, swept.document["removed"]) == (1, 0)
 
@@ -77,12 +77,12 @@ def check_that_all_is_found_and_mended(run: Run, ends: Backends) -> None:
     assert (mended.code, found(mended.document)) == (0, wrong)
     right = run("verify", "--all", "--json")
     assert (right.code, found(right.document)) == (0, {})
-    removed = run("sweep", "--apply", "--strangers", "--grace-s", "0", "--json")
+    removed = run("sweep", "--apply", "--strangers", "--grace", "0", "--json")
     taken_away = sorted(path for kind in (*CORRUPT, "foreign") for path in planted[kind])
     del useless["ghost"]  # verify has forgotten them
     useless["quarantined"] = [f"quarantine/{path}" for path in taken_away]
     assert found(removed.document) == useless
-    nothing = run("sweep", "--grace-s", "0", "--json")
+    nothing = run("sweep", "--grace", "0", "--json")
     assert (nothing.code, found(nothing.document)) == (0, {})
 
     kept = sorted(planted["good"] + planted["mismatch"] + planted["hot"])
@@ -99,7 +99,7 @@ def check_that_a_wiped_index_is_restored(run: Run, ends: Backends) -> None:
     before, shapes = records(ends, NAMESPACE), ends.index.lookup(NAMESPACE, [SHAPES_HASH])[0]
     for prefix_hash in (*before, SHAPES_HASH):
         ends.admin.drop(NAMESPACE, prefix_hash)
-    kept = run("sweep", "--apply", "--grace-s", "0", "--json")
+    kept = run("sweep", "--apply", "--grace", "0", "--json")
     assert (kept.code, kept.document["applied"], kept.document["removed"]) == (1, False, 0)
     assert "objkv rebuild" in kept.document["doubts"][0]["why"]
     restored = run("rebuild", "--apply", "--json").document

@@ -1,5 +1,5 @@
-"""The parts of an audit beyond figures and faults, as plain values: savings, writers, pins, the
-protection of payloads, and whether the bucket deletes them too early.
+"""The parts of an audit beyond figures and faults, as plain values: savings, pins, and
+whether the bucket deletes payloads too early.
 
 The rules of ``report`` hold here too: ``None`` means unknown, never zero.
 """
@@ -47,42 +47,6 @@ class SavingsAudit:
     """Price of ``gpu_s``; None without a price per GPU hour."""
     months: tuple[SavingsMonth, ...]
     """By namespace, then by month."""
-
-
-@dataclass(frozen=True, slots=True)
-class WriterAudit:
-    """A machine that wrote payloads, by its own statement in their headers."""
-
-    host: str
-    payloads: int
-    """Number of the headers read that name it."""
-    first_s: int
-    """When it wrote the first of them."""
-    last_s: int
-
-
-@dataclass(frozen=True, slots=True)
-class ProvenanceAudit:
-    """Who wrote a namespace's payloads and how they are protected, from a sample of headers.
-
-    A header's statements are claims unless its payload is signed; ``objkv verify`` checks seals.
-    """
-
-    namespace: str
-    seals: tuple[str, ...]
-    """How the namespace requires payloads to be sealed: ``signed``, ``encrypted``, or neither."""
-    headers: int
-    """Headers read, of payloads chosen by hash; all the following numbers count these."""
-    encrypted: int
-    """Encrypted payloads; they are signed too."""
-    signed: int
-    """Signed payloads that are not encrypted."""
-    unsealed: int
-    token_ids: int
-    """Payloads that contain the token ids of their prompt."""
-    writers: tuple[WriterAudit, ...]
-    """Most payloads first; at most 20."""
-    writers_omitted: int
 
 
 @dataclass(frozen=True, slots=True)

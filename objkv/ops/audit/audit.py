@@ -15,7 +15,6 @@ from tokenizers import Tokenizer
 from objkv.cache.listed_index import GHOSTS_UNSEEN, is_listed
 from objkv.config import Config
 from objkv.ops.audit.answers import LifecycleAudit
-from objkv.ops.audit.changes import changes_since
 from objkv.ops.audit.figures import (
     LIST_PRICES,
     Basis,
@@ -24,7 +23,6 @@ from objkv.ops.audit.figures import (
     namespace_audits,
     read_ages,
     read_cost,
-    read_growth,
     savings_audit,
     tenant_audits,
     totals,
@@ -37,13 +35,11 @@ from objkv.ops.audit.findings import (
     read_findings,
     with_force,
 )
-from objkv.ops.audit.identities import Facts, compare, read_facts
-from objkv.ops.audit.provenance import read_active_pins, read_provenance
+from objkv.ops.audit.identities import Facts, read_facts
+from objkv.ops.audit.pins import read_active_pins
 from objkv.ops.audit.report import (
     AuditReport,
     Ending,
-    IdentityDifference,
-    NamespaceAudit,
     Prices,
     RootAudit,
     TreeNode,
@@ -64,7 +60,6 @@ from objkv.ops.retrying import once
 from objkv.ops.runs import Unit
 from objkv.ops.sweep.survey import old_epochs, with_earlier
 
-DIFFERENCES_MAX = 50
 ROOTS_MAX = 50
 
 
@@ -85,8 +80,6 @@ class AuditOptions:
     """Quota per tenant; 0 for none."""
     roots_max: int = ROOTS_MAX
     prices: Prices = LIST_PRICES
-    since: AuditReport | None = None
-    """An earlier report to compare with."""
     tokenizer: Tokenizer | None = None
     """None to omit texts."""
     show_text: bool = False
@@ -221,11 +214,9 @@ class Audit:
         )
         every_name: dict[str, Facts | None] = {**dict.fromkeys(walked), **facts}
         namespaces = namespace_audits(found, every_name, wrong, has_index=has_index)
-        differences, differences_omitted = self._differences(namespaces)
         tree, nodes, roots = self._shapes(has_index=has_index)
-        growth = read_growth(self.spool, now_s)
         every = totals(namespaces, found, has_index=has_index)
-        answers, unread = self._answers(namespaces, now_s)
+        answers, unread = self._answers(now_s)
         basis = Basis(options.prices, now_s, has_index)
         report = AuditReport(
             made_s=int(now_s),
@@ -236,7 +227,6 @@ class Audit:
             ending=ending,
             parts_done=sum(unit in self.spool.done for unit in self.places.units()),
             parts=len(self.places.units()),
-            resumed=self.spool.resumed,
             totals=every,
             namespaces=namespaces,
             tenants=tenant_audits(namespaces, options.quota_bytes),
@@ -245,40 +235,23 @@ class Audit:
             roots_omitted=max(0, every.roots - len(roots)),
             tree=nodes,
             ages=read_ages(self.spool, now_s, has_index=has_index),
-            growth=growth,
-            cost=read_cost(self.spool, namespaces, found, growth, basis),
+            cost=read_cost(self.spool, namespaces, found, basis),
             findings=with_force(findings, every, wrong, kept),
-            differences=differences,
-            differences_omitted=differences_omitted,
             namespace=self.places.only,
             **answers,
-            changes=None,
             problems=(),
         )
-        changes, doubts = changes_since(options.since, report)
         omitted, others = tree.namespaces_omitted, self.places.others
-        met = [*sorted(met), *unread, *doubts]
+        met = [*sorted(met), *unread]
         found_problems = problems(
             report, walked, others=others, met=met, namespaces_omitted=omitted
         )
-        return replace(report, changes=changes, problems=found_problems)
+        return replace(report, problems=found_problems)
 
-    def _differences(
-        self, namespaces: Sequence[NamespaceAudit]
-    ) -> tuple[tuple[IdentityDifference, ...], int]:
-        """Return differences between the namespaces' identities, and the number of further ones."""
-        facts = self.places.facts
-        known = [facts[one.namespace] for one in namespaces if one.namespace in facts]
-        return compare(self.view.bulk, known, most=DIFFERENCES_MAX)
-
-    def _answers(
-        self, namespaces: Sequence[NamespaceAudit], now_s: float
-    ) -> tuple[dict[str, Any], list[str]]:
-        """Return the report's fields about savings, provenance, pins and lifecycle rules, and
-        sentences about what could not be read. Raises ``StoreError``."""
+    def _answers(self, now_s: float) -> tuple[dict[str, Any], list[str]]:
+        """Return the report's fields about savings, pins and lifecycle rules, and sentences about
+        what could not be read. Raises ``StoreError``."""
         view, facts, options = self.view, self.places.facts, self.options
-        known = [facts[one.namespace].namespace for one in namespaces if one.namespace in facts]
-        provenance, unread = read_provenance(self.spool, view.bulk, known, workers=options.workers)
         pins, unreadable = read_active_pins(view.bulk, facts, now_s=now_s)
         pinned_s = max((pin.until_s - pin.created_s for pin in pins), default=0)
         rules = judge_rules(view.lifecycle, options.ttl_s, pinned_s=pinned_s)
@@ -286,13 +259,12 @@ class Audit:
         savings = [one for one in view.index.savings() if only in (None, one.namespace)]
         fields = {
             "savings": savings_audit(savings, options.prices.gpu_hour),
-            "provenance": provenance,
             "pins": pins,
             "lifecycle": None if rules is None else _lifecycle(rules),
         }
         ghosts = [GHOSTS_UNSEEN] if is_listed(once(view.index)) else []
         conflict = [rules.detail] if rules is not None and rules.status == "conflicts" else []
-        return fields, [*ghosts, *conflict, *([unread] if unread else []), *unreadable]
+        return fields, [*ghosts, *conflict, *unreadable]
 
     def _shapes(
         self, *, has_index: bool

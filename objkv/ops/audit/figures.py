@@ -3,7 +3,6 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from typing import Any, Final, TypeVar
 
 from objkv.index.base import Savings
@@ -15,8 +14,6 @@ from objkv.ops.audit.report import (
     AuditTotals,
     CostAudit,
     DepthAudit,
-    GrowthAudit,
-    GrowthDay,
     NamespaceAudit,
     Prices,
     TenantAudit,
@@ -239,15 +236,9 @@ def added(values: Iterable[T | None]) -> T | None:
 LIST_PRICES = Prices(gb_month=0.023, per_1000_puts=0.005, per_1000_gets=0.0004)
 """S3 Standard, us-east-1, as of November 2026."""
 _DAY_S = 86_400
-_DAYS_MAX = 400
-_WEEK = 7
 _MONTH_DAYS = 30
 _GB = 1e9
 _AGE_STARTS_S = (0, 3_600, 6 * 3_600, _DAY_S, 3 * _DAY_S, 7 * _DAY_S, 30 * _DAY_S, 90 * _DAY_S)
-_PAYLOAD_DAYS = """
-SELECT modified_s / 86400 AS day, count(*), sum(nbytes) FROM main.payloads GROUP BY day
-"""
-_CHUNK_DAYS = "SELECT oldest_s / 86400 AS day, count(*) FROM temp.chunks GROUP BY day"
 _DAY_PAYLOADS = """
 SELECT ns, count(*) FROM main.payloads WHERE modified_s / 86400 = ? GROUP BY ns
 """
@@ -296,43 +287,10 @@ def _buckets(spool: AuditSpool, column: str, now_s: float) -> tuple[AgeBucket, .
     )
 
 
-def read_growth(spool: AuditSpool, now_s: float) -> GrowthAudit:
-    """Return the growth by day, UTC."""
-    today = int(now_s) // _DAY_S
-    found: dict[int, list[int]] = {}
-    for day, payloads, nbytes in spool.rows(_PAYLOAD_DAYS):
-        row = found.setdefault(min(max(day, 0), today), [0, 0, 0])
-        row[1] += payloads
-        row[2] += nbytes
-    for day, chunks in spool.rows(_CHUNK_DAYS):
-        found.setdefault(min(max(day, 0), today), [0, 0, 0])[0] += chunks
-    if not found:
-        return GrowthAudit((), None, None, None)
-    first = max(min(found), today - _DAYS_MAX + 1)
-    days = tuple(
-        GrowthDay(_day(number), *found.get(number, (0, 0, 0))) for number in range(first, today + 1)
-    )
-    before = [found[number] for number in found if number < first]
-    whole = days[:-1][-_WEEK:]
-    return GrowthAudit(
-        days=days,
-        before=GrowthDay(_day(min(found)), *map(sum, zip(*before, strict=True)))
-        if before
-        else None,
-        bytes_per_day=sum(day.nbytes for day in whole) / len(whole) if whole else None,
-        payloads_per_day=float(whole[-1].payloads) if whole else None,
-    )
-
-
-def _day(number: int) -> str:
-    return (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(days=number)).date().isoformat()
-
-
 def read_cost(
     spool: AuditSpool,
     namespaces: Sequence[NamespaceAudit],
     found: Mapping[str, NamespaceFigures],
-    growth: GrowthAudit,
     basis: Basis,
 ) -> CostAudit:
     """Return the monthly cost and each tenant's share of it."""
@@ -356,7 +314,6 @@ def read_cost(
     ]
     storage = sum(one.storage for one in tenants)
     requests = sum(one.requests for one in tenants)
-    more = growth.bytes_per_day
     unused = added(one.unused_bytes for one in namespaces) if has_index else None
     return CostAudit(
         prices=prices,
@@ -365,9 +322,6 @@ def read_cost(
         gets=gets if has_index else None,
         requests=requests,
         month=storage + requests,
-        next_month=None
-        if more is None
-        else storage + requests + _MONTH_DAYS * more / _GB * prices.gb_month,
         unused=None if unused is None else unused / _GB * prices.gb_month,
         tenants=tuple(sorted(tenants, key=lambda one: (-one.month, one.tenant or ""))),
     )

@@ -282,7 +282,7 @@ def problems(
         namespaces_omitted: number of namespaces that the tree omits.
     """
     has_index = report.totals.records is not None
-    found = [*_early(report), *_resumed(report), *(_mismatched(report) if has_index else ())]
+    found = [*_early(report), *(_mismatched(report) if has_index else ())]
     found += [*_namespaces(report, walked), *met]
     if namespaces_omitted:
         found.append(
@@ -310,17 +310,8 @@ def _early(report: AuditReport) -> Iterator[str]:
     why = "it was interrupted" if report.ending == "interrupted" else "the deadline had passed"
     yield (
         f"the audit read only {report.parts_done:,} of {report.parts:,} parts because {why}; all "
-        "numbers cover only these, and running the same command again resumes the audit"
+        "numbers cover only these"
     )
-
-
-def _resumed(report: AuditReport) -> Iterator[str]:
-    if report.resumed:
-        ago = span(report.made_s - report.begun_s)
-        yield (
-            f"this audit resumed one that began {ago} ago: parts read then are reported as they "
-            "were and may have changed since; --restart reads everything again"
-        )
 
 
 def _mismatched(report: AuditReport) -> Iterator[str]:

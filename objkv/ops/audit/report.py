@@ -9,7 +9,7 @@ code that shows them masks or escapes them.
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from objkv.ops.audit.answers import LifecycleAudit, PinAudit, ProvenanceAudit, SavingsAudit
+from objkv.ops.audit.answers import LifecycleAudit, PinAudit, SavingsAudit
 
 NodeKind = Literal["chunks", "other"]
 
@@ -242,31 +242,6 @@ class AgesAudit:
 
 
 @dataclass(frozen=True, slots=True)
-class GrowthDay:
-    """The chunks still stored that were written on one day, UTC."""
-
-    day: str
-    """``2026-11-20``."""
-    chunks: int
-    payloads: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class GrowthAudit:
-    """Growth, computed from chunks that are still stored. Swept chunks are not included."""
-
-    days: tuple[GrowthDay, ...]
-    """At most the last 400 days, oldest first, without gaps."""
-    before: GrowthDay | None
-    """All earlier days in one entry, named by the first of them."""
-    bytes_per_day: float | None
-    """Average of the last 7 complete days in which the store existed; None on its first day."""
-    payloads_per_day: float | None
-    """Payloads written on the last complete day, from which the least was swept."""
-
-
-@dataclass(frozen=True, slots=True)
 class Prices:
     """Prices in US dollars."""
 
@@ -303,8 +278,6 @@ class CostAudit:
     """Cost of puts and of gets, if those are known."""
     month: float
     """Sum of ``storage`` and ``requests``."""
-    next_month: float | None
-    """Monthly cost after 30 more days of this growth, if nothing is swept."""
     unused: float | None
     """Part of ``storage`` for chunks that were never used."""
     tenants: tuple[TenantCost, ...]
@@ -345,81 +318,7 @@ class FindingsAudit:
     """Findings that are counted but not in ``first``."""
 
 
-@dataclass(frozen=True, slots=True)
-class FieldDifference:
-    """One field of two identities."""
-
-    field: str
-    a: str
-    b: str
-    why: str
-    fix: str
-
-
-@dataclass(frozen=True, slots=True)
-class IdentityDifference:
-    """Why two namespaces do not share."""
-
-    a: str
-    """One namespace."""
-    b: str
-    """The other namespace."""
-    reason: str
-    """The reason in one sentence."""
-    fields: tuple[FieldDifference, ...]
-    """The fields to change, without those that follow from them."""
-
-
 AuditVerdict = Literal["corrupt", "faults", "interrupted", "deadline", "fine"]
-ChangeKind = Literal["new", "gone", "grown", "shrunk", "same"]
-
-
-@dataclass(frozen=True, slots=True)
-class NamespaceChange:
-    """A namespace in two audits; numbers are 0 where it does not exist."""
-
-    namespace: str
-    model: str | None
-    kind: ChangeKind
-    """By bytes."""
-    chunks_then: int
-    chunks: int
-    nbytes_then: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class FindingChange:
-    """The findings of one kind in two audits."""
-
-    kind: FindingKind
-    count_then: int
-    count: int
-    new: int | None
-    """Findings of this audit that the earlier one did not have; None if one of the two listed only
-    some of them."""
-    fixed: int | None
-    """Findings of the earlier audit that this one does not have."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChangesAudit:
-    """The differences from an earlier audit of the same store."""
-
-    made_s: int
-    """When the earlier report was made."""
-    verdict_then: AuditVerdict
-    verdict: AuditVerdict
-    chunks: int
-    """Increase of chunks, as all of these; negative for a decrease."""
-    payloads: int
-    nbytes: int
-    hits: int | None
-    """Increase of hits; records that expired took theirs with them."""
-    namespaces: tuple[NamespaceChange, ...]
-    """Those that changed, by the size of the change."""
-    findings: tuple[FindingChange, ...]
-    """Kinds that one of the two audits found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,8 +341,6 @@ class AuditReport:
     """Parts that were read."""
     parts: int
     """Parts of the whole walk: folders of the bulk store and namespaces of the index."""
-    resumed: bool
-    """Whether an earlier run read some of the parts."""
     totals: AuditTotals
     namespaces: tuple[NamespaceAudit, ...]
     """Largest first."""
@@ -457,23 +354,15 @@ class AuditReport:
     tree: tuple[TreeNode, ...]
     """Parents before children; at most 2,000 nodes."""
     ages: AgesAudit
-    growth: GrowthAudit
     cost: CostAudit
     findings: FindingsAudit
-    differences: tuple[IdentityDifference, ...]
-    differences_omitted: int
-    """Pairs of namespaces that are not listed."""
     namespace: str | None
     """The one namespace that was audited; None for all."""
     savings: SavingsAudit
-    provenance: tuple[ProvenanceAudit, ...]
-    """In the order of ``namespaces``; without those that have no payload."""
     pins: tuple[PinAudit, ...]
     """Active pins, the next to end first; at most 1,000."""
     lifecycle: LifecycleAudit | None
     """None if the bulk store is not a bucket."""
-    changes: ChangesAudit | None
-    """None unless an earlier audit was given."""
     problems: tuple[str, ...]
     """Sentences that qualify the numbers, worst first."""
 

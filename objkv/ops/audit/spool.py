@@ -1,8 +1,5 @@
-"""The results of an audit's walk, in an SQLite file in the user's cache directory.
-
-The file keeps memory small however much is stored, and lets an interrupted walk resume. It is
-deleted after a complete report. An unfinished file contains prefix hashes and sizes but no tokens,
-and is discarded after a day.
+"""The results of an audit's walk, in a private temporary file of SQLite, which keeps memory small
+however much is stored.
 """
 
 import sqlite3
@@ -10,11 +7,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from threading import RLock
 from typing import Any, Literal
 
-from objkv.config import make_private
 from objkv.errors import ConfigError
 from objkv.index.base import Record
 from objkv.keys.chunk import ChunkKey
@@ -22,9 +17,6 @@ from objkv.ops.audit.report import FindingKind
 from objkv.ops.backends_view import record_keys
 from objkv.stores.base import Entry
 
-AGE_MAX_S = 24 * 3600.0
-"""Age after which the walk starts over."""
-_FORMAT = 1
 _CACHE_KIB = 8 << 10
 """SQLite's page cache, once for the walk's tables and once for the temporary ones."""
 _TOKEN_END_MAX = 1 << 40
@@ -32,8 +24,6 @@ _HITS_MAX = 1 << 32
 _BYTES_MAX = 1 << 40
 """Larger values in records are wrong, and their sums might overflow."""
 _TABLES = """
-CREATE TABLE about (format INTEGER, begun_s REAL);
-CREATE TABLE done (name TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE namespaces (id INTEGER PRIMARY KEY, name TEXT UNIQUE);
 CREATE TABLE payloads (ns INTEGER, hash BLOB, field TEXT, nbytes INTEGER, modified_s INTEGER,
   PRIMARY KEY (ns, hash, field)) WITHOUT ROWID;
@@ -63,36 +53,20 @@ class SeenRecord:
 class AuditSpool:
     """Safe from many threads, except ``rows``. Raises ``ConfigError`` if the disk is full."""
 
-    def __init__(
-        self,
-        file: Path | None,
-        *,
-        restart: bool = False,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        """``file`` is created if missing and emptied if ``restart``.
-
-        Without a file, or if another audit has it open, the spool is temporary and cannot resume.
-        """
-        self.is_reported = False
-        """Whether a complete report was printed, so that ``close`` deletes the file."""
-        self._restart = restart
+    def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
         self._lock = RLock()
-        self._clock = clock
         self._names: dict[str, int] = {}
-        self._file = file
-        self._db = self._open()
+        self.done: set[str] = set()
+        """The units of the walk that are done."""
+        self.begun_s = clock()
+        """When the walk began."""
         with self._translated():
-            self.done = {str(name) for (name,) in self._db.execute("SELECT name FROM done")}
-            self.begun_s = float(self._db.execute("SELECT begun_s FROM about").fetchone()[0])
-            """When the walk began, possibly in an earlier run."""
-        self.resumed = bool(self.done)
-        """Whether this run continues an earlier walk."""
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether a later run can resume."""
-        return self._file is not None
+            self._db = sqlite3.connect("", isolation_level=None, check_same_thread=False)
+            for pragma in ("synchronous = OFF", "temp_store = FILE"):
+                self._db.execute(f"PRAGMA {pragma}")
+            for schema in ("main", "temp"):
+                self._db.execute(f"PRAGMA {schema}.cache_size = -{_CACHE_KIB}")
+            self._db.executescript(_TABLES)
 
     def namespace(self, name: str) -> int:
         """Return the number of the namespace ``name``."""
@@ -146,7 +120,6 @@ class AuditSpool:
         """Mark ``unit`` as done."""
         with self._lock:
             self.done.add(unit)
-            self._write("INSERT OR IGNORE INTO done VALUES (?)", [(unit,)])
 
     def rows(self, statement: str, values: Sequence[object] = ()) -> Iterator[tuple[Any, ...]]:
         """Yield the rows of ``statement`` as SQLite reads them. For one thread."""
@@ -165,21 +138,15 @@ class AuditSpool:
         with self._lock, self._translated():
             return self._db.execute(statement, values).rowcount
 
-    def items(self) -> int:
-        """Return the number of payloads read so far, here or in an earlier run."""
-        return int(self.some("SELECT count(*) FROM payloads")[0][0])
-
     def some(self, statement: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
         """Return all rows of ``statement``. Safe from threads; for few rows."""
         with self._lock, self._translated():
             return self._db.execute(statement, values).fetchall()
 
     def close(self) -> None:
-        """Close the file, and delete it if ``is_reported``. Idempotent."""
+        """Close and delete the file. Idempotent."""
         with self._lock, suppress(sqlite3.Error):
             self._db.close()
-        if self.is_reported and self._file is not None:
-            _unlink(self._file)
 
     def _write(self, statement: str, rows: Sequence[Sequence[object]]) -> None:
         if not rows:
@@ -194,71 +161,15 @@ class AuditSpool:
                 raise
             self._db.execute("COMMIT")
 
-    def _open(self) -> sqlite3.Connection:
-        if self._file is not None:
-            with suppress(OSError):
-                make_private(self._file.parent)
-                self._file.touch(mode=0o600)
-            for _ in range(2):
-                try:
-                    return self._opened(str(self._file))
-                except sqlite3.OperationalError:  # locked by another audit, or not writable
-                    break
-                except (sqlite3.DatabaseError, _Old):
-                    _unlink(self._file)
-        self._file = None
-        with self._translated():
-            self._restart = False
-            return self._opened("")  # a private temporary file of SQLite
-
-    def _opened(self, name: str) -> sqlite3.Connection:
-        db = sqlite3.connect(name, timeout=0, isolation_level=None, check_same_thread=False)
-        try:
-            db.execute("PRAGMA locking_mode = EXCLUSIVE")
-            db.execute("PRAGMA synchronous = OFF")
-            db.execute("PRAGMA temp_store = FILE")
-            db.execute(f"PRAGMA main.cache_size = -{_CACHE_KIB}")
-            db.execute(f"PRAGMA temp.cache_size = -{_CACHE_KIB}")
-            db.execute("BEGIN EXCLUSIVE")
-            if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-                for statement in _TABLES.split(";"):
-                    db.execute(statement)
-                db.execute("INSERT INTO about VALUES (?, ?)", (_FORMAT, self._clock()))
-            db.execute("COMMIT")
-            about = db.execute("SELECT format, begun_s FROM about").fetchone()
-            if about is None or about[0] != _FORMAT or not self._is_young(about[1]):
-                raise _Old
-            if self._restart:
-                self._restart = False
-                raise _Old
-        except BaseException:
-            db.close()
-            raise
-        return db
-
-    def _is_young(self, begun_s: float) -> bool:
-        return 0 <= self._clock() - begun_s < AGE_MAX_S
-
     @contextmanager
     def _translated(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.Error as exc:
-            place = self._file or "the temporary directory"
             raise ConfigError(
-                f"{place}: {exc}; an audit needs about 400 bytes per chunk there, so free some "
-                "space or set XDG_CACHE_HOME and TMPDIR to directories with enough"
+                f"the temporary directory: {exc}; an audit needs about 400 bytes per chunk there, "
+                "so free some space or set TMPDIR to a directory with enough"
             ) from exc
-
-
-class _Old(Exception):
-    """The file has another format, is too old, or is to restart."""
-
-
-def _unlink(file: Path) -> None:
-    for suffix in ("", "-journal"):
-        with suppress(OSError):
-            file.with_name(file.name + suffix).unlink(missing_ok=True)
 
 
 Check = Callable[[], None]

@@ -53,7 +53,7 @@ class AuditView:
 
 @dataclass(slots=True)
 class AuditWalk:
-    """The units of work that fill ``spool``. Each is done once, even over several runs."""
+    """The units of work that fill ``spool``. Each is done once."""
 
     view: AuditView
     spool: AuditSpool
@@ -87,14 +87,14 @@ class AuditWalk:
         wrote in between.
         """
         for name in names:
-            yield Unit(f"again {name}", self._again_work(name), again=True)
+            yield Unit(self._again_work(name))
 
     def _unit(self, name: str, work: Callable[[Check], None], items: float = 0.0) -> Unit:
         def whole(counters: Counters, check: Check) -> None:
             work(check)
             self.spool.finish(name)
 
-        return Unit(name, whole, items=items)
+        return Unit(whole, items=items)
 
     def _records_work(self, name: str) -> Callable[[Check], None]:
         def work(check: Check) -> None:

@@ -56,8 +56,7 @@ _EVERY: Final = ROLES
 COMMAND_ROLES: Final[dict[str, tuple[Role, ...]]] = {
     **dict.fromkeys(
         (
-            *("access", "admission", "audit", "diff", "doctor", "export"),
-            *("exporter", "import"),
+            *("access", "admission", "audit", "diff", "doctor", "exporter"),
             *("ls", "ls NAMESPACE", "ls --bulk", "ls --prefixes", "ls --tree", "match"),
             *("pin --list", "rebuild", "show", "size", "sweep", "top", "verify"),
             "verify --quarantine",
@@ -65,7 +64,6 @@ COMMAND_ROLES: Final[dict[str, tuple[Role, ...]]] = {
         _EVERY,
     ),
     "admission never": ("writer", "sweeper"),
-    "import --apply": ("writer",),
     "pin": ("writer", "sweeper"),
     "rebuild --apply": ("writer", "sweeper"),
     "unpin": ("sweeper",),
@@ -73,7 +71,7 @@ COMMAND_ROLES: Final[dict[str, tuple[Role, ...]]] = {
     "verify --quarantine --apply": ("sweeper",),
 }
 """The roles whose rights are enough for a command. Commands for a local machine (``demo``,
-``gpu-check``, ``completion``) need no role, and ``warm`` uses a replica's."""
+``gpu-check``) need no role, and ``warm`` uses a replica's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,16 +63,16 @@ class Sweep:
     def leftovers(self) -> Iterator[Unit]:
         """Sweep leftovers of killed writers, and the quarantine."""
         if "temporary" in self._limits.only:
-            yield Unit("temporary", self._temporary)
+            yield Unit(self._temporary)
         if "quarantined" in self._limits.only:
-            yield Unit("quarantined", self._quarantined)
+            yield Unit(self._quarantined)
 
     def parts(self) -> Iterator[Unit]:
         """Sweep payloads, by their namespace and their records."""
         if {"orphan", "expired", "old_epoch", "stranger"}.isdisjoint(self._limits.only):
             return
         for part in self._found.parts:
-            yield Unit(f"payloads {part.name}", self._part_work(part), items=part.payloads)
+            yield Unit(self._part_work(part), items=part.payloads)
 
     def documents(self) -> Iterator[Unit]:
         """Remove documents of old epochs without payloads, and of ended pins. Counted as
@@ -80,7 +80,7 @@ class Sweep:
         if not self._limits.apply:
             return
         for name in sorted(self._found.namespaces):
-            yield Unit(f"documents {name}", self._document_work(name), again=True)
+            yield Unit(self._document_work(name))
 
     def _temporary(self, counters: Counters, check: Check) -> None:
         try:
@@ -178,7 +178,7 @@ class Sweep:
         if "ghost" in self._limits.only:
             for name in self._found.counted:
                 items = self._found.totals.get(name, 0)
-                yield Unit(f"records {name}", self._ghost_work(name), items=items)
+                yield Unit(self._ghost_work(name), items=items)
 
     def quotas(self, quota_bytes: int, *, high_percent: int, low_percent: int) -> Iterator[Unit]:
         """For tenants above ``high_percent`` of their quota, evict the ends of the least used
@@ -188,7 +188,7 @@ class Sweep:
             return
         high, low = (quota_bytes * percent // 100 for percent in (high_percent, low_percent))
         for tenant in sorted({t for t in map(self._tenant, self._found.namespaces) if t}):
-            yield Unit(f"quota {tenant}", self._quota_work(tenant, high, low), again=True)
+            yield Unit(self._quota_work(tenant, high, low))
 
     def _ghost_work(self, name: str) -> Callable[[Counters, Check], None]:
         def work(counters: Counters, check: Check) -> None:

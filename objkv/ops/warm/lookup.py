@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from objkv.agent.unsaved.requests import CHUNKS_MAX, PutRequest
 from objkv.cache.match import usable_chunks
 from objkv.errors import PayloadError, StoreDenied
-from objkv.index.base import Record, WriteIndex
+from objkv.index.base import WriteIndex
 from objkv.index.shapes import SHAPES_HASH
 from objkv.keys.chunk import payload_path
 from objkv.keys.identity import Identity
@@ -119,11 +119,6 @@ class PromptLookup:
             return {}
         holders = self._index.holders([payload_path(self.namespace, *name) for name in names])
         return {name: one for name, one in zip(names, holders, strict=True) if one}
-
-    def records(self, hashes: Sequence[bytes]) -> list[Record]:
-        """Return the chunks' records, without missing ones."""
-        found = self._index.lookup(self.namespace, hashes) if hashes else []
-        return [record for record in found if record is not None]
 
 
 class ChunkRequests:

@@ -3,8 +3,6 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from objkv.ops.warm.promote import PromoteReport
-
 Ending = Literal["complete", "interrupted", "unreachable"]
 NAMED_MAX = 1000
 
@@ -31,10 +29,10 @@ class EndpointReport:
 
 @dataclass(slots=True)
 class WarmReport:
-    """The report of one run; ``earlier`` has the totals of the interrupted runs before it."""
+    """The report of one run."""
 
     mode: str
-    """``endpoints``, ``engine``, ``promote`` or ``check``."""
+    """``endpoints``, ``engine`` or ``check``."""
     namespace: str = ""
     model: str = ""
     ending: Ending = "complete"
@@ -64,18 +62,13 @@ class WarmReport:
     endpoints: list[EndpointReport] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     """The first thousand failures."""
-    resumed: bool = False
-    earlier: dict[str, int] = field(default_factory=dict)
     why: str = ""
     """The reason of an early end."""
-    promotion: PromoteReport | None = None
-    """Set in mode ``promote`` only."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether every prompt that can be stored is stored, and also hot in mode ``promote``."""
-        is_hot = self.promotion is None or not self.promotion.failed
-        return self.ending == "complete" and not self.failed and is_hot
+        """Whether every prompt that can be stored is stored."""
+        return self.ending == "complete" and not self.failed
 
     @property
     def done(self) -> int:

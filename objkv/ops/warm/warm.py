@@ -1,16 +1,14 @@
 """The stages of ``warm``: check prefillers, tokenize, find the namespace, compute."""
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from time import monotonic, sleep
 
-from objkv.cache.promotion import HotLimits
-from objkv.codec.seal import Seal
 from objkv.errors import ConfigError, StoreUnavailable
-from objkv.index.base import Record, WriteIndex
+from objkv.index.base import WriteIndex
 from objkv.keys.identity import Identity
 from objkv.ops.backends_view import BackendsView
 from objkv.ops.warm.chat import LocalTokenizer
@@ -19,7 +17,6 @@ from objkv.ops.warm.fleet import PrefillFleet
 from objkv.ops.warm.lookup import ChunkRequests, PromptLookup, known_identities
 from objkv.ops.warm.prefill import Prefiller, PrefillError, PrefillRequest
 from objkv.ops.warm.prepare import AskingTokenizer, Names, Prepared, Tokenize, prepare
-from objkv.ops.warm.promote import Promotion, by_use, wanted_of
 from objkv.ops.warm.prompts import WarmPrompt
 from objkv.ops.warm.report import WarmReport
 from objkv.ops.warm.run import TokenSpool, Warming, WarmLimits
@@ -183,85 +180,23 @@ def warm_by(
         return report
 
 
-def promote_stored(
-    means: Means,
-    prompts: Iterable[WarmPrompt] | None,
-    identity: Identity,
-    limits: HotLimits,
-    *,
-    seal: Seal | None = None,
-    bytes_max: int | None = None,
-) -> WarmReport:
-    """Copy the stored payloads of the prompts to the hot store. Without prompts, copy the whole
-    namespace, starting with the most hits. Raises ``ConfigError`` and ``StoreError``."""
-    view, watch = means.view, means.watch
-    if view.hot is None:
-        raise ConfigError(
-            "--promote needs a hot store: use a Redis as index_url and set hot_payload_bytes_max "
-            "above 0"
-        )
-    lookup = PromptLookup(view.index, identity, means.adapters)
-    report = WarmReport("promote", lookup.namespace, identity.model)
-    records: Iterable[Record]
-    if prompts is None:
-        watch.stage("reading the index")
-        records = by_use(view.index.scan(lookup.namespace))
-    else:
-        watch.stage("reading prompts")
-        records = _records(means, lookup, prompts, report)
-    promotion = Promotion(view, limits, seal=seal)
-    report.promotion = promotion.report
-    watch.stage("promoting")
-    report.ending = "interrupted"
-    try:
-        wanted = wanted_of(lookup.namespace, records)
-        promotion.run(wanted, bytes_max=bytes_max, on_progress=lambda _: watch.warmed(report))
-        report.ending = "complete"
-    except KeyboardInterrupt:
-        pass
-    finally:
-        promotion.close()
-    for path, why in promotion.failures:
-        report.name(path, why)
-    return report
-
-
 def check_stored(means: Means, prompts: Iterable[WarmPrompt], identity: Identity) -> WarmReport:
     """Report which prompts are stored. Raises ``ConfigError`` and ``StoreError``."""
     lookup = PromptLookup(means.view.index, identity, means.adapters)
     report = WarmReport("check", lookup.namespace, identity.model)
     means.watch.stage("reading prompts")
-    if means.tokenizer is None:
-        prompts = _with_tokens(prompts)
-    _records(means, lookup, prompts, report)
-    return report
-
-
-def _with_tokens(prompts: Iterable[WarmPrompt]) -> Iterator[WarmPrompt]:
-    """Raise ``ConfigError`` at a prompt without token ids, which cannot be looked up."""
-    for prompt in prompts:
-        if prompt.tokens is None:
-            raise ConfigError(
-                f"{prompt.name}: is text, and --check uses no engine: set --tokenizer to the "
-                "model's folder"
-            )
-        yield prompt
-
-
-def _records(
-    means: Means, lookup: PromptLookup, prompts: Iterable[WarmPrompt], report: WarmReport
-) -> list[Record]:
-    """Return the records of all chunks that would be served for the prompts, each once."""
     own = means.tokenizer
 
     def tokenize(prompt: WarmPrompt) -> list[int]:
         if prompt.tokens is not None:
             return list(prompt.tokens)
         if own is None:
-            raise ConfigError("text prompts need --tokenizer here, because no engine is used")
+            raise ConfigError(
+                f"{prompt.name}: is text, and --check uses no engine: set --tokenizer to the "
+                "model's folder"
+            )
         return own.tokenize(prompt)
 
-    found: dict[bytes, Record] = {}
     with closing(TokenSpool()) as spool:
         base = {lookup.identity.model, lookup.identity.model.rpartition("/")[2], *means.base}
         names = Names(base, means.adapters.keys())
@@ -278,9 +213,7 @@ def _records(
                 report.fail(task.name, f"{stored.usable} of {stored.chunks} chunks are stored")
             else:
                 report.stored_before += 1
-            for record in lookup.records(hashes[: stored.usable]):
-                found[record.prefix_hash] = record
-    return list(found.values())
+    return report
 
 
 def _ready(fleet: PrefillFleet, watch: WarmProgress) -> list[Prefiller]:

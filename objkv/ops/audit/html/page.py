@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from objkv.ops import formats
 from objkv.ops.audit.html import plots
-from objkv.ops.audit.html.remarks import FAULTS, KINDS, is_of_now, name_of, remarks
+from objkv.ops.audit.html.remarks import FAULTS, KINDS, name_of, remarks
 from objkv.ops.audit.report import AuditReport, TreeNode, verdict
 
 _BADGES: Final = {
@@ -52,7 +52,6 @@ def html_report(report: AuditReport) -> str:
             tree=_data(_tree(report)),
             remarks=remarks(report),
             verdict=verdict(report),
-            is_of_now=is_of_now(report),
         )
     )
 

@@ -5,7 +5,7 @@ Each bar has a tooltip with its numbers, and each plot has a sentence for screen
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import dropwhile, groupby
+from itertools import groupby
 from math import ceil, floor, log10
 from typing import Final
 
@@ -16,7 +16,6 @@ WIDTH: Final = 400
 HEIGHT: Final = 190
 LEFT, RIGHT, TOP, BOTTOM = 60, 4, 10, 26
 HIGH: Final = HEIGHT - TOP - BOTTOM
-_DAYS_SHOWN: Final = 90
 _LABELS: Final = 9
 _DEPTHS_SHOWN: Final = 40
 
@@ -41,26 +40,6 @@ class Plot:
     """x, width, tooltip, and parts: class, y and height."""
     labels: tuple[tuple[float, str], ...] = ()
     """x and text below the axis."""
-
-
-def growth(report: AuditReport) -> Plot:
-    """Plot the bytes stored today by the day they were written."""
-    days = report.growth.days[-_DAYS_SHOWN:]
-    days = tuple(dropwhile(lambda day: not day.nbytes, days))
-    bars = [
-        Bar(
-            day.day[5:],
-            f"{day.day}: {size(day.nbytes)} in {count(day.chunks)} chunks",
-            (("fill-a", day.nbytes),),
-        )
-        for day in days
-    ]
-    summary = "Bytes written by day. "
-    if days:
-        most = max(days, key=lambda day: day.nbytes)
-        summary += f"{len(days)} days, {size(sum(day.nbytes for day in days))}; most on "
-        summary += f"{most.day}: {size(most.nbytes)}."
-    return _plot(bars, summary, axis=size)
 
 
 def ages(report: AuditReport) -> Plot:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from objkv.ops.audit.report import AuditReport, FindingKind
-from objkv.ops.formats import brief, count, dollars, noun, sentence, share, size, times
+from objkv.ops.formats import count, dollars, noun, sentence, share, size, times
 
 Level = Literal["bad", "warn", "info", "good"]
 
@@ -51,7 +51,6 @@ def name_of(kind: FindingKind, found: int) -> str:
 def remarks(report: AuditReport) -> list[Remark]:
     """Return the remarks, worst first."""
     every = [*_findings(report), *_prefixes(report), *_use(report), *_places(report)]
-    every += [*_sharing(report), *_growth(report)]
     if not any(count.count for count in report.findings.counts):
         every.append(_agreement(report))
     return sorted(every, key=lambda remark: _ORDER.index(remark.level))
@@ -59,21 +58,13 @@ def remarks(report: AuditReport) -> list[Remark]:
 
 def _agreement(report: AuditReport) -> Remark:
     """The remark of a report without findings."""
-    if is_of_now(report):
+    if report.ending == "complete":
         payloads = count(report.totals.payloads)
         detail = f"All {payloads} payloads have the expected record. The audit compared names and "
         detail += "lengths; objkv verify checks the bytes."
         return Remark("good", "Index and bulk store agree", detail)
-    why = "parts of it were read in an earlier run and may have changed since"
-    if report.ending != "complete":
-        why = "it is not complete"
     unknown = "The agreement of index and bulk store is unknown"
-    return Remark("info", unknown, f"This audit found no faults, but {why}.")
-
-
-def is_of_now(report: AuditReport) -> bool:
-    """Whether this run read everything itself."""
-    return report.ending == "complete" and not report.resumed
+    return Remark("info", unknown, "This audit found no faults, but it is not complete.")
 
 
 def _findings(report: AuditReport) -> Iterator[Remark]:
@@ -150,35 +141,3 @@ def _places(report: AuditReport) -> Iterator[Remark]:
                 f"{size(tenant.nbytes)} of {size(tenant.quota_bytes)}. Saves stop when the quota "
                 "is full, and objkv sweep --apply evicts the least used chunks.",
             )
-
-
-def _sharing(report: AuditReport) -> Iterator[Remark]:
-    models = {one.namespace: one.model for one in report.namespaces}
-    same = [
-        pair
-        for pair in report.differences
-        if models.get(pair.a) is not None and models.get(pair.a) == models.get(pair.b)
-    ]
-    if same:
-        first = same[0]
-        yield Remark(
-            "info",
-            f"{count(len(same))} {noun(len(same), 'pair')} of namespaces of the same model "
-            "do not share",
-            f"For example {first.a[:8]} and {first.b[:8]}: {first.reason}.",
-        )
-
-
-def _growth(report: AuditReport) -> Iterator[Remark]:
-    growth, totals = report.growth, report.totals
-    if not growth.bytes_per_day or not totals.nbytes:
-        return
-    days = totals.nbytes / growth.bytes_per_day
-    then = report.cost.next_month
-    price = f" In a month it would cost {dollars(then)} a month." if then is not None else ""
-    yield Remark(
-        "info",
-        f"The store grows by {size(growth.bytes_per_day)} a day",
-        f"At that rate and without a sweep, it doubles in {brief(days)} "
-        f"{noun(round(days), 'day')}.{price}",
-    )

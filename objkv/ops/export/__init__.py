@@ -1,1 +1,0 @@
-"""``objkv export`` and ``objkv import``: payloads with a manifest, moved between caches."""
