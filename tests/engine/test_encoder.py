@@ -81,8 +81,7 @@ def in_processes(folder: Path) -> Values:
     transfer = encoder(folder / "store")
     run_replica(job(see(ONE), transfer=transfer), folder)
     two = {"tensor_parallel_size": 2}
-    env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    seen = job(SEEN, TOLD, transfer=transfer, processes=True, engine=two, env=env)
+    seen = job(SEEN, TOLD, transfer=transfer, processes=True, engine=two)
     values: Values = {"two": run_replica(seen, folder)}
     return values | {"payloads": len(payloads(folder / "store"))}
 

@@ -150,11 +150,10 @@ def an_outage_and_an_end(folder: Path) -> Values:
     with (
         valkey_server(folder / "valkey") as valkey,
         bulk_place(folder) as bulk,
-        Server(folder / "one", cpu=0, settings=SETTINGS | bulk | index_at(valkey)) as one,
+        Server(folder / "one", settings=SETTINGS | bulk | index_at(valkey)) as one,
         collecting() as collector,
         Server(
             folder / "two",
-            cpu=1,
             settings=SETTINGS | bulk | index_at(valkey) | traced_at(collector),
             arguments=("--otlp-traces-endpoint", collector.url),
         ) as two,
