@@ -52,13 +52,16 @@ def _prepare() -> None:
 
 def _leave_idle_processors_to_others() -> None:
     """Several engines share two processors. A rank that waits for a message looks for it without a
-    pause, for a second, and each of its 13 groups has a thread that does so every 10 ms. Source:
-    ``SpinCondition`` in vLLM 0.32, ``gloo/transport/tcp/loop.cc``."""
+    pause, for a second; then it is told, or looks again after 5 s where that is lost. And each of
+    its 13 groups has a thread that looks every 10 ms. Source: ``SpinCondition`` in vLLM 0.32,
+    ``gloo/transport/tcp/loop.cc``."""
     from torch.distributed import ProcessGroupGloo
     from vllm.distributed.device_communicators import shm_broadcast
 
     assert hasattr(shm_broadcast, "sched_yield")
     shm_broadcast.sched_yield = lambda: time.sleep(0.001)
+    assert hasattr(shm_broadcast, "SHM_READER_RECHECK_INTERVAL_MS")
+    shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 50
 
     device = functools.cache(lambda _process: ProcessGroupGloo.create_default_device())
     make: Any = ProcessGroupGloo.__init__
