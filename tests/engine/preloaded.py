@@ -44,6 +44,11 @@ def _prepare() -> None:
         assert hasattr(module, "get_mp_context")
         module.get_mp_context = lambda: multiprocessing.get_context("fork")
 
+    # Nothing is compiled, not even the mask of a rank's embeddings, which takes it two seconds.
+    import torch._dynamo.config
+
+    torch._dynamo.config.disable = True
+
     _leave_idle_processors_to_others()
     assert LLM
     assert vllm.lora.request
