@@ -3,9 +3,8 @@
     first = run_replica(Job(steps=(Generate(prompts=(Prompt(tokens=(5, 6, 7)),)),)), folder)
     assert first.tokens == [(...)]
 
-A replica takes about a second; one that is several processes takes half a minute, most of it
-for imports. Put what runs replicas into a ``@scenario`` (see ``tests.engine.cache``), so that an
-unchanged one is replayed.
+A replica takes about a second, ``fresh`` ones half a minute, most of it for imports. What several
+tests ask of the same replicas is a ``@scenario``.
 """
 
 import contextlib
