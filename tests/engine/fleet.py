@@ -10,7 +10,7 @@ The functions at the end are for ``Call`` steps: they run in the replica and tak
 
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,32 +138,30 @@ def free_blocks(llm: Any) -> int:
 def hold_gets(_llm: Any, gate: str) -> None:
     """From now on, reading a payload from a folder waits until the file ``gate`` exists; whoever
     waits makes the file ``asked(gate)``."""
-    from objkv.stores.local import LocalStore
 
-    def held(get: Any) -> Any:
-        def wait_and_get(*args: Any, **options: Any) -> Any:
-            while not Path(gate).exists():
-                asked(Path(gate)).touch()
-                time.sleep(0.005)
-            return get(*args, **options)
+    def wait() -> None:
+        while not Path(gate).exists():
+            asked(Path(gate)).touch()
+            time.sleep(0.005)
 
-        return wait_and_get
-
-    LocalStore.get_into = held(LocalStore.get_into)  # type: ignore[method-assign]
+    _before_gets(wait)
 
 
 def slow_gets(_llm: Any, seconds: float) -> None:
     """From now on, reading a payload from a folder takes ``seconds`` longer."""
+    _before_gets(lambda: time.sleep(seconds))
+
+
+def _before_gets(wait: Callable[[], None]) -> None:
     from objkv.stores.local import LocalStore
 
-    def slowed(get: Any) -> Any:
-        def wait_and_get(*args: Any, **options: Any) -> Any:
-            time.sleep(seconds)
-            return get(*args, **options)
+    get = LocalStore.get_into
 
-        return wait_and_get
+    def wait_and_get(*args: Any, **options: Any) -> Any:
+        wait()
+        return get(*args, **options)
 
-    LocalStore.get_into = slowed(LocalStore.get_into)  # type: ignore[method-assign]
+    LocalStore.get_into = wait_and_get  # type: ignore[method-assign]
 
 
 def order_admission(llm: Any, words: list[str]) -> None:

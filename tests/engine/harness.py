@@ -3,9 +3,8 @@
     first = run_replica(Job(steps=(Generate(prompts=(Prompt(tokens=(5, 6, 7)),)),)), folder)
     assert first.tokens == [(...)]
 
-A replica takes about a second; one that is several processes takes half a minute, most of it
-for imports. Put what runs replicas into a ``@scenario`` (see ``tests.engine.cache``), so that an
-unchanged one is replayed.
+A replica takes about a second, ``fresh`` ones half a minute, most of it for imports. What several
+tests ask of the same replicas is a ``@scenario``.
 """
 
 import contextlib
@@ -33,9 +32,11 @@ _ENVIRONMENT = VLLM_CACHE | {
     "HF_HUB_OFFLINE": "1",
     "NO_COLOR": "1",
     "OBJKV_AGENT": "off",
+    "OMP_NUM_THREADS": "1",  # sums in one order, and two replicas do not fight over two cores
     "PYTHONFAULTHANDLER": "1",
     "PYTHONPATH": str(ROOT),
     "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # other work runs on the same cores
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_NO_USAGE_STATS": "1",
     # vLLM kills workers after 5 s, which on a busy machine says nothing of what they had to save.
@@ -125,7 +126,7 @@ def run_replicas(jobs: Sequence[Job], folder: Path) -> list[Result]:
 def _start(job: Job, files: tuple[str, str], log_file: Path) -> subprocess.Popen[bytes] | Fork:
     log_file.touch()
     environment = _environment_of(job)
-    if not (job.fresh or job.processes):
+    if not job.fresh:
         return nursery().fork(REPLICA, *files, environment=environment, log=log_file)
     with log_file.open("wb") as log:
         return subprocess.Popen(
@@ -152,6 +153,5 @@ def environment() -> dict[str, str]:
 
 
 def _environment_of(job: Job) -> dict[str, str]:
-    # One thread: sums in one order, and two replicas do not fight over two cores.
-    mode = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(job.processes)), "OMP_NUM_THREADS": "1"}
+    mode = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(job.processes))}
     return environment() | mode | job.env

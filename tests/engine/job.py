@@ -107,7 +107,6 @@ class Output(_Value):
     """Prompt tokens that were not computed, from the replica's own cache or a connector."""
     finish_reason: str | None
     """``length``, ``stop``, ``error``, or ``abort`` for a prompt that the job aborted."""
-    kv_transfer_params: dict[str, Any] | None
     seconds: float
     """From arrival to the last token."""
     steps: int

@@ -1,8 +1,12 @@
 """What replicas import, and what of vLLM they do without: imported once, before they are forked off
 (see ``tests.support.nursery``)."""
 
+import functools
 import gc
 import multiprocessing
+import os
+import time
+from typing import Any
 
 
 def _prepare() -> None:
@@ -40,9 +44,40 @@ def _prepare() -> None:
         assert hasattr(module, "get_mp_context")
         module.get_mp_context = lambda: multiprocessing.get_context("fork")
 
+    # Nothing is compiled, not even the mask of a rank's embeddings, which takes it two seconds.
+    import torch._dynamo.config
+
+    torch._dynamo.config.disable = True
+
+    _leave_idle_processors_to_others()
     assert LLM
     assert vllm.lora.request
     gc.unfreeze = lambda: None  # vLLM collects often, also as it ends, after it has unfrozen all
+
+
+def _leave_idle_processors_to_others() -> None:
+    """Several engines share two processors. A rank that waits for a message looks for it without a
+    pause, for a second; then it is told, or looks again after 5 s where that is lost. And each of
+    its 13 groups has a thread that looks every 10 ms. Source: ``SpinCondition`` in vLLM 0.32,
+    ``gloo/transport/tcp/loop.cc``."""
+    from torch.distributed import ProcessGroupGloo
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    assert hasattr(shm_broadcast, "sched_yield")
+    shm_broadcast.sched_yield = lambda: time.sleep(0.001)
+    assert hasattr(shm_broadcast, "SHM_READER_RECHECK_INTERVAL_MS")
+    shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 50
+
+    device = functools.cache(lambda _process: ProcessGroupGloo.create_default_device())
+    make: Any = ProcessGroupGloo.__init__
+
+    def share(self: Any, store: Any, rank: int, size: int, timeout: Any) -> None:
+        options: Any = ProcessGroupGloo._Options()
+        options._devices, options._threads = [device(os.getpid())], 1
+        options._timeout = timeout
+        make(self, store, rank, size, options)
+
+    ProcessGroupGloo.__init__ = share  # type: ignore[method-assign]
 
 
 _prepare()

@@ -10,11 +10,8 @@ BUFFERS = Call(function="tests.engine.ranks:make_buffers")
 """Before the first prompt of a pipeline. A stage after the first one receives into buffers that
 vLLM makes in a dummy run, which its CPU worker does not do without compiling. Source: vLLM 0.32,
 ``_dummy_run`` in ``v1/worker/gpu_model_runner.py``."""
-_ENVIRONMENT = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # other work runs on the same cores
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # a function goes to the workers
-    "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "90",
-}
+_ENVIRONMENT = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+"""A function goes to the workers."""
 
 
 def on_ranks(job: Job, ranks: int = 1, stages: int = 1) -> Job:

@@ -54,7 +54,6 @@ class _Running:
             tokens=tuple(made.token_ids) if made else (),
             cached_tokens=self.last.num_cached_tokens if self.last else None,
             finish_reason=made.finish_reason if made and finished else "abort",
-            kv_transfer_params=self.last.kv_transfer_params if self.last else None,
             seconds=time.perf_counter() - self.arrived,
             steps=steps - self.arrived_steps,
         )

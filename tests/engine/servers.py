@@ -1,6 +1,6 @@
 """OpenAI-compatible servers: vLLM as operators run it, its engine in processes of its own.
 
-    with Server(folder / "one", cpu=0, settings={"OBJKV_BULK_URL": ...}) as server:
+    with Server(folder / "one", settings={"OBJKV_BULK_URL": ...}) as server:
         server.wait_until_ready()
         answer = server.complete(prompt)
 
@@ -31,7 +31,7 @@ from tests.engine.job import Prompt
 from tests.support.servers.redis import free_port, wait_until
 
 READY_S = 600.0
-"""On a busy machine with one core a server."""
+"""On a busy machine."""
 ANSWER_S = 300.0
 """More than objkv's deadlines of a lookup and a load together."""
 NAME = "tiny"
@@ -67,12 +67,11 @@ class Server:
         self,
         folder: Path,
         *,
-        cpu: int,
         settings: dict[str, str],
         with_tokenizer: Path | None = None,
         arguments: tuple[str, ...] = (),
     ) -> None:
-        """Start it on one core. ``settings`` are environment variables, ``folder`` has its log.
+        """Start it. ``settings`` are environment variables, ``folder`` has its log.
 
         ``with_tokenizer``: the folder of a model that has a tokenizer, which is used then.
         """
@@ -89,7 +88,7 @@ class Server:
         self._process = nursery().fork(
             "vllm.entrypoints.openai.api_server",
             *command,
-            environment=environment() | {"VLLM_CPU_OMP_THREADS_BIND": str(cpu)} | settings,
+            environment=environment() | settings,
             log=self.log_file,
         )
 

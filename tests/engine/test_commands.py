@@ -62,61 +62,37 @@ def test_an_operators_order_goes_before_the_settings_of_a_running_replica() -> N
     assert admission()["ordered"].tokens == admission()["saved"].tokens[:3]
 
 
-ENGINES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "copy": {"max_num_seqs": 4, "max_model_len": 1024},
-    "blocks": {"block_size": 64},
-    "dtype": {"dtype": "bfloat16"},
-    "loads only": {"block_size": 128},
-}
-
-
-def diff(store: SharedStore, *arguments: str) -> tuple[int, str]:
-    """Exit code and standard output of the command, as users run it."""
+def diff(store: SharedStore, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and answer of the command, as users run it."""
     ends = (f"--bulk-url=file://{store.bulk}", f"--index-url=sqlite://{store.index_file}")
-    command = [sys.executable, "-m", "objkv.cli", "diff", *arguments, *ends]
+    command = [sys.executable, "-m", "objkv.cli", "diff", *arguments, *ends, "--json"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return ran.returncode, ran.stdout
+    return ran.returncode, json.loads(ran.stdout)
 
 
-@scenario
-def differences(folder: Path) -> Values:
-    store, namespaces = SharedStore(folder / "store"), {}
-    for name, engine in ENGINES.items():
+def test_diff_tells_which_replicas_share_and_exactly_what_differs(tmp_path: Path) -> None:
+    store, namespaces = SharedStore(tmp_path / "store"), {}
+    engines: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "copy": {"max_num_seqs": 4, "max_model_len": 1024},
+        "loads only": {"block_size": 128},
+    }
+    log = tmp_path / "loads only.log"
+    for name, engine in engines.items():
         role = "kv_consumer" if name == "loads only" else "kv_both"
         prompts = one_by_one([prompt_of(CHUNK + 9)])
-        run = run_replica(store.job(*prompts, engine=engine, role=role), folder)
+        run = run_replica(store.job(*prompts, engine=engine, role=role), tmp_path)
         [namespaces[name]] = set(re.findall(r"objkv ready .*namespace=([0-9a-f]{32})", run.log))
-        (folder / f"{name}.log").write_text(run.log)
-    answers = {}
-    for name in ENGINES:
-        other = str(folder / f"{name}.log") if name == "loads only" else namespaces[name]
-        code, out = diff(store, namespaces["plain"][:8], other, "--json")
-        answers[name] = [code, json.loads(out)]
-    return {"namespaces": namespaces, "answers": answers}
-
-
-@pytest.mark.parametrize("name", ["plain", "copy"])
-def test_replicas_that_share_are_told_to(name: str) -> None:
-    code, document = differences()["answers"][name]
+        log.write_text(run.log)
+    plain = namespaces["plain"][:8]
+    code, document = diff(store, plain, namespaces["copy"])
     assert (code, document["share"], document["differences"]) == (0, True, [])
-    assert document["a"]["namespace"] == differences()["namespaces"]["plain"]
-
-
-@pytest.mark.parametrize(
-    ("name", "cause", "values"),
-    [
-        ("blocks", "groups[0].block_size", [32, 64]),
-        ("dtype", "extra.dtype", ["float32", "bfloat16"]),
-        ("loads only", "groups[0].block_size", [32, 128]),
-    ],
-)
-def test_exactly_what_differs_is_named(name: str, cause: str, values: list[Any]) -> None:
-    code, document = differences()["answers"][name]
+    assert document["a"]["namespace"] == namespaces["plain"] == namespaces["copy"]
+    code, document = diff(store, plain, str(log))
     assert (code, document["share"]) == (1, False)
     [found] = [d for d in document["differences"] if d["follows_from"] is None]
-    assert (found["field"], [found["a"], found["b"]]) == (cause, values)
-    assert document["b"]["namespace"] == differences()["namespaces"][name]
+    assert (found["field"], found["a"], found["b"]) == ("groups[0].block_size", 32, 128)
+    assert document["b"]["namespace"] == namespaces["loads only"]
 
 
 SECRET = "open-sesame"

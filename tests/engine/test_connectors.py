@@ -12,7 +12,7 @@ from tests.engine.harness import run_replica
 from tests.engine.job import Generate, Job, Settle
 from tests.engine.prompts import prompt_of
 from tests.engine.scenario import Values, scenario
-from tests.engine.tiered import ENVIRONMENT, offloading
+from tests.engine.tiered import offloading
 
 pytestmark = pytest.mark.slow
 PROMPTS = (prompt_of(600), prompt_of(257, seed=1))
@@ -32,9 +32,7 @@ def several(*connectors: dict[str, Any], **outer: Any) -> Job:
     """A replica with these."""
     extra = {"connectors": list(connectors)}
     connector = {"kv_connector": "MultiConnector", "kv_role": "kv_both", **outer}
-    return Job(
-        steps=STEPS, connector=connector | {"kv_connector_extra_config": extra}, env=ENVIRONMENT
-    )
+    return Job(steps=STEPS, connector=connector | {"kv_connector_extra_config": extra})
 
 
 def contents(store: SharedStore) -> dict[str, str]:
@@ -62,7 +60,7 @@ def spoiled_copy(store: SharedStore, folder: Path) -> SharedStore:
 def two_stores(folder: Path) -> Values:
     stores = [SharedStore(folder / name) for name in ("one", "two", "three")]
     tiered, empty = SharedStore(folder / "tiered"), SharedStore(folder / "four")
-    run_replica(Job(steps=STEPS, connector=offloading(tiered), env=ENVIRONMENT), folder)
+    run_replica(Job(steps=STEPS, connector=offloading(tiered)), folder)
     values: Values = {"alone": run_replica(Job(steps=STEPS), folder)}
     both = several(one(stores[0]), one(stores[1]))
     values["first"] = run_replica(both, folder)

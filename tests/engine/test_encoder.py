@@ -63,15 +63,8 @@ def test_the_second_replica_encodes_nothing_and_generates_the_same() -> None:
     assert answer(second)["encoded"] == 0
     assert answer(first)["tokens"] == answer(second)["tokens"] == answer(alone)["tokens"]
     assert set(answer(second)["finished"]) == {"length"}
-
-
-def test_what_happened_is_counted() -> None:
-    first, second = shared()["first"], shared()["second"]
     assert (count(first, "saves"), count(first, "hits")) == (2, 0)
     assert (count(second, "saves"), count(second, "hits"), count(second, "loads")) == (0, 2, 2)
-
-
-def test_the_namespace_has_its_document() -> None:
     assert shared()["documents"] == 1
 
 
@@ -81,8 +74,7 @@ def in_processes(folder: Path) -> Values:
     transfer = encoder(folder / "store")
     run_replica(job(see(ONE), transfer=transfer), folder)
     two = {"tensor_parallel_size": 2}
-    env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    seen = job(SEEN, TOLD, transfer=transfer, processes=True, engine=two, env=env)
+    seen = job(SEEN, TOLD, transfer=transfer, processes=True, engine=two)
     values: Values = {"two": run_replica(seen, folder)}
     return values | {"payloads": len(payloads(folder / "store"))}
 
@@ -149,16 +141,12 @@ def apart(folder: Path) -> Values:
     return values | {"empty": [str(path) for path in empty.glob("chunks/*")]}
 
 
-def test_a_consumer_reads_what_a_producer_saved() -> None:
+def test_a_consumer_reads_what_a_producer_saved_and_saves_nothing() -> None:
     runs = apart()
     assert runs["saved"] == answer(runs["producer"])["encoded"] == 2
     assert runs["producer"].log.count("no KV cache to share") == 1
     assert answer(runs["consumer"])["encoded"] == 0
     assert answer(runs["consumer"])["tokens"] == answer(shared()["alone"])["tokens"]
-
-
-def test_a_consumer_saves_nothing() -> None:
-    runs = apart()
     assert answer(runs["alone"])["encoded"] == 2
     assert answer(runs["alone"])["tokens"] == answer(shared()["alone"])["tokens"]
     assert count(runs["alone"], "saves") == 0

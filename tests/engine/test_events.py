@@ -120,7 +120,7 @@ def published_by_two_ranks(folder: Path) -> Values:
     )
     ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     job = store.job(*steps, engine=ranks | {"kv_events_config": config}).model_copy(
-        update={"processes": True, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
+        update={"processes": True}
     )
     return {"pair": run_replica(job, folder)}
 

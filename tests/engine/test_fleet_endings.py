@@ -79,21 +79,11 @@ def end_of(job: Job, folder: Path, answered: Path, *, interrupt: bool) -> Values
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_no_process_and_no_lease_is_left(way: str) -> None:
-    end = all_ways_to_end()["ends"][way]
+def test_a_replica_that_ends_saves_its_last_prompt_and_leaves_nothing(way: str) -> None:
+    end, run = all_ways_to_end()["ends"][way], all_ways_to_end()["reader"]
     assert end["leases"] == []
     assert end["running"] > 1 or not WAYS[way][1]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_the_last_prompt_was_saved_before_the_end(way: str) -> None:
-    run = all_ways_to_end()["reader"]
     assert run.cached[list(WAYS).index(way)] == LOADED
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_objkv_does_not_spoil_the_end(way: str) -> None:
-    end = all_ways_to_end()["ends"][way]
     assert objkv_errors(end["log"]) == []
     if way.startswith("a script"):
         assert not end["status"]  # 0, or None where vLLM hung

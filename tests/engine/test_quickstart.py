@@ -96,10 +96,6 @@ def test_the_page_shows_the_tokens_that_its_commands_print() -> None:
     assert usages("".join(shown())) == usages(printed())
 
 
-def test_the_page_starts_servers_by_no_module_that_vllm_calls_deprecated() -> None:
-    assert "vllm.entrypoints.openai.api_server" not in PAGE.read_text()
-
-
 def usages(text: str) -> list[dict[str, Any]]:
     found = [ast.literal_eval(line) for line in text.splitlines() if line.startswith("{'")]
     assert len(found) == 2

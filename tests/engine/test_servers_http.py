@@ -5,7 +5,6 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -120,11 +119,6 @@ def has_all_back(log: str) -> bool:
     return log.count(BACK) == log.count(GIVEN_UP)
 
 
-def is_announced(valkey: RedisServer, server: Server, prompt: Prompt) -> bool:
-    """Whether the index has a record of the prompt's one chunk."""
-    return chunks_indexed(valkey, server, prompt) > 0
-
-
 def ask_until_saved(valkey: RedisServer, server: Server, numbers: Iterator[int]) -> None:
     """Ask until something that the server saved was announced: its worker gave up writes apart from
     reads, and finds out with a write that the index is back."""
@@ -134,7 +128,7 @@ def ask_until_saved(valkey: RedisServer, server: Server, numbers: Iterator[int])
         server.complete(prompt)
         with suppress(TimeoutError):
             return wait_until(
-                partial(is_announced, valkey, server, prompt),
+                lambda prompt=prompt: chunks_indexed(valkey, server, prompt) > 0,  # type: ignore
                 "a record",
                 bound_s=2.0,
             )
@@ -150,11 +144,10 @@ def an_outage_and_an_end(folder: Path) -> Values:
     with (
         valkey_server(folder / "valkey") as valkey,
         bulk_place(folder) as bulk,
-        Server(folder / "one", cpu=0, settings=SETTINGS | bulk | index_at(valkey)) as one,
+        Server(folder / "one", settings=SETTINGS | bulk | index_at(valkey)) as one,
         collecting() as collector,
         Server(
             folder / "two",
-            cpu=1,
             settings=SETTINGS | bulk | index_at(valkey) | traced_at(collector),
             arguments=("--otlp-traces-endpoint", collector.url),
         ) as two,
@@ -254,10 +247,6 @@ def test_the_second_server_answers_a_shared_prompt_from_objkv() -> None:
     assert metrics["vllm:objkv_loads_total"] == 1
 
 
-def test_small_payloads_come_from_the_hot_store() -> None:
-    assert an_outage_and_an_end()["metrics"]["vllm:objkv_hot_hits_total"] == LOADED // CHUNK
-
-
 def test_the_trace_that_came_with_a_request_has_its_lookup_and_its_load() -> None:
     spans = an_outage_and_an_end()["spans"]
     by_name = {name: [s for s in spans if s["name"] == name] for name in {s["name"] for s in spans}}
@@ -276,8 +265,9 @@ def test_the_trace_that_came_with_a_request_has_its_lookup_and_its_load() -> Non
     assert ids.pop().startswith(vllm["attributes"]["gen_ai.request.id"])
 
 
-def test_tokens_of_the_shared_prompt_came_from_the_hot_store() -> None:
+def test_small_payloads_come_from_the_hot_store() -> None:
     metrics = an_outage_and_an_end()["metrics"]
+    assert metrics["vllm:objkv_hot_hits_total"] == LOADED // CHUNK
     assert metrics["vllm:objkv_hit_hot_tokens_total"] == LOADED
     assert metrics["vllm:objkv_hit_bulk_tokens_total"] == 0
     asked = len(SHARED.tokens) + len(probe(0).tokens)
@@ -310,8 +300,9 @@ def test_every_panel_of_the_dashboard_shows_something_of_real_servers(tmp_path: 
     assert 0 < float(hit_rate["value"][1]) < 1
 
 
-def test_without_an_index_servers_go_on_alone_and_say_so_once() -> None:
+def test_without_an_index_servers_go_on_alone_and_say_so_once_and_share_again_with_it() -> None:
     run = an_outage_and_an_end()
+    assert (run["cached"]["one after"], run["cached"]["two after"]) == (0, LOADED)
     assert run["cached"]["one during"] == run["cached"]["two during"] == 0
     assert max(run["seconds"]) < 60  # half of what a lookup may take
     for log in run["logs"]:
@@ -320,19 +311,10 @@ def test_without_an_index_servers_go_on_alone_and_say_so_once() -> None:
         assert 1 <= log.count(BACK) <= 2
 
 
-def test_sharing_resumes_when_the_index_is_back() -> None:
-    cached = an_outage_and_an_end()["cached"]
-    assert (cached["one after"], cached["two after"]) == (0, LOADED)
-
-
-def test_what_was_being_saved_when_the_server_was_told_to_end_is_there() -> None:
+def test_servers_that_are_told_to_end_save_what_they_have_and_leave_nothing() -> None:
     run = an_outage_and_an_end()
     assert run["early"] == 0
     assert (run["cached"]["one last"], run["cached"]["two last"]) == (0, LOADED)
-
-
-def test_servers_that_ended_leave_no_process_and_no_lease() -> None:
-    run = an_outage_and_an_end()
     assert not any(run["ends"])  # 0, or None where vLLM hung
     assert run["left"] == {"processes": [], "leases": []}
 

@@ -136,8 +136,8 @@ def two_servers_and_an_interruption(folder: Path) -> Values:
         "OBJKV_INDEX_URL": f"sqlite://{folder}/index.sqlite",
     }
     with (
-        Server(folder / "one", cpu=0, settings=settings, with_tokenizer=tiny) as one,
-        Server(folder / "two", cpu=1, settings=settings, with_tokenizer=tiny) as two,
+        Server(folder / "one", settings=settings, with_tokenizer=tiny) as one,
+        Server(folder / "two", settings=settings, with_tokenizer=tiny) as two,
     ):
         for server in (one, two):
             server.wait_until_ready()

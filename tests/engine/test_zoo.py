@@ -21,7 +21,6 @@ from tests.engine.job import Call, Generate, Job, Prompt, ResetPrefixCache, Resu
 from tests.engine.pages import ASKED, HEAD_PAGES, LOADED_PAGES
 from tests.engine.ranks import on_ranks
 from tests.engine.table import Row, Side, rows
-from tests.engine.tiered import ENVIRONMENT
 
 pytestmark = pytest.mark.slow
 ROWS = rows()
@@ -54,7 +53,7 @@ def job_of(row: Row, side: Side, store: SharedStore, prompts: Sequence[Prompt]) 
     job = store.job(*steps, role=side.role, engine=engine, also=side.also, **settings)
     changed: dict[str, Any] = {"model": row.model}
     if side.connect is not None:
-        changed |= {"connector": side.connect(store), "env": ENVIRONMENT}
+        changed["connector"] = side.connect(store)
     return on_ranks(job.model_copy(update=changed), side.ranks, side.stages)
 
 

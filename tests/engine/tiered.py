@@ -6,8 +6,6 @@ from tests.engine.fleet import BLOCK, PATIENT, SharedStore
 from tests.engine.job import Job, Step
 
 _SETTINGS = ("admission", "codec", "lookup_deadline_ms", "load_deadline_ms", "save_deadline_ms")
-ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""A replica that is bound to its cores waits seconds for a copy while other work runs there."""
 
 
 def offloading(
@@ -37,4 +35,4 @@ def offloading(
 
 def tiered(store: SharedStore, *steps: Step, **options: Any) -> Job:
     """A replica on this store; ``options`` as for ``offloading``."""
-    return Job(steps=steps, connector=offloading(store, **options), env=ENVIRONMENT)
+    return Job(steps=steps, connector=offloading(store, **options))

@@ -9,14 +9,12 @@ The functions at the end are for ``Call`` steps: they run in the replica and tak
 """
 
 import hashlib
-import os
-import shutil
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tests.engine import fleet
+from tests.engine import fleet, model
 from tests.engine.job import Call, Job
 
 EMBEDS, WIDTH = 4, 256
@@ -47,15 +45,7 @@ def make() -> Path:
     """Make the model unless it is there; of many makers at once, each sees a whole one."""
     recipe = Path(__file__).read_bytes() + version("transformers").encode()
     target = _MODELS / f"idefics3-{hashlib.sha256(recipe).hexdigest()[:12]}"
-    if target.exists():
-        return target
-    partial = target.with_suffix(f".{os.getpid()}")
-    _save(partial)
-    try:
-        partial.rename(target)
-    except OSError:  # Another process was first; models are made from a seed and equal.
-        shutil.rmtree(partial)
-    return target
+    return model.make_once(target, _save)
 
 
 def _save(target: Path) -> None:
@@ -113,9 +103,9 @@ def _save(target: Path) -> None:
         initializer_range=0.08,
         tie_word_embeddings=False,
     )
-    model = transformers.Idefics3ForConditionalGeneration(config)
+    made = transformers.Idefics3ForConditionalGeneration(config)
     target.mkdir(parents=True)
-    model.to(torch.float32).save_pretrained(target)
+    made.to(torch.float32).save_pretrained(target)
     processor.save_pretrained(target)
 
 
@@ -218,8 +208,7 @@ def _count_encoded(llm: Any) -> list[int]:
     calls: list[int] = []
     if core is None:
         return calls
-    model = core.model_executor.driver_worker.model_runner.get_model()
-    cls = type(model)
+    cls = type(core.model_executor.driver_worker.model_runner.get_model())
     embed = getattr(cls, "plain_embed_multimodal", cls.embed_multimodal)
     cls.plain_embed_multimodal = embed
 
