@@ -13,28 +13,31 @@ from vllm.v1.kv_offload.base import LookupResult
 
 from objkv.assembly.backends import Backends
 from objkv.connector import wiring
-from objkv.errors import ConfigError
+from objkv.errors import ConfigError, StoreUnavailable
 from tests.connector.tier.world import Engine, init_hashes, offload_key, row
 from tests.contracts.flaky import FlakyStore
+from tests.index.flaky_index import FlakyIndex
 from tests.support.servers.redis import wait_until
 
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 
 
 class World:
-    """Replicas over one folder whose bulk store fails on request."""
+    """Replicas over one folder whose stores fail on request."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         self.engines: list[Engine] = []
         self.bulks: list[FlakyStore] = []
+        self.indexes: list[FlakyIndex] = []
         self.gate = threading.Event()
         opened: Callable[..., Backends] = wiring.open_backends
 
         def flaky(*args: Any, **kwargs: Any) -> Backends:
             backends = opened(*args, **kwargs)
             self.bulks.append(FlakyStore(backends.bulk))
-            return replace(backends, bulk=self.bulks[-1])
+            self.indexes.append(FlakyIndex(backends.index))
+            return replace(backends, bulk=self.bulks[-1], index=self.indexes[-1])
 
         monkeypatch.setattr(wiring, "open_backends", flaky)
 
@@ -66,13 +69,42 @@ def counted(engine: Engine, name: str) -> float:
     return float(engine.tier._recorder.value(name))
 
 
-@pytest.mark.parametrize("nbytes", [0, 7, 4_000, 8_191])
-def test_a_short_payload_is_a_miss(world: World, nbytes: int) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda bulk: bulk.truncate(0),
+        lambda bulk: bulk.truncate(8_191),
+        lambda bulk: bulk.flip_bit(8 * 100),
+        lambda bulk: bulk.flip_bit(8 * 8_000),
+    ],
+    ids=["empty", "short", "header", "pages"],
+)
+def test_a_damaged_payload_is_a_miss(world: World, damage: Callable[[FlakyStore], None]) -> None:
     writer, reader = world.engine(), world.engine()
     save(writer, 1)
-    world.bulks[1].truncate(nbytes)
+    damage(world.bulks[1])
     assert reader.find(reader.begin(), [offload_key(1)]) == [MISS]
     assert counted(reader, "tier_load_corrupt") == 1
+
+
+@pytest.mark.parametrize(("end", "error"), [("bulk", "load"), ("index", "lookup")])
+def test_an_end_that_fails_is_a_miss_and_a_drop(world: World, end: str, error: str) -> None:
+    writer, reader = world.engine(), world.engine()
+    save(writer, 1)
+    down = StoreUnavailable("down")
+    if end == "bulk":
+        world.bulks[1].fail_until_mended(down)
+    else:
+        world.indexes[1].error = down
+    assert reader.find(reader.begin(), [offload_key(1)]) == [MISS]
+    assert counted(reader, f"tier_{error}_errors") == 1
+    save(reader, 2)
+    world.bulks[1].mend()
+    world.indexes[1].error = None
+    save(reader, 3)
+    third = world.engine()
+    keys = [offload_key(n) for n in (1, 2, 3)]
+    assert third.find(third.begin(), keys) == [HIT, MISS, HIT]
 
 
 def test_a_key_that_is_gone_fails_alone_and_its_record_is_forgotten(
