@@ -30,7 +30,8 @@ _SIGNED = re.compile(
 def keep_secret(*values: str | None) -> None:
     """Mask ``values`` from now on, except None and values shorter than 4 characters."""
     for value in values:
-        for spelling in {value or "", quote(value or "", safe=""), unquote(value or "")}:
+        plain = value or ""
+        for spelling in {plain, quote(plain, safe="", errors="replace"), unquote(plain)}:
             if len(spelling) < _CHARS_MIN or spelling in _known:
                 continue
             text = re.escape(spelling)

@@ -25,7 +25,7 @@ from objkv.transfer.loading import loader
 from objkv.transfer.saver import Saver
 from tests.faults.places import AgentSockets, Calls, Clock, Servers, running_servers
 
-_PATIENT_MS = 60_000
+_PATIENT_MS = 5_000
 
 
 @pytest.fixture(scope="module")  # no longer: what it replaces would be so for other tests, too

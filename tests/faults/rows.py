@@ -55,9 +55,6 @@ class Row:
     load: Cell
     save: Cell
     settings: dict[str, Any] = field(default_factory=dict)
-    hurry_s: float = 0.0
-    """How long clients wait for the failing backend during the fault, if a test could only wait;
-    0: the usual time. Healthy backends keep their time, however busy the machine is."""
     is_theirs: bool = False
     """The fault is a replica of another revision of the model that requests the same prompts and
     shares the bucket and the index."""
@@ -74,6 +71,18 @@ class Row:
 
 def _s3(name: str, what: str, load: Cell, save: Cell, **more: Any) -> Row:
     return Row(f"s3-{name}", what, "s3", UNTOUCHED_HIT, load, save, **more)
+
+
+def _redis(name: str, what: str, lookup: Cell, load: Cell, save: Cell, **more: Any) -> Row:
+    return Row(f"redis-{name}", what, "redis", lookup, load, save, **more)
+
+
+def _folder(name: str, what: str, lookup: Cell, load: Cell, save: Cell) -> Row:
+    return Row(name, what, "folder", lookup, load, save)
+
+
+def _agent(name: str, what: str, lookup: Cell, load: Cell, save: Cell, **more: Any) -> Row:
+    return Row(f"agent-{name}", what, "agent", lookup, load, save, **more)
 
 
 _LOAD_FAILS = Cell("miss", "load_errors", LOADS_TOLD)
@@ -101,7 +110,7 @@ ROWS: tuple[Row, ...] = (
         "S3 accepts and never answers",
         _LOAD_FAILS,
         _SAVE_FAILS,
-        hurry_s=2.0,
+        settings={"load_deadline_ms": 8_000, "step_load_deadline_ms": 8_000},
     ),
     _s3("lag", "S3 answers late, within the deadline", _FOUND, _SAVED),
     _s3("truncated", "bodies are cut short", _LOAD_REFUSED, _SAVE_FAILS),
@@ -115,143 +124,76 @@ ROWS: tuple[Row, ...] = (
     _s3("deleted", "objects are deleted after their lookup", _LOAD_GHOST, _SAVED),
     _s3("clock-ahead", "this machine's clock is 5 hours ahead", _LOAD_FAILS, _SAVE_FAILS),
     _s3("clock-behind", "this machine's clock is 5 hours behind", _LOAD_FAILS, _SAVE_FAILS),
-    Row(
-        "redis-killed",
-        "Redis's process is killed",
-        "redis",
-        _LOOKUP_FAILS,
-        _FROM_BULK,
-        _UNANNOUNCED,
-    ),
-    Row(
-        "redis-reset",
-        "connections to Redis are reset",
-        "redis",
-        _LOOKUP_FAILS,
-        _FROM_BULK,
-        _UNANNOUNCED,
-    ),
-    Row(
-        "redis-stalled",
+    _redis("killed", "Redis's process is killed", _LOOKUP_FAILS, _FROM_BULK, _UNANNOUNCED),
+    _redis("reset", "connections to Redis are reset", _LOOKUP_FAILS, _FROM_BULK, _UNANNOUNCED),
+    _redis(
+        "stalled",
         "Redis accepts and never answers (it is frozen)",
-        "redis",
         Cell("miss", "lookup_deadlines", "lookups failing", beside=INDEX_READS),
         _FROM_BULK,
         _UNANNOUNCED,
-        settings={"lookup_deadline_ms": 300},  # from it clients of Redis take theirs
-        hurry_s=0.3,
+        settings={"lookup_deadline_ms": 2_000},
     ),
-    Row("redis-lag", "Redis answers late, within the deadline", "redis", _FOUND, _FOUND, _SAVED),
-    Row(
-        "redis-truncated",
-        "answers of Redis break off",
-        "redis",
-        _LOOKUP_FAILS,
-        _FROM_BULK,
-        _UNANNOUNCED,
+    _redis("lag", "Redis answers late, within the deadline", _FOUND, _FOUND, _SAVED),
+    _redis("truncated", "answers of Redis break off", _LOOKUP_FAILS, _FROM_BULK, _UNANNOUNCED),
+    _redis("flipped", "a bit of each value from Redis flips", Cell("miss"), _LOAD_REFUSED, _SAVED),
+    _redis(
+        "loading", "Redis answers LOADING to everything", _LOOKUP_FAILS, _FROM_BULK, _UNANNOUNCED
     ),
-    Row(
-        "redis-flipped",
-        "a bit of each value from Redis flips",
-        "redis",
-        Cell("miss"),
-        _LOAD_REFUSED,
-        _SAVED,
-    ),
-    Row(
-        "redis-loading",
-        "Redis answers LOADING to everything",
-        "redis",
-        _LOOKUP_FAILS,
-        _FROM_BULK,
-        _UNANNOUNCED,
-    ),
-    Row(
-        "redis-another",
-        "Redis answers with another key's value",
-        "redis",
-        _FOUND,
-        _LOAD_REFUSED,
-        _SAVED,
-    ),
-    Row(
-        "redis-failover",
+    _redis("another", "Redis answers with another key's value", _FOUND, _LOAD_REFUSED, _SAVED),
+    _redis(
+        "failover",
         "Redis fails over to a replica that lacks the newest writes",
-        "redis",
         Cell("miss"),
         Cell("hit", "hot_misses", beside=INDEX_WRITES),  # its use was being noted on the primary
         _SAVED,
     ),
-    Row(
-        "redis-evicting",
+    _redis(
+        "evicting",
         "Redis is over maxmemory and evicts",
-        "redis",
         Cell("miss"),
         Cell("hit", "hot_misses"),
         _SAVED,
     ),
-    Row(
-        "redis-full",
+    _redis(
+        "full",
         "Redis is over maxmemory and refuses writes",
-        "redis",
         _FOUND_UNMARKED,
         _FOUND_UNMARKED,
         _UNANNOUNCED,
     ),
-    Row(
-        "redis-readonly",
-        "Redis is a read-only replica",
-        "redis",
-        _FOUND_UNMARKED,
-        _FOUND_UNMARKED,
-        _UNANNOUNCED,
+    _redis(
+        "readonly", "Redis is a read-only replica", _FOUND_UNMARKED, _FOUND_UNMARKED, _UNANNOUNCED
     ),
-    Row(
-        "redis-wiped",
-        "the index is wiped (FLUSHALL)",
-        "redis",
-        Cell("miss"),
-        Cell("hit", "hot_misses"),
-        _SAVED,
+    _redis(
+        "wiped", "the index is wiped (FLUSHALL)", Cell("miss"), Cell("hit", "hot_misses"), _SAVED
     ),
-    Row("disk-full", "the disk is full", "folder", _FOUND_UNMARKED, _FOUND_UNMARKED, _SAVE_FAILS),
-    Row(
-        "sqlite-removed",
-        "the SQLite file is removed",
-        "folder",
-        Cell("miss"),
-        _FOUND,
-        _SAVED,
-    ),
-    Row(
+    _folder("disk-full", "the disk is full", _FOUND_UNMARKED, _FOUND_UNMARKED, _SAVE_FAILS),
+    _folder("sqlite-removed", "the SQLite file is removed", Cell("miss"), _FOUND, _SAVED),
+    _folder(
         "sqlite-corrupt",
         "the SQLite file is overwritten",
-        "folder",
         _LOOKUP_FAILS,
         _FOUND_UNMARKED,
         _UNANNOUNCED,
     ),
-    Row(
+    _folder(
         "sqlite-locked",
         "another process holds the SQLite file locked",
-        "folder",
         _FOUND_UNMARKED,
         _FOUND_UNMARKED,
         _UNANNOUNCED,
-        hurry_s=0.1,
     ),
-    Row(
+    _folder(
         "sqlite-clock-ahead",
         "this machine's clock is 48 hours ahead: records seem expired",
-        "folder",
         Cell("miss"),
         _FOUND,
         _SAVED,
     ),
-    Row(
+    _folder(
         "sqlite-clock-behind",
         "this machine's clock is 48 hours behind",
-        "folder",
         _FOUND,
         _FOUND,
         Cell("drop"),
@@ -265,88 +207,60 @@ ROWS: tuple[Row, ...] = (
         UNTOUCHED_SAVE,
         is_theirs=True,
     ),
-    Row(
-        "agent-killed",
-        "the node agent is killed",
-        "agent",
-        _NO_LOOKUP,
-        _NO_LOAD,
-        _NO_SAVE,
-    ),
-    Row(
-        "agent-killed-busy",
+    _agent("killed", "the node agent is killed", _NO_LOOKUP, _NO_LOAD, _NO_SAVE),
+    _agent(
+        "killed-busy",
         "the node agent is killed while it fetches or puts",
-        "agent",
         UNTOUCHED_HIT,
         _NO_LOAD,
         Cell("drop", beside=AWAY),
         is_fetched=True,
     ),
-    Row(
-        "agent-frozen",
-        "the node agent hangs (it is frozen)",
-        "agent",
-        _NO_LOOKUP,
-        _NO_LOAD,
-        _NO_SAVE,
-    ),
-    Row(
-        "agent-unlinked",
-        "the node agent's socket is removed",
-        "agent",
-        _FOUND,
-        _FOUND,
-        _SAVED,
-    ),
-    Row(
-        "agent-full",
+    _agent("frozen", "the node agent hangs (it is frozen)", _NO_LOOKUP, _NO_LOAD, _NO_SAVE),
+    _agent("unlinked", "the node agent's socket is removed", _FOUND, _FOUND, _SAVED),
+    _agent(
+        "full",
         "the node agent's arena is full of payloads that another replica has leased",
-        "agent",
         UNTOUCHED_HIT,
         Cell("miss", "load_refused"),
         _SAVE_FAILS,
     ),
-    Row(
-        "agent-store-reset",
+    _agent(
+        "store-reset",
         "the node agent's connections to S3 are reset",
-        "agent",
         UNTOUCHED_HIT,
         Cell("miss", "load_errors"),
         Cell("saved", "agent_save_errors"),
         is_fetched=True,
     ),
-    Row(
-        "agent-store-stalled",
+    _agent(
+        "store-stalled",
         "S3 accepts and never answers the node agent",
-        "agent",
         UNTOUCHED_HIT,
         Cell("miss", "load_errors"),
         Cell("saved", "agent_save_errors"),
         is_fetched=True,
     ),
-    Row(
-        "agent-store-flipped",
+    _agent(
+        "store-flipped",
         "a bit of each body flips that the node agent fetches",
-        "agent",
         UNTOUCHED_HIT,
         Cell("miss", "load_corrupt"),
         UNTOUCHED_SAVE,
         is_fetched=True,
     ),
-    Row(
-        "agent-process-killed",
+    _agent(
+        "process-killed",
         "the node agent's fetching process is killed while it fetches",
-        "agent",
         UNTOUCHED_HIT,
         Cell("hit", "agent_fetch_process_losses"),
         UNTOUCHED_SAVE,
         is_fetched=True,
         uses_process=True,
     ),
-    Row(
-        "agent-process-frozen",
+    _agent(
+        "process-frozen",
         "the node agent's fetching process hangs (it is frozen)",
-        "agent",
         UNTOUCHED_HIT,
         Cell("miss", "load_errors"),
         UNTOUCHED_SAVE,

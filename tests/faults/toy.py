@@ -5,7 +5,7 @@ out to have failed is thrown away by the scheduler: only what is kept has to be 
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,6 @@ STORED_TOKENS = CHUNKS * LAYOUT.chunk_tokens
 PAYLOAD_BYTES = 2 * 4096
 """Memory that a payload takes in an arena."""
 ANSWER_TOKENS = 1
-LOOKUP_S = 120.0
-"""How long a lookup may take where nobody is in a hurry, whatever clients of Redis were told."""
 
 
 def prompt(seed: int) -> list[int]:
@@ -58,51 +56,12 @@ class ShakenEngine(Engine):
         super().__init__(layout, folder, **settings)
         for side in (self.worker, self.scheduler.connector):
             side.get_kv_connector_stats = lambda: None  # the test reads the recorders itself
-        lookups = self.scheduler.connector._scheduler._lookups
-        lookups._limits = replace(lookups._limits, deadline_s=LOOKUP_S)
 
     def answer(self, tokens: list[int]) -> Answer:
         """The answer to one prompt. What its own memory holds of earlier ones is forgotten."""
         if (core := core_of(self.worker.worker.loads)) is not None:
             forget_all(core.residents)
         return self.run([tokens], max_tokens=ANSWER_TOKENS)[0]
-
-    def hurry(self, world: str, seconds: float) -> Callable[[], None]:
-        """Let clients of the end that fails in ``world`` wait so long only; what undoes it."""
-        undo: list[tuple[Any, str, Any]] = []
-
-        def put(owner: Any, name: str, value: Any) -> None:
-            undo.append((owner, name, getattr(owner, name)))
-            _set(owner, name, value)
-
-        loader = self.worker._worker._loader
-        lookups = self.scheduler.connector._scheduler._lookups
-        if world == "s3":
-            limits = replace(loader._limits, deadline_s=seconds, step_deadline_s=seconds)
-            put(loader, "_limits", limits)
-        elif world == "redis":
-            put(lookups, "_limits", replace(lookups._limits, deadline_s=seconds))
-        for place in self._places():
-            if world == "s3" and hasattr(place, "_attempt_s"):
-                put(place, "_deadline_s", seconds)
-                put(place, "_attempt_s", seconds / 4)
-            elif world == "folder" and hasattr(place, "_file"):
-                put(place._file, "_busy_s", seconds)
-
-        def calm() -> None:
-            for owner, name, value in reversed(undo):
-                _set(owner, name, value)
-
-        return calm
-
-    def _places(self) -> Iterator[Any]:
-        """Stores and indexes of both sides, with all that is wrapped around them."""
-        for side in (self.worker, self.scheduler.connector):
-            backends = side._backends
-            for place in (backends.bulk, backends.hot, backends.index):
-                while place is not None:
-                    yield place
-                    place = getattr(place, "_inner", None)
 
     def is_idle(self) -> bool:
         """Whether nothing is being looked up, marked as used, or read in the background."""
@@ -151,13 +110,6 @@ class ShakenEngine(Engine):
             super()._look(name, rings=rings)
         except AssertionError as exc:
             self._wrong[name] = exc
-
-
-def _set(owner: Any, name: str, value: Any) -> None:
-    """What is open already heeds it, too."""
-    setattr(owner, name, value)
-    if name == "_busy_s":
-        owner.close()  # connections keep to what they were opened with
 
 
 class RevisedEngine(ShakenEngine):

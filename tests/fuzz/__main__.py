@@ -18,11 +18,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
-
 from tests.fuzz.targets import TARGETS
 
-BATCH = 200
 SPARE_BYTES = 1 << 30
 """Of address space, besides what the process has when it begins."""
 SLOW_S = 5.0
@@ -91,81 +88,42 @@ def _nothing(failure: str) -> dict[str, Any]:
     return {"examples": 0, "slowest_s": 0.0, "ends": {}, "failure": failure}
 
 
-def run_one(number: int, seconds: float, first_seed: int, failures: Path) -> int:
+def run_one(number: int, seconds: float, seed: int, failures: Path) -> int:
     """One target in this process; one line of JSON."""
-    target = TARGETS[number]
+    target, source = TARGETS[number], random.Random(seed)
     ends: Counter[str] = Counter()
     slowest_s, failure, last = 0.0, "", failures / f"last-{number}.txt"
     signal.signal(signal.SIGINT, signal.default_int_handler)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + SPARE_BYTES, used + SPARE_BYTES))
     log = os.open(last, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-
-    def attempt(example: Any) -> None:
-        nonlocal slowest_s
-        # Whoever crashes cannot tell of it: what it crashed on is written down before.
-        os.pwrite(log, text := repr(example).encode("utf-8", "backslashreplace"), 0)
-        os.ftruncate(log, len(text))
-        began = time.perf_counter()
-        ends[target.check(example)] += 1
-        took_s = time.perf_counter() - began
-        slowest_s = max(slowest_s, took_s)
-        if took_s > SLOW_S:
-            raise TimeoutError(f"{took_s:.1f} s")
-
-    began_s, batch = time.monotonic(), 0
+    until_s = time.monotonic() + seconds
     try:
-        if target.fast is not None:
-            failure = _many(target.fast, attempt, first_seed, began_s + seconds / 2)
-        while not failure and time.monotonic() < began_s + seconds:
-            failure = _batch(target.examples, attempt, first_seed + batch)
-            batch += 1
+        while not failure and time.monotonic() < until_s:
+            example = target.make(source)
+            # Whoever crashes cannot tell of it: what it crashed on is written down before.
+            os.pwrite(log, text := repr(example).encode("utf-8", "backslashreplace"), 0)
+            os.ftruncate(log, len(text))
+            began = time.perf_counter()
+            try:
+                ends[target.check(example)] += 1
+            except Exception:
+                failure = f"{example!r}\n{traceback.format_exc()}"
+            took_s = time.perf_counter() - began
+            slowest_s = max(slowest_s, took_s)
+            if not failure and took_s > SLOW_S:
+                failure = f"{example!r}\ntook {took_s:.1f} s"
     except KeyboardInterrupt:
         pass
     if failure:
-        path = failures / f"failed-{number}-{first_seed + batch}.txt"
-        path.write_text(failure)
+        path = failures / f"failed-{number}-{seed}.txt"
+        path.write_text(failure, errors="backslashreplace")
         failure = f"{failure.strip().splitlines()[-1][:200]} ({path})"
     else:
         last.unlink()
     told = {"examples": ends.total(), "slowest_s": slowest_s, "ends": ends, "failure": failure}
     print(json.dumps(told), flush=True)
     return 0
-
-
-def _many(make: Any, attempt: Any, number: int, until_s: float) -> str:
-    """As many examples as there is time for; what went wrong, if anything did."""
-    source = random.Random(number)
-    while time.monotonic() < until_s:
-        example = make(source)
-        try:
-            attempt(example)
-        except Exception:
-            return f"{example!r}\n{traceback.format_exc()}"
-    return ""
-
-
-def _batch(examples: Any, attempt: Any, number: int) -> str:
-    """Some examples; what went wrong, if anything did."""
-
-    @seed(number)
-    @settings(
-        max_examples=BATCH,
-        deadline=None,
-        database=None,
-        phases=(Phase.generate, Phase.shrink),
-        suppress_health_check=list(HealthCheck),
-        print_blob=True,
-    )
-    @given(example=examples)
-    def run(example: Any) -> None:
-        attempt(example)
-
-    try:
-        run()
-    except Exception:
-        return traceback.format_exc()
-    return ""
 
 
 if __name__ == "__main__":

@@ -4,13 +4,9 @@ import hashlib
 import json
 import posixpath
 from random import Random
-from typing import Any
-
-from hypothesis import strategies as st
 
 from objkv.cache.bulk_index import BulkIndex
 from objkv.cache.pins import Pin, parse_pin
-from objkv.codec.payload import CODECS
 from objkv.errors import ConfigError, PayloadError, StoreError
 from objkv.index.base import Record
 from objkv.index.fields import decode_shard, encode_shard
@@ -22,17 +18,16 @@ from objkv.ops.backends_view import parse_identity
 from objkv.ops.diff import diff, parse_document
 from objkv.stores.base import check_key, check_prefix, is_key
 from objkv.stores.memory import MemoryStore
-from tests.codec.payloads import CLAIM, sample
+from tests.codec.payloads import CLAIM
 from tests.contracts.index_contract import shard
-from tests.fuzz.mutation import change_document, changed_bytes, changed_text, spoiled
-from tests.fuzz.payloads import whole_payloads
+from tests.fuzz.mutation import change_document, changed_text, spoiled, text
+from tests.fuzz.payloads import whole_payload
 from tests.fuzz.target import Finding, Target, outcome, require
 from tests.support.samples import IDENTITY
 
 _SHARDS = [encode_shard(shard(nbytes)) for nbytes in (1, 4096, 10**17)]
 _PATH = CLAIM.key.path()
 _PIN = Pin("ab" * 16, (b"\1" * 20, b"\2" * 20), 512, 1_800_000_000, 1_700_000_000)
-_PAYLOADS = [bytes(sample(codec)) for codec in CODECS]
 
 
 def _shard(value: bytes) -> str:
@@ -44,29 +39,18 @@ def _shard(value: bytes) -> str:
     return "read"
 
 
-@st.composite
-def _replies(draw: st.DrawFn) -> Any:
+def _some_reply(random: Random) -> dict[bytes, bytes]:
     """What ``HGETALL`` may answer."""
     fields = [b"0.L0-2_H0-4", b"parent", b"tokens", b"hits", b"touched", b"pin", b"shape"]
     values = [
         *_SHARDS, b"01" * 20, b"0-256", b"256-512", b"0", b"7", b"-1", b"", b"1e9", b"9" * 5000,
         b"\xd9\xa3", b" 1", b"1_0", b"0-0", b"nan",
     ]  # fmt: skip
-    reply = {
-        b"0.L0-2_H0-4": _SHARDS[1],
-        b"parent": b"01" * 20,
-        b"tokens": b"0-256",
-        b"hits": b"3",
-        b"touched": b"1700000000",
-    }
-    reply |= draw(
-        st.dictionaries(
-            st.sampled_from(fields) | st.binary(max_size=12),
-            st.sampled_from(values) | changed_bytes(values),
-            max_size=4,
-        )
-    )
-    for field in draw(st.sets(st.sampled_from(fields), max_size=2)):
+    reply = dict(zip(fields, (_SHARDS[1], b"01" * 20, b"0-256", b"3", b"1700000000"), strict=False))
+    for _ in range(random.randrange(5)):
+        name = random.choice([*fields, random.randbytes(random.randrange(12))])
+        reply[name] = spoiled(random, values)
+    for field in random.sample(fields, random.randrange(3)):
         reply.pop(field, None)
     return reply
 
@@ -84,42 +68,37 @@ def _reply(reply: dict[bytes, bytes]) -> str:
 
 
 @outcome((ValueError, StoreError))
-def _key(text: str) -> str:
+def _key(name: str) -> str:
     """No name leads out of a store, and what is read as a key is written as it was."""
-    if is_key(text):
-        require(posixpath.normpath(f"/root/{text}") == f"/root/{text}", "a way out")
-        require(text.isascii(), "letters of others")
-        check_key(text)
-    key = ChunkKey.parse(text)
-    require(key.path() == text, "written otherwise")
-    require(is_key(text), "a path that is no key")
+    if is_key(name):
+        require(posixpath.normpath(f"/root/{name}") == f"/root/{name}", "a way out")
+        require(name.isascii(), "letters of others")
+        check_key(name)
+    key = ChunkKey.parse(name)
+    require(key.path() == name, "written otherwise")
+    require(is_key(name), "a path that is no key")
     require(Shard.parse(str(key.shard)) == key.shard, "a shard written otherwise")
     return "read"
 
 
 @outcome(StoreError)
-def _prefix(text: str) -> str:
-    check_prefix(text)
-    require(posixpath.normpath(f"/root/{text}x").startswith("/root/"), "a way out")
+def _prefix(name: str) -> str:
+    check_prefix(name)
+    require(posixpath.normpath(f"/root/{name}x").startswith("/root/"), "a way out")
     return "read"
 
 
-@st.composite
-def _identities(draw: st.DrawFn) -> tuple[bytes, str]:
+def _some_identity(random: Random) -> tuple[bytes, str]:
     """A document, and the namespace that its digest would be."""
     document = json.loads(IDENTITY.canonical())
-    change_document(draw, document)
+    change_document(random, document)
     try:
-        text = canonical_json(document)
+        written = canonical_json(document)
     except ValueError:
-        text = json.dumps(document).encode()
-    text = draw(st.just(text) | changed_bytes([text]))
-    return text, hashlib.sha256(text).hexdigest()[:32]
-
-
-def _fast_identity(random: Random) -> tuple[bytes, str]:
-    text = spoiled(random, [IDENTITY.canonical()])
-    return text, hashlib.sha256(text).hexdigest()[:32]
+        written = json.dumps(document).encode()
+    if random.random() < 0.5:
+        written = spoiled(random, [written])
+    return written, hashlib.sha256(written).hexdigest()[:32]
 
 
 @outcome(PayloadError)
@@ -161,28 +140,24 @@ def _folder(payload: bytes) -> str:
     return "read"
 
 
+def _some_key(random: Random) -> str:
+    if random.random() < 0.5:
+        return changed_text(random, random.choice((_PATH, "a/b.c/..d")))
+    return spoiled(random, [_PATH.encode(), b"a/b.c/..d"]).decode("latin-1")
+
+
+def _some_prefix(random: Random) -> str:
+    is_near = random.random() < 0.5
+    return changed_text(random, _PATH[:40]) if is_near else text(random, "ab./~\n")
+
+
 TARGETS = (
-    Target(
-        "shard record",
-        changed_bytes(_SHARDS) | st.sampled_from(_SHARDS),
-        _shard,
-        lambda random: spoiled(random, _SHARDS),
-    ),
-    Target("Redis record", _replies(), _reply),
-    Target(
-        "key",
-        changed_text(_PATH) | changed_text("a/b.c/..d") | st.just(_PATH),
-        _key,
-        lambda random: spoiled(random, [_PATH.encode(), b"a/b.c/..d"]).decode("latin-1"),
-    ),
-    Target("prefix", changed_text(_PATH[:40]) | st.text("ab./~\n", max_size=12), _prefix),
-    Target("identity document", _identities(), _identity, _fast_identity),
-    Target("identity documents compared", _identities(), _diff),
-    Target(
-        "pin",
-        changed_bytes([_PIN.document()]),
-        _pin,
-        lambda random: spoiled(random, [_PIN.document()]),
-    ),
-    Target("folder as index", st.sampled_from(_PAYLOADS) | whole_payloads(), _folder),
+    Target("shard record", lambda random: spoiled(random, _SHARDS), _shard),
+    Target("Redis record", _some_reply, _reply),
+    Target("key", _some_key, _key),
+    Target("prefix", _some_prefix, _prefix),
+    Target("identity document", _some_identity, _identity),
+    Target("identity documents compared", _some_identity, _diff),
+    Target("pin", lambda random: spoiled(random, [_PIN.document()]), _pin),
+    Target("folder as index", whole_payload, _folder),
 )

@@ -2,14 +2,13 @@
 
 import tempfile
 from pathlib import Path
+from random import Random
 from typing import Any
-
-from hypothesis import strategies as st
 
 from objkv.config import Config, resolve_config
 from objkv.errors import ConfigError
 from objkv.ops.match import parse_tokens
-from tests.fuzz.mutation import changed_bytes, changed_text, odd_values, spoiled
+from tests.fuzz.mutation import changed_text, odd_value, spoiled, text
 from tests.fuzz.target import Target, outcome, require
 
 SECRET = "hunter2hunter2"
@@ -56,22 +55,21 @@ def _told(work: Any) -> str:
     return "read"
 
 
-def read_settings(text: bytes) -> str:
+def read_settings(toml: bytes) -> str:
     path = Path(_FOLDER.name) / "objkv.toml"
-    path.write_bytes(text)
+    path.write_bytes(toml)
     return _told(lambda: resolve_config(environ={}, file=path).config)
 
 
-@st.composite
-def _environments(draw: st.DrawFn) -> dict[str, str]:
-    url = st.sampled_from(_URLS)
-    values = url | url.flatmap(changed_text) | st.text(max_size=10) | st.sampled_from(
-        ["1", "-1", "9" * 5000, "nan", "true", "none", "auto", SECRET]
-    )  # fmt: skip
-    names = st.sampled_from(_NAMES) | st.text("abcdefgh_url", max_size=12)
-    found = draw(st.dictionaries(names, values, max_size=5))
-    secrets = {"redis_password": SECRET, "s3_secret_access_key": SECRET}
-    return {f"OBJKV_{name.upper()}": value for name, value in (found | secrets).items()}
+def _some_environment(random: Random) -> dict[str, str]:
+    odd = ["1", "-1", "9" * 5000, "nan", "true", "none", "auto", SECRET, text(random)]
+    found = {"redis_password": SECRET, "s3_secret_access_key": SECRET}
+    for _ in range(random.randrange(6)):
+        url = random.choice(_URLS)
+        name = random.choice([*_NAMES, text(random, "abcdefgh_url")])
+        value = random.choice([url, changed_text(random, url), random.choice(odd)])
+        found.setdefault(name, value)
+    return {f"OBJKV_{name.upper()}": value for name, value in found.items()}
 
 
 def _environment(environ: dict[str, str]) -> str:
@@ -87,32 +85,33 @@ def _fits(environ: dict[str, str]) -> bool:
     )
 
 
-def _options(values: dict[str, Any]) -> str:
+def read_options(values: dict[str, Any]) -> str:
     secret = {"redis_password": SECRET, "s3_secret_access_key": SECRET}
     return _told(lambda: resolve_config(values | secret, environ={}).config)
 
 
 @outcome(ConfigError)
-def _prompt(text: str) -> str:
-    tokens = parse_tokens(text)
+def _prompt(prompt: str) -> str:
+    tokens = parse_tokens(prompt)
     require(all(type(t) is int and 0 <= t < 2**32 for t in tokens), "no token ids")
     return "read"
 
 
 _PROMPTS = ["[1, 2, 3]", "1 2,3\n4", '["1", 2]', "", "[" * 3000, "9" * 5000, "[1e5]", "0" * 5000]
 
+
+def _some_options(random: Random) -> dict[str, Any]:
+    names = random.choices([*_NAMES, text(random)], k=random.randrange(5))
+    return {name: odd_value(random) for name in names}
+
+
 TARGETS = (
     Target(
         "settings file",
-        changed_bytes([_TOML]) | st.just(b"a=" + b"[" * 5000),
+        lambda random: spoiled(random, [_TOML] * 20 + [b"a=" + b"[" * 5000]),
         read_settings,
-        lambda random: spoiled(random, [_TOML]),
     ),
-    Target("environment", _environments(), _environment),
-    Target(
-        "extra config",
-        st.dictionaries(st.sampled_from(_NAMES) | st.text(max_size=8), odd_values, max_size=4),
-        _options,
-    ),
-    Target("token ids", st.sampled_from(_PROMPTS).flatmap(changed_text), _prompt),
+    Target("environment", _some_environment, _environment),
+    Target("extra config", _some_options, read_options),
+    Target("token ids", lambda random: changed_text(random, random.choice(_PROMPTS)), _prompt),
 )

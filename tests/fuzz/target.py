@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from hypothesis import strategies as st
-
 
 class Finding(Exception):
     """A broken promise. Not an assertion, so that nothing is left out under ``python -O``."""
@@ -23,11 +21,10 @@ class Target:
     """One thing that is read."""
 
     name: str
-    examples: st.SearchStrategy[Any]
+    make: Callable[[Random], Any]
+    """An example."""
     check: Callable[[Any], str]
     """Raises for a broken promise; what came of the example in a word."""
-    fast: Callable[[Random], Any] | None = None
-    """Makes examples for long runs, many more of them than ``examples`` does in the same time."""
 
 
 def outcome(refusals: type[Exception] | tuple[type[Exception], ...]) -> Any:

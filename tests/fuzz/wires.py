@@ -2,11 +2,9 @@
 
 import select
 import time
-from itertools import pairwise
 from random import Random
 from typing import Any
 
-from hypothesis import strategies as st
 from redis import exceptions
 
 from objkv.index.fields import encode_shard
@@ -15,7 +13,7 @@ from objkv.net.resp import CLIENT_ERRORS, RespConnection
 from objkv.stores.redis import _received
 from objkv.stores.s3.http import HttpResponse, WireFailed
 from tests.contracts.index_contract import shard
-from tests.fuzz.mutation import NUMBERS, changed_bytes, spoiled
+from tests.fuzz.mutation import NUMBERS, cut, spoiled
 from tests.fuzz.target import Finding, Target, outcome, require
 
 _VALUE = encode_shard(shard())
@@ -69,13 +67,6 @@ class Wire:
         return piece[:nbytes]
 
 
-def _cut(draw: st.DrawFn, data: bytes) -> list[bytes]:
-    cuts = sorted(draw(st.lists(st.integers(0, len(data)), max_size=4)))
-    edges = [0, *cuts, len(data)]
-    pieces = [data[a:b] for a, b in pairwise(edges)]
-    return [piece for piece in pieces if piece]
-
-
 ANSWERS = [
     b"$%d\r\n%b\r\n" % (len(_VALUE), _VALUE),
     b"$-1\r\n",
@@ -96,23 +87,18 @@ ANSWERS = [
 ]
 
 
-@st.composite
-def _finds(draw: st.DrawFn) -> tuple[int, tuple[str, ...], list[bytes], bool]:
+def _some_find(random: Random) -> tuple[int, tuple[str, ...], list[bytes], bool]:
     """(hashes, fields, answers, whether the right end follows)."""
-    fields = draw(st.sampled_from([FIELDS[:1], FIELDS]))
-    count = draw(st.integers(1, 5))
-    row = [b"*%d\r\n" % len(fields)] if len(fields) > 1 else []
-    if draw(st.booleans()):
-        values = st.sampled_from(ANSWERS[:2])
-        answers = [b"".join([*row, *(draw(values) for _ in fields)]) for _ in range(count)]
-    else:
-        answers = draw(st.lists(st.sampled_from([*ANSWERS, *row]), max_size=3 * count))
-    text = b"".join(answers)
-    if draw(st.booleans()):
-        text = draw(changed_bytes([text or b"$"]))
-    if draw(st.integers(0, 20)) == 0:
+    fields = random.choice([FIELDS[:1], FIELDS])
+    count = random.randint(1, 5)
+    row = b"*%d\r\n" % len(fields) if len(fields) > 1 else b""
+    kinds = ANSWERS[:2] * 8 + ANSWERS
+    text = b"".join(row + b"".join(random.choices(kinds, k=len(fields))) for _ in range(count))
+    if random.random() < 0.7:
+        text = spoiled(random, [text])
+    if not random.randrange(20):
         text += b"*1\r\n" * 20_000
-    return count, fields, _cut(draw, text), draw(st.integers(0, 5)) > 0
+    return count, fields, cut(random, text), random.random() < 0.9
 
 
 @outcome((*CLIENT_ERRORS, _RefusedError))
@@ -146,13 +132,12 @@ class _NoSocketLine(RespConnection):
         self._poll = select.poll()
 
 
-@st.composite
-def _values(draw: st.DrawFn) -> tuple[int, list[bytes]]:
-    value = draw(st.binary(max_size=200))
-    answer = b"$%d\r\n%b\r\n" % (len(value), value)
-    heads = [b"$%d\r\n" % number for number in (*NUMBERS, -1, -2)] + ANSWERS
-    answer = draw(st.just(answer) | changed_bytes([answer], near=6) | st.sampled_from(heads))
-    return draw(st.integers(0, 256)), _cut(draw, answer)
+def _some_value(random: Random) -> tuple[int, list[bytes]]:
+    value = random.randbytes(random.randrange(200))
+    answer = spoiled(random, [b"$%d\r\n%b\r\n" % (len(value), value)], near=6)
+    if not random.randrange(4):
+        answer = random.choice([*(b"$%d\r\n" % n for n in (*NUMBERS, -1, -2)), *ANSWERS])
+    return random.randrange(256), cut(random, answer)
 
 
 @outcome(CLIENT_ERRORS)
@@ -217,36 +202,8 @@ class _S3Line:
         return 0
 
 
-def _fast_cut(random: Random, data: bytes) -> list[bytes]:
-    cuts = sorted(random.randint(0, len(data)) for _ in range(random.randrange(4)))
-    pieces = [data[a:b] for a, b in pairwise([0, *cuts, len(data)])]
-    return [piece for piece in pieces if piece]
-
-
-def _fast_find(random: Random) -> tuple[int, tuple[str, ...], list[bytes], bool]:
-    fields = random.choice([FIELDS[:1], FIELDS])
-    count = random.randint(1, 5)
-    row = b"*%d\r\n" % len(fields) if len(fields) > 1 else b""
-    kinds = ANSWERS[:2] * 8 + ANSWERS
-    text = b"".join(row + b"".join(random.choices(kinds, k=len(fields))) for _ in range(count))
-    if random.random() < 0.7:
-        text = spoiled(random, [text])
-    return count, fields, _fast_cut(random, text), random.random() < 0.9
-
-
-def _fast_value(random: Random) -> tuple[int, list[bytes]]:
-    value = random.randbytes(random.randrange(200))
-    answer = b"$%d\r\n%b\r\n" % (len(value), value)
-    return random.randrange(256), _fast_cut(random, spoiled(random, [answer], near=6))
-
-
 TARGETS = (
-    Target("Redis: shards of many chunks", _finds(), check_find, _fast_find),
-    Target("Redis: a value", _values(), _value, _fast_value),
-    Target(
-        "S3: the head of an answer",
-        changed_bytes(_HEADS),
-        _answer,
-        lambda random: spoiled(random, _HEADS),
-    ),
+    Target("Redis: shards of many chunks", _some_find, check_find),
+    Target("Redis: a value", _some_value, _value),
+    Target("S3: the head of an answer", lambda random: spoiled(random, _HEADS), _answer),
 )

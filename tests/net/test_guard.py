@@ -7,7 +7,7 @@ from time import monotonic
 
 import pytest
 
-from objkv.errors import LeftAlone, StoreDenied, StoreError, StoreUnavailable
+from objkv.errors import LeftAlone, StoreDenied, StoreUnavailable
 from objkv.net.breaker import Breakers, Patience
 from objkv.net.deadline import EndsBy, ends_s
 from objkv.net.guard import Guard, Slots
@@ -152,16 +152,3 @@ def test_what_is_no_error_of_a_store_is_timed_and_counted_as_none() -> None:
     assert drained["bulk_get_seconds_count"] == drained["bulk_reads"] == 1
     assert not any("errors" in name for name in drained)
     assert world.breakers.state == "reads closed, writes closed"
-
-
-def test_an_error_of_the_store_is_counted_in_all_its_names() -> None:
-    world = World()
-    with pytest.raises(StoreError):
-        world.guard.call("get", fail, "k")
-    drained = world.recorder.drain()
-    assert {name: n for name, n in drained.items() if "seconds" not in name} == {
-        "bulk_reads": 1,
-        "bulk_read_errors": 1,
-        "bulk_get_errors": 1,
-        "bulk_get_errors_StoreUnavailable": 1,
-    }

@@ -167,12 +167,6 @@ def test_a_connection_with_something_left_in_it_goes_back_closed(spoil: str) -> 
     assert line.pool.released == [line._connection]
 
 
-def test_a_command_is_packed_as_the_protocol_says() -> None:
-    assert packed(b"SET", b"k", b"", b"EX", 60) == (
-        b"*5\r\n$3\r\nSET\r\n$1\r\nk\r\n$0\r\n\r\n$2\r\nEX\r\n$2\r\n60\r\n"
-    )
-
-
 def test_a_connection_from_which_too_much_was_read_is_not_used_again() -> None:
     """Unexpected bytes after a reply would be taken as the next command's reply."""
     line, theirs = wire()
@@ -220,8 +214,13 @@ def client(valkey: RedisServer) -> Iterator[redis.Redis]:
         yield opened
 
 
-def ping(line: RespConnection | None) -> None:
+def taken(lines: RespConnections) -> RespConnection:
+    line = lines.take("k")
     assert line is not None
+    return line
+
+
+def ping(line: RespConnection) -> None:
     line.send(packed(b"PING"))
     assert line.read_line(7) == b"+PONG"
     line.clean = True
@@ -236,9 +235,8 @@ def free(client: redis.Redis) -> int:
 def test_the_connections_of_this_redis_py_can_be_lent(client: redis.Redis) -> None:
     """If it fails, redis-py has renamed something: everything still works, at redis-py's speed."""
     lines = RespConnections(client)
-    line = lines.take("k")
+    line = taken(lines)
     ping(line)
-    assert line is not None
     lines.give(line)
     assert lines.take("k") is line
 
@@ -259,12 +257,10 @@ def test_a_kept_connection_that_the_server_closed_is_replaced(
     valkey: RedisServer, client: redis.Redis
 ) -> None:
     lines = RespConnections(client)
-    first = lines.take("k")
-    ping(first)
-    assert first is not None
+    first = taken(lines)
     lines.give(first)
     valkey.client().client_kill_filter(_type="normal", skipme=True)
-    second = lines.take("k")
+    second = taken(lines)
     ping(second)
     assert second is not first
 
@@ -272,14 +268,12 @@ def test_a_kept_connection_that_the_server_closed_is_replaced(
 @pytest.mark.parametrize("sent", [packed(b"PING"), packed(b"PING")[:-4]])
 def test_what_was_not_read_to_its_end_is_not_lent_again(client: redis.Redis, sent: bytes) -> None:
     lines = RespConnections(client)
-    line = lines.take("k")
-    assert line is not None
+    line = taken(lines)
     sock = line.sock
     line.send(sent)
     lines.give(line)
-    again = lines.take("k")
+    again = taken(lines)
     ping(again)
-    assert again is not None
     assert again.sock is not sock
 
 
@@ -287,13 +281,11 @@ def test_a_connection_is_shown_to_its_pool_now_and_then(
     client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = RespConnections(client)
-    line = lines.take("k")
-    assert line is not None
+    line = taken(lines)
     lines.give(line)
     monkeypatch.setattr(line_module, "KEEP_S", 0.0)
-    again = lines.take("k")
+    again = taken(lines)
     ping(again)
-    assert again is not None
     assert again is not line
     assert again.sock is line.sock
 
@@ -302,30 +294,32 @@ def test_the_last_connection_is_never_kept(valkey: RedisServer) -> None:
     with connected(valkey, connections=1, timeout=1) as client:
         lines = RespConnections(client)
         for _ in range(3):
-            line = lines.take("k")
+            line = taken(lines)
             ping(line)
-            assert line is not None
             lines.give(line)
             assert client.ping()
 
 
-def test_half_of_the_connections_are_kept_at_most(client: redis.Redis) -> None:
+def test_half_of_the_connections_are_kept_at_most_and_closing_returns_all(
+    client: redis.Redis,
+) -> None:
     lines = RespConnections(client)
-    taken = [lines.take("k") for _ in range(3)]
-    for line in taken:
-        assert line is not None
+    for line in [taken(lines) for _ in range(3)]:
         lines.give(line)
     assert free(client) == 2
+    late = taken(lines)
     lines.close()
+    lines.close()
+    lines.give(late)
     assert free(client) == 4
+    assert client.ping()
 
 
 def test_nothing_is_kept_while_somebody_may_wait_for_it(valkey: RedisServer) -> None:
     with connected(valkey, connections=2) as client:
         lines = RespConnections(client)
-        taken = [lines.take("k"), lines.take("k")]
-        assert taken[0] is not None
-        lines.give(taken[0])
+        line, _ = taken(lines), taken(lines)
+        lines.give(line)
         assert free(client) == 1
 
 
@@ -338,9 +332,8 @@ def test_threads_share_few_connections_with_the_clients_own_calls(valkey: RedisS
                 if number % 2:
                     assert client.ping()
                     continue
-                line = lines.take("k")
+                line = taken(lines)
                 ping(line)
-                assert line is not None
                 lines.give(line)
 
         with ThreadPoolExecutor(THREADS) as threads:
@@ -350,31 +343,16 @@ def test_threads_share_few_connections_with_the_clients_own_calls(valkey: RedisS
         assert free(client) == 3
 
 
-def test_closing_brings_everything_back(client: redis.Redis) -> None:
-    lines = RespConnections(client)
-    kept, late = lines.take("k"), lines.take("k")
-    assert kept is not None
-    assert late is not None
-    lines.give(kept)
-    lines.close()
-    lines.close()
-    lines.give(late)
-    assert free(client) == 4
-    assert client.ping()
-
-
 def test_a_child_process_uses_none_of_its_parents_connections(client: redis.Redis) -> None:
     lines = RespConnections(client)
-    line = lines.take("k")
-    ping(line)
-    assert line is not None
+    line = taken(lines)
     lines.give(line)
     child = os.fork()
     if child == 0:
         try:
-            own = lines.take("k")
+            own = taken(lines)
             ping(own)
-            os._exit(0 if own is not line and own is not None and own.sock is not line.sock else 2)
+            os._exit(0 if own is not line and own.sock is not line.sock else 2)
         except BaseException:
             os._exit(1)
     assert os.waitpid(child, 0)[1] == 0

@@ -1,10 +1,10 @@
 """Whatever happens to a stored output: it is encoded, or it is the right one. Nobody waits long."""
 
 from threading import Event
-from typing import Any
 
 import pytest
 
+from objkv.errors import StoreUnavailable
 from tests.connector.encoder.world import (
     EMBEDS,
     WIDTH,
@@ -19,22 +19,38 @@ from tests.connector.encoder.world import (
 ITEM = 2 * EMBEDS * WIDTH
 
 
-def spoil(place: Place, change: Any) -> None:
+@pytest.mark.parametrize("nbytes", [0, 100, 4096, 4096 + ITEM - 1, None])
+def test_a_damaged_payload_is_refused_and_replaced(place: Place, nbytes: int | None) -> None:
+    """One that is cut, or in which a bit of the output is another."""
+    saved(place, "x")
     (key,) = place.payloads()
     value = place.store.get(key)
     assert value is not None
-    place.store.put(key, change(value))
-
-
-@pytest.mark.parametrize("nbytes", [0, 7, 100, 4095, 4096, 4096 + ITEM - 1])
-def test_a_short_payload_is_refused_and_replaced(place: Place, nbytes: int) -> None:
-    saved(place, "x")
-    spoil(place, lambda value: value[:nbytes])
+    flipped = value[:4100] + bytes([value[4100] ^ 1]) + value[4101:] if nbytes is None else value
+    place.store.put(key, flipped[:nbytes])
     with replica(place) as second:
         assert second.see(request("b", "x")) == ["x"]
         assert second.count("load_corrupt") == 1
     with replica(place) as third:
         assert third.see(request("c", "x")) == []
+
+
+@pytest.mark.parametrize("end", ["bulk", "index"])
+def test_an_end_that_fails_costs_an_encode(place: Place, end: str) -> None:
+    saved(place, "x")
+    down = StoreUnavailable("down")
+    with replica(place) as second:
+        if end == "bulk":
+            place.store.fail_until_mended(down)
+        else:
+            place.index.error = down
+        assert second.see(request("b", "x", "y")) == ["x", "y"]
+    place.store.mend()
+    place.index.error = None
+    with replica(place) as third:
+        assert third.see(request("c", "x", "y")) == ["y"]
+    with replica(place) as fourth:
+        assert fourth.see(request("d", "x", "y")) == []
 
 
 def test_an_output_that_is_gone_is_forgotten_and_saved_again(place: Place) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from objkv.cache.bulk_index import BulkIndex
-from objkv.connector.encoder.scheduler import EncoderRoles
 from objkv.keys.encoder import encoder_hash, encoder_key
 from objkv.keys.identity import identity_path
 from objkv.stores.memory import MemoryStore
@@ -144,16 +143,6 @@ def test_what_has_no_name_of_its_own_is_left_alone(place: Place, unshared: dict[
         assert first.see(request("a", "x", **unshared)) == ["x"]
         assert first.see(request("b", "x", **unshared)) == []  # vLLM's own
     assert place.payloads() == []
-
-
-@pytest.mark.parametrize(("loads", "saves"), [(True, False), (False, True), (False, False)])
-def test_a_role_does_only_its_own(place: Place, *, loads: bool, saves: bool) -> None:
-    saved(place, "x")
-    with replica(place, roles=EncoderRoles(loads, saves)) as second:
-        assert second.see(request("b", "x", "new")) == (["new"] if loads else ["x", "new"])
-        assert second.count("loads") == loads
-        assert second.count("saves") == saves
-    assert len(place.payloads()) == 1 + saves
 
 
 def lora(folder: Path, content: bytes, number: int = 1) -> Any:

@@ -20,12 +20,14 @@ from objkv.codec.payload import LayerSpec, encode, frame_pages, read_header
 from objkv.connector import wiring
 from objkv.connector.handoff import connector as handoff
 from objkv.connector.handoff.connector import RankAgreement
+from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry
 from objkv.index.memory import MemoryIndex
 from objkv.stores.memory import MemoryStore
 from tests.connector.handoff.model import model_folder, prompts
 from tests.connector.handoff.world import PROMPTS, Engine, bits, step
 from tests.contracts.flaky import FlakyStore
+from tests.index.flaky_index import FlakyIndex
 
 WAITS_S = 120.0
 """For another thread that has nothing else to do."""
@@ -34,7 +36,7 @@ WAITS_S = 120.0
 @pytest.fixture
 def flaky(monkeypatch: pytest.MonkeyPatch) -> FlakyStore:
     """The store of every engine made in a test."""
-    store, index = FlakyStore(MemoryStore()), MemoryIndex()
+    store, index = FlakyStore(MemoryStore()), FlakyIndex(MemoryIndex())
     monkeypatch.setattr(wiring, "open_backends", lambda *_: Backends(store, None, index))
     return store
 
@@ -168,6 +170,26 @@ def test_a_store_that_does_not_answer_is_left_at_the_deadline(
     thread.join(WAITS_S)
     assert untouched(engine)  # what comes too late goes nowhere
     assert Engine(folder).receive(step())[1]
+
+
+@pytest.mark.parametrize("end", ["bulk", "index"])
+def test_an_end_that_fails_is_a_miss_and_a_drop(folder: Path, flaky: FlakyStore, end: str) -> None:
+    engine, new = Engine(folder), prompts([[1, 2]], [[1]])
+    engine.send(step())
+    engine.spoil()
+    index, down = engine.connector._backends.index, StoreUnavailable("down")
+    assert isinstance(index, FlakyIndex)
+    if end == "bulk":
+        flaky.fail_until_mended(down)
+    else:
+        index.error = down
+    assert engine.receive(step()) == (None, False)
+    assert untouched(engine)
+    engine.send(new)
+    flaky.mend()
+    index.error = None
+    assert engine.receive(new) == (None, False)
+    assert engine.receive(step())[1]
 
 
 def test_a_store_that_takes_nothing_is_left_at_the_deadline(

@@ -13,28 +13,31 @@ from vllm.v1.kv_offload.base import LookupResult
 
 from objkv.assembly.backends import Backends
 from objkv.connector import wiring
-from objkv.errors import ConfigError
+from objkv.errors import ConfigError, StoreUnavailable
 from tests.connector.tier.world import Engine, init_hashes, offload_key, row
 from tests.contracts.flaky import FlakyStore
+from tests.index.flaky_index import FlakyIndex
 from tests.support.servers.redis import wait_until
 
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 
 
 class World:
-    """Replicas over one folder whose bulk store fails on request."""
+    """Replicas over one folder whose stores fail on request."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         self.engines: list[Engine] = []
         self.bulks: list[FlakyStore] = []
+        self.indexes: list[FlakyIndex] = []
         self.gate = threading.Event()
         opened: Callable[..., Backends] = wiring.open_backends
 
         def flaky(*args: Any, **kwargs: Any) -> Backends:
             backends = opened(*args, **kwargs)
             self.bulks.append(FlakyStore(backends.bulk))
-            return replace(backends, bulk=self.bulks[-1])
+            self.indexes.append(FlakyIndex(backends.index))
+            return replace(backends, bulk=self.bulks[-1], index=self.indexes[-1])
 
         monkeypatch.setattr(wiring, "open_backends", flaky)
 
@@ -57,60 +60,79 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     world.close()
 
 
-def save(engine: Engine, *numbers: int) -> None:
-    engine.compute(engine.begin(), {offload_key(n): row(n) for n in numbers})
-    engine.settle()
-
-
-def counted(engine: Engine, name: str) -> float:
-    return float(engine.tier._recorder.value(name))
-
-
-@pytest.mark.parametrize("nbytes", [0, 7, 4_000, 8_191])
-def test_a_short_payload_is_a_miss(world: World, nbytes: int) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda bulk: bulk.truncate(0),
+        lambda bulk: bulk.truncate(8_191),
+        lambda bulk: bulk.flip_bit(8 * 100),
+        lambda bulk: bulk.flip_bit(8 * 8_000),
+    ],
+    ids=["empty", "short", "header", "pages"],
+)
+def test_a_damaged_payload_is_a_miss(world: World, damage: Callable[[FlakyStore], None]) -> None:
     writer, reader = world.engine(), world.engine()
-    save(writer, 1)
-    world.bulks[1].truncate(nbytes)
-    assert reader.find(reader.begin(), [offload_key(1)]) == [MISS]
-    assert counted(reader, "tier_load_corrupt") == 1
+    writer.save(1)
+    damage(world.bulks[1])
+    assert reader.ask(1) == [MISS]
+    assert reader.counted("load_corrupt") == 1
+
+
+@pytest.mark.parametrize(("end", "error"), [("bulk", "load"), ("index", "lookup")])
+def test_an_end_that_fails_is_a_miss_and_a_drop(world: World, end: str, error: str) -> None:
+    writer, reader = world.engine(), world.engine()
+    writer.save(1)
+    down = StoreUnavailable("down")
+    if end == "bulk":
+        world.bulks[1].fail_until_mended(down)
+    else:
+        world.indexes[1].error = down
+    assert reader.ask(1) == [MISS]
+    assert reader.counted(f"{error}_errors") == 1
+    reader.save(2)
+    world.bulks[1].mend()
+    world.indexes[1].error = None
+    reader.save(3)
+    third = world.engine()
+    assert third.ask(1, 2, 3) == [HIT, MISS, HIT]
 
 
 def test_a_key_that_is_gone_fails_alone_and_its_record_is_forgotten(
     world: World, tmp_path: Path
 ) -> None:
     writer, reader = world.engine(), world.engine()
-    save(writer, 1)
+    writer.save(1)
     (gone,) = (tmp_path / "chunks").rglob("*.safetensors")
-    save(writer, 2, 3)
+    writer.save(2, 3)
     gone.unlink()
     request = reader.begin()
     keys = [offload_key(n) for n in (1, 2, 3)]
     assert reader.find(request, keys) == [MISS, HIT, HIT]
     assert reader.read(request, keys[2]) == row(3)
-    assert counted(reader, "tier_load_ghosts") == 1
+    assert reader.counted("load_ghosts") == 1
     third = world.engine()
-    assert third.find(third.begin(), keys) == [MISS, HIT, HIT]
-    assert counted(third, "tier_load_ghosts") == 0
+    assert third.ask(1, 2, 3) == [MISS, HIT, HIT]
+    assert third.counted("load_ghosts") == 0
 
 
 def test_a_ghost_is_told_as_an_event(world: World, tmp_path: Path) -> None:
     writer = world.engine()
     reader = world.engine({"enable_kv_events": True}, enable_kv_cache_events=True)
-    save(writer, 1)
+    writer.save(1)
     (gone,) = (tmp_path / "chunks").rglob("*.safetensors")
     gone.unlink()
-    assert reader.find(reader.begin(), [offload_key(1)]) == [MISS]
+    assert reader.ask(1) == [MISS]
     (event,) = [e for e in reader.manager.take_events() if e.medium.value == "STORAGE"]
     assert (list(event.keys), event.removed) == ([offload_key(1)], True)
 
 
 def test_a_slow_load_is_a_miss_after_its_deadline_and_writes_nothing_later(world: World) -> None:
     writer, reader = world.engine(), world.engine({"load_deadline_ms": 50})
-    save(writer, 1)
+    writer.save(1)
     world.bulks[1].hold(world.gate)
     request = reader.begin()
     assert reader.find(request, [offload_key(1)]) == [MISS]
-    assert counted(reader, "tier_load_deadlines") == 1
+    assert reader.counted("load_deadlines") == 1
     np.asarray(reader.view)[:] = 7  # the row is somebody else's now
     world.gate.set()
     reader.tier.shutdown()  # waits for its threads
@@ -120,9 +142,9 @@ def test_a_slow_load_is_a_miss_after_its_deadline_and_writes_nothing_later(world
 def test_a_slow_save_ends_at_its_deadline_and_frees_its_rows(world: World) -> None:
     engine = world.engine({"save_deadline_ms": 50}, rows=2)
     world.bulks[0].hold(world.gate)
-    save(engine, 1, 2)  # settles although the store does not answer
-    assert counted(engine, "tier_save_deadlines") == 1
-    save(engine, 3, 4)  # the rows can be given to others
+    engine.save(1, 2)  # settles although the store does not answer
+    assert engine.counted("save_deadlines") == 1
+    engine.save(3, 4)  # the rows can be given to others
     world.gate.set()
 
 
@@ -133,15 +155,15 @@ def test_a_full_queue_refuses_some_chunks_and_takes_the_others(world: World) -> 
     # One put is the identity document's; after the other the only thread waits for the store.
     wait_until(lambda: world.bulks[0].calls.count("put_if_absent") == 2, "both puts")
     engine.compute(engine.begin(), {offload_key(n): row(n) for n in range(1, 8)})
-    assert counted(engine, "tier_save_refused") == 3
+    assert engine.counted("save_refused") == 3
     world.gate.set()
     engine.settle()
-    assert counted(engine, "tier_saves") == 5
+    assert engine.counted("saves") == 5
 
 
 def test_a_reset_does_not_wait_for_the_store(world: World) -> None:
     writer, reader = world.engine(), world.engine()
-    save(writer, 1)
+    writer.save(1)
     world.bulks[1].hold(world.gate)
     reader.compute(reader.begin(), {offload_key(5): row(5)})
     request = reader.begin()
@@ -206,9 +228,8 @@ def test_an_engine_that_ends_drops_saves_before_vllm_kills_it_and_logs_how_many(
     engine.settle()  # although the store does not answer
     assert "tier still busy at shutdown what=saves chunks=4" in caplog.text
     assert "tier given up at shutdown what=saves chunks=4" in caplog.text
-    engine.compute(engine.begin(), {offload_key(9): row(9)})
-    engine.settle()
-    assert counted(engine, "tier_save_refused") == 1
+    engine.save(9)
+    assert engine.counted("save_refused") == 1
 
 
 def test_an_engine_that_ends_saves_what_is_queued(
@@ -218,21 +239,20 @@ def test_an_engine_that_ends_saves_what_is_queued(
     engine, content = core.offloading, {offload_key(n): row(n) for n in range(6)}
     engine.compute(engine.begin(), content)
     core.terminate().settle()
-    assert counted(engine, "tier_saves") == 6
+    assert engine.counted("saves") == 6
     assert "given up" not in caplog.text
 
 
 def test_jobs_that_end_after_the_shutdown_fail(world: World) -> None:
     engine = world.engine()
     engine.tier.shutdown()
-    engine.compute(engine.begin(), {offload_key(1): row(1)})
-    engine.settle()
-    assert engine.find(engine.begin(), [offload_key(2)]) == [MISS]
+    engine.save(1)
+    assert engine.ask(2) == [MISS]
 
 
 def test_a_load_of_a_request_that_ended_still_ends(world: World) -> None:
     writer, reader = world.engine(), world.engine()
-    save(writer, 1)
+    writer.save(1)
     request = reader.begin()
     wait_until(
         lambda: (
@@ -264,5 +284,5 @@ def test_a_wrong_option_is_told_at_the_start(
 
 def test_what_a_later_vllm_hands_to_its_tiers_is_no_option(world: World) -> None:
     engine = world.engine({"something_new": object()})
-    save(engine, 1)
-    assert counted(engine, "tier_saves") == 1
+    engine.save(1)
+    assert engine.counted("saves") == 1

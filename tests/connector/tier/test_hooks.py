@@ -8,7 +8,6 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_offload.base import LookupResult
 
 from objkv.connector.tier.identity import TierAdapters
-from tests.connector.tier.world import Engine, offload_key, row
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 pytestmark = pytest.mark.usefixtures("vllm_as_before")
@@ -25,50 +24,34 @@ def core() -> Any:
     return engine
 
 
-def save(engine: Engine, *numbers: int) -> None:
-    request = engine.begin()
-    engine.compute(request, {offload_key(n): row(n) for n in numbers})
-    engine.settle()
-    engine.end(request)
-
-
-def found(engine: Engine, number: int) -> bool:
-    """Asked by a new request."""
-    request = engine.begin()
-    (answer,) = engine.find(request, [offload_key(number)])
-    engine.end(request)
-    return answer is HIT
-
-
 @pytest.mark.parametrize("method", ["reload_weights", "update_weights", "load_weights"])
 def test_after_a_weight_update_nothing_goes_out_under_the_old_digest(
     engines: Any, method: str
 ) -> None:
     engine = engines()
-    save(engine, 1)
+    engine.save(1)
     core().collective_rpc(method, None, (), {})
-    save(engine, 2)
+    engine.save(2)
     other = engines()
-    assert found(other, 1)
-    assert not found(other, 2)
+    assert other.ask(1, 2) == [HIT, MISS]
 
 
 def test_until_vllm_drops_what_it_holds_nothing_is_loaded_or_saved(engines: Any) -> None:
     """Its own memory may still serve blocks of the old weights, and new ones that build on them."""
     writer, engine = engines(), engines()
-    save(writer, 1)
+    writer.save(1)
     core().collective_rpc("reload_weights", None, (), {})
-    assert not found(engine, 1)
+    assert engine.ask(1) == [MISS]
     assert engine.tier.namespace.current is None
     assert not engine.tier.open
-    save(engine, 2)
-    assert engine.tier._recorder.value("tier_saves") == 0
+    engine.save(2)
+    assert engine.counted("saves") == 0
     engine.manager.reset_cache()
     assert engine.tier.open
-    assert not found(engine, 1)
-    save(engine, 3)
-    assert engine.tier._recorder.value("tier_saves") == 1
-    assert not found(engines(), 3)
+    assert engine.ask(1) == [MISS]
+    engine.save(3)
+    assert engine.counted("saves") == 1
+    assert engines().ask(3) == [MISS]
 
 
 def test_a_reset_while_requests_hold_blocks_does_not_open_the_tier(engines: Any) -> None:
@@ -88,7 +71,7 @@ def lora(name: str, number: int, *, load_inplace: bool = False) -> Any:
 
 def test_an_adapter_whose_name_comes_back_is_as_a_weight_update(engines: Any) -> None:
     engine = engines()
-    save(engine, 1)
+    engine.save(1)
     core().add_lora(lora("a", 1))
     core().remove_lora(1)
     assert engine.tier.open

@@ -160,6 +160,26 @@ class Engine:
         self.manager.complete_store(out.keys_to_store, context)
         return list(out.keys_to_store)
 
+    def save(self, *numbers: int, context: ReqContext | None = None) -> None:
+        """Compute chunks for a request, by default a new one that ends, and wait until they are
+        saved, or are not."""
+        request = context or self.begin()
+        self.compute(request, {offload_key(n): row(n) for n in numbers})
+        self.settle()
+        if context is None:
+            self.end(request)
+
+    def ask(self, *numbers: int) -> list[LookupResult]:
+        """What a new request is answered."""
+        request = self.begin()
+        answers = self.find(request, [offload_key(n) for n in numbers])
+        self.end(request)
+        return answers
+
+    def counted(self, name: str) -> float:
+        """What the tier counted so far."""
+        return float(self.tier._recorder.value(f"tier_{name}"))
+
     def settle(self) -> None:
         """Steps until no job is under way."""
 
