@@ -7,7 +7,6 @@ import re
 import shutil
 import socket
 import subprocess
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,7 +21,7 @@ from objkv.agent.http.metrics import LEVELS, PREFIX, TOTALS
 from objkv.agent.prefetch import Prefetches
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.ops.top.scrape import values_of
-from tests.agent.world import PATIENCE_S, Node, WatchedStore, ended, opened
+from tests.agent.world import PATIENCE_S, Node, WatchedStore, ended, gated, opened
 from tests.support.samples import IDENTITY, NAMESPACE, TOKENS, save_identity
 from tests.support.waiting import wait_until
 
@@ -122,14 +121,6 @@ def test_a_prompt_may_be_given_as_hashes_and_ends_at_the_first_missing_chunk(
     assert router.ask("POST", "/v1/prefetch", body)[1]["started"] == 1
 
 
-def blocked(node: Node) -> threading.Event:
-    """The store answers nothing until this is set."""
-    gate = threading.Event()
-    assert isinstance(node.store, WatchedStore)
-    node.store.on_get = lambda key: gate.wait(PATIENCE_S) and None  # type: ignore[func-returns-value]
-    return gate
-
-
 def long_prompt(node: Node, first: int, chunks: int) -> dict[str, Any]:
     tokens = list(range(first, first + 16 * chunks))
     hashes = [one.claim.key.prefix_hash.hex() for one in node.save(tokens)]
@@ -137,7 +128,7 @@ def long_prompt(node: Node, first: int, chunks: int) -> dict[str, Any]:
 
 
 def test_prefetches_under_way_are_bounded(node: Node, router: Router) -> None:
-    gate, body = blocked(node), long_prompt(node, 100_000, 300)
+    gate, body = gated(node), long_prompt(node, 100_000, 300)
     _, first = router.ask("POST", "/v1/prefetch", body)
     assert first["refused"] > 0
     assert first["refused"] + first["started"] == 300

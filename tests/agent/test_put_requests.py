@@ -24,10 +24,9 @@ from objkv.index.redis.index import RedisIndex
 from objkv.index.shapes import SHAPES_HASH
 from objkv.ops.warm.lookup import PromptLookup
 from tests.agent.test_residents import Sleeper
-from tests.agent.test_server import Desk, payloads
 from tests.agent.test_unsaved import Holder, find, paths, read
 from tests.agent.test_unsaved_disk import DiskHolder
-from tests.agent.world import PATIENCE_S, WatchedStore
+from tests.agent.world import PATIENCE_S, Desk, WatchedStore, payloads
 from tests.contracts.clock import ManualClock
 from tests.support.agents import AgentProcess, await_names
 from tests.support.samples import IDENTITY, NAMESPACE

@@ -22,8 +22,17 @@ from objkv.errors import StoreBusy, StoreUnavailable, TransferError
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
-from tests.agent.test_server import Desk, payloads
-from tests.agent.world import PATIENCE_S, RIGHT, Node, WatchedStore, ended, opened, pages_at
+from tests.agent.world import (
+    PATIENCE_S,
+    RIGHT,
+    Desk,
+    Node,
+    WatchedStore,
+    ended,
+    opened,
+    pages_at,
+    payloads,
+)
 from tests.support.agents import AgentProcess
 from tests.support.samples import NAMESPACE, TOKENS
 from tests.support.waiting import wait_until

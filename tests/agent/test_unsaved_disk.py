@@ -9,9 +9,8 @@ import pytest
 from objkv.agent.residents import MissReason, Resident
 from objkv.agent.spill.disk import FOLDER, Disk, DiskFolder
 from objkv.errors import StoreUnavailable
-from tests.agent.test_server import payloads
 from tests.agent.test_unsaved import Holder, paths
-from tests.agent.world import PATIENCE_S
+from tests.agent.world import PATIENCE_S, payloads
 from tests.support.waiting import wait_until
 
 NONE = MissReason.NONE

@@ -28,9 +28,17 @@ from objkv.stores.local import LocalStore
 from objkv.transfer.loading.arena_lane import ArenaLane
 from objkv.transfer.loading.loader import Loader
 from objkv.transfer.loading.loads import LoadLimits
-from tests.agent.test_hostile import gated
-from tests.agent.test_server import Desk, payloads
-from tests.agent.world import PATIENCE_S, RIGHT, Node, ended, opened, pages_at
+from tests.agent.world import (
+    PATIENCE_S,
+    RIGHT,
+    Desk,
+    Node,
+    ended,
+    gated,
+    opened,
+    pages_at,
+    payloads,
+)
 from tests.support.agents import AgentProcess
 from tests.support.paged_cache import BLOCKS, Replica, same_blocks
 from tests.support.samples import NAMESPACE, save

@@ -1,5 +1,6 @@
 """An agent in this process, over stores that tests can slow down, count and break."""
 
+import mmap
 import shutil
 import socket
 import tempfile
@@ -8,7 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock
+
+import numpy as np
 
 from objkv.agent.calls import NearLimits, NodeCalls, NodeLookups
 from objkv.agent.client import AgentConnection, ArenaLease
@@ -17,6 +20,7 @@ from objkv.agent.fill import Wanted
 from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
 from objkv.agent.memory.answers import AnswerBoard
 from objkv.agent.memory.arena import Arena, CellState, Progress
+from objkv.agent.outbox import AgentSaves, Outbox
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.queue import Urgency
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
@@ -24,8 +28,8 @@ from objkv.agent.server import AgentParts, AgentServer, ServerLimits
 from objkv.agent.spill.disk import Disk
 from objkv.agent.unsaved.requested import RequestedPuts
 from objkv.agent.unsaved.requests import PutRequests
-from objkv.cache.chunks import CacheSettings, ChunkCache
-from objkv.codec.payload import Claim, frame_pages, read_header
+from objkv.cache.chunks import CacheSettings, ChunkCache, SaveOutcome
+from objkv.codec.payload import Claim, Header, frame_pages, read_header
 from objkv.codec.seal import Seal
 from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
@@ -162,6 +166,14 @@ class Node:
         shutil.rmtree(self.folder)
 
 
+def gated(node: Node) -> Event:
+    """From now on the store answers nothing until this is set."""
+    assert isinstance(node.store, WatchedStore)
+    gate = Event()
+    node.store.on_get = lambda key: gate.wait(PATIENCE_S) and None  # type: ignore[func-returns-value]
+    return gate
+
+
 @contextmanager
 def http_of(node: Node) -> Iterator[Path]:
     """The socket of an agent's HTTP interface, next to that of the agent. It tells of 7 clients."""
@@ -202,3 +214,39 @@ def pages_at(view: memoryview, progress: Progress) -> list[bytes]:
 
 RIGHT = [bytes([number]) * 512 for number in range(2)]
 """The pages of every sample."""
+
+
+class Desk:
+    """A worker's end of saves."""
+
+    def __init__(self, node: Node) -> None:
+        self.outbox = Outbox(8192)
+        self.memory = np.frombuffer(mmap.mmap(self.outbox.fd, self.outbox.nbytes), np.uint8)
+        self.now = 0.0
+        self.saves = AgentSaves(
+            lambda fd: node.connect(wants_arena=False, outbox=fd),
+            self.outbox,
+            self.memory,
+            clock=lambda: self.now,
+        )
+
+    def hand_over(self, payload: bytes, header: Header | None = None) -> SaveOutcome:
+        """Have a payload saved. ``header``: what the worker takes it for."""
+        header = header or read_header(payload)
+        place = self.memory[100 : 100 + len(payload)]
+        place[:] = np.frombuffer(payload, np.uint8)
+        try:
+            return self.saves.save(header.claim, place.data, header)
+        finally:
+            self.memory[:] = 0xEE  # free from now on
+
+    def close(self) -> None:
+        """Go. What was handed over is saved nevertheless."""
+        self.saves.close(1.0)
+        assert self.outbox.fd < 0
+
+
+def payloads(tokens: Sequence[int] = TOKENS) -> list[bytes]:
+    """Payloads as a worker makes them."""
+    store = MemoryStore()
+    return [bytes(store.get(key.path()) or b"") for key in save(store, None, tokens)]
