@@ -114,6 +114,16 @@ def find(client: AgentConnection, made: Sequence[bytes]) -> list[Wanted]:
     return wanted
 
 
+def refuse_puts(node: Node) -> Callable[[], None]:
+    """Let the bulk store take nothing until the result is called."""
+
+    def refuse(*_: object) -> bool:
+        raise StoreUnavailable("down")
+
+    put, node.store.put_if_absent = node.store.put_if_absent, refuse  # type: ignore[method-assign]
+    return lambda: setattr(node.store, "put_if_absent", put)
+
+
 def paths(made: Sequence[bytes]) -> list[str]:
     return [read_header(payload).claim.key.path() for payload in made]
 

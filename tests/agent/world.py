@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from threading import Event, Lock
+from time import monotonic
 
 import numpy as np
 
@@ -83,6 +84,7 @@ class Node:
         miss_ttl_s: float = 0.0,
         saves_max: int = 100,
         requests: bool = False,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         self.store = store or WatchedStore()
         self.index, self.recorder = index or MemoryIndex(), MemoryRecorder()
@@ -103,18 +105,24 @@ class Node:
         )
         self.lookups.board.vouch(FAR_S)
         self.saves.on_saved = self.core.on_rejected = self.lookups.invalidate
+        self.name = ""
+        """Under which others may request what it holds back."""
         self.requests: PutRequests | None = None
         self.requested: RequestedPuts | None = None
         if requests:
             name = f"node-{next(_numbers)}"
-            self.requests = PutRequests(self.index, self.lookups, name, self.recorder)
+            self.requests = PutRequests(self.index, self.lookups, name, self.recorder, clock=clock)
             self.requested = RequestedPuts(
-                self.core, self.index, name, self.saves.announce, self.recorder
+                self.core, self.index, name, self._announce, self.recorder
             )
         self.folder = Path(tempfile.mkdtemp(prefix="objkv-", dir="/tmp"))
         self.path = path or self.folder / "s"
         self.server: AgentServer | None = None
         self.clients: list[AgentConnection] = []
+
+    def _announce(self, name: str) -> None:
+        self.saves.announce(name)
+        self.name = name
 
     def listen(self, limits: ServerLimits | None = None) -> "Node":
         """Serve the socket."""
