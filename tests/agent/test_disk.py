@@ -26,7 +26,6 @@ from objkv.agent.spill import disk as module
 from objkv.agent.spill import spill as spill_module
 from objkv.agent.spill.disk import Disk, DiskFolder
 from objkv.assembly.backends import open_backends
-from objkv.codec.payload import Claim
 from objkv.codec.seal import Seal
 from objkv.config import Config
 from objkv.errors import ConfigError, PayloadError, StoreUnavailable
@@ -36,10 +35,19 @@ from objkv.telemetry import NullRecorder
 from tests.agent.test_core import fetch, right
 from tests.agent.test_http import Router
 from tests.agent.test_residents import Sleeper
-from tests.agent.world import PATIENCE_S, RIGHT, Node, WatchedStore, ended, opened, pages_at
+from tests.agent.world import (
+    PATIENCE_S,
+    RIGHT,
+    Node,
+    WatchedStore,
+    ended,
+    opened,
+    pages_at,
+    wanted_of,
+)
 from tests.codec.seals import SEALS
 from tests.support.agents import AgentProcess
-from tests.support.samples import NAMESPACE, TOKENS, save
+from tests.support.samples import TOKENS, save
 from tests.support.waiting import wait_until
 
 BOUND = 1 << 20
@@ -634,15 +642,7 @@ def test_a_killed_agent_leaves_its_files_to_the_next(tmp_path: Path) -> None:
     urls = {"bulk_url": config.bulk_url, "agent_disk_url": f"file://{tmp_path}/disk"}
     with closing(open_backends(config, NullRecorder())) as backends:
         keys = save(backends.bulk, backends.index)
-        records = backends.index.lookup(NAMESPACE, [key.prefix_hash for key in keys])
-        wanted = [
-            Wanted(
-                Claim(key, record.parent_hash, record.token_start, record.token_end),
-                record.shards[key.field],
-            )
-            for key, record in zip(keys, records, strict=True)
-            if record is not None
-        ]
+        wanted = wanted_of(backends.index, keys)
         with AgentProcess(urls) as agent:
             load_all(agent, wanted)
             wait_until(lambda: len(files(tmp_path)) == 3)

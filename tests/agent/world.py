@@ -32,6 +32,7 @@ from objkv.agent.unsaved.requests import PutRequests
 from objkv.cache.chunks import CacheSettings, ChunkCache, SaveOutcome
 from objkv.codec.payload import Claim, Header, frame_pages, read_header
 from objkv.codec.seal import Seal
+from objkv.index.base import WriteIndex
 from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.stores.base import Arrived
@@ -149,15 +150,7 @@ class Node:
 
     def wanted(self, keys: Sequence[ChunkKey]) -> list[Wanted]:
         """What to open for these keys, by the index."""
-        records = self.index.lookup(NAMESPACE, [key.prefix_hash for key in keys])
-        return [
-            Wanted(
-                Claim(key, record.parent_hash, record.token_start, record.token_end),
-                record.shards[key.field],
-            )
-            for key, record in zip(keys, records, strict=True)
-            if record is not None
-        ]
+        return wanted_of(self.index, keys)
 
     def close(self) -> None:
         """End everything; what is leaked shows."""
@@ -172,6 +165,19 @@ class Node:
         self.saves.close(PATIENCE_S)
         self.arena.close()
         shutil.rmtree(self.folder)
+
+
+def wanted_of(index: WriteIndex, keys: Sequence[ChunkKey]) -> list[Wanted]:
+    """What to open for these keys."""
+    records = index.lookup(NAMESPACE, [key.prefix_hash for key in keys])
+    return [
+        Wanted(
+            Claim(key, record.parent_hash, record.token_start, record.token_end),
+            record.shards[key.field],
+        )
+        for key, record in zip(keys, records, strict=True)
+        if record is not None
+    ]
 
 
 def gated(node: Node) -> Event:
