@@ -19,9 +19,9 @@ from objkv.agent.http import listener
 from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
 from objkv.agent.http.metrics import LEVELS, PREFIX, TOTALS
 from objkv.agent.prefetch import Prefetches
-from objkv.errors import ConfigError, StoreUnavailable
+from objkv.errors import ConfigError
 from objkv.ops.top.scrape import values_of
-from tests.agent.world import PATIENCE_S, Node, WatchedStore, ended, gated, opened
+from tests.agent.world import PATIENCE_S, Node, WatchedStore, down, ended, gated, opened
 from tests.support.samples import IDENTITY, NAMESPACE, TOKENS, save_identity
 from tests.support.waiting import wait_until
 
@@ -314,13 +314,9 @@ def test_other_paths_methods_and_faults_have_their_status(node: Node, router: Ro
     assert (status, "use POST" in str(answer)) == (405, True)
     status, answer = router.ask("GET", "/v2")
     assert (status, "/v1/prefetch" in answer["error"]) == (404, True)
-
-    def down(*_: object) -> Any:
-        raise StoreUnavailable("the index is down")
-
     node.index.lookup = down  # type: ignore[method-assign]
     body = {"namespace": NAMESPACE, "hashes": ["0" * 40]}
-    assert router.ask("POST", "/v1/match", body) == (503, {"error": "the index is down"})
+    assert router.ask("POST", "/v1/match", body) == (503, {"error": "down"})
 
 
 def test_metrics_are_whole_from_the_start_and_levels_fall_again(node: Node, router: Router) -> None:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import redis
@@ -18,7 +19,6 @@ from objkv.agent.residents import MissReason
 from objkv.agent.unsaved import requested
 from objkv.agent.unsaved.requests import PutRequest, PutRequests
 from objkv.codec.payload import read_header
-from objkv.errors import StoreDenied, StoreUnavailable
 from objkv.index.base import ChunkEntry, ShardRecord, Shards
 from objkv.index.fields import COMING
 from objkv.index.memory import MemoryIndex
@@ -26,9 +26,9 @@ from objkv.index.redis.index import RedisIndex
 from objkv.index.shapes import SHAPES_HASH
 from objkv.ops.warm.lookup import PromptLookup
 from tests.agent.test_residents import Sleeper
-from tests.agent.test_unsaved import Holder, find, paths, read, refuse_puts
+from tests.agent.test_unsaved import Holder, find, paths, read
 from tests.agent.test_unsaved_disk import DiskHolder
-from tests.agent.world import PATIENCE_S, Desk, WatchedStore, payloads
+from tests.agent.world import PATIENCE_S, Desk, WatchedStore, denied, down, payloads
 from tests.contracts.clock import ManualClock
 from tests.support.agents import AgentProcess, await_names
 from tests.support.samples import IDENTITY, NAMESPACE
@@ -173,7 +173,7 @@ def test_a_node_that_cannot_put_says_so(make: Callable[..., Pair], fault: str) -
     if fault == "quota":
         pair.first.cache.has_room = lambda: False
     else:
-        refuse_puts(pair.first)
+        pair.store.put_if_absent = down  # type: ignore[method-assign]
     if fault == "store, just before":
         assert pair.first.read(pair.first.find(made)) == [NONE] * 3
         wait_until(lambda: pair.first.count("save_errors") == 3)
@@ -227,16 +227,11 @@ def test_what_cannot_be_read_from_the_disk_is_no_longer_waited_for(
 def test_a_node_says_that_it_cannot_put_once_the_index_works(make: Callable[..., Pair]) -> None:
     pair, made = make(), payloads()
     pair.first.commit(made)
-    refuse_puts(pair.first)
-    failed: list[object] = []
-
-    def down(*_: object) -> None:
-        failed.append(pair)
-        raise StoreUnavailable("down")
-
-    let_go, pair.index.let_go = pair.index.let_go, down  # type: ignore[method-assign]
+    pair.store.put_if_absent = down  # type: ignore[method-assign]
+    failed = Mock(side_effect=down)
+    let_go, pair.index.let_go = pair.index.let_go, failed  # type: ignore[method-assign]
     assert pair.coming(made) == 3
-    wait_until(lambda: bool(failed))
+    wait_until(lambda: failed.called)
     assert all(pair.index.holders(paths(made)))
     pair.index.let_go = let_go  # type: ignore[method-assign]
     is_withdrawn(pair, made)
@@ -293,10 +288,6 @@ def test_a_node_whose_payloads_came_after_the_wait_is_not_silent(
 def test_without_an_index_it_is_an_ordinary_miss(make: Callable[..., Pair], verb: str) -> None:
     pair, made = make(), payloads()
     pair.first.commit(made)
-
-    def down(*_: object) -> Any:
-        raise StoreUnavailable("down")
-
     setattr(pair.index, verb, down)
     assert pair.look(made) == [None] * 3
     assert pair.second.count("agent_put_request_errors") == 1
@@ -309,10 +300,6 @@ def test_rights_that_do_not_suffice_are_reported_once(
 ) -> None:
     pair, made = make(), payloads()
     pair.first.commit(made)
-
-    def denied(*_: object) -> Any:
-        raise StoreDenied("NOPERM")
-
     pair.index.request = denied  # type: ignore[method-assign]
     for _ in range(3):
         assert pair.look(made) == [None] * 3
@@ -323,18 +310,10 @@ def test_a_node_that_cannot_read_requests_is_not_named_as_a_holder(
     make: Callable[..., Pair], caplog: pytest.LogCaptureFixture
 ) -> None:
     pair, made = make(), payloads()
-
-    def down(*_: object, **__: object) -> Any:
-        raise StoreUnavailable("down")
-
     pair.index.requests = down  # type: ignore[method-assign]
     wait_until(lambda: pair.first.name == "")
     pair.first.commit(made)
     assert pair.look(made) == [None] * 3
-
-    def denied(*_: object, **__: object) -> Any:
-        raise StoreDenied("NOPERM")
-
     pair.index.requests = denied  # type: ignore[method-assign]
     wait_until(lambda: "requests of other nodes cannot be read" in caplog.text)
 

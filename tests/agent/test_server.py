@@ -36,6 +36,7 @@ from tests.agent.world import (
     Desk,
     Node,
     WatchedStore,
+    denied,
     ended,
     opened,
     pages_at,
@@ -352,9 +353,6 @@ def test_a_replica_prefetches_in_calls_of_bounded_length(
 
 
 def test_the_stores_errors_arrive_as_what_they_are(node: Node, calls: AgentCalls) -> None:
-    def denied(*_: object, **__: object) -> Any:
-        raise StoreDenied("no rights")
-
     node.index.find = denied  # type: ignore[method-assign]
     node.index.touch = denied  # type: ignore[method-assign]
     index = AgentIndex(calls)

@@ -28,6 +28,7 @@ from tests.agent.world import (
     Desk,
     Node,
     WatchedStore,
+    down,
     ended,
     opened,
     pages_at,
@@ -114,16 +115,6 @@ def find(client: AgentConnection, made: Sequence[bytes]) -> list[Wanted]:
     return wanted
 
 
-def refuse_puts(node: Node) -> Callable[[], None]:
-    """Let the bulk store take nothing until the result is called."""
-
-    def refuse(*_: object) -> bool:
-        raise StoreUnavailable("down")
-
-    put, node.store.put_if_absent = node.store.put_if_absent, refuse  # type: ignore[method-assign]
-    return lambda: setattr(node.store, "put_if_absent", put)
-
-
 def paths(made: Sequence[bytes]) -> list[str]:
     return [read_header(payload).claim.key.path() for payload in made]
 
@@ -198,22 +189,6 @@ def test_what_the_agent_took_is_found_from_then_on_although_it_was_missing_just_
     assert [one.record for one in node.find(made)] == of_index(node, made)
     assert not node.unsaved
     assert node.count("agent_unsaved_due") == 0, "it was being saved when it was read"
-
-
-def test_a_save_that_fails_leaves_the_payload_to_its_node(make: Callable[..., Holder]) -> None:
-    node, made = make(holds_back=False), payloads()
-
-    def down(key: str, value: object) -> bool:
-        raise StoreUnavailable("down")
-
-    put, node.store.put_if_absent = node.store.put_if_absent, down  # type: ignore[assignment, method-assign]
-    node.commit(made)
-    assert len(node.find(made)) == 3
-    node.store.put_if_absent = put  # type: ignore[method-assign]
-    node.residents.unsaved._clock = lambda: 1e9
-    assert node.read(node.find(made)) == [MissReason.NONE] * 3
-    assert node.saves.drain(PATIENCE_S)
-    assert node.stored == set(paths(made)), "it is tried again when it is read"
 
 
 def test_what_another_process_was_saving_is_looked_up_in_the_index_after_its_next_read(
@@ -365,10 +340,10 @@ def test_an_old_record_without_an_index_is_a_miss(
     wanted = node.find(made)
     node.read(others)
 
-    def down(*_: object) -> Any:
+    def broken(*_: object) -> Any:
         raise type(error)(*error.args)  # one that is kept keeps all that its frames had
 
-    node.index.find = down  # type: ignore[method-assign]
+    node.index.find = broken  # type: ignore[method-assign]
     assert node.read(wanted) == [MissReason.STORE]
     del node.index.find
     assert node.read(wanted) == [MissReason.MISSING]
@@ -376,10 +351,6 @@ def test_an_old_record_without_an_index_is_a_miss(
 
 def test_without_an_index_a_payload_stays_in_memory(make: Callable[..., Holder]) -> None:
     node, made = make(), payloads()
-
-    def down(*_: object, **__: object) -> list[bool]:
-        raise StoreUnavailable("down")
-
     node.index.sight = down  # type: ignore[method-assign]
     node.commit(made)
     assert node.count("agent_sighting_drops") >= 1
@@ -428,8 +399,7 @@ def test_a_due_payload_that_nothing_saves_is_waited_for_without_spinning(
     assert all(looks)
     assert len(looks) < 50, "a spinning thread looks some thousand times"
     monkeypatch.undo()
-    node.saves._sightings.wake()
-    assert node.saves.drain(PATIENCE_S)
+    node.commit(payloads(range(9000, 9016)))  # as the end of a save would, it wakes
     assert node.stored == set(paths(made))
 
 
@@ -448,7 +418,7 @@ def test_a_save_that_failed_is_tried_at_the_next_read(make: Callable[..., Holder
     assert node.unsaved == set(paths(made))
     wait_until(lambda: node.residents.leased() == 0)
     node.store.put_if_absent = put  # type: ignore[method-assign]
-    wait_until(lambda: not node.saves._pool.is_shedding)
+    wait_until(lambda: not node.saves.is_shedding)
     assert len(node.find(made)) == 3
     node.read(node.find(made))
     assert node.saves.drain(PATIENCE_S)
@@ -470,10 +440,6 @@ def test_what_is_stored_but_not_published_stays_found_on_its_node(
     make: Callable[..., Holder],
 ) -> None:
     node, made = make(), payloads()
-
-    def down(*_: object, **__: object) -> None:
-        raise StoreUnavailable("down")
-
     publish, node.index.publish = node.index.publish, down  # type: ignore[method-assign]
     node.commit(made)
     now = [0.0]
@@ -494,15 +460,14 @@ def test_what_is_stored_but_not_published_stays_found_on_its_node(
 def test_a_long_prompt_waits_for_its_turns_and_holds_no_more_leases_than_those(
     make: Callable[..., Holder],
 ) -> None:
-    node, made, gate = make(saves_max=4), payloads(list(range(16 * 40))), threading.Event()
-    put = node.store.put_if_absent
-    node.store.put_if_absent = lambda k, v: gate.wait(PATIENCE_S) and put(k, v)  # type: ignore[assignment, method-assign, return-value]
+    store = GatedStore()
+    node, made = make(saves_max=4, store=store), payloads(list(range(16 * 40)))
     node.commit(made)
     node.read(node.find(made)[-1:])
     wait_until(lambda: node.saves.waiting >= 2)
     wait_until(lambda: node.residents.leased() <= 6)
     assert node.residents.unsaved.has_due
-    gate.set()
+    store.gate.set()
     assert node.saves.drain(PATIENCE_S)
     assert node.stored == set(paths(made))
     assert not node.count("save_drops")
@@ -615,16 +580,15 @@ def test_random_use_leaves_nothing_behind(make: Callable[..., Holder]) -> None:
     misses = set[MissReason]()
 
     def work(node: Holder, seed: int) -> None:
-        dice, desk, client = random.Random(seed), Desk(node), node.connect()
+        dice, client = random.Random(seed), node.connect()
         for _ in range(60):
             made = dice.choice(prompts)
             wanted = find(client, made)
             misses.update(read(client, one) for one in wanted)
-            for payload in made[len(wanted) :]:
-                desk.saves._in_flight._saved.clear()
-                with suppress(TransferError):  # the arena is small
-                    desk.hand_over(payload)
-        desk.close()
+            with closing(Desk(node)) as desk:
+                for payload in made[len(wanted) :]:
+                    with suppress(TransferError):  # the arena is small
+                        desk.hand_over(payload)
 
     threads = [
         threading.Thread(target=work, args=(node, seed)) for node in nodes for seed in range(2)
@@ -711,24 +675,14 @@ def test_a_killed_agent_loses_what_it_held_back_and_nothing_else(tmp_path: Path)
             assert reasons == [MissReason.NONE, MissReason.MISSING, MissReason.MISSING]
 
 
-def test_saves_that_wait_lease_at_most_a_quarter_of_the_arena(tmp_path: Path) -> None:
-    gate = threading.Event()
-    store = WatchedStore()
-    put = store.put_if_absent
-
-    def slow(*given: Any) -> bool:
-        gate.wait(PATIENCE_S)
-        return put(*given)
-
-    store.put_if_absent = slow  # type: ignore[method-assign]
-    node = Holder(holds_back=False, store=store, memory=10 * 4096)
-    outcomes = []
+def test_saves_that_wait_lease_at_most_a_quarter_of_the_arena(make: Callable[..., Holder]) -> None:
+    store, outcomes = GatedStore(), list[SaveOutcome]()
+    node = make(holds_back=False, store=store, memory=10 * 4096)
     for payload in payloads():
         with suppress(TransferError):
             outcomes.append(node.desk.hand_over(payload))
     assert len(outcomes) == 2, "each has 5 KiB, and a quarter is 10 KiB"
     assert node.count("save_drops") == 1
-    gate.set()
+    store.gate.set()
     assert node.saves.drain(PATIENCE_S)
     node.desk.hand_over(payloads()[2])
-    node.close()

@@ -8,8 +8,8 @@ import pytest
 
 from objkv.agent.residents import MissReason, Resident
 from objkv.agent.spill.disk import Disk, DiskFolder
-from tests.agent.test_unsaved import Holder, paths, refuse_puts
-from tests.agent.world import PATIENCE_S, payloads
+from tests.agent.test_unsaved import Holder, paths
+from tests.agent.world import PATIENCE_S, down, payloads
 from tests.support.waiting import wait_until
 
 NONE = MissReason.NONE
@@ -115,37 +115,25 @@ def test_a_file_that_was_changed_is_a_miss_and_is_not_found_again(
     assert not node.stored
 
 
-def test_what_came_back_into_memory_survives_the_loss_of_its_file(
-    make: Callable[..., DiskHolder],
+@pytest.mark.parametrize("is_made", [False, True])
+def test_what_is_read_or_made_again_survives_the_loss_of_its_file(
+    is_made: bool, make: Callable[..., DiskHolder]
 ) -> None:
     node, made = make(), payloads()
     node.keep(made)
-    wanted = node.find(made)
-    refuse_puts(node)
-    assert node.read(wanted) == [NONE] * len(made)
-    assert node.saves.drain(PATIENCE_S)
-    wait_until(lambda: all(one and one.is_spilled for one in node.residents.seen(paths(made))))
+    node.store.put_if_absent = down  # type: ignore[method-assign]
+    if is_made:
+        node.again(made)
+    else:
+        assert node.read(node.find(made)) == [NONE] * len(made)
+        assert node.saves.drain(PATIENCE_S)
+        wait_until(lambda: all(one and one.is_spilled for one in node.residents.seen(paths(made))))
     node.settle()  # nothing is written again now
     for path in paths(made):
         node.disk.discard(path)
     assert node.unsaved == set(paths(made)), "they are in memory, and no save succeeds"
-    assert len(node.find(made)) == len(made)
-    node.leave_arena(made)
-    assert not node.unsaved
-
-
-def test_what_is_made_again_survives_the_loss_of_the_file_that_it_had(
-    make: Callable[..., DiskHolder],
-) -> None:
-    node, made = make(), payloads()
-    node.keep(made)
-    refuse_puts(node)
-    node.again(made)
-    node.settle()
-    for path in paths(made):
-        node.disk.discard(path)
-    assert node.unsaved == set(paths(made)), "they are in memory, and no save succeeds"
     assert node.count("agent_unsaved_dropped") == 0
+    assert len(node.find(made)) == len(made)
     node.leave_arena(made)
     assert not node.unsaved
 
@@ -182,7 +170,7 @@ def test_a_payload_that_came_while_its_save_looked_for_it_is_saved(
     assert missed == set(paths(made))
 
 
-def test_a_payload_for_which_there_was_no_room_is_still_found_until_the_disk_loses_it(
+def test_a_payload_for_which_there_was_no_room_is_still_found(
     make: Callable[..., DiskHolder],
 ) -> None:
     node, made = make(), payloads()
@@ -192,10 +180,6 @@ def test_a_payload_for_which_there_was_no_room_is_still_found_until_the_disk_los
     assert node.read(node.find(made)) == [MissReason.NO_ROOM] * len(made)
     node.residents.allot = allot  # type: ignore[method-assign]
     assert node.unsaved == set(paths(made))
-    lost, *rest = paths(made)
-    node.disk.discard(lost)
-    assert node.unsaved == set(rest)
-    assert node.count("agent_unsaved_dropped") == 1
 
 
 def test_a_rejected_payload_leaves_memory_and_disk(make: Callable[..., DiskHolder]) -> None:

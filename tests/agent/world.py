@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from threading import Event, Lock
 from time import monotonic
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +33,7 @@ from objkv.agent.unsaved.requests import PutRequests
 from objkv.cache.chunks import CacheSettings, ChunkCache, SaveOutcome
 from objkv.codec.payload import Claim, Header, frame_pages, read_header
 from objkv.codec.seal import Seal
+from objkv.errors import StoreDenied, StoreUnavailable
 from objkv.index.base import WriteIndex
 from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
@@ -178,6 +180,16 @@ def wanted_of(index: WriteIndex, keys: Sequence[ChunkKey]) -> list[Wanted]:
         for key, record in zip(keys, records, strict=True)
         if record is not None
     ]
+
+
+def down(*_: object, **__: object) -> Any:
+    """A call of a store or an index that cannot be reached."""
+    raise StoreUnavailable("down")
+
+
+def denied(*_: object, **__: object) -> Any:
+    """One for which the rights do not suffice."""
+    raise StoreDenied("no rights")
 
 
 def gated(node: Node) -> Event:
