@@ -102,13 +102,7 @@ def test_a_client_that_lies_harms_only_itself_and_keeps_its_memory_until_it_goes
     honest.release([leases[0].number])
 
 
-def test_another_version_and_a_stranger_are_refused(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sock = raw(node)
-    sock.send(m.pack_hello(m.Hello(m.VERSION + 1, wants_arena=True)))
-    assert "speaks version" in m.unpack_text(sock.recv(1000))
-    sock.close()
+def test_a_stranger_is_refused(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module.os, "geteuid", lambda: 4242)
     monkeypatch.setattr(server_module, "_ROOT", 4243)
     with pytest.raises(TransferError, match="serves user 4242"):

@@ -120,6 +120,7 @@ class Node:
             )
         self.folder = Path(tempfile.mkdtemp(prefix="objkv-", dir="/tmp"))
         self.path = path or self.folder / "s"
+        self.http = Path(f"{self.path}.http")
         self.server: AgentServer | None = None
         self.clients: list[AgentConnection] = []
 
@@ -201,17 +202,21 @@ def gated(node: Node) -> Event:
 
 
 @contextmanager
-def http_of(node: Node) -> Iterator[Path]:
-    """The socket of an agent's HTTP interface, next to that of the agent. It tells of 7 clients."""
-    path = Path(f"{node.path}.http")
-    prefetches = Prefetches(node.core, node.index, node.store)
-    server = AgentHttp(
-        HttpPlaces(path), node.core, prefetches, AgentNumbers(node.recorder), lambda: 7
-    )
+def serving(node: Node, **places: Any) -> Iterator[AgentHttp]:
+    """An agent's HTTP interface, next to its socket. It tells of 7 clients."""
+    prefetches, numbers = Prefetches(node.core, node.index, node.store), AgentNumbers(node.recorder)
+    server = AgentHttp(HttpPlaces(node.http, **places), node.core, prefetches, numbers, lambda: 7)
     try:
-        yield path
+        yield server
     finally:
         server.close()
+
+
+@contextmanager
+def http_of(node: Node) -> Iterator[Path]:
+    """The socket of such an interface."""
+    with serving(node):
+        yield node.http
 
 
 def ended(client: AgentConnection, lease: ArenaLease) -> Progress:
