@@ -20,7 +20,7 @@ from objkv.net.deadline import ends_s
 from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
 from tests.agent.test_residents import Sleeper
-from tests.agent.world import PATIENCE_S, RIGHT, Node, WatchedStore, gated, pages_at
+from tests.agent.world import PATIENCE_S, RIGHT, Node, gated, pages_at
 from tests.support.samples import NAMESPACE
 from tests.support.waiting import wait_until
 
@@ -188,7 +188,6 @@ def test_a_frame_is_announced_when_its_bytes_are_final(
 
 def test_all_who_ask_at_the_same_moment_share_one_fetch(make: Callable[..., Node]) -> None:
     node = make(threads=4)
-    assert isinstance(node.store, WatchedStore)
     wanted, gate = node.save(), threading.Barrier(8)
     found: deque[Resident] = deque()
 
@@ -218,7 +217,6 @@ class Slow:
         self.wanted = node.save(list(range(1000, 1000 + 16 * 12)))
         self._names = {one.claim.key.path(): n for n, one in enumerate(self.wanted)}
         self.order: list[int] = []
-        assert isinstance(node.store, WatchedStore)
         node.store.on_get = self._on_get
 
     def _on_get(self, key: str) -> None:
@@ -300,7 +298,6 @@ def test_a_late_payload_is_late_and_a_broken_store_is_a_miss(
     error: Exception, make: Callable[..., Node]
 ) -> None:
     node = make(threads=1)
-    assert isinstance(node.store, WatchedStore)
     first, second, _ = node.save()
     (late,) = fetch(node, first, deadline_s=0.0)
     assert late.reason is MissReason.LATE

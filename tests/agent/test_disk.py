@@ -73,7 +73,6 @@ class DiskNode(Node):
 
     def gets(self) -> int:
         """How often the store was asked."""
-        assert isinstance(self.store, WatchedStore)
         return sum(self.store.gets.values())
 
     def load(self, *wanted: Wanted) -> None:
@@ -302,7 +301,6 @@ def test_nothing_is_announced_before_all_is_verified(
     node.evict(wanted)
     fetching, announced = threading.Event(), list[bool]()
     advance = node.residents.advance
-    assert isinstance(node.store, WatchedStore)
     node.store.on_get = lambda key: fetching.set()
     monkeypatch.setattr("objkv.agent.spill.disk._SLICE_BYTES", 64)
 

@@ -20,7 +20,7 @@ from objkv.agent.http.api import HttpPlaces
 from objkv.agent.http.metrics import LEVELS, PREFIX, TOTALS
 from objkv.errors import ConfigError
 from objkv.ops.top.scrape import values_of
-from tests.agent.world import PATIENCE_S, Node, WatchedStore, down, ended, gated, opened, serving
+from tests.agent.world import PATIENCE_S, Node, down, ended, gated, opened, serving
 from tests.support.samples import IDENTITY, NAMESPACE, TOKENS, save_identity
 from tests.support.waiting import wait_until
 
@@ -89,7 +89,6 @@ def test_a_prompt_is_prefetched_and_then_read_from_memory(node: Node, router: Ro
     for lease in leases:
         ended(client, lease)
     client.release([lease.number for lease in leases])
-    assert isinstance(node.store, WatchedStore)
     assert node.store.gets.total() == 3
     status, page = router.ask("GET", "/metrics")
     assert status == 200

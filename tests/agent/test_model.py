@@ -21,7 +21,7 @@ from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason, Resident
 from objkv.codec.payload import digest, frame_pages, read_header
 from objkv.errors import StoreUnavailable, TransferError
-from tests.agent.world import PATIENCE_S, RIGHT, Desk, Node, WatchedStore, ended, pages_at
+from tests.agent.world import PATIENCE_S, RIGHT, Desk, Node, ended, pages_at
 from tests.support.samples import NAMESPACE
 from tests.support.waiting import wait_until
 
@@ -69,7 +69,6 @@ class AgentMachine(RuleBasedStateMachine):
     def begin(self, codec: str) -> None:
         """An agent without clients."""
         self.node = Node(memory=ROOM * 2 * PAGE, threads=2)
-        assert isinstance(self.node.store, WatchedStore)
         self.store = self.node.store
         tokens = list(range(900, 900 + 16 * CHUNKS))
         self.wanted = self.node.save(tokens, codec=codec)

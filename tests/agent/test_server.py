@@ -35,7 +35,6 @@ from tests.agent.world import (
     RIGHT,
     Desk,
     Node,
-    WatchedStore,
     denied,
     ended,
     opened,
@@ -397,7 +396,6 @@ def test_what_was_handed_over_is_saved_and_resident(node: Node, desk: Desk) -> N
     for lease in leases:
         assert pages_at(client.arena.view, lease.progress) == RIGHT
     client.release([lease.number for lease in leases])
-    assert isinstance(node.store, WatchedStore)
     assert not node.store.gets
     assert desk.hand_over(made[0]) is SaveOutcome.EXISTED
     assert taken == keys

@@ -45,8 +45,12 @@ class Holder(Node):
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"holds_back": True} | options)
         self.listen()
-        self.desk = Desk(self)
+        self._new_desk()
         self.reader = self.connect()
+
+    def _new_desk(self) -> None:
+        self.desk, self.taken = Desk(self), list[ChunkKey]()
+        self.desk.saves.accepted = self.taken.append
 
     def commit(self, made: Sequence[bytes]) -> list[SaveOutcome]:
         """Hand payloads over, as a worker does; waits until the fleet has counted them."""
@@ -54,11 +58,11 @@ class Holder(Node):
         assert self.saves.drain(PATIENCE_S)
         return outcomes
 
-    def again(self, made: Sequence[bytes]) -> None:
+    def again(self, made: Sequence[bytes]) -> list[SaveOutcome]:
         """Hand payloads over by another worker."""
         self.desk.close()
-        self.desk = Desk(self)
-        self.commit(made)
+        self._new_desk()
+        return self.commit(made)
 
     def find(self, made: Sequence[bytes]) -> list[Wanted]:
         """What the node's lookups find, up to the first miss, as what to open."""
@@ -146,12 +150,10 @@ def test_what_was_seen_once_is_found_on_its_node_and_stored_nowhere(
     make: Callable[..., Holder],
 ) -> None:
     node, made = make(), payloads()
-    taken = list[ChunkKey]()
-    node.desk.saves.accepted = taken.append
     assert node.commit(made) == [SaveOutcome.ACCEPTED] * 3
     assert not node.stored
     assert of_index(node, made) == [None] * 3
-    assert taken == [], "no other node can load it, so no router is told"
+    assert node.taken == [], "no other node can load it, so no router is told"
     wanted = node.find(made)
     assert [one.record.nbytes for one in wanted] == [len(payload) for payload in made]
     assert all(is_unsaved(one.record) for one in wanted)
@@ -223,7 +225,6 @@ def test_what_is_read_is_stored_and_published(make: Callable[..., Holder]) -> No
     assert [one.record for one in found] == of_index(node, made)
     assert not any(is_unsaved(one.record) for one in found)
     assert node.read(wanted) == [MissReason.NONE] * 3, "by records that were found before"
-    assert isinstance(node.store, WatchedStore)
     assert not node.store.gets
     assert node.count("saves") == 3
 
@@ -252,13 +253,9 @@ def test_what_another_node_makes_again_is_stored_by_that_node(
 def test_what_one_node_makes_twice_is_stored(make: Callable[..., Holder]) -> None:
     node, made = make(), payloads()
     node.commit(made)
-    taken = list[ChunkKey]()
-    node.desk.close()
-    node.desk = Desk(node)
-    node.desk.saves.accepted = taken.append
-    node.commit(made[:1])
+    node.again(made[:1])
     assert node.stored == set(paths(made[:1]))
-    assert [key.path() for key in taken] == paths(made[:1])
+    assert [key.path() for key in node.taken] == paths(made[:1])
 
 
 def test_what_was_evicted_unread_is_stored_when_it_is_made_again(
@@ -304,7 +301,6 @@ def test_a_held_back_payload_can_be_evicted_and_is_an_ordinary_miss_then(
     assert node.count("agent_unsaved_dropped") == 1
     assert node.count("agent_unsaved_dropped_bytes") == len(made[0])
     assert node.find(made) == []
-    assert isinstance(node.store, WatchedStore)
     gets = sum(node.store.gets.values())
     assert node.read([wanted]) == [MissReason.MISSING]
     assert sum(node.store.gets.values()) == gets, "the store is not asked for it"
@@ -325,7 +321,6 @@ def test_an_old_record_of_a_payload_that_was_stored_meanwhile_loads_it(
     node.read(others)
     assert node.residents.holds(paths(made[:1])) == [False]
     assert node.read(wanted) == [MissReason.NONE]
-    assert isinstance(node.store, WatchedStore)
     assert node.store.gets[paths(made)[0]] == 1
     assert not node.count("load_corrupt")
 
@@ -423,12 +418,8 @@ def test_a_save_that_failed_is_tried_at_the_next_read(make: Callable[..., Holder
     node.read(node.find(made))
     assert node.saves.drain(PATIENCE_S)
     assert not node.stored, "not at once"
-    taken = list[ChunkKey]()
-    node.desk.close()
-    node.desk = Desk(node)
-    node.desk.saves.accepted = taken.append
-    assert node.commit(made) == [SaveOutcome.ACCEPTED] * 3
-    assert (taken, node.stored) == ([], set()), "made again, and not saved: no router is told"
+    assert node.again(made) == [SaveOutcome.ACCEPTED] * 3
+    assert (node.taken, node.stored) == ([], set()), "made again, and not saved: no router is told"
     now[0] = 100.0
     node.read(node.find(made))
     assert node.saves.drain(PATIENCE_S)

@@ -89,7 +89,7 @@ class Node:
         requests: bool = False,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        self.store = store or WatchedStore()
+        self.store: Any = store or WatchedStore()
         self.index, self.recorder = index or MemoryIndex(), MemoryRecorder()
         settings = CacheSettings("agent", ttl_s=3600, lease_ms=60_000, hot_payload_bytes_max=0)
         self.cache = ChunkCache(self.store, None, self.index, settings, self.recorder, seal=seal)
@@ -195,7 +195,6 @@ def denied(*_: object, **__: object) -> Any:
 
 def gated(node: Node) -> Event:
     """From now on the store answers nothing until this is set."""
-    assert isinstance(node.store, WatchedStore)
     gate = Event()
     node.store.on_get = lambda key: gate.wait(PATIENCE_S) and None  # type: ignore[func-returns-value]
     return gate
