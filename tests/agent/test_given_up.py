@@ -69,14 +69,17 @@ def settled(one: Resident) -> CellState:
 
 
 def test_a_fetch_that_nobody_wants_any_more_leaves_its_thread(node: Node) -> None:
-    first, second, _ = node.save(TOKENS)
+    first, second, third = node.save(TOKENS)
     (one,) = opened(node, first)
     assert store_of(node).begun.wait(PATIENCE_S)
-    node.residents.release(one)
+    (queued,) = opened(node, second)
+    for gone in (one, queued):
+        node.residents.release(gone)
     assert settled(one) is CellState.FAILED
     store_of(node).go.set()
-    (other,) = opened(node, second)
+    (other,) = opened(node, third)
     assert settled(other) is CellState.READY
+    assert store_of(node).gets == 2, "the queued one is not fetched"
     node.residents.release(other)
     assert node.recorder.value("load_errors") == 0
 
