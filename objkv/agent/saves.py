@@ -216,6 +216,11 @@ class NodeSaves:
         return self._pool.waiting
 
     @property
+    def is_shedding(self) -> bool:
+        """Whether saves pause because the store has just refused one."""
+        return self._pool.is_shedding
+
+    @property
     def _has_turns(self) -> bool:
         """Whether another save may wait for a thread."""
         has_room = self._leased_bytes * _SHARE < self.residents.total_bytes
@@ -235,7 +240,7 @@ class NodeSaves:
         if not self._cache.has_room():
             self._recorder.count("save_over_quota")
             return CommitStatus.OVER_QUOTA
-        if self._pool.is_shedding:
+        if self.is_shedding:
             self._recorder.count("saves_shed")
             return CommitStatus.SHED
         if not self._has_turns:

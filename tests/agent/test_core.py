@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -14,15 +14,14 @@ from objkv.agent.fill import Staging, Wanted
 from objkv.agent.memory.arena import CellState
 from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason, Resident
-from objkv.codec.payload import encode, frame_pages, read_header
+from objkv.codec.payload import frame_pages, read_header
 from objkv.errors import StoreUnavailable
 from objkv.net.deadline import ends_s
 from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
 from tests.agent.test_residents import Sleeper
-from tests.agent.world import PATIENCE_S, RIGHT, Node, WatchedStore, pages_at
-from tests.codec.seals import other_seal
-from tests.support.samples import NAMESPACE, record_of
+from tests.agent.world import PATIENCE_S, RIGHT, Node, gated, pages_at
+from tests.support.samples import NAMESPACE
 from tests.support.waiting import wait_until
 
 
@@ -119,17 +118,26 @@ def test_no_changed_byte_is_served(data: st.DataObject, codec: str) -> None:
         node.close()
 
 
-def test_bytes_after_the_last_frame_are_refused_even_if_the_record_promised_them(
-    make: Callable[..., Node],
+@pytest.mark.parametrize("wrong", ["missing", "of another chunk", "longer, as its record says"])
+def test_a_payload_that_is_not_the_one_is_a_miss_and_its_record_goes(
+    wrong: str, make: Callable[..., Node]
 ) -> None:
     node = make()
-    wanted = node.save()[0]
-    key = wanted.claim.key.path()
-    node.store.put(key, (node.store.get(key) or b"") + b"more")
-    record = replace(wanted.record, nbytes=wanted.record.nbytes + 4)
-    (one,) = fetch(node, Wanted(wanted.claim, record))
-    assert one.reason is MissReason.CORRUPT
-    node.residents.release(one)
+    one, other, _ = node.save()
+    path, record = one.claim.key.path(), one.record
+    if wrong == "missing":
+        node.store.delete(path)
+    elif wrong == "of another chunk":
+        node.store.put(path, node.store.get(other.claim.key.path()) or b"")
+    else:
+        node.store.put(path, (node.store.get(path) or b"") + b"more")
+        record = replace(record, nbytes=record.nbytes + 4)
+    (found,) = fetch(node, Wanted(one.claim, record))
+    assert found.reason is (MissReason.MISSING if wrong == "missing" else MissReason.CORRUPT)
+    key = one.claim.key
+    is_forgotten = node.index.find(NAMESPACE, [key.prefix_hash], (key.field,)) == [None]
+    assert is_forgotten == (record == one.record), "not one that was written since"
+    node.residents.release(found)
 
 
 class Trickle(MemoryStore):
@@ -178,29 +186,8 @@ def test_a_frame_is_announced_when_its_bytes_are_final(
     node.residents.release(one)
 
 
-def test_a_missing_payload_is_a_miss_and_its_record_goes(make: Callable[..., Node]) -> None:
-    node = make()
-    wanted = node.save()[0]
-    key = wanted.claim.key
-    node.store.delete(key.path())
-    (one,) = fetch(node, wanted)
-    assert one.reason is MissReason.MISSING
-    assert node.index.find(NAMESPACE, [key.prefix_hash], (key.field,)) == [None]
-    node.residents.release(one)
-
-
-def test_another_chunks_payload_is_refused(make: Callable[..., Node]) -> None:
-    node = make()
-    one, other, _ = node.save()
-    node.store.put(one.claim.key.path(), node.store.get(other.claim.key.path()) or b"")
-    (found,) = fetch(node, one)
-    assert found.reason is MissReason.CORRUPT
-    node.residents.release(found)
-
-
 def test_all_who_ask_at_the_same_moment_share_one_fetch(make: Callable[..., Node]) -> None:
     node = make(threads=4)
-    assert isinstance(node.store, WatchedStore)
     wanted, gate = node.save(), threading.Barrier(8)
     found: deque[Resident] = deque()
 
@@ -222,38 +209,6 @@ def test_all_who_ask_at_the_same_moment_share_one_fetch(make: Callable[..., Node
     assert node.residents.leased() == 0
 
 
-def test_urgent_payloads_go_first_and_clients_take_turns(make: Callable[..., Node]) -> None:
-    node = make(threads=1)
-    assert isinstance(node.store, WatchedStore)
-    order, gate = list[str](), threading.Event()
-    tokens = list(range(1000, 1000 + 16 * 12))
-    wanted = node.save(tokens)
-    names = {one.claim.key.path(): number for number, one in enumerate(wanted)}
-
-    def on_get(key: str) -> None:
-        order.append(key)
-        assert gate.wait(PATIENCE_S)
-
-    node.store.on_get = on_get
-    greedy, modest = Sleeper(), Sleeper()
-
-    def open_(client: Sleeper, numbers: range, urgency: Urgency) -> None:
-        some = [wanted[number] for number in numbers]
-        node.core.open(client, some, deadline_s=PATIENCE_S, urgency=urgency)
-
-    open_(greedy, range(6), Urgency.BETWEEN_STEPS)
-    wait_until(lambda: len(order) == 1)
-    open_(modest, range(6, 8), Urgency.BETWEEN_STEPS)
-    open_(modest, range(8, 9), Urgency.PREFETCH)
-    open_(modest, range(9, 10), Urgency.IN_STEP)
-    gate.set()
-    wait_until(lambda: len(order) == 10)
-    numbers = [names[key] for key in order]
-    assert numbers[:2] == [0, 9]
-    assert numbers[-1] == 8
-    assert max(numbers.index(6), numbers.index(7)) < numbers.index(4)
-
-
 class Slow:
     """A node with a long prompt, whose store answers nothing until ``gate`` is set."""
 
@@ -262,29 +217,60 @@ class Slow:
         self.wanted = node.save(list(range(1000, 1000 + 16 * 12)))
         self._names = {one.claim.key.path(): n for n, one in enumerate(self.wanted)}
         self.order: list[int] = []
-        assert isinstance(node.store, WatchedStore)
         node.store.on_get = self._on_get
 
     def _on_get(self, key: str) -> None:
         self.order.append(self._names[key])
         assert self.gate.wait(PATIENCE_S)
 
-    def open(self, numbers: range, urgency: Urgency, priority: int = 0) -> None:
-        some = [self.wanted[number] for number in numbers]
-        options = {"deadline_s": PATIENCE_S, "urgency": urgency, "priority": priority}
-        self.node.core.open(Sleeper(), some, **options)  # type: ignore[arg-type]
+    def open(
+        self,
+        numbers: range,
+        urgency: Urgency,
+        priority: int = 0,
+        *,
+        client: Sleeper | None = None,
+        deadline_s: float = PATIENCE_S,
+    ) -> Sequence[Resident | MissReason]:
+        return self.node.core.open(
+            client or Sleeper(),
+            [self.wanted[number] for number in numbers],
+            deadline_s=deadline_s,
+            urgency=urgency,
+            priority=priority,
+        )
+
+    def end(self, count: int) -> list[int]:
+        """Let the store answer. The order of all payloads, which are so many."""
+        self.gate.set()
+        wait_until(lambda: len(self.order) == count)
+        return self.order
+
+
+def test_urgent_payloads_go_first_and_clients_take_turns(make: Callable[..., Node]) -> None:
+    slow, modest = Slow(make(threads=1)), Sleeper()
+    slow.open(range(6), Urgency.BETWEEN_STEPS)
+    wait_until(lambda: len(slow.order) == 1)
+    slow.open(range(6, 8), Urgency.BETWEEN_STEPS, client=modest)
+    slow.open(range(8, 9), Urgency.PREFETCH, client=modest)
+    slow.open(range(9, 10), Urgency.IN_STEP, client=modest)
+    order = slow.end(10)
+    assert order[:2] == [0, 9]
+    assert order[-1] == 8
+    assert max(order.index(6), order.index(7)) < order.index(4)
 
 
 def test_a_request_hastens_what_is_being_prefetched_for_it(make: Callable[..., Node]) -> None:
     slow = Slow(make(threads=1))
-    slow.open(range(6), Urgency.PREFETCH)
+    slow.open(range(4), Urgency.PREFETCH)
+    ahead = slow.open(range(4, 6), Urgency.PREFETCH, deadline_s=0.001)
     wait_until(lambda: len(slow.order) == 1)
     slow.open(range(6, 8), Urgency.BETWEEN_STEPS)
     slow.open(range(4, 6), Urgency.IN_STEP)
     slow.open(range(5, 6), Urgency.PREFETCH, -5)  # it stays where it is
-    slow.gate.set()
-    wait_until(lambda: len(slow.order) == 8)
-    assert slow.order == [0, 4, 5, 6, 7, 1, 2, 3]
+    assert slow.end(8) == [0, 4, 5, 6, 7, 1, 2, 3]
+    for one in ahead:
+        assert right(slow.node, settled(slow.node, one)), "the later deadline counts"
 
 
 def test_prefetches_have_priorities(make: Callable[..., Node]) -> None:
@@ -294,9 +280,7 @@ def test_prefetches_have_priorities(make: Callable[..., Node]) -> None:
     slow.open(range(3, 5), Urgency.PREFETCH)
     slow.open(range(5, 7), Urgency.PREFETCH, -1)
     slow.open(range(2, 3), Urgency.PREFETCH, -2)
-    slow.gate.set()
-    wait_until(lambda: len(slow.order) == 7)
-    assert slow.order == [0, 2, 5, 6, 3, 4, 1]
+    assert slow.end(7) == [0, 2, 5, 6, 3, 4, 1]
 
 
 def test_a_load_finds_a_thread_while_much_is_being_prefetched(make: Callable[..., Node]) -> None:
@@ -306,8 +290,7 @@ def test_a_load_finds_a_thread_while_much_is_being_prefetched(make: Callable[...
     slow.open(range(8, 9), Urgency.BETWEEN_STEPS)
     wait_until(lambda: 8 in slow.order)
     assert sorted(slow.order) == [0, 1, 2, 8]
-    slow.gate.set()
-    wait_until(lambda: len(slow.order) == 9)
+    slow.end(9)
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("down"), KeyError("a bug")])
@@ -315,7 +298,6 @@ def test_a_late_payload_is_late_and_a_broken_store_is_a_miss(
     error: Exception, make: Callable[..., Node]
 ) -> None:
     node = make(threads=1)
-    assert isinstance(node.store, WatchedStore)
     first, second, _ = node.save()
     (late,) = fetch(node, first, deadline_s=0.0)
     assert late.reason is MissReason.LATE
@@ -353,26 +335,9 @@ def test_a_full_queue_and_a_full_arena_are_misses(make: Callable[..., Node]) -> 
     none.residents.release(refused)
 
 
-def test_a_client_that_left_early_costs_no_fetch(make: Callable[..., Node]) -> None:
-    node = make(threads=1)
-    assert isinstance(node.store, WatchedStore)
-    gate = threading.Event()
-    node.store.on_get = lambda key: gate.wait(PATIENCE_S) and None  # type: ignore[func-returns-value]
-    wanted = node.save()
-    opened = node.core.open(Sleeper(), wanted, deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
-    for one in opened:
-        assert isinstance(one, Resident)
-        node.residents.release(one)
-    gate.set()
-    assert node.residents.wait_idle(PATIENCE_S)
-    assert len(node.store.gets) <= 1
-
-
 def test_closing_fails_what_waits(make: Callable[..., Node]) -> None:
     node = make(threads=1)
-    assert isinstance(node.store, WatchedStore)
-    gate = threading.Event()
-    node.store.on_get = lambda key: gate.wait(PATIENCE_S) and None  # type: ignore[func-returns-value]
+    gate = gated(node)
     opened = node.core.open(
         Sleeper(), node.save(), deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS
     )
@@ -385,29 +350,3 @@ def test_closing_fails_what_waits(make: Callable[..., Node]) -> None:
     for one in opened:
         assert isinstance(one, Resident)
         node.residents.release(one)
-
-
-@pytest.mark.parametrize("codec", ["none", "zstd"])
-@pytest.mark.parametrize("kind", ["signed", "encrypted"])
-def test_sealed_payloads_are_opened_once_for_all(
-    codec: str, kind: str, make: Callable[..., Node]
-) -> None:
-    seal = other_seal(kind)
-    node = make(seal=seal)
-    wanted = node.save()[0]
-    plain = node.store.get(wanted.claim.key.path()) or b""
-    header = read_header(plain)
-    pages = [frame_pages(header, number, plain, None) for number in range(2)]
-    sealed = encode(
-        header.claim,
-        header.frames.layers,
-        pages,
-        codec=codec,
-        provenance=header.provenance,
-        seal=seal,
-    )
-    node.store.put(wanted.claim.key.path(), sealed)
-    record = record_of(read_header(sealed, seal=seal))
-    (found,) = fetch(node, Wanted(wanted.claim, record))
-    assert right(node, found)
-    node.residents.release(found)

@@ -6,6 +6,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -14,19 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from objkv.agent import core
 from objkv.agent.client import AgentConnection
 from objkv.agent.fill import Wanted
-from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
 from objkv.agent.memory.arena import PAGE, CellState
 from objkv.agent.messages import CommitStatus
-from objkv.agent.prefetch import Prefetches
 from objkv.agent.queue import Urgency
-from objkv.agent.residents import MissReason, Resident
+from objkv.agent.residents import Resident
 from objkv.agent.spill import disk as module
 from objkv.agent.spill import spill as spill_module
 from objkv.agent.spill.disk import Disk, DiskFolder
+from objkv.agent.spill.spill import SpillLimits
 from objkv.assembly.backends import open_backends
-from objkv.codec.payload import Claim
 from objkv.codec.seal import Seal
 from objkv.config import Config
 from objkv.errors import ConfigError, PayloadError, StoreUnavailable
@@ -36,10 +36,20 @@ from objkv.telemetry import NullRecorder
 from tests.agent.test_core import fetch, right
 from tests.agent.test_http import Router
 from tests.agent.test_residents import Sleeper
-from tests.agent.world import PATIENCE_S, RIGHT, Node, WatchedStore, ended, opened, pages_at
+from tests.agent.world import (
+    PATIENCE_S,
+    RIGHT,
+    Node,
+    WatchedStore,
+    ended,
+    http_of,
+    opened,
+    pages_at,
+    wanted_of,
+)
 from tests.codec.seals import SEALS
 from tests.support.agents import AgentProcess
-from tests.support.samples import NAMESPACE, TOKENS, save
+from tests.support.samples import TOKENS, save
 from tests.support.waiting import wait_until
 
 BOUND = 1 << 20
@@ -63,7 +73,6 @@ class DiskNode(Node):
 
     def gets(self) -> int:
         """How often the store was asked."""
-        assert isinstance(self.store, WatchedStore)
         return sum(self.store.gets.values())
 
     def load(self, *wanted: Wanted) -> None:
@@ -131,8 +140,16 @@ def test_what_was_loaded_comes_back_from_disk(
     node.evict(*wanted)
     node.load(*wanted)
     assert node.gets() == 3, "once each, the second time from disk"
-    assert node.count("hits") == 3
-    assert node.count("writes") == 3
+    with http_of(node) as http:
+        _, page = Router(http).ask("GET", "/metrics")
+    for line in (
+        "disk_payloads 3",
+        f"disk_bytes {node.disk.nbytes}",
+        f"disk_max_bytes {BOUND}",
+        "disk_hits_total 3",
+        "disk_writes_total 3",
+    ):
+        assert f"objkv_agent_{line}\n" in page
     for file in files(tmp_path):
         assert file.stat().st_mode & 0o777 == 0o600
         assert file.parent.stat().st_mode & 0o777 == 0o700
@@ -170,18 +187,6 @@ def test_what_was_only_saved_or_prefetched_is_not_written_until_it_is_read(
     node.load(wanted, other)
     assert len(node.disk) == 2
     assert node.gets() == 1
-
-
-def test_all_is_written_if_the_operator_wants_that(make: Callable[..., DiskNode]) -> None:
-    node = make(keeps_all=True)
-    wanted = node.save()[0]
-    payload = node.store.get(wanted.claim.key.path())
-    assert payload is not None
-    assert node.saves.commit(memoryview(payload)) is CommitStatus.ACCEPTED
-    node.settle()
-    node.evict(wanted)
-    node.load(wanted)
-    assert (node.gets(), node.count("hits")) == (0, 1)
 
 
 def test_the_next_agent_finds_the_files(make: Callable[..., DiskNode], tmp_path: Path) -> None:
@@ -296,7 +301,6 @@ def test_nothing_is_announced_before_all_is_verified(
     node.evict(wanted)
     fetching, announced = threading.Event(), list[bool]()
     advance = node.residents.advance
-    assert isinstance(node.store, WatchedStore)
     node.store.on_get = lambda key: fetching.set()
     monkeypatch.setattr("objkv.agent.spill.disk._SLICE_BYTES", 64)
 
@@ -438,15 +442,10 @@ def test_a_payload_that_is_refused_while_it_is_written_is_not_kept(
 def test_a_long_queue_is_cut_and_counted(
     make: Callable[..., DiskNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spill_module.SpillLimits, "__init__", short_queue)
+    monkeypatch.setattr(core, "SpillLimits", partial(SpillLimits, queue_max=0))
     node = make()
     node.load(*node.save())
     assert node.count("drops") == 3
-
-
-def short_queue(self: spill_module.SpillLimits, readers: int, keeps_all: bool = False) -> None:
-    for name, value in (("readers", readers), ("queue_max", 0), ("keeps_all", keeps_all)):
-        object.__setattr__(self, name, value)
 
 
 def test_two_agents_do_not_share_a_folder_and_the_second_serves_without_it(
@@ -496,23 +495,6 @@ def test_without_a_bound_it_is_half_of_what_is_free(tmp_path: Path) -> None:
     disk.load(lambda: False)
     assert disk.nbytes_max == pytest.approx(free / 2, rel=0.1)
     folder.close()
-
-
-def test_replicas_load_from_disk_over_the_socket(make: Callable[..., DiskNode]) -> None:
-    node = make()
-    node.listen()
-    wanted, client = node.save(), node.connect()
-    for _ in range(2):
-        leases = opened(client, wanted)
-        for lease in leases:
-            progress = ended(client, lease)
-            assert (progress.state, progress.reason) == (CellState.READY, MissReason.NONE)
-            assert pages_at(client.arena.view, progress) == RIGHT
-        client.release([lease.number for lease in leases])
-        wait_until(lambda: node.residents.leased() == 0)
-        node.settle()
-        node.evict(*wanted)
-    assert (node.gets(), node.count("hits")) == (3, 3)
 
 
 class DiskMachine(RuleBasedStateMachine):
@@ -634,15 +616,7 @@ def test_a_killed_agent_leaves_its_files_to_the_next(tmp_path: Path) -> None:
     urls = {"bulk_url": config.bulk_url, "agent_disk_url": f"file://{tmp_path}/disk"}
     with closing(open_backends(config, NullRecorder())) as backends:
         keys = save(backends.bulk, backends.index)
-        records = backends.index.lookup(NAMESPACE, [key.prefix_hash for key in keys])
-        wanted = [
-            Wanted(
-                Claim(key, record.parent_hash, record.token_start, record.token_end),
-                record.shards[key.field],
-            )
-            for key, record in zip(keys, records, strict=True)
-            if record is not None
-        ]
+        wanted = wanted_of(backends.index, keys)
         with AgentProcess(urls) as agent:
             load_all(agent, wanted)
             wait_until(lambda: len(files(tmp_path)) == 3)
@@ -661,26 +635,3 @@ def load_all(agent: AgentProcess, wanted: list[Wanted]) -> None:
             progress = ended(client, lease)
             assert progress.state is CellState.READY
             assert pages_at(client.arena.view, progress) == RIGHT
-
-
-def test_metrics_tell_what_is_on_disk(make: Callable[..., DiskNode]) -> None:
-    node = make()
-    prefetches = Prefetches(node.core, node.index, node.store)
-    path = node.folder / "http"
-    server = AgentHttp(
-        HttpPlaces(path), node.core, prefetches, AgentNumbers(node.recorder), lambda: 0
-    )
-    wanted = node.save()
-    node.load(*wanted)
-    node.evict(*wanted)
-    node.load(*wanted[:2])
-    _, page = Router(path).ask("GET", "/metrics")
-    for line in (
-        "disk_payloads 3",
-        f"disk_bytes {node.disk.nbytes}",
-        "disk_max_bytes 1048576",
-        "disk_hits_total 2",
-        "disk_writes_total 3",
-    ):
-        assert f"objkv_agent_{line}\n" in page
-    server.close()

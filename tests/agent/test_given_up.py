@@ -18,7 +18,7 @@ from objkv.errors import TransferError
 from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
 from tests.agent.test_residents import Sleeper
-from tests.agent.world import PATIENCE_S, Node
+from tests.agent.world import PATIENCE_S, Node, gated
 from tests.support.samples import TOKENS
 from tests.support.waiting import wait_until
 
@@ -69,30 +69,33 @@ def settled(one: Resident) -> CellState:
 
 
 def test_a_fetch_that_nobody_wants_any_more_leaves_its_thread(node: Node) -> None:
-    first, second, _ = node.save(TOKENS)
+    first, second, third = node.save(TOKENS)
     (one,) = opened(node, first)
     assert store_of(node).begun.wait(PATIENCE_S)
-    node.residents.release(one)
+    (queued,) = opened(node, second)
+    for gone in (one, queued):
+        node.residents.release(gone)
     assert settled(one) is CellState.FAILED
     store_of(node).go.set()
-    (other,) = opened(node, second)
+    (other,) = opened(node, third)
     assert settled(other) is CellState.READY
+    assert store_of(node).gets == 2, "the queued one is not fetched"
     node.residents.release(other)
     assert node.recorder.value("load_errors") == 0
 
 
 def test_queued_payloads_that_nobody_wants_make_room_for_others(node: Node) -> None:
     node.core._limits = replace(node.core._limits, queue_max=2)
-    busy, second, third = node.save(TOKENS)
+    busy, *abandoned, fourth, fifth = node.save(list(range(100, 100 + 16 * 5)))
     (one,) = opened(node, busy)
     assert store_of(node).begun.wait(PATIENCE_S)
-    abandoned = opened(node, second, third)
-    for gone in abandoned:
+    for gone in opened(node, *abandoned):
         node.residents.release(gone)
+    others = opened(node, fourth, fifth)
     store_of(node).go.set()
-    again = opened(node, second, third)
-    assert [settled(one), *map(settled, again)] == [CellState.READY] * 3
-    for lease in (one, *again):
+    assert [settled(one), *map(settled, others)] == [CellState.READY] * 3
+    assert store_of(node).gets == 3, "they are not fetched"
+    for lease in (one, *others):
         node.residents.release(lease)
 
 
@@ -148,9 +151,20 @@ def test_memory_of_abandoned_rests_is_given_to_who_waits_for_it() -> None:
     assert node.residents.leased() == 0
 
 
-def test_without_a_free_descriptor_there_is_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def inside() -> Iterator[tuple[Node, InsideAgent]]:
     node = Node()
     inside = InsideAgent(node.cache, 1 << 20, CoreLimits(1, 10), node.recorder)
+    yield node, inside
+    inside.close(PATIENCE_S)
+    wait_until(lambda: inside.arena.fd < 0)
+    node.close()
+
+
+def test_without_a_free_descriptor_there_is_no_connection(
+    inside: tuple[Node, InsideAgent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, agent = inside
 
     def refuse() -> None:
         raise OSError(24, "too many open files")
@@ -158,8 +172,18 @@ def test_without_a_free_descriptor_there_is_no_connection(monkeypatch: pytest.Mo
     with monkeypatch.context() as full:
         full.setattr(connections, "Alarm", refuse)
         with pytest.raises(TransferError, match="too many open files"):
-            inside.connect()
-    inside.connect().close()
-    assert inside.close(PATIENCE_S)
-    assert inside.arena.fd < 0
-    node.close()
+            agent.connect()
+    agent.connect().close()
+
+
+def test_memory_that_a_thread_on_the_network_writes_goes_when_it_ends(
+    inside: tuple[Node, InsideAgent],
+) -> None:
+    node, agent = inside
+    wanted, gate, client = node.save(TOKENS)[:1], gated(node), agent.connect()
+    client.open(wanted, deadline_s=PATIENCE_S, urgency=Urgency.IN_STEP)
+    wait_until(lambda: bool(node.store.gets))  # type: ignore[attr-defined]
+    client.close()
+    assert not agent.close(0.01)
+    assert agent.arena.fd >= 0
+    gate.set()

@@ -3,6 +3,7 @@
 import os
 import socket
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import pytest
 from objkv.agent import core as core_module
 from objkv.agent import messages as m
 from objkv.agent import saves as saves_module
-from objkv.agent import server as server_module
 from objkv.agent.fill import Wanted
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import CommitStatus
@@ -19,21 +19,12 @@ from objkv.agent.prefetch import Prefetches, PrefetchOrder
 from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason, Resident
 from objkv.codec.payload import encode, read_header
-from objkv.index.base import ShardRecord
 from tests.agent.test_core import settled
 from tests.agent.test_residents import Sleeper
-from tests.agent.test_server import greeted, payloads
-from tests.agent.world import PATIENCE_S, RIGHT, Node, WatchedStore, ended, opened, pages_at
+from tests.agent.test_server import greeted
+from tests.agent.world import PATIENCE_S, Node, ended, gated, opened, payloads
 from tests.support.samples import NAMESPACE
 from tests.support.waiting import wait_until
-
-
-def gated(node: Node) -> threading.Event:
-    """From now on the store answers nothing until this is set."""
-    assert isinstance(node.store, WatchedStore)
-    gate = threading.Event()
-    node.store.on_get = lambda key: gate.wait(PATIENCE_S) and None  # type: ignore[func-returns-value]
-    return gate
 
 
 def paths(wanted: list[Wanted]) -> list[str]:
@@ -168,42 +159,12 @@ def test_threads_that_forget_layers_at_once_all_live(
     assert node.core.threads == 2
 
 
-def test_an_agent_without_a_thread_for_a_client_serves_the_next(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class NoThread(threading.Thread):
-        left = 1
-
-        def start(self) -> None:
-            if NoThread.left:
-                NoThread.left -= 1
-                raise RuntimeError("can't start new thread")
-            super().start()
-
-    monkeypatch.setattr(server_module, "Thread", NoThread)
-    with pytest.raises(Exception, match="agent"):
-        node.connect()
-    assert pages_at(node.connect().arena.view, _first(node)) == RIGHT
-
-
-def _first(node: Node) -> Any:
-    client = node.connect()
-    (lease,) = opened(client, node.save()[:1])
-    return ended(client, lease)
-
-
-def changed(wanted: Wanted, **changes: Any) -> Wanted:
-    record = wanted.record
-    fields = {name: getattr(record, name) for name in ShardRecord.__dataclass_fields__}
-    return Wanted(wanted.claim, ShardRecord(**fields | changes))
-
-
 @pytest.mark.parametrize(("codec", "nbytes"), [("none", 1 << 13), ("none", 0), ("zstd", 1 << 45)])
 def test_a_record_of_another_length_is_a_miss_and_takes_no_memory(
     node: Node, codec: str, nbytes: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    wanted = changed(node.save(codec=codec)[0], nbytes=nbytes)
-    client = node.connect()
+    one, client = node.save(codec=codec)[0], node.connect()
+    wanted = Wanted(one.claim, replace(one.record, nbytes=nbytes))
     (lease,) = opened(client, [wanted])
     progress = ended(client, lease)
     assert progress.state is CellState.FAILED
@@ -213,18 +174,17 @@ def test_a_record_of_another_length_is_a_miss_and_takes_no_memory(
 
 def test_a_save_of_a_payload_that_is_resident_with_another_claim_is_refused(node: Node) -> None:
     made = payloads()
-    first = read_header(made[0]).claim.key.path()
-    assert node.saves.commit(memoryview(made[0])) is CommitStatus.ACCEPTED
-    assert node.saves.drain(PATIENCE_S)
-    one = node.residents._by_key.pop(first)
-    node.residents._ranking.remove(first)
     other = read_header(made[1]).claim.key.path()
-    one.key = other  # as if a client had made another payload of this name resident
-    node.residents._by_key[other] = one
-    node.residents._ranking.add(other, one.nbytes)
+    found = node.residents.open(other, None)
+    assert found is not None
+    memory = node.residents.allot(found[0], len(made[0]))
+    assert memory is not None
+    memory[:] = made[0]  # as if a client had made another payload of this name resident
+    node.residents.ready(found[0], 2)
     assert node.saves.commit(memoryview(made[1])) is CommitStatus.REFUSED
     assert node.saves.drain(PATIENCE_S)
     assert node.store.get(other) is None
+    node.residents.release(found[0])
 
 
 @pytest.mark.parametrize(
@@ -289,38 +249,17 @@ def test_descriptors_that_are_sent_and_not_wanted_are_closed(node: Node) -> None
     wait_until(lambda: len(list(folder.iterdir())) <= before)
 
 
-def test_a_request_that_waits_for_a_prefetch_makes_it_urgent(node: Node) -> None:
-    wanted, gate = node.save(list(range(300, 300 + 16 * 8))), gated(node)
-    assert isinstance(node.store, WatchedStore)
-    order = list[str]()
-    slow = node.store.on_get
-
-    def on_get(key: str) -> None:
-        order.append(key)
-        slow(key)
-
-    node.store.on_get = on_get
-    client = node.connect()
-    ahead = Urgency.PREFETCH
-    prefetched = client.open(wanted[:-1], deadline_s=PATIENCE_S, urgency=ahead)
-    wait_until(lambda: len(order) == 1)  # the other thread is kept for loads
-    prefetched += client.open(wanted[-1:], deadline_s=0.001, urgency=ahead)
-    (lease,) = client.open(wanted[-1:], deadline_s=PATIENCE_S, urgency=Urgency.IN_STEP)
-    wait_until(lambda: len(order) == 2)
-    gate.set()
-    assert ended(client, lease).state is CellState.READY, "the later deadline counts"
-    assert order[1] == wanted[-1].claim.key.path()
-    client.release([one.number for one in (*prefetched, lease)])
-
-
 @pytest.mark.parametrize("cut", ["nothing", "half a header", "header", "a frame", "all"])
 def test_a_slab_that_is_reused_while_the_agent_copies_it_is_saved_right_or_not_at_all(
     node: Node, monkeypatch: pytest.MonkeyPatch, cut: str
 ) -> None:
     """A worker whose commit took too long gives its slab to another payload."""
-    ours, theirs = (_with_other_pages(payload, 7 + n) for n, payload in enumerate(payloads()[:2]))
+    header, theirs = read_header(payloads()[0]), payloads()[1]
+    pages = [bytes([7 + n]) * layer.nbytes for n, layer in enumerate(header.frames.layers)]
+    layers, provenance = header.frames.layers, header.provenance
+    ours = bytes(encode(header.claim, layers, pages, codec="none", provenance=provenance))
     assert len(ours) == len(theirs)
-    first, second, *_ = read_header(ours).frames.starts
+    first, second, *_ = header.frames.starts
     cuts = {"nothing": 0, "half a header": first // 2, "header": first, "a frame": second}
     count = cuts.get(cut, len(ours))
     slab, copy = bytearray(ours), saves_module.copy_bytes
@@ -341,13 +280,3 @@ def test_a_slab_that_is_reused_while_the_agent_copies_it_is_saved_right_or_not_a
         assert status is CommitStatus.REFUSED
         assert not stored
     assert node.residents.leased() == 0
-
-
-def _with_other_pages(payload: bytes, value: int) -> bytes:
-    """The same claim with pages of its own."""
-    header = read_header(payload)
-    pages = [bytes([value + n]) * layer.nbytes for n, layer in enumerate(header.frames.layers)]
-    provenance = header.provenance
-    return bytes(
-        encode(header.claim, header.frames.layers, pages, codec="none", provenance=provenance)
-    )

@@ -7,9 +7,8 @@ import re
 import shutil
 import socket
 import subprocess
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,11 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from objkv.agent.http import listener
-from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
+from objkv.agent.http.api import HttpPlaces
 from objkv.agent.http.metrics import LEVELS, PREFIX, TOTALS
-from objkv.agent.prefetch import Prefetches
-from objkv.errors import ConfigError, StoreUnavailable
+from objkv.errors import ConfigError
 from objkv.ops.top.scrape import values_of
-from tests.agent.world import PATIENCE_S, Node, WatchedStore, ended, opened
+from tests.agent.world import PATIENCE_S, Node, down, ended, gated, opened, serving
 from tests.support.samples import IDENTITY, NAMESPACE, TOKENS, save_identity
 from tests.support.waiting import wait_until
 
@@ -53,21 +51,11 @@ class Router:
         return answer.status, json.loads(content) if is_json else content
 
 
-@contextmanager
-def serving(node: Node, **places: Any) -> Iterator[AgentHttp]:
-    prefetches = Prefetches(node.core, node.index, node.store)
-    path = node.folder / "http"
-    numbers = AgentNumbers(node.recorder)
-    server = AgentHttp(HttpPlaces(path, **places), node.core, prefetches, numbers, lambda: 7)
-    yield server
-    server.close()
-    assert not path.exists()
-
-
 @pytest.fixture
 def router(node: Node) -> Iterator[Router]:
     with serving(node):
-        yield Router(node.folder / "http")
+        yield Router(node.http)
+    assert not node.http.exists()
 
 
 PROMPT = {"namespace": NAMESPACE, "tokens": list(TOKENS)}
@@ -101,7 +89,6 @@ def test_a_prompt_is_prefetched_and_then_read_from_memory(node: Node, router: Ro
     for lease in leases:
         ended(client, lease)
     client.release([lease.number for lease in leases])
-    assert isinstance(node.store, WatchedStore)
     assert node.store.gets.total() == 3
     status, page = router.ask("GET", "/metrics")
     assert status == 200
@@ -122,14 +109,6 @@ def test_a_prompt_may_be_given_as_hashes_and_ends_at_the_first_missing_chunk(
     assert router.ask("POST", "/v1/prefetch", body)[1]["started"] == 1
 
 
-def blocked(node: Node) -> threading.Event:
-    """The store answers nothing until this is set."""
-    gate = threading.Event()
-    assert isinstance(node.store, WatchedStore)
-    node.store.on_get = lambda key: gate.wait(PATIENCE_S) and None  # type: ignore[func-returns-value]
-    return gate
-
-
 def long_prompt(node: Node, first: int, chunks: int) -> dict[str, Any]:
     tokens = list(range(first, first + 16 * chunks))
     hashes = [one.claim.key.prefix_hash.hex() for one in node.save(tokens)]
@@ -137,7 +116,7 @@ def long_prompt(node: Node, first: int, chunks: int) -> dict[str, Any]:
 
 
 def test_prefetches_under_way_are_bounded(node: Node, router: Router) -> None:
-    gate, body = blocked(node), long_prompt(node, 100_000, 300)
+    gate, body = gated(node), long_prompt(node, 100_000, 300)
     _, first = router.ask("POST", "/v1/prefetch", body)
     assert first["refused"] > 0
     assert first["refused"] + first["started"] == 300
@@ -179,17 +158,15 @@ def test_a_request_has_a_bound_of_its_own(node: Node, router: Router) -> None:
     assert node.residents.wait_idle(PATIENCE_S)
 
 
-def test_namespaces_are_listed(node: Node, router: Router) -> None:
+def test_namespaces_are_listed_and_salt_and_adapter_are_part_of_a_prompt(
+    node: Node, router: Router
+) -> None:
     save_identity(node.store)
     node.save()
     [found] = router.ask("GET", "/v1/namespaces")[1]["namespaces"]
     assert (found["namespace"], found["chunk_tokens"]) == (NAMESPACE, 16)
     assert (found["model"], found["tenant"]) == (IDENTITY.model, IDENTITY.tenant)
-
-
-def test_salt_and_adapter_are_part_of_the_prompt(node: Node, router: Router) -> None:
-    save_identity(node.store)
-    node.save()
+    assert router.ask("POST", "/v1/match", PROMPT)[1]["stored"] == 3
     for more in ({"cache_salt": "x"}, {"lora_digest": "0a0b"}):
         assert router.ask("POST", "/v1/match", PROMPT | more)[1]["stored"] == 0
 
@@ -208,7 +185,7 @@ def tokenizers(tmp_path: Path) -> Path:
 def test_text_is_tokenized_if_there_is_a_tokenizer(node: Node, tokenizers: Path) -> None:
     save_identity(node.store)
     node.save()
-    router = Router(node.folder / "http")
+    router = Router(node.http)
     text = {"namespace": NAMESPACE, "text": " ".join(f"w{token}" for token in TOKENS)}
     place = {"tokenizer": str(tokenizers / IDENTITY.model)}
     with serving(node):
@@ -251,7 +228,7 @@ def test_an_address_needs_the_token(node: Node, tokenizers: Path, host: str) -> 
                 assert (status, "Authorization: Bearer" in answer["error"]) == (401, True)
         file = {"namespace": NAMESPACE, "text": "w1", "tokenizer": str(tokenizers)}
         assert "Unix socket" in right.ask("POST", "/v1/match", file)[1]["error"]
-        assert Router(node.folder / "http").ask("GET", "/metrics")[0] == 200
+        assert Router(node.http).ask("GET", "/metrics")[0] == 200
         assert TOKEN not in repr(HttpPlaces(node.folder, place, TOKEN))
 
 
@@ -271,14 +248,14 @@ def test_an_address_that_cannot_be_used_is_refused_at_start(node: Node) -> None:
             serving(node, address=address, token=TOKEN),
         ):
             pass
-    assert not (node.folder / "http").exists()
+    assert not node.http.exists()
 
 
 def test_a_client_that_trickles_is_hung_up_on(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "_REQUEST_S", 0.0)
     with serving(node), socket.socket(socket.AF_UNIX) as slow:
         slow.settimeout(PATIENCE_S)
-        slow.connect(str(node.folder / "http"))
+        slow.connect(str(node.http))
         with suppress(BrokenPipeError, ConnectionResetError):
             slow.send(b"GET /heal")
             assert slow.recv(1) == b""
@@ -323,13 +300,9 @@ def test_other_paths_methods_and_faults_have_their_status(node: Node, router: Ro
     assert (status, "use POST" in str(answer)) == (405, True)
     status, answer = router.ask("GET", "/v2")
     assert (status, "/v1/prefetch" in answer["error"]) == (404, True)
-
-    def down(*_: object) -> Any:
-        raise StoreUnavailable("the index is down")
-
     node.index.lookup = down  # type: ignore[method-assign]
     body = {"namespace": NAMESPACE, "hashes": ["0" * 40]}
-    assert router.ask("POST", "/v1/match", body) == (503, {"error": "the index is down"})
+    assert router.ask("POST", "/v1/match", body) == (503, {"error": "down"})
 
 
 def test_metrics_are_whole_from_the_start_and_levels_fall_again(node: Node, router: Router) -> None:
@@ -340,27 +313,23 @@ def test_metrics_are_whole_from_the_start_and_levels_fall_again(node: Node, rout
         f"{PREFIX}{name}_total" for name in TOTALS
     }
     assert values[f"{PREFIX}arena_bytes"] == node.residents.total_bytes
-    assert page.count("# HELP ") == page.count("# TYPE ") == len(values)
-    node.recorder.count("load_bytes", 123_456_789_012)
-    node.recorder.level("breaker_open_bulk_read", 1)
-    node.recorder.observe("save_seconds", 0.5)
-    values = values_of(router.ask("GET", "/metrics")[1])
-    assert values[f"{PREFIX}load_bytes_total"] == 123_456_789_012
-    assert values[f"{PREFIX}save_seconds_count_total"] == 1
-    assert values[f"{PREFIX}breaker_open_bulk_read"] == 1
-    node.recorder.level("breaker_open_bulk_read", 0)
-    assert values_of(router.ask("GET", "/metrics")[1])[f"{PREFIX}breaker_open_bulk_read"] == 0
-
-
-def test_leased_bytes_are_those_of_payloads_that_are_held(node: Node, router: Router) -> None:
     client = node.connect()
     lease, *others = opened(client, node.save())
     sizes = [ended(client, one).nbytes for one in (lease, *others)]
     client.release([one.number for one in others])
     wait_until(lambda: node.residents.leased() == 1)
+    assert page.count("# HELP ") == page.count("# TYPE ") == len(values)
+    node.recorder.count("load_bytes", 123_456_789_012)
+    node.recorder.level("breaker_open_bulk_read", 1)
+    node.recorder.observe("save_seconds", 0.5)
     values = values_of(router.ask("GET", "/metrics")[1])
     assert values[f"{PREFIX}leased_bytes"] == sizes[0]
     assert values[f"{PREFIX}leased_payloads"] == 1
+    assert values[f"{PREFIX}load_bytes_total"] == 123_456_789_012 + sum(sizes)
+    assert values[f"{PREFIX}save_seconds_count_total"] == 1
+    assert values[f"{PREFIX}breaker_open_bulk_read"] == 1
+    node.recorder.level("breaker_open_bulk_read", 0)
+    assert values_of(router.ask("GET", "/metrics")[1])[f"{PREFIX}breaker_open_bulk_read"] == 0
 
 
 def test_the_documented_command_gives_node_exporter_a_file_while_there_is_an_agent(
@@ -373,7 +342,7 @@ def test_the_documented_command_gives_node_exporter_a_file_while_there_is_an_age
     page = (Path(__file__).parents[2] / "docs" / "agent.md").read_text()
     (script,) = re.findall(r"```\n(cd /var/lib/node_exporter.*?)```", page, re.DOTALL)
     script = script.replace("/var/lib/node_exporter", str(tmp_path))
-    for socket_file, files in ((node.folder / "http", ["objkv.prom"]), (tmp_path / "none", [])):
+    for socket_file, files in ((node.http, ["objkv.prom"]), (tmp_path / "none", [])):
         told = script.replace("/run/objkv/agent.sock.http", str(socket_file))
         subprocess.run(["/bin/sh", "-c", told], check=True, timeout=PATIENCE_S)
         assert [file.name for file in tmp_path.iterdir()] == files

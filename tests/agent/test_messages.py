@@ -82,11 +82,6 @@ def test_answers_to_an_opening(answers: list[m.OpenAnswer]) -> None:
         m.unpack_opened(message, len(answers) + 1)
 
 
-@given(st.lists(st.integers(0, 2**32 - 1), max_size=50))
-def test_a_release(leases: list[int]) -> None:
-    assert list(m.unpack_release(m.pack_release(leases))) == leases
-
-
 @given(st.lists(HASHES, min_size=1, max_size=20), st.lists(SHARDS, min_size=1, max_size=3))
 def test_a_lookup(hashes: list[bytes], shards: list[Shard]) -> None:
     fields = tuple(dict.fromkeys(f"0.{shard}" for shard in shards))
@@ -100,19 +95,17 @@ def test_a_lookup(hashes: list[bytes], shards: list[Shard]) -> None:
 FIELDS = ("0.L0-2_H0-2", "1.L0-2_H0-2")
 
 
-@given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
-def test_a_commit(offset: int, nbytes: int) -> None:
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=50), *[st.integers(0, 2**64 - 1)] * 2)
+def test_a_release_and_a_commit(leases: list[int], offset: int, nbytes: int) -> None:
+    assert list(m.unpack_release(m.pack_release(leases))) == leases
     assert m.unpack_commit(m.pack_commit(offset, nbytes)) == (offset, nbytes)
 
 
-@pytest.mark.parametrize("status", list(m.CommitStatus))
-def test_the_answer_to_a_commit(status: m.CommitStatus) -> None:
-    assert m.unpack_committed(m.pack_committed(status)) is status
-
-
-def test_a_greeting_and_a_failure() -> None:
+def test_a_greeting_a_status_and_a_failure() -> None:
     for hello in (m.Hello(1, True, False), m.Hello(65_535, False, True)):
         assert m.unpack_hello(m.pack_hello(hello)) == hello
+    for status in m.CommitStatus:
+        assert m.unpack_committed(m.pack_committed(status)) is status
     text = m.unpack_text(m.pack_failure(StoreUnavailable("down " * 10_000)))
     assert text.startswith("StoreUnavailable\ndown")
     with pytest.raises(m.ProtocolError):

@@ -16,14 +16,12 @@ from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.fill import Wanted
 from objkv.agent.memory.arena import CELLS, PAGE, CellState, Progress
 from objkv.agent.messages import CommitStatus
-from objkv.agent.outbox import Outbox
 from objkv.agent.prefetch import Prefetches, PrefetchOrder
 from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason, Resident
 from objkv.codec.payload import digest, frame_pages, read_header
 from objkv.errors import StoreUnavailable, TransferError
-from objkv.transfer.slabs import SlabPool
-from tests.agent.world import PATIENCE_S, RIGHT, Node, WatchedStore, ended, pages_at
+from tests.agent.world import PATIENCE_S, RIGHT, Desk, Node, ended, pages_at
 from tests.support.samples import NAMESPACE
 from tests.support.waiting import wait_until
 
@@ -54,14 +52,13 @@ class Peer:
     """A client and what it holds."""
 
     agent: AgentConnection
-    outbox: Outbox
-    slabs: SlabPool
+    desk: Desk
     leases: list[Lease] = field(default_factory=list)
 
     def close(self) -> None:
         """Go without a word."""
         self.agent.close()
-        self.outbox.close()
+        self.desk.close()
         self.leases.clear()
 
 
@@ -72,7 +69,6 @@ class AgentMachine(RuleBasedStateMachine):
     def begin(self, codec: str) -> None:
         """An agent without clients."""
         self.node = Node(memory=ROOM * 2 * PAGE, threads=2)
-        assert isinstance(self.node.store, WatchedStore)
         self.store = self.node.store
         tokens = list(range(900, 900 + 16 * CHUNKS))
         self.wanted = self.node.save(tokens, codec=codec)
@@ -117,12 +113,11 @@ class AgentMachine(RuleBasedStateMachine):
         """The client of this number, connected if it is not."""
         peer = self.peers[number]
         if peer is None:
-            outbox = Outbox(2 * PAGE)
-            slabs = SlabPool("save", count=1, slab_bytes=2 * PAGE, fd=outbox.fd)
+            desk = Desk(self.node)
             agent = AgentConnection(
-                self.node.path, wants_arena=True, outbox=outbox.fd, call_s=PATIENCE_S
+                self.node.path, wants_arena=True, outbox=desk.outbox.fd, call_s=PATIENCE_S
             )
-            peer = self.peers[number] = Peer(agent, outbox, slabs)
+            peer = self.peers[number] = Peer(agent, desk)
         return peer
 
     def look(self, peer: Peer, lease: Lease) -> None:
@@ -203,17 +198,17 @@ class AgentMachine(RuleBasedStateMachine):
         is_right = at < 0
         if not is_right:
             payload[at % len(payload)] ^= 1
-        with peer.slabs.lease() as slab:
-            slab.view[: len(payload)] = payload
-            try:
-                status = peer.agent.commit(0, len(payload))
-            except TransferError:
-                assert not is_right
-                peer.close()
-                self.peers[number] = None
-                return
-            finally:
-                slab.tensor.fill_(POISON)
+        memory = peer.desk.memory
+        memory[: len(payload)] = payload
+        try:
+            status = peer.agent.commit(0, len(payload))
+        except TransferError:
+            assert not is_right
+            peer.close()
+            self.peers[number] = None
+            return
+        finally:
+            memory[:] = POISON
         if not is_right:
             assert status is not CommitStatus.ACCEPTED or self.node.residents.leased()
 

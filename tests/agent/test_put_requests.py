@@ -1,8 +1,11 @@
 """Two nodes: what one holds back, a lookup of the other makes it put."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import redis
@@ -12,11 +15,10 @@ from hypothesis import strategies as st
 from objkv.agent.client import AgentConnection
 from objkv.agent.fill import Wanted
 from objkv.agent.queue import Urgency
-from objkv.agent.residents import MissReason, Resident
+from objkv.agent.residents import MissReason
 from objkv.agent.unsaved import requested
-from objkv.agent.unsaved.requests import PutRequest
+from objkv.agent.unsaved.requests import PutRequest, PutRequests
 from objkv.codec.payload import read_header
-from objkv.errors import StoreDenied, StoreUnavailable
 from objkv.index.base import ChunkEntry, ShardRecord, Shards
 from objkv.index.fields import COMING
 from objkv.index.memory import MemoryIndex
@@ -24,10 +26,9 @@ from objkv.index.redis.index import RedisIndex
 from objkv.index.shapes import SHAPES_HASH
 from objkv.ops.warm.lookup import PromptLookup
 from tests.agent.test_residents import Sleeper
-from tests.agent.test_server import Desk, payloads
 from tests.agent.test_unsaved import Holder, find, paths, read
 from tests.agent.test_unsaved_disk import DiskHolder
-from tests.agent.world import PATIENCE_S, WatchedStore
+from tests.agent.world import PATIENCE_S, Desk, WatchedStore, denied, down, payloads
 from tests.contracts.clock import ManualClock
 from tests.support.agents import AgentProcess, await_names
 from tests.support.samples import IDENTITY, NAMESPACE
@@ -41,16 +42,13 @@ class Pair:
     """Nodes that share a store and an index: one that holds payloads back, and one that looks."""
 
     def __init__(self, first: type[Holder] = Holder, *given: Any, **options: Any) -> None:
-        self.time = ManualClock()
+        self.time, self.clock = ManualClock(), ManualClock(0.0)
         self.index = MemoryIndex(clock=self.time)
         self.store = WatchedStore()
         shared: dict[str, Any] = {"store": self.store, "index": self.index, "requests": True}
-        self.first = first(*given, **shared, **options)
-        wait_until(lambda: self.first.saves._sightings.holder != "")
-        self.second = Holder(**shared, miss_ttl_s=30.0)
-        assert self.second.requests is not None
-        self.clock = ManualClock(0.0)
-        self.second.requests._clock = self.clock
+        self.first: Any = first(*given, **shared, **options)
+        wait_until(lambda: self.first.name != "")
+        self.second = Holder(**shared, miss_ttl_s=30.0, clock=self.clock)
 
     def look(self, made: Sequence[bytes]) -> list[Shards | None]:
         """What a client of the second node finds."""
@@ -62,10 +60,20 @@ class Pair:
         """How many chunks are coming."""
         return sum(one is COMING for one in self.look(made))
 
-    def deafen(self) -> None:
-        """Have the first node do nothing for the requests that it reads."""
-        assert self.first.requested is not None
-        self.first.requested._take = lambda text: None  # type: ignore[method-assign]
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """No save of the first node gets its turn meanwhile, which needs ``saves_max=1``."""
+        others, gate, put = payloads(range(500, 500 + 16 * 3)), Event(), self.store.put_if_absent
+
+        def slow(key: str, value: Any) -> bool:
+            assert gate.wait(PATIENCE_S)
+            return put(key, value)
+
+        self.store.put_if_absent = slow  # type: ignore[method-assign]
+        self.first.commit(others)
+        assert self.first.read(self.first.find(others)) == [NONE] * 3
+        yield
+        gate.set()
 
     def close(self) -> None:
         self.first.close()
@@ -122,27 +130,11 @@ def test_a_prompt_whose_beginning_is_stored_comes_from_there_on(
 
 def test_what_only_the_disk_has_comes_too(make: Callable[..., Pair], tmp_path: Path) -> None:
     pair, made = make(DiskHolder, tmp_path / "disk"), payloads()
-    assert isinstance(pair.first, DiskHolder)
     pair.first.keep(made)
     assert pair.coming(made) == 3
     wait_until(lambda: len(pair.second.find(made)) == 3)
     assert pair.second.read(pair.second.find(made)) == [NONE] * 3
     assert pair.first.count("agent_disk_hits") == 3
-
-
-def test_a_file_that_was_changed_is_no_longer_waited_for(
-    make: Callable[..., Pair], tmp_path: Path
-) -> None:
-    pair, made = make(DiskHolder, tmp_path / "disk"), payloads()
-    assert isinstance(pair.first, DiskHolder)
-    pair.first.keep(made)
-    for file in (tmp_path / "disk").rglob("*.plain"):
-        spoilt = bytearray(file.read_bytes())
-        spoilt[-1] ^= 1
-        file.write_bytes(spoilt)
-    assert pair.coming(made) == 3
-    wait_until(lambda: pair.look(made) == [None] * 3)
-    assert not pair.first.stored
 
 
 def test_what_its_node_has_lost_is_waited_for_only_until_it_says_so(
@@ -161,15 +153,6 @@ def test_what_its_node_has_lost_is_waited_for_only_until_it_says_so(
     assert pair.second.stored == set(paths(made[:1])), "it stays sighted"
 
 
-def refuse_puts(pair: Pair) -> None:
-    """Let the bulk store take nothing from now on."""
-
-    def refuse(*_: object) -> bool:
-        raise StoreUnavailable("down")
-
-    pair.store.put_if_absent = refuse  # type: ignore[method-assign]
-
-
 def is_withdrawn(pair: Pair, made: Sequence[bytes]) -> None:
     """Wait until the second node knows that nothing comes, and why."""
     wait_until(lambda: pair.look(made) == [None] * len(made))
@@ -183,14 +166,18 @@ def is_withdrawn(pair: Pair, made: Sequence[bytes]) -> None:
     assert asked == [], "it is not requested again"
 
 
-@pytest.mark.parametrize("fault", ["store", "quota"])
+@pytest.mark.parametrize("fault", ["store", "store, just before", "quota"])
 def test_a_node_that_cannot_put_says_so(make: Callable[..., Pair], fault: str) -> None:
     pair, made = make(), payloads()
     pair.first.commit(made)
-    if fault == "store":
-        refuse_puts(pair)
+    if fault == "quota":
+        pair.first.cache.has_room = lambda: False
     else:
-        pair.first.cache.has_room = lambda: False  # type: ignore[method-assign]
+        pair.store.put_if_absent = down  # type: ignore[method-assign]
+    if fault == "store, just before":
+        assert pair.first.read(pair.first.find(made)) == [NONE] * 3
+        wait_until(lambda: pair.first.count("save_errors") == 3)
+        assert pair.first.saves.drain(PATIENCE_S)
     assert pair.coming(made) == 3
     is_withdrawn(pair, made)
     assert pair.first.unsaved == set(paths(made)), "its own replicas find them still"
@@ -198,86 +185,53 @@ def test_a_node_that_cannot_put_says_so(make: Callable[..., Pair], fault: str) -
     assert pair.second.count("agent_sighted_before") == 3, "it stays sighted"
 
 
-def test_a_node_that_could_not_put_just_before_says_so(make: Callable[..., Pair]) -> None:
-    pair, made = make(), payloads()
-    pair.first.commit(made)
-    refuse_puts(pair)
-    assert pair.first.read(pair.first.find(made)) == [NONE] * 3
-    wait_until(lambda: pair.first.count("save_errors") == 3)
-    assert pair.first.saves.drain(PATIENCE_S)
-    assert pair.coming(made) == 3
-    is_withdrawn(pair, made)
-
-
-def test_what_is_evicted_before_it_was_put_is_no_longer_waited_for(
-    make: Callable[..., Pair],
+@pytest.mark.parametrize("is_on_disk", [False, True])
+def test_what_leaves_the_arena_before_it_was_put_is_no_longer_waited_for(
+    is_on_disk: bool, make: Callable[..., Pair], tmp_path: Path
 ) -> None:
-    pair, made = make(), payloads()
-    pair.first.commit(made)
-    sightings = pair.first.saves._sightings
-    has_room, sightings._has_room = sightings._has_room, lambda: False
-    assert pair.coming(made) == 3
-    unsaved, requested_puts = pair.first.residents.unsaved, pair.first.requested
-    assert requested_puts is not None
-    wait_until(lambda: unsaved.has_due and not requested_puts._open)
-    for path in paths(made):
-        pair.first.residents.forget(path)
+    given = [DiskHolder, tmp_path / "disk"] if is_on_disk else []
+    pair, made = make(*given, saves_max=1), payloads()
+    if is_on_disk:
+        pair.first.keep(made)
+    else:
+        pair.first.commit(made)
+    with pair.busy():
+        assert pair.coming(made) == 3
+        wait_until(lambda: pair.first.count("agent_unsaved_due") == 6)
+        for path in paths(made):
+            pair.first.residents.forget(path)
     is_withdrawn(pair, made)
-    sightings._has_room = has_room
-    sightings.wake()  # as the end of the save would that made room
+    assert pair.first.unsaved == set(paths(made) if is_on_disk else ())
 
 
-def test_what_cannot_be_read_from_the_disk_now_is_no_longer_waited_for(
-    make: Callable[..., Pair], tmp_path: Path
+@pytest.mark.parametrize("fault", ["changed", "no room"])
+def test_what_cannot_be_read_from_the_disk_is_no_longer_waited_for(
+    fault: str, make: Callable[..., Pair], tmp_path: Path
 ) -> None:
     pair, made = make(DiskHolder, tmp_path / "disk"), payloads()
-    first = pair.first
-    assert isinstance(first, DiskHolder)
+    first, residents = pair.first, pair.first.residents
     first.keep(made)
-    opened = first.residents.open("else", None)
-    assert opened is not None
-    assert first.residents.allot(opened[0], first.residents.total_bytes) is not None
+    one, _ = residents.open("else", None)
+    if fault == "changed":
+        first.spoil()
+    else:
+        assert residents.allot(one, residents.total_bytes) is not None
     assert pair.coming(made) == 3
     is_withdrawn(pair, made)
-    assert first.unsaved == set(paths(made))
-    first.residents.failed(opened[0], MissReason.STORE)
-    first.residents.release(opened[0])
-
-
-def test_what_the_arena_lost_between_read_and_put_is_no_longer_waited_for(
-    make: Callable[..., Pair], tmp_path: Path
-) -> None:
-    pair, made = make(DiskHolder, tmp_path / "disk"), payloads()
-    first = pair.first
-    assert isinstance(first, DiskHolder)
-    first.keep(made)
-    sightings, requested_puts = first.saves._sightings, first.requested
-    assert requested_puts is not None
-    has_room = sightings._has_room
-    sightings._has_room = lambda: False
-    assert pair.coming(made) == 3
-    wait_until(lambda: all(first.residents.holds(paths(made))) and not requested_puts._open)
-    first.leave_arena(made)
-    sightings._has_room = has_room
-    sightings.wake()  # as the end of the save would that made room
-    sightings.wake()
-    is_withdrawn(pair, made)
-    assert first.unsaved == set(paths(made)), "the disk has them"
+    assert not first.stored
+    assert first.unsaved == set(paths(made) if fault == "no room" else ())
+    residents.failed(one, MissReason.STORE)
+    residents.release(one)
 
 
 def test_a_node_says_that_it_cannot_put_once_the_index_works(make: Callable[..., Pair]) -> None:
     pair, made = make(), payloads()
     pair.first.commit(made)
-    refuse_puts(pair)
-    failed: list[object] = []
-
-    def down(*_: object) -> None:
-        failed.append(pair)
-        raise StoreUnavailable("down")
-
-    let_go, pair.index.let_go = pair.index.let_go, down  # type: ignore[method-assign]
+    pair.store.put_if_absent = down  # type: ignore[method-assign]
+    failed = Mock(side_effect=down)
+    let_go, pair.index.let_go = pair.index.let_go, failed  # type: ignore[method-assign]
     assert pair.coming(made) == 3
-    wait_until(lambda: bool(failed))
+    wait_until(lambda: failed.called)
     assert all(pair.index.holders(paths(made)))
     pair.index.let_go = let_go  # type: ignore[method-assign]
     is_withdrawn(pair, made)
@@ -286,7 +240,6 @@ def test_a_node_says_that_it_cannot_put_once_the_index_works(make: Callable[...,
 def test_a_node_that_has_ended_is_not_waited_for(make: Callable[..., Pair]) -> None:
     pair, made = make(), payloads()
     pair.first.commit(made)
-    assert pair.first.requested is not None
     pair.first.requested.close()
     pair.time.advance(20)
     assert pair.look(made) == [None] * 3
@@ -302,7 +255,7 @@ def test_a_node_that_does_not_answer_is_waited_for_once_in_a_while(
     make: Callable[..., Pair],
 ) -> None:
     pair, made, others = make(), payloads(), payloads(list(range(500, 500 + 16 * 3)))
-    pair.deafen()
+    pair.index.request = lambda holder, text: True  # type: ignore[method-assign]
     pair.first.commit(made)
     pair.first.commit(others)
     assert pair.coming(made) == 3
@@ -331,24 +284,10 @@ def test_a_node_whose_payloads_came_after_the_wait_is_not_silent(
     assert pair.second.count("agent_put_holders_silent") == 0
 
 
-def test_a_lost_request_costs_a_bounded_wait(make: Callable[..., Pair]) -> None:
-    pair, made = make(), payloads()
-    pair.first.commit(made)
-    pair.index.request = lambda holder, text: True  # type: ignore[method-assign]
-    assert pair.coming(made) == 3
-    pair.clock.advance(6.1)
-    assert pair.look(made) == [None] * 3
-    assert not pair.first.stored
-
-
 @pytest.mark.parametrize("verb", ["holders", "request"])
 def test_without_an_index_it_is_an_ordinary_miss(make: Callable[..., Pair], verb: str) -> None:
     pair, made = make(), payloads()
     pair.first.commit(made)
-
-    def down(*_: object) -> Any:
-        raise StoreUnavailable("down")
-
     setattr(pair.index, verb, down)
     assert pair.look(made) == [None] * 3
     assert pair.second.count("agent_put_request_errors") == 1
@@ -361,10 +300,6 @@ def test_rights_that_do_not_suffice_are_reported_once(
 ) -> None:
     pair, made = make(), payloads()
     pair.first.commit(made)
-
-    def denied(*_: object) -> Any:
-        raise StoreDenied("NOPERM")
-
     pair.index.request = denied  # type: ignore[method-assign]
     for _ in range(3):
         assert pair.look(made) == [None] * 3
@@ -375,18 +310,10 @@ def test_a_node_that_cannot_read_requests_is_not_named_as_a_holder(
     make: Callable[..., Pair], caplog: pytest.LogCaptureFixture
 ) -> None:
     pair, made = make(), payloads()
-
-    def down(*_: object, **__: object) -> Any:
-        raise StoreUnavailable("down")
-
     pair.index.requests = down  # type: ignore[method-assign]
-    wait_until(lambda: pair.first.saves._sightings.holder == "")
+    wait_until(lambda: pair.first.name == "")
     pair.first.commit(made)
     assert pair.look(made) == [None] * 3
-
-    def denied(*_: object, **__: object) -> Any:
-        raise StoreDenied("NOPERM")
-
     pair.index.requests = denied  # type: ignore[method-assign]
     wait_until(lambda: "requests of other nodes cannot be read" in caplog.text)
 
@@ -420,9 +347,12 @@ def test_a_request_is_read_as_it_was_written(
 def test_a_payload_is_put_once_however_many_look_for_it(make: Callable[..., Pair]) -> None:
     pair, made = make(), payloads(list(range(16 * 8)))
     pair.first.commit(made)
-    for _ in range(5):
-        pair.look(made)
-        pair.second.requests._pending.clear()  # type: ignore[union-attr]  # as another node
+    claims = [read_header(payload).claim for payload in made]
+    hashes = [claim.key.prefix_hash for claim in claims]
+    for number in range(5):
+        other = PutRequests(pair.index, pair.second.lookups, f"n{number}", pair.second.recorder)
+        other.complete(NAMESPACE, hashes, (claims[0].key.field,), [None] * 8)
+    pair.look(made)
     wait_until(lambda: len(pair.second.find(made)) == 8)
     assert pair.first.saves.drain(60)
     assert pair.first.count("saves") == 8
@@ -445,6 +375,34 @@ def test_a_command_may_request_payloads_too(make: Callable[..., Pair]) -> None:
     wait_until(lambda: prompts.find(hashes).usable == 3)
     assert pair.first.stored == set(paths(made))
     assert prompts.request_puts([]) == (0, True)
+
+
+def test_a_request_that_came_at_the_end_ends_no_lease_of_another(make: Callable[..., Pair]) -> None:
+    """An agent that is being replaced still serves its clients."""
+    pair, made = make(), payloads()
+    pair.first.commit(made)
+    claim, record = pair.first.residents.unsaved.get(paths(made)[0])
+    wanted = [Wanted(claim, record)]
+    (one,) = pair.first.core.open(Sleeper(), wanted, deadline_s=60.0, urgency=Urgency.PREFETCH)
+    asks, ended, requests = Event(), Event(), pair.index.requests
+
+    def late(name: str, *, wait_s: float) -> list[bytes] | None:
+        if name != pair.first.name:
+            return requests(name, wait_s=wait_s)
+        asks.set()
+        assert ended.wait(PATIENCE_S)
+        return [PutRequest(NAMESPACE, (claim.key.field,), (claim.key.prefix_hash,)).pack()] * 3
+
+    pair.index.requests = late  # type: ignore[method-assign]
+    assert asks.wait(PATIENCE_S)
+    pair.first.requested.stop()
+    ended.set()
+    wait_until(lambda: pair.first.count("agent_hits") == 3)
+    pair.first.requested.close()
+    assert pair.first.saves.drain(PATIENCE_S)
+    wait_until(lambda: one.leases <= 1)
+    assert one.leases == 1
+    pair.first.residents.release(one)
 
 
 # Agents as processes, over a real index and a folder.
@@ -510,15 +468,9 @@ def test_an_agent_loads_what_another_one_held_back(agents: Agents, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_killed", [True, False])
-def test_an_agent_that_is_killed_or_hangs_is_waited_for_a_bounded_time(
-    agents: Agents, is_killed: bool
-) -> None:
+def test_an_agent_that_hangs_is_waited_for_a_bounded_time(agents: Agents) -> None:
     agents.hold_back(made := payloads())
-    if is_killed:
-        agents.first.kill()
-    else:
-        agents.first.freeze()
+    agents.first.freeze()
     agents.is_coming(made)
     wait_until(lambda: not agents.is_coming(made))
     assert find(agents.client, made) == []
@@ -530,23 +482,3 @@ def test_requests_outlast_a_restart_of_the_index(agents: Agents, client: redis.R
     agents.hold_back(made := payloads())
     assert agents.is_coming(made)
     wait_until(lambda: len(find(agents.client, made)) == 3)
-
-
-def test_a_request_that_came_at_the_end_ends_no_lease_of_another(make: Callable[..., Pair]) -> None:
-    """An agent that is being replaced still serves its clients."""
-    pair, made = make(), payloads()
-    pair.first.commit(made)
-    node, putting = pair.first, pair.first.requested
-    assert putting is not None
-    claim = read_header(made[0]).claim
-    wait_until(lambda: claim.key.path() in node.residents.unsaved)
-    (found,) = [node.residents.unsaved.get(claim.key.path())]
-    assert found is not None
-    (one,) = node.core.open(Sleeper(), [Wanted(*found)], deadline_s=60.0, urgency=Urgency.IN_STEP)
-    assert isinstance(one, Resident)
-    putting.stop()
-    for _ in range(3):
-        putting._open_one(claim.key.path())
-        putting._run(None)
-    assert one.leases == 1
-    node.residents.release(one)

@@ -1,5 +1,6 @@
 from collections.abc import Callable
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,43 +31,42 @@ def test_unread_payloads_go_first_in_their_order() -> None:
     assert evicted(ranking) is None
 
 
-def test_a_scan_leaves_what_is_read() -> None:
-    ranking = full("a", "b", "c", "d")
+def read(ranking: Ranking) -> None:
     ranking.use("a")
-    for number in range(50):
-        evicted(ranking)
-        ranking.add(f"scan-{number}", 25)
-    assert "a" in ranking
 
 
-def test_a_payload_that_comes_back_is_not_on_probation() -> None:
-    ranking = full("a", "b", "c", "d")
+def comes_back(ranking: Ranking, **more: bool) -> None:
     assert evicted(ranking) == "a"
+    ranking.add("a", 25, **more)
+
+
+def comes_back_prefetched(ranking: Ranking) -> None:
+    comes_back(ranking, is_unread=True)  # it was evicted before, which alone is no merit
+
+
+def comes_back_never_read(ranking: Ranking) -> None:
+    ranking.remove("a", was_read=False)
     ranking.add("a", 25)
+
+
+@pytest.mark.parametrize(
+    ("happens", "stays"),
+    [
+        (read, True),
+        (comes_back, True),
+        (comes_back_prefetched, False),
+        (comes_back_never_read, False),
+    ],
+)
+def test_a_scan_leaves_what_has_proved_itself(
+    happens: Callable[[Ranking], None], stays: bool
+) -> None:
+    ranking = full("a", "b", "c", "d")
+    happens(ranking)
     for number in range(20):
         evicted(ranking)
         ranking.add(f"scan-{number}", 25)
-    assert "a" in ranking
-
-
-def test_a_prefetched_payload_has_to_prove_itself() -> None:
-    ranking = full("a", "b", "c", "d")
-    assert evicted(ranking) == "a"
-    ranking.add("a", 25, is_unread=True)  # it was evicted before, which alone is no merit
-    for number in range(3):
-        evicted(ranking)
-        ranking.add(f"scan-{number}", 25)
-    assert evicted(ranking) == "a"
-
-
-def test_what_was_never_read_is_new_when_it_comes_back() -> None:
-    ranking = full("a", "b", "c", "d")
-    ranking.remove("a", was_read=False)
-    ranking.add("a", 25)
-    for number in range(3):
-        evicted(ranking)
-        ranking.add(f"scan-{number}", 25)
-    assert evicted(ranking) == "a"
+    assert ("a" in ranking) == stays
 
 
 def test_leased_payloads_are_skipped() -> None:

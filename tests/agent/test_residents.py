@@ -233,16 +233,6 @@ def filled(residents: Residents, key: str, pages: int = 1) -> Resident:
     return one
 
 
-def test_without_a_cell_nothing_is_opened(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CELLS", 2)
-    residents = Residents(arena, MemoryRecorder())
-    first = residents.open("a", None)
-    assert first is not None
-    assert residents.open("b", None) is not None
-    assert residents.open("c", None) is None
-    assert residents.open("a", None) == (first[0], False)
-
-
 def test_neighbours_make_room_where_single_gaps_do_not(arena: Arena) -> None:
     residents = Residents(arena, MemoryRecorder())
     ones = [filled(residents, str(number)) for number in range(6)]
@@ -258,19 +248,12 @@ def test_neighbours_make_room_where_single_gaps_do_not(arena: Arena) -> None:
     assert residents.check()
 
 
-def test_waiting_for_readers(arena: Arena) -> None:
-    residents = Residents(arena, MemoryRecorder())
-    one = filled(residents, "a")
-    assert not residents.wait_idle(0.0)
-    residents.release(one)
-    assert residents.wait_idle(0.0)
-
-
 def test_many_small_payloads_make_room_for_each_other(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CELLS", 2)
     residents = Residents(arena, MemoryRecorder())
+    assert residents.wait_idle(0.0)
     for key in ("a", "b"):
         residents.release(filled(residents, key))
     kept = residents.open("b", None)
@@ -281,4 +264,6 @@ def test_many_small_payloads_make_room_for_each_other(
     assert third[1]
     assert residents.holds("ab") == [False, True]
     assert residents.open("d", None) is None, "b is leased, c is being filled"
+    assert residents.open("c", None) == (third[0], False)
+    assert not residents.wait_idle(0.0)
     assert residents.check()

@@ -4,13 +4,11 @@ import json
 import os
 import socket
 import threading
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import numpy as np
 import pytest
 
 from objkv.agent import calls as calls_module
@@ -20,7 +18,6 @@ from objkv.agent import server as server_module
 from objkv.agent.calls import AgentCalls, AgentDocuments, AgentIndex, NodeCalls
 from objkv.agent.client import AgentConnection, is_listening
 from objkv.agent.memory.arena import CellState
-from objkv.agent.outbox import AgentSaves, Outbox
 from objkv.agent.prefetch import PrefetchOrder
 from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason
@@ -33,41 +30,19 @@ from objkv.index import near as near_module
 from objkv.index.base import Savings
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
-from objkv.transfer.slabs import SlabPool
 from tests.agent.world import (
     PATIENCE_S,
     RIGHT,
+    Desk,
     Node,
-    WatchedStore,
+    denied,
     ended,
     opened,
     pages_at,
+    payloads,
 )
-from tests.support.samples import NAMESPACE, TOKENS
+from tests.support.samples import NAMESPACE
 from tests.support.waiting import wait_until
-
-
-def test_eight_clients_that_open_at_once_share_one_fetch_of_each_payload(node: Node) -> None:
-    wanted, gate = node.save(list(range(5000, 5000 + 16 * 20)), codec="zstd"), threading.Barrier(8)
-    assert len(wanted) == 20
-    read: deque[list[bytes]] = deque()
-
-    def reader() -> None:
-        client = node.connect()
-        gate.wait()
-        leases = opened(client, wanted)
-        for lease in leases:
-            read.append(pages_at(client.arena.view, ended(client, lease)))
-        client.release([lease.number for lease in leases])
-
-    threads = [threading.Thread(target=reader) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert list(read) == [RIGHT] * 160
-    assert isinstance(node.store, WatchedStore)
-    assert list(node.store.gets.values()) == [1] * 20
 
 
 def test_leases_end_with_their_connection(node: Node) -> None:
@@ -126,13 +101,7 @@ def test_a_client_that_lies_harms_only_itself_and_keeps_its_memory_until_it_goes
     honest.release([leases[0].number])
 
 
-def test_another_version_and_a_stranger_are_refused(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sock = raw(node)
-    sock.send(m.pack_hello(m.Hello(m.VERSION + 1, wants_arena=True)))
-    assert "speaks version" in m.unpack_text(sock.recv(1000))
-    sock.close()
+def test_a_stranger_is_refused(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module.os, "geteuid", lambda: 4242)
     monkeypatch.setattr(server_module, "_ROOT", 4243)
     with pytest.raises(TransferError, match="serves user 4242"):
@@ -377,9 +346,6 @@ def test_a_replica_prefetches_in_calls_of_bounded_length(
 
 
 def test_the_stores_errors_arrive_as_what_they_are(node: Node, calls: AgentCalls) -> None:
-    def denied(*_: object, **__: object) -> Any:
-        raise StoreDenied("no rights")
-
     node.index.find = denied  # type: ignore[method-assign]
     node.index.touch = denied  # type: ignore[method-assign]
     index = AgentIndex(calls)
@@ -410,47 +376,11 @@ def test_a_lost_connection_is_replaced(node: Node, caplog: pytest.LogCaptureFixt
     calls.close()
 
 
-class Desk:
-    """A worker's end of saves."""
-
-    def __init__(self, node: Node) -> None:
-        self.outbox = Outbox(4 * 8192)
-        self.slabs = SlabPool("save", count=4, slab_bytes=8192, fd=self.outbox.fd)
-        self.now = 0.0
-        self.saves = AgentSaves(
-            lambda fd: node.connect(wants_arena=False, outbox=fd),
-            self.outbox,
-            self.slabs.memory.numpy(),
-            clock=lambda: self.now,
-        )
-
-    def hand_over(self, payload: bytes) -> SaveOutcome:
-        with self.slabs.lease() as slab:
-            slab.view[100 : 100 + len(payload)] = payload
-            header = read_header(payload)
-            try:
-                return self.saves.save(header.claim, slab.view[100 : 100 + len(payload)], header)
-            finally:
-                slab.tensor.fill_(0xEE)  # free from now on
-
-    def close(self) -> None:
-        self.saves.close(1.0)
-        assert self.outbox.fd < 0
-
-
 @pytest.fixture
 def desk(node: Node) -> Any:
     made = Desk(node)
     yield made
     made.close()
-
-
-def payloads(tokens: list[int] | None = None) -> list[bytes]:
-    """Payloads as a worker makes them."""
-    other = Node()
-    found = [other.store.get(w.claim.key.path()) or b"" for w in other.save(tokens or TOKENS)]
-    other.close()
-    return found
 
 
 def test_what_was_handed_over_is_saved_and_resident(node: Node, desk: Desk) -> None:
@@ -466,7 +396,6 @@ def test_what_was_handed_over_is_saved_and_resident(node: Node, desk: Desk) -> N
     for lease in leases:
         assert pages_at(client.arena.view, lease.progress) == RIGHT
     client.release([lease.number for lease in leases])
-    assert isinstance(node.store, WatchedStore)
     assert not node.store.gets
     assert desk.hand_over(made[0]) is SaveOutcome.EXISTED
     assert taken == keys
@@ -482,16 +411,10 @@ def test_what_was_handed_over_is_saved_and_resident(node: Node, desk: Desk) -> N
         lambda p: b"x" * 9,
     ],
 )
-def test_no_wrong_payload_is_saved(
-    node: Node, desk: Desk, spoil: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_wrong_payload_is_saved(node: Node, desk: Desk, spoil: Callable[[bytes], bytes]) -> None:
     good = payloads()[0]
-    header = read_header(good)
-    bad = spoil(good)
-    with desk.slabs.lease() as slab:
-        slab.view[: len(bad)] = bad
-        with pytest.raises(TransferError, match="REFUSED"):
-            desk.saves.save(header.claim, slab.view[: len(bad)], header)
+    with pytest.raises(TransferError, match="REFUSED"):
+        desk.hand_over(spoil(good), read_header(good))
     assert node.saves.drain(PATIENCE_S)
     assert not list(node.store.scan(""))
     assert desk.hand_over(good) is SaveOutcome.ACCEPTED, "it can be saved later"
@@ -516,11 +439,11 @@ def test_an_overloaded_or_full_store_is_reported(node: Node, desk: Desk) -> None
     first, second, third = payloads()
     put, node.store.put_if_absent = node.store.put_if_absent, busy  # type: ignore[assignment, method-assign]
     desk.hand_over(first)
-    wait_until(lambda: node.saves._pool.is_shedding)
+    wait_until(lambda: node.saves.is_shedding)
     with pytest.raises(StoreBusy):
         desk.hand_over(second)
     node.store.put_if_absent = put  # type: ignore[method-assign]
-    wait_until(lambda: not node.saves._pool.is_shedding)
+    wait_until(lambda: not node.saves.is_shedding)
     node.cache.has_room = lambda: False  # type: ignore[method-assign]
     assert desk.saves.has_room()
     with pytest.raises(TransferError, match="OVER_QUOTA"):
@@ -538,13 +461,3 @@ def test_an_outbox_that_could_shrink_is_refused(node: Node) -> None:
     with pytest.raises(TransferError):
         node.connect(outbox=fd)
     os.close(fd)
-
-
-def test_an_outbox_is_memory_that_both_have() -> None:
-    outbox = Outbox(5000)
-    pool = SlabPool("save", count=1, slab_bytes=4096, fd=outbox.fd)
-    theirs = np.frombuffer(server_module.join_outbox(os.dup(outbox.fd)), np.uint8)
-    with pool.lease() as slab:
-        slab.view[7] = 42
-        assert theirs[7] == 42
-    outbox.close()

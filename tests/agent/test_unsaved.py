@@ -22,8 +22,18 @@ from objkv.errors import StoreBusy, StoreUnavailable, TransferError
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
-from tests.agent.test_server import Desk, payloads
-from tests.agent.world import PATIENCE_S, RIGHT, Node, WatchedStore, ended, opened, pages_at
+from tests.agent.world import (
+    PATIENCE_S,
+    RIGHT,
+    Desk,
+    Node,
+    WatchedStore,
+    down,
+    ended,
+    opened,
+    pages_at,
+    payloads,
+)
 from tests.support.agents import AgentProcess
 from tests.support.samples import NAMESPACE, TOKENS
 from tests.support.waiting import wait_until
@@ -35,8 +45,12 @@ class Holder(Node):
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"holds_back": True} | options)
         self.listen()
-        self.desk = Desk(self)
+        self._new_desk()
         self.reader = self.connect()
+
+    def _new_desk(self) -> None:
+        self.desk, self.taken = Desk(self), list[ChunkKey]()
+        self.desk.saves.accepted = self.taken.append
 
     def commit(self, made: Sequence[bytes]) -> list[SaveOutcome]:
         """Hand payloads over, as a worker does; waits until the fleet has counted them."""
@@ -44,11 +58,11 @@ class Holder(Node):
         assert self.saves.drain(PATIENCE_S)
         return outcomes
 
-    def again(self, made: Sequence[bytes]) -> None:
+    def again(self, made: Sequence[bytes]) -> list[SaveOutcome]:
         """Hand payloads over by another worker."""
         self.desk.close()
-        self.desk = Desk(self)
-        self.commit(made)
+        self._new_desk()
+        return self.commit(made)
 
     def find(self, made: Sequence[bytes]) -> list[Wanted]:
         """What the node's lookups find, up to the first miss, as what to open."""
@@ -136,12 +150,10 @@ def test_what_was_seen_once_is_found_on_its_node_and_stored_nowhere(
     make: Callable[..., Holder],
 ) -> None:
     node, made = make(), payloads()
-    taken = list[ChunkKey]()
-    node.desk.saves.accepted = taken.append
     assert node.commit(made) == [SaveOutcome.ACCEPTED] * 3
     assert not node.stored
     assert of_index(node, made) == [None] * 3
-    assert taken == [], "no other node can load it, so no router is told"
+    assert node.taken == [], "no other node can load it, so no router is told"
     wanted = node.find(made)
     assert [one.record.nbytes for one in wanted] == [len(payload) for payload in made]
     assert all(is_unsaved(one.record) for one in wanted)
@@ -181,22 +193,6 @@ def test_what_the_agent_took_is_found_from_then_on_although_it_was_missing_just_
     assert node.count("agent_unsaved_due") == 0, "it was being saved when it was read"
 
 
-def test_a_save_that_fails_leaves_the_payload_to_its_node(make: Callable[..., Holder]) -> None:
-    node, made = make(holds_back=False), payloads()
-
-    def down(key: str, value: object) -> bool:
-        raise StoreUnavailable("down")
-
-    put, node.store.put_if_absent = node.store.put_if_absent, down  # type: ignore[assignment, method-assign]
-    node.commit(made)
-    assert len(node.find(made)) == 3
-    node.store.put_if_absent = put  # type: ignore[method-assign]
-    node.residents.unsaved._clock = lambda: 1e9
-    assert node.read(node.find(made)) == [MissReason.NONE] * 3
-    assert node.saves.drain(PATIENCE_S)
-    assert node.stored == set(paths(made)), "it is tried again when it is read"
-
-
 def test_what_another_process_was_saving_is_looked_up_in_the_index_after_its_next_read(
     make: Callable[..., Holder],
 ) -> None:
@@ -229,7 +225,6 @@ def test_what_is_read_is_stored_and_published(make: Callable[..., Holder]) -> No
     assert [one.record for one in found] == of_index(node, made)
     assert not any(is_unsaved(one.record) for one in found)
     assert node.read(wanted) == [MissReason.NONE] * 3, "by records that were found before"
-    assert isinstance(node.store, WatchedStore)
     assert not node.store.gets
     assert node.count("saves") == 3
 
@@ -258,13 +253,9 @@ def test_what_another_node_makes_again_is_stored_by_that_node(
 def test_what_one_node_makes_twice_is_stored(make: Callable[..., Holder]) -> None:
     node, made = make(), payloads()
     node.commit(made)
-    taken = list[ChunkKey]()
-    node.desk.close()
-    node.desk = Desk(node)
-    node.desk.saves.accepted = taken.append
-    node.commit(made[:1])
+    node.again(made[:1])
     assert node.stored == set(paths(made[:1]))
-    assert [key.path() for key in taken] == paths(made[:1])
+    assert [key.path() for key in node.taken] == paths(made[:1])
 
 
 def test_what_was_evicted_unread_is_stored_when_it_is_made_again(
@@ -310,7 +301,6 @@ def test_a_held_back_payload_can_be_evicted_and_is_an_ordinary_miss_then(
     assert node.count("agent_unsaved_dropped") == 1
     assert node.count("agent_unsaved_dropped_bytes") == len(made[0])
     assert node.find(made) == []
-    assert isinstance(node.store, WatchedStore)
     gets = sum(node.store.gets.values())
     assert node.read([wanted]) == [MissReason.MISSING]
     assert sum(node.store.gets.values()) == gets, "the store is not asked for it"
@@ -331,7 +321,6 @@ def test_an_old_record_of_a_payload_that_was_stored_meanwhile_loads_it(
     node.read(others)
     assert node.residents.holds(paths(made[:1])) == [False]
     assert node.read(wanted) == [MissReason.NONE]
-    assert isinstance(node.store, WatchedStore)
     assert node.store.gets[paths(made)[0]] == 1
     assert not node.count("load_corrupt")
 
@@ -346,10 +335,10 @@ def test_an_old_record_without_an_index_is_a_miss(
     wanted = node.find(made)
     node.read(others)
 
-    def down(*_: object) -> Any:
+    def broken(*_: object) -> Any:
         raise type(error)(*error.args)  # one that is kept keeps all that its frames had
 
-    node.index.find = down  # type: ignore[method-assign]
+    node.index.find = broken  # type: ignore[method-assign]
     assert node.read(wanted) == [MissReason.STORE]
     del node.index.find
     assert node.read(wanted) == [MissReason.MISSING]
@@ -357,10 +346,6 @@ def test_an_old_record_without_an_index_is_a_miss(
 
 def test_without_an_index_a_payload_stays_in_memory(make: Callable[..., Holder]) -> None:
     node, made = make(), payloads()
-
-    def down(*_: object, **__: object) -> list[bool]:
-        raise StoreUnavailable("down")
-
     node.index.sight = down  # type: ignore[method-assign]
     node.commit(made)
     assert node.count("agent_sighting_drops") >= 1
@@ -409,8 +394,7 @@ def test_a_due_payload_that_nothing_saves_is_waited_for_without_spinning(
     assert all(looks)
     assert len(looks) < 50, "a spinning thread looks some thousand times"
     monkeypatch.undo()
-    node.saves._sightings.wake()
-    assert node.saves.drain(PATIENCE_S)
+    node.commit(payloads(range(9000, 9016)))  # as the end of a save would, it wakes
     assert node.stored == set(paths(made))
 
 
@@ -429,17 +413,13 @@ def test_a_save_that_failed_is_tried_at_the_next_read(make: Callable[..., Holder
     assert node.unsaved == set(paths(made))
     wait_until(lambda: node.residents.leased() == 0)
     node.store.put_if_absent = put  # type: ignore[method-assign]
-    wait_until(lambda: not node.saves._pool.is_shedding)
+    wait_until(lambda: not node.saves.is_shedding)
     assert len(node.find(made)) == 3
     node.read(node.find(made))
     assert node.saves.drain(PATIENCE_S)
     assert not node.stored, "not at once"
-    taken = list[ChunkKey]()
-    node.desk.close()
-    node.desk = Desk(node)
-    node.desk.saves.accepted = taken.append
-    assert node.commit(made) == [SaveOutcome.ACCEPTED] * 3
-    assert (taken, node.stored) == ([], set()), "made again, and not saved: no router is told"
+    assert node.again(made) == [SaveOutcome.ACCEPTED] * 3
+    assert (node.taken, node.stored) == ([], set()), "made again, and not saved: no router is told"
     now[0] = 100.0
     node.read(node.find(made))
     assert node.saves.drain(PATIENCE_S)
@@ -451,10 +431,6 @@ def test_what_is_stored_but_not_published_stays_found_on_its_node(
     make: Callable[..., Holder],
 ) -> None:
     node, made = make(), payloads()
-
-    def down(*_: object, **__: object) -> None:
-        raise StoreUnavailable("down")
-
     publish, node.index.publish = node.index.publish, down  # type: ignore[method-assign]
     node.commit(made)
     now = [0.0]
@@ -475,15 +451,14 @@ def test_what_is_stored_but_not_published_stays_found_on_its_node(
 def test_a_long_prompt_waits_for_its_turns_and_holds_no_more_leases_than_those(
     make: Callable[..., Holder],
 ) -> None:
-    node, made, gate = make(saves_max=4), payloads(list(range(16 * 40))), threading.Event()
-    put = node.store.put_if_absent
-    node.store.put_if_absent = lambda k, v: gate.wait(PATIENCE_S) and put(k, v)  # type: ignore[assignment, method-assign, return-value]
+    store = GatedStore()
+    node, made = make(saves_max=4, store=store), payloads(list(range(16 * 40)))
     node.commit(made)
     node.read(node.find(made)[-1:])
     wait_until(lambda: node.saves.waiting >= 2)
     wait_until(lambda: node.residents.leased() <= 6)
     assert node.residents.unsaved.has_due
-    gate.set()
+    store.gate.set()
     assert node.saves.drain(PATIENCE_S)
     assert node.stored == set(paths(made))
     assert not node.count("save_drops")
@@ -596,16 +571,15 @@ def test_random_use_leaves_nothing_behind(make: Callable[..., Holder]) -> None:
     misses = set[MissReason]()
 
     def work(node: Holder, seed: int) -> None:
-        dice, desk, client = random.Random(seed), Desk(node), node.connect()
+        dice, client = random.Random(seed), node.connect()
         for _ in range(60):
             made = dice.choice(prompts)
             wanted = find(client, made)
             misses.update(read(client, one) for one in wanted)
-            for payload in made[len(wanted) :]:
-                desk.saves._in_flight._saved.clear()
-                with suppress(TransferError):  # the arena is small
-                    desk.hand_over(payload)
-        desk.close()
+            with closing(Desk(node)) as desk:
+                for payload in made[len(wanted) :]:
+                    with suppress(TransferError):  # the arena is small
+                        desk.hand_over(payload)
 
     threads = [
         threading.Thread(target=work, args=(node, seed)) for node in nodes for seed in range(2)
@@ -692,24 +666,14 @@ def test_a_killed_agent_loses_what_it_held_back_and_nothing_else(tmp_path: Path)
             assert reasons == [MissReason.NONE, MissReason.MISSING, MissReason.MISSING]
 
 
-def test_saves_that_wait_lease_at_most_a_quarter_of_the_arena(tmp_path: Path) -> None:
-    gate = threading.Event()
-    store = WatchedStore()
-    put = store.put_if_absent
-
-    def slow(*given: Any) -> bool:
-        gate.wait(PATIENCE_S)
-        return put(*given)
-
-    store.put_if_absent = slow  # type: ignore[method-assign]
-    node = Holder(holds_back=False, store=store, memory=10 * 4096)
-    outcomes = []
+def test_saves_that_wait_lease_at_most_a_quarter_of_the_arena(make: Callable[..., Holder]) -> None:
+    store, outcomes = GatedStore(), list[SaveOutcome]()
+    node = make(holds_back=False, store=store, memory=10 * 4096)
     for payload in payloads():
         with suppress(TransferError):
             outcomes.append(node.desk.hand_over(payload))
     assert len(outcomes) == 2, "each has 5 KiB, and a quarter is 10 KiB"
     assert node.count("save_drops") == 1
-    gate.set()
+    store.gate.set()
     assert node.saves.drain(PATIENCE_S)
     node.desk.hand_over(payloads()[2])
-    node.close()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +16,28 @@ import pytest
 from objkv.agent import client as client_module
 from objkv.agent.calls import AgentCalls, AgentIndex
 from objkv.agent.client import AgentConnection
-from objkv.agent.fill import Wanted
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import VERSION
-from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason
 from objkv.assembly.launch import AgentRuns, AgentSocket
-from objkv.codec.payload import Claim
 from objkv.errors import TransferError
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.stores.local import LocalStore
-from objkv.transfer.loading.arena_lane import ArenaLane
-from objkv.transfer.loading.loader import Loader
-from objkv.transfer.loading.loads import LoadLimits
-from tests.agent.test_hostile import gated
-from tests.agent.test_server import Desk, payloads
-from tests.agent.world import PATIENCE_S, RIGHT, Node, ended, opened, pages_at
+from tests.agent.world import (
+    PATIENCE_S,
+    RIGHT,
+    Desk,
+    Node,
+    ended,
+    gated,
+    opened,
+    pages_at,
+    payloads,
+    wanted_of,
+)
 from tests.support.agents import AgentProcess
-from tests.support.paged_cache import BLOCKS, Replica, same_blocks
 from tests.support.samples import NAMESPACE, save
 from tests.support.waiting import wait_until
-
-CHUNKS = 4
 
 
 class Old:
@@ -161,165 +162,119 @@ def test_lookups_and_saves_go_on_with_the_next_agent(
     calls.close()
 
 
-class Reader:
-    """A replica that loads by whichever agent is there."""
+@pytest.fixture
+def reader_over() -> Iterator[Callable[..., Any]]:
+    """Makes a ``Reader`` of a store and an index, by agents at a path."""
+    from tests.agent.reader import Reader
 
-    def __init__(self, writer: Replica, store: Any, index: Any, path: Path) -> None:
-        self.writer = writer
-        self.replica = Replica(store, index, seed=2)
-        self.replica.loader.close()
-        self.loader = self.replica.loader = Loader(  # type: ignore[assignment]
-            {0: self.replica.paged},
-            ArenaLane(),
-            lambda: AgentConnection(path, wants_arena=True, call_s=PATIENCE_S),
-            limits=LoadLimits(64, PATIENCE_S, PATIENCE_S, join_s=PATIENCE_S),
-            recorder=self.replica.recorder,
-        )
-
-    def load(self) -> None:
-        """Load everything. All of it must arrive."""
-        for cache in self.replica.caches:
-            cache.zero_()
-        assert not self.replica.load(range(CHUNKS), 1).failed_blocks
-        blocks = range(1, 1 + CHUNKS * BLOCKS)
-        assert same_blocks(self.writer.caches, blocks, self.replica.caches, blocks)
+    with ExitStack() as made:
+        yield lambda *given: made.enter_context(closing(Reader(*given)))
 
 
 def test_a_load_that_an_old_agent_does_not_open_is_loaded_by_the_next(
-    node: Node, next_one: Callable[[], Node], monkeypatch: pytest.MonkeyPatch
+    node: Node,
+    next_one: Callable[[], Node],
+    reader_over: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    writer = Replica(node.store, node.index, seed=1)  # type: ignore[arg-type]
-    writer.save(range(CHUNKS))
-    reader = Reader(writer, node.store, node.index, node.path)
-    reader.load()
-    gate, entered = threading.Event(), threading.Event()
-    step = reader.loader._open
+    reader = reader_over(node.store, node.index, node.path)
+    assert reader.can_load()
+    gate, entered, opening = threading.Event(), threading.Event(), AgentConnection.open
 
-    def held(agent: AgentConnection) -> None:
-        if reader.loader._waiting and not gate.is_set():
+    def held(agent: AgentConnection, *given: Any, **more: Any) -> Any:
+        if not entered.is_set():
             entered.set()
             gate.wait(PATIENCE_S)
-        step(agent)
+        return opening(agent, *given, **more)
 
-    monkeypatch.setattr(reader.loader, "_open", held)
-    loading = threading.Thread(target=reader.load)
+    monkeypatch.setattr(AgentConnection, "open", held)
+    loaded: list[bool] = []
+    loading = threading.Thread(target=lambda: loaded.append(reader.can_load()))
     loading.start()
     assert entered.wait(PATIENCE_S)  # between having seen its job and opening it
     node.core.drain()
     next_one()
     gate.set()
     loading.join(PATIENCE_S)
-    assert not loading.is_alive()
-    reader.load()
+    assert loaded == [True]
+    assert reader.can_load()
     assert reader.replica.recorder.value("load_errors") == 0
-    reader.replica.close()
-    writer.close()
+    reader.close()
     assert Old(node).join() is True
 
 
-def test_two_agents_change_places_under_a_lease(tmp_path: Path) -> None:
+def test_two_agents_change_places_under_a_lease(
+    tmp_path: Path, settings: dict[str, str], reader_over: Callable[..., Any]
+) -> None:
     """In processes: the old one serves the lease to its end, the new one all else at once."""
-    store, index = LocalStore(tmp_path / "c"), SqliteIndex(tmp_path / "i")
-    settings = {"bulk_url": f"file://{tmp_path}/c", "index_url": f"sqlite://{tmp_path}/i"}
-    keys = save(store, index)
-    writer = Replica(store, index, seed=1)  # type: ignore[arg-type]
-    writer.save(range(CHUNKS))
-    with AgentProcess(settings) as old:
-        reader = Reader(writer, store, index, old.path)
-        reader.load()
+    with (
+        closing(LocalStore(tmp_path / "c")) as store,
+        closing(SqliteIndex(tmp_path / "i")) as index,
+        AgentProcess(settings) as old,
+    ):
+        wanted = wanted_of(index, save(store, index))[:1]
+        reader = reader_over(store, index, old.path)
+        assert reader.can_load()
         holder = AgentConnection(old.path, wants_arena=True, call_s=PATIENCE_S)
-        wanted = _wanted(index, keys[0])
-        (lease,) = holder.open([wanted], deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
+        (lease,) = opened(holder, wanted)
         before = pages_at(holder.arena.view, ended(holder, lease))
         with AgentProcess(settings, path=old.path, options=["--replace"]) as new:
-            wait_until(lambda: not reader.replica.load(range(CHUNKS), 1).failed_blocks)
+            wait_until(reader.can_load)
             for _ in range(3):
-                reader.load()
-            assert reader.loader._agent is not None
-            assert not reader.loader._agent.has_ended()
+                assert reader.can_load()
+            assert not reader.loader.agent.has_ended()
             assert old.process.poll() is None, "it waits for the lease"
             assert not holder.has_ended()
             assert pages_at(holder.arena.view, ended(holder, lease)) == before == RIGHT
-            again = subprocess.run(
-                [sys.executable, "-m", "objkv", "agent", "--socket", str(new.path)],
-                capture_output=True,
-                text=True,
-                check=False,
-                env=_environ(settings),
-            )
-            assert "another agent serves" in again.stderr
             holder.close()
             assert old.process.wait(PATIENCE_S) == 0, old.log()
             assert new.path.exists(), "the old one removed only its own name"
             assert Path(f"{new.path}.http").exists()
-            reader.load()
-            assert new.end()["fills"] >= CHUNKS
-    reader.replica.close()
-    writer.close()
-    index.close()
-    store.close()
+            assert reader.can_load()
+            assert new.end()["fills"] >= 4
+        reader.close()
 
 
-def _environ(settings: dict[str, str]) -> dict[str, str]:
-
-    return dict(os.environ) | {f"OBJKV_{name.upper()}": value for name, value in settings.items()}
-
-
-def _wanted(index: SqliteIndex, key: object) -> Wanted:
-    (record,) = index.lookup(NAMESPACE, [key.prefix_hash])  # type: ignore[attr-defined]
-    assert record is not None
-    claim = Claim(key, record.parent_hash, record.token_start, record.token_end)  # type: ignore[arg-type]
-    return Wanted(claim, record.shards[key.field])  # type: ignore[attr-defined]
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, str]:
+    """Of an agent over a folder and an index."""
+    return {"bulk_url": f"file://{tmp_path}/c", "index_url": f"sqlite://{tmp_path}/i"}
 
 
-def test_an_agent_that_cannot_start_replaces_none(tmp_path: Path) -> None:
-    settings = {"bulk_url": f"file://{tmp_path}/c", "index_url": f"sqlite://{tmp_path}/i"}
-    with AgentProcess(settings) as old:
-        wrong = settings | {"bulk_url": f"file://{tmp_path}/i"}  # a file
-        command = [sys.executable, "-m", "objkv", "agent", "--socket", str(old.path), "--replace"]
-        run = subprocess.run(
-            command, capture_output=True, text=True, check=False, env=_environ(wrong)
-        )
-        assert run.returncode == 2
-        AgentConnection(old.path, call_s=PATIENCE_S).close()
-        assert old.process.poll() is None
-
-
-def test_an_agent_whose_address_is_taken_replaces_none(tmp_path: Path) -> None:
-    settings = {"bulk_url": f"file://{tmp_path}/c", "index_url": f"sqlite://{tmp_path}/i"}
+def test_an_agent_that_cannot_start_replaces_none(settings: dict[str, str], tmp_path: Path) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as free,
         socket.create_server(("127.0.0.1", 0)) as taken,
     ):
-        ports = [one.getsockname()[1] for one in (free, taken)]
+        mine, foreign = (f"127.0.0.1:{one.getsockname()[1]}" for one in (free, taken))
         free.close()
-        own, foreign = (
-            settings
-            | {"agent_listen": f"127.0.0.1:{port}", "agent_token": "sixteen-or-more-characters"}
-            for port in ports
-        )
-        with AgentProcess(own) as old:
-            command = [sys.executable, "-m", "objkv", "agent", "--socket", str(old.path)]
-            run = subprocess.run(
-                [*command, "--replace"],
-                capture_output=True,
-                text=True,
-                check=False,
-                env=_environ(foreign),
-            )
-            assert run.returncode == 2
-            assert f"cannot listen on 127.0.0.1:{ports[1]}" in run.stderr
-            AgentConnection(old.path, call_s=PATIENCE_S).close()
-            assert old.process.poll() is None
-            with AgentProcess(own, path=old.path, options=["--replace"]):
+        settings |= {"agent_listen": mine, "agent_token": "sixteen-or-more-characters"}
+        with AgentProcess(settings) as old:
+            for wrong, reason in (
+                ({"bulk_url": f"file://{tmp_path}/i"}, "bulk store"),  # a file
+                ({"agent_listen": foreign}, f"cannot listen on {foreign}"),
+            ):
+                names = {f"OBJKV_{name.upper()}": v for name, v in (settings | wrong).items()}
+                command = [sys.executable, "-m", "objkv", "agent", "--socket", str(old.path)]
+                run = subprocess.run(
+                    [*command, "--replace"],
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                    env=os.environ | names,
+                )
+                assert run.returncode == 2
+                assert reason in run.stderr
+                AgentConnection(old.path, call_s=PATIENCE_S).close()
+                assert old.process.poll() is None
+            with AgentProcess(settings, path=old.path, options=["--replace"]):
                 assert old.process.wait(PATIENCE_S) == 0, "its own address is no obstacle"
 
 
 def test_an_agent_that_is_stopped_is_not_replaced_and_keeps_nobody_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("objkv.assembly.launch._REPLACE_S", 0.1)
-    settings = {"bulk_url": f"file://{tmp_path}/c", "index_url": f"sqlite://{tmp_path}/i"}
     with AgentProcess(settings) as old:
         old.freeze()
         new = AgentSocket(old.path, replace=True)
@@ -331,18 +286,17 @@ def test_an_agent_that_is_stopped_is_not_replaced_and_keeps_nobody_waiting(
 
 
 def test_a_replica_of_another_version_says_so_once_and_runs_without(
-    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    node: Node,
+    reader_over: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("objkv.transfer.loading.loader._RETRY_S", 0.0)
     monkeypatch.setattr(client_module, "VERSION", VERSION + 1)
-    writer = Replica(node.store, node.index, seed=1)  # type: ignore[arg-type]
-    writer.save(range(CHUNKS))
-    reader = Reader(writer, node.store, node.index, node.path)
+    reader = reader_over(node.store, node.index, node.path)
     for _ in range(3):
-        assert reader.replica.load(range(CHUNKS), 1).failed_blocks
+        assert not reader.can_load()
     with pytest.raises(TransferError, match="speaks version"):
         node.connect()
     assert caplog.text.count("loads from the agent") == 1
     assert caplog.text.count("speaks version") >= 1
-    reader.replica.close()
-    writer.close()

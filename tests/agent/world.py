@@ -1,5 +1,6 @@
 """An agent in this process, over stores that tests can slow down, count and break."""
 
+import mmap
 import shutil
 import socket
 import tempfile
@@ -8,7 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock
+from time import monotonic
+from typing import Any
+
+import numpy as np
 
 from objkv.agent.calls import NearLimits, NodeCalls, NodeLookups
 from objkv.agent.client import AgentConnection, ArenaLease
@@ -17,6 +22,7 @@ from objkv.agent.fill import Wanted
 from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
 from objkv.agent.memory.answers import AnswerBoard
 from objkv.agent.memory.arena import Arena, CellState, Progress
+from objkv.agent.outbox import AgentSaves, Outbox
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.queue import Urgency
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
@@ -24,9 +30,11 @@ from objkv.agent.server import AgentParts, AgentServer, ServerLimits
 from objkv.agent.spill.disk import Disk
 from objkv.agent.unsaved.requested import RequestedPuts
 from objkv.agent.unsaved.requests import PutRequests
-from objkv.cache.chunks import CacheSettings, ChunkCache
-from objkv.codec.payload import Claim, frame_pages, read_header
+from objkv.cache.chunks import CacheSettings, ChunkCache, SaveOutcome
+from objkv.codec.payload import Claim, Header, frame_pages, read_header
 from objkv.codec.seal import Seal
+from objkv.errors import StoreDenied, StoreUnavailable
+from objkv.index.base import WriteIndex
 from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.stores.base import Arrived
@@ -79,8 +87,9 @@ class Node:
         miss_ttl_s: float = 0.0,
         saves_max: int = 100,
         requests: bool = False,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
-        self.store = store or WatchedStore()
+        self.store: Any = store or WatchedStore()
         self.index, self.recorder = index or MemoryIndex(), MemoryRecorder()
         settings = CacheSettings("agent", ttl_s=3600, lease_ms=60_000, hot_payload_bytes_max=0)
         self.cache = ChunkCache(self.store, None, self.index, settings, self.recorder, seal=seal)
@@ -99,18 +108,25 @@ class Node:
         )
         self.lookups.board.vouch(FAR_S)
         self.saves.on_saved = self.core.on_rejected = self.lookups.invalidate
+        self.name = ""
+        """Under which others may request what it holds back."""
         self.requests: PutRequests | None = None
         self.requested: RequestedPuts | None = None
         if requests:
             name = f"node-{next(_numbers)}"
-            self.requests = PutRequests(self.index, self.lookups, name, self.recorder)
+            self.requests = PutRequests(self.index, self.lookups, name, self.recorder, clock=clock)
             self.requested = RequestedPuts(
-                self.core, self.index, name, self.saves.announce, self.recorder
+                self.core, self.index, name, self._announce, self.recorder
             )
         self.folder = Path(tempfile.mkdtemp(prefix="objkv-", dir="/tmp"))
         self.path = path or self.folder / "s"
+        self.http = Path(f"{self.path}.http")
         self.server: AgentServer | None = None
         self.clients: list[AgentConnection] = []
+
+    def _announce(self, name: str) -> None:
+        self.saves.announce(name)
+        self.name = name
 
     def listen(self, limits: ServerLimits | None = None) -> "Node":
         """Serve the socket."""
@@ -137,15 +153,7 @@ class Node:
 
     def wanted(self, keys: Sequence[ChunkKey]) -> list[Wanted]:
         """What to open for these keys, by the index."""
-        records = self.index.lookup(NAMESPACE, [key.prefix_hash for key in keys])
-        return [
-            Wanted(
-                Claim(key, record.parent_hash, record.token_start, record.token_end),
-                record.shards[key.field],
-            )
-            for key, record in zip(keys, records, strict=True)
-            if record is not None
-        ]
+        return wanted_of(self.index, keys)
 
     def close(self) -> None:
         """End everything; what is leaked shows."""
@@ -162,18 +170,52 @@ class Node:
         shutil.rmtree(self.folder)
 
 
+def wanted_of(index: WriteIndex, keys: Sequence[ChunkKey]) -> list[Wanted]:
+    """What to open for these keys."""
+    records = index.lookup(NAMESPACE, [key.prefix_hash for key in keys])
+    return [
+        Wanted(
+            Claim(key, record.parent_hash, record.token_start, record.token_end),
+            record.shards[key.field],
+        )
+        for key, record in zip(keys, records, strict=True)
+        if record is not None
+    ]
+
+
+def down(*_: object, **__: object) -> Any:
+    """A call of a store or an index that cannot be reached."""
+    raise StoreUnavailable("down")
+
+
+def denied(*_: object, **__: object) -> Any:
+    """One for which the rights do not suffice."""
+    raise StoreDenied("no rights")
+
+
+def gated(node: Node) -> Event:
+    """From now on the store answers nothing until this is set."""
+    gate = Event()
+    node.store.on_get = lambda key: gate.wait(PATIENCE_S) and None  # type: ignore[func-returns-value]
+    return gate
+
+
 @contextmanager
-def http_of(node: Node) -> Iterator[Path]:
-    """The socket of an agent's HTTP interface, next to that of the agent. It tells of 7 clients."""
-    path = Path(f"{node.path}.http")
-    prefetches = Prefetches(node.core, node.index, node.store)
-    server = AgentHttp(
-        HttpPlaces(path), node.core, prefetches, AgentNumbers(node.recorder), lambda: 7
-    )
+def serving(node: Node, **places: Any) -> Iterator[AgentHttp]:
+    """An agent's HTTP interface, next to its socket. It tells of 7 clients."""
+    prefetches, numbers = Prefetches(node.core, node.index, node.store), AgentNumbers(node.recorder)
+    server = AgentHttp(HttpPlaces(node.http, **places), node.core, prefetches, numbers, lambda: 7)
     try:
-        yield path
+        yield server
     finally:
         server.close()
+
+
+@contextmanager
+def http_of(node: Node) -> Iterator[Path]:
+    """The socket of such an interface."""
+    with serving(node):
+        yield node.http
 
 
 def ended(client: AgentConnection, lease: ArenaLease) -> Progress:
@@ -202,3 +244,39 @@ def pages_at(view: memoryview, progress: Progress) -> list[bytes]:
 
 RIGHT = [bytes([number]) * 512 for number in range(2)]
 """The pages of every sample."""
+
+
+class Desk:
+    """A worker's end of saves."""
+
+    def __init__(self, node: Node) -> None:
+        self.outbox = Outbox(8192)
+        self.memory = np.frombuffer(mmap.mmap(self.outbox.fd, self.outbox.nbytes), np.uint8)
+        self.now = 0.0
+        self.saves = AgentSaves(
+            lambda fd: node.connect(wants_arena=False, outbox=fd),
+            self.outbox,
+            self.memory,
+            clock=lambda: self.now,
+        )
+
+    def hand_over(self, payload: bytes, header: Header | None = None) -> SaveOutcome:
+        """Have a payload saved. ``header``: what the worker takes it for."""
+        header = header or read_header(payload)
+        place = self.memory[100 : 100 + len(payload)]
+        place[:] = np.frombuffer(payload, np.uint8)
+        try:
+            return self.saves.save(header.claim, place.data, header)
+        finally:
+            self.memory[:] = 0xEE  # free from now on
+
+    def close(self) -> None:
+        """Go. What was handed over is saved nevertheless."""
+        self.saves.close(1.0)
+        assert self.outbox.fd < 0
+
+
+def payloads(tokens: Sequence[int] = TOKENS) -> list[bytes]:
+    """Payloads as a worker makes them."""
+    store = MemoryStore()
+    return [bytes(store.get(key.path()) or b"") for key in save(store, None, tokens)]

@@ -1,0 +1,45 @@
+"""A replica that loads by an agent. It needs torch, which most tests of agents do without."""
+
+from pathlib import Path
+from typing import Any
+
+from objkv.agent.client import AgentConnection
+from objkv.transfer.loading.arena_lane import ArenaLane
+from objkv.transfer.loading.loader import Loader
+from objkv.transfer.loading.loads import LoadLimits
+from tests.agent.world import PATIENCE_S
+from tests.support.paged_cache import BLOCKS, Replica, same_blocks
+
+CHUNKS = 4
+
+
+class Reader:
+    """A replica that loads by whichever agent is there, what another one has saved."""
+
+    def __init__(self, store: Any, index: Any, path: Path) -> None:
+        self.writer = Replica(store, index, seed=1)
+        self.writer.save(range(CHUNKS))
+        self.replica = Replica(store, index, seed=2)
+        self.replica.loader.close()
+        self.loader = self.replica.loader = Loader(  # type: ignore[assignment]
+            {0: self.replica.paged},
+            ArenaLane(),
+            lambda: AgentConnection(path, wants_arena=True, call_s=PATIENCE_S),
+            limits=LoadLimits(64, PATIENCE_S, PATIENCE_S, join_s=PATIENCE_S),
+            recorder=self.replica.recorder,
+        )
+
+    def can_load(self) -> bool:
+        """Load everything; whether all of it has arrived."""
+        for cache in self.replica.caches:
+            cache.zero_()
+        if self.replica.load(range(CHUNKS), 1).failed_blocks:
+            return False
+        blocks = range(1, 1 + CHUNKS * BLOCKS)
+        assert same_blocks(self.writer.caches, blocks, self.replica.caches, blocks)
+        return True
+
+    def close(self) -> None:
+        """Close both."""
+        self.replica.close()
+        self.writer.close()
