@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from objkv.agent.client import AgentConnection
-from objkv.agent.residents import Resident, Residents
+from objkv.agent.residents import Residents
 from objkv.errors import StoreUnavailable, TransferError
 from objkv.transfer.lanes import Lane
 from objkv.transfer.loading import arena_lane
@@ -103,37 +103,6 @@ def test_what_one_replica_saved_another_loads_by_the_agent(world: World, sync: b
     assert world.right(17)
     assert world.store.gets.total() == 4, "from memory"
     assert again.nbytes == outcome.nbytes > 0
-
-
-def test_a_forward_pass_gets_each_layer_when_it_is_verified(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gates = [threading.Event() for _ in range(4)]
-    advance, ready = Residents.advance, Residents.ready
-
-    def slowly(self: Residents, one: Resident, frames: int) -> None:
-        for frame in range(1, frames + 1):
-            assert gates[frame].wait(PATIENCE_S)
-            advance(self, one, frame)
-
-    def at_last(self: Residents, one: Resident, frames: int) -> None:
-        ready(self, one, frames)
-
-    monkeypatch.setattr(Residents, "advance", slowly)
-    monkeypatch.setattr(Residents, "ready", at_last)
-    plan = world.reader.load_plan(range(1), 1, sync=True)
-    world.reader.loader.submit(plan)
-    for layer in range(3):
-        gates[layer + 1].set()
-        world.reader.loader.wait_layer(0, layer)
-        assert same_blocks(
-            world.writer.caches[layer : layer + 1],
-            [1, 2],
-            world.reader.caches[layer : layer + 1],
-            [1, 2],
-        )
-    (outcome,) = world.reader.loader.take_finished(sync=True)
-    assert not outcome.failed_blocks
 
 
 def test_long_prompts_are_opened_a_few_payloads_at_a_time(

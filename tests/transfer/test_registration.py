@@ -14,9 +14,8 @@ import torch
 from objkv.agent.memory.arena import BOARD_BYTES, PAGE, Arena
 from objkv.transfer import devices
 from objkv.transfer.devices import CudaDriver, CudaRuntime, TorchDriver
-from objkv.transfer.lanes import HostMark
 from objkv.transfer.registration import DeviceFrames, Windows, reads_agents
-from objkv.transfer.slabs import SlabPool, SlabsExhaustedError
+from objkv.transfer.slabs import SlabPool
 from tests.support.device import ON_HOST
 from tests.support.waiting import PATIENCE_S, wait_until
 
@@ -89,9 +88,11 @@ def test_the_windows_of_some_bytes_are_registered_when_those_are_first_wanted(
 ) -> None:
     windows = Windows(START + span[0], span[1] - span[0], pins, window_bytes=WINDOW)
     assert not windows.has(START + wanted[0], wanted[1])
+    assert windows.is_registering
     wait_until(lambda: windows.has(START + wanted[0], wanted[1]))
     assert pins.now == registered
     assert windows.registered_bytes == sum(registered.values())
+    assert not windows.is_registering
     assert ended(windows)
     assert not pins.now
 
@@ -143,7 +144,7 @@ def test_after_a_refusal_no_more_is_registered(
     assert not windows.has(START, 1)
     assert not windows.has(START + WINDOW, 1)
     pins.gate.set()
-    wait_until(lambda: windows._refused)
+    wait_until(lambda: not windows.is_registering)
     pins.refuses = False
     assert not windows.has(START + 2 * WINDOW, 1)
     assert ended(windows)
@@ -208,45 +209,6 @@ def test_a_window_that_is_registered_meanwhile_loses_no_frame(
         if slab is not None:
             slab.release()
         memory, sizes = memory[len(got) :], sizes[number:]
-
-
-def test_frames_are_taken_in_place_or_by_way_of_a_slab(pins: Pins, arena: Arena) -> None:
-    slabs = SlabPool("load", count=1, slab_bytes=3 * PAGE)
-    frames = DeviceFrames(slabs, pins, window_bytes=WINDOW)
-    frames.attach(arena)
-    pins.gate.clear()
-    # Two in the first window, one across two, and one in the second.
-    bounds = (3 * PAGE, 3 * PAGE + 2000, 4 * PAGE - 9, 4 * PAGE + 9, 6 * PAGE)
-
-    def taken(bounds: tuple[int, ...], count: int, *, in_slab: bool) -> tuple[int, ...]:
-        memory, sizes = frames_of(arena, *bounds)
-        number, got, slab = frames.take(memory, sizes)
-        assert number == count
-        assert bytes(got) == bytes(memory[: sum(sizes[:count])])
-        assert (slab is not None) == in_slab
-        if slab is not None:
-            with pytest.raises(SlabsExhaustedError):
-                frames.take(memory, sizes)
-            slab.release_after(HostMark())
-        return bounds[count:]
-
-    taken(bounds[:3], 2, in_slab=True)
-    pins.gate.set()
-    wait_until(lambda: frames.registered_bytes > 0)
-    pins.gate.clear()
-    rest = taken(bounds, 2, in_slab=False)
-    assert len(taken(rest, 2, in_slab=True)) == 1
-    pins.gate.set()
-    wait_until(lambda: frames.registered_bytes == 2 * WINDOW)
-    assert len(taken(bounds, 4, in_slab=False)) == 1
-    done = Event()
-    frames.detach(done.set)
-    assert frames.join(PATIENCE_S)
-    assert done.is_set()
-    assert not pins.now
-    frames.detach(done.clear)
-    assert not done.is_set(), "nothing is attached"
-    frames.abandon()
 
 
 class Runtime:
