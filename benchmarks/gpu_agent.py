@@ -50,6 +50,7 @@ from objkv.ops.bench.sample import NAMESPACE
 from objkv.programs.gpu_facts import device_name, plain_copy
 from objkv.telemetry import NullRecorder
 from objkv.transfer.devices import driver_of
+from objkv.transfer.loading.loader import Loader
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadMoves, LoadPlan
 from tests.agent.test_http import Router
@@ -207,8 +208,8 @@ class Side:
 
     def registered(self) -> bool:
         """Whether the device can read all of the agent's memory that was loaded so far."""
-        windows = self.worker._loader._on_device._windows  # type: ignore[attr-defined]
-        return windows._known <= set(windows._undo) or windows._refused
+        loads = self.worker.loads
+        return not (isinstance(loads, Loader) and loads.is_registering)
 
     def fetched(self) -> int:
         """Bytes that its agent has fetched."""

@@ -94,6 +94,11 @@ class Windows:
         """Bytes that the device can read in place."""
         return sum(end - start for start, end in map(self._span, list(self._undo)))
 
+    @property
+    def is_registering(self) -> bool:
+        """Whether a window that was wanted is not registered yet, and may still be."""
+        return not self._refused and len(self._undo) < len(self._known)
+
     def has(self, address: int, nbytes: int) -> bool:
         """Whether the device can read these bytes in place. If not, their windows are registered in
         the background. Never waits."""
@@ -274,6 +279,11 @@ class DeviceFrames:
     def registered_bytes(self) -> int:
         """Bytes of the arena that the device can read in place."""
         return 0 if self._windows is None else self._windows.registered_bytes
+
+    @property
+    def is_registering(self) -> bool:
+        """See ``Windows.is_registering``."""
+        return self._windows is not None and self._windows.is_registering
 
     def request(self, offset: int) -> bool:
         """Whether the device can read the byte at ``offset`` of the arena in place. If not, its

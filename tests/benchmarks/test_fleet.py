@@ -10,7 +10,6 @@ import pytest
 from benchmarks.fleet import run as command
 from benchmarks.fleet.costs import Costs, read_costs
 from benchmarks.fleet.fleet import Agents, Fleet, Settings
-from benchmarks.fleet.report import summarise
 from benchmarks.fleet.simulate import Run, population, simulate
 from benchmarks.fleet.trace import BLOCK_TOKENS, arrivals, read_trace
 from objkv.config import Config
@@ -82,27 +81,6 @@ def test_a_store_without_limits_has_all_that_was_ever_asked_for() -> None:
         expected += min(stored * chunk, arrival.tokens - 1)
         known.update(names)
     assert (counts.bulk, counts.saved) == (expected, len(known))
-
-
-def test_what_agents_put_is_less_and_loads_as_much() -> None:
-    every, reused = (
-        run(replace(SMALL, agents=Agents(2e12, 0.0, "read", policy))).world.counts
-        for policy in ("all", "reused")
-    )
-    assert reused.bytes_saved < every.bytes_saved / 2
-    assert reused.computed < 1.05 * every.computed
-
-
-def test_money_is_requests_and_storage_at_the_prices_given() -> None:
-    done = run(SMALL, ttl_s=7200)
-    summary = summarise("it", done, run(replace(SMALL, shared=False)))
-    counts, bulk, hours = done.world.counts, done.world.bulk, done.span_s / 3600
-    assert summary.request_usd * hours == pytest.approx(
-        counts.puts * bulk.put_usd + counts.gets * bulk.get_usd
-    )
-    stored = counts.bytes_saved / done.span_s * 7200
-    assert summary.storage_usd == pytest.approx(stored / 1e9 * bulk.gb_month_usd / 730)
-    assert summary.gpu_usd_saved > 0
 
 
 def test_defaults_are_those_of_objkv() -> None:

@@ -8,7 +8,6 @@ from benchmarks.harness import (
     Compared,
     Section,
     Target,
-    Threads,
     Timings,
     Work,
     describe_machine,
@@ -57,16 +56,3 @@ def test_a_report_names_the_rows_that_miss(target: Target | None, ok: bool | Non
     assert row.ok is ok
     report = BenchReport("0", describe_machine(), 1, True, (Section("s", (row,), {}),))
     assert report.missed == ((row,) if ok is False else ())
-
-
-def test_an_error_of_a_thread_is_raised_once_all_have_ended() -> None:
-    ended: list[int] = []
-
-    def work(number: int) -> None:
-        if number == 0:
-            raise ValueError("broken")
-        ended.append(number)
-
-    with Threads(2) as crew, pytest.raises(ValueError, match="broken"):
-        crew.run(work)
-    assert ended == [1]

@@ -415,6 +415,12 @@ void* behind(const void* at) {  // where kernels have it
                     : arena(device).kernel + ((const uint8_t*)at - arena(device).device);
 }
 
+void give_back(uint8_t* at, size_t size) {  // to the system, but for pages that are shared
+  const auto page = (uintptr_t)sysconf(_SC_PAGESIZE);
+  const auto start = ((uintptr_t)at + page - 1) / page * page, end = ((uintptr_t)at + size) / page * page;
+  if (start < end) madvise((void*)start, end - start, MADV_DONTNEED);
+}
+
 // Like CUDA's caching allocator: freed memory can be had again at once on the stream that it was
 // allocated on, so only that stream's order protects it.
 struct DeviceMemory final : c10::DeviceAllocator {
@@ -462,6 +468,11 @@ struct DeviceMemory final : c10::DeviceAllocator {
       poison(memory, size, DEVICE_POISON, dry);
     });
     unused[{block.device, block.stream, block.size}].push_back((uint8_t*)at);
+  }
+  void trim() {
+    Lock held(lock);
+    for (auto& [key, same] : unused)
+      for (auto at : same) give_back((uint8_t*)behind(at), std::get<2>(key));
   }
   void recordStream(const at::DataPtr& data, c10::Stream s) override {
     Lock held(lock);
@@ -557,6 +568,12 @@ struct HostMemory final : at::HostAllocator {
       unused[piece.size].push_back(at);
       return true;
     });
+  }
+  void trim() {
+    Lock held(lock);
+    poison_finished();
+    for (auto& [size, same] : unused)
+      for (auto at : same) give_back(at, size);
   }
   static void drop(void* at);
   at::DeleterFnPtr raw_deleter() const override { return &drop; }
@@ -1160,6 +1177,10 @@ void register_read_only(int64_t address, int64_t size) {
 void allow_read_only(bool on) { host_memory().registers_read_only = on; }
 void unregister_host(int64_t address) { host_memory().remove(address); }
 void forget_dead_hosts() { host_memory().forget_dead(); }
+void trim() {
+  device_memory().trim();
+  host_memory().trim();
+}
 std::string take_error() {
   host_memory().check_all_alive();
   Lock held(ledger().lock);
@@ -1221,6 +1242,7 @@ TORCH_LIBRARY(simdev, m) {
   m.def("allow_read_only(bool on) -> ()", simdev::allow_read_only);
   m.def("kernel_view(Tensor t) -> Tensor", simdev::kernel_view);
   m.def("forget_dead_hosts() -> ()", simdev::forget_dead_hosts);
+  m.def("trim() -> ()", simdev::trim);
   m.def("take_error() -> str", simdev::take_error);
   m.def("counts(bool reset) -> (str[] calls, int[] threads, int[] numbers)", simdev::counts);
 }

@@ -257,8 +257,8 @@ def relax() -> None:
 
 
 def reset() -> None:
-    """Finish all work, and forget all delays, costs, faults, counters, and registrations of memory
-    that has been freed."""
+    """Finish all work, forget all delays, costs, faults, counters, and registrations of memory that
+    has been freed, and give that memory back to the system."""
     relax()
     torch.ops.simdev.settle()
     torch.ops.simdev.set_cost(0.0, 0.0, 0.0, 0.0, False)
@@ -266,6 +266,7 @@ def reset() -> None:
     DRIVER.use_batch_copy(False)
     torch.ops.simdev.take_error()
     torch.ops.simdev.forget_dead_hosts()
+    torch.ops.simdev.trim()
     torch.ops.simdev.counts(True)
 
 

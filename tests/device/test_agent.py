@@ -1,6 +1,5 @@
 """A device reads a node agent's memory: in which way, and when it hangs."""
 
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -17,15 +16,6 @@ from tests.device.ordering.setup import Setup
 from tests.support.paged_cache import wait_until
 
 DEVICE = "sim:0"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """PyTorch's own threads spin while they wait for each other, on cores that streams need."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -1,28 +1,16 @@
 """The device of ``objkv gpu-check``, and the self-test of lanes, on the simulated device."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu import FORMS, ORDERS, GpuAnswer, rows_of
 from objkv.programs import gpu_facts
-from objkv.transfer.devices import add_driver
 from objkv.transfer.lanes import PagedLayers, Recast
 from tests.device import self_test
 from tests.device.self_test import LaneCase, run_self_test
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """PyTorch's own threads would take the cores of the device's streams."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+from tests.device.simulated import SimKernels
 
 
 def test_every_layout_is_right_in_every_way(sim: ModuleType) -> None:
@@ -39,24 +27,11 @@ def test_every_layout_is_right_in_every_way(sim: ModuleType) -> None:
     }
 
 
-class Wrong:
-    """A driver of the simulated device that does one thing wrong."""
+class Wrong(SimKernels):
+    """Kernels of the simulated device that do one thing wrong."""
 
-    def __init__(self, sim: ModuleType, fault: str) -> None:
-        self._right, self._fault = sim.DRIVER.kernels, fault
-        self.kernels, self.event, self.pin = self, sim.DRIVER.event, sim.DRIVER.pin
-        self.pin_read_only = sim.DRIVER.pin_read_only
-        self.batch_copy = None
-        if fault == "batch":
-            sim.DRIVER.use_batch_copy(True)
-            right = sim.DRIVER.batch_copy
-            self.batch_copy = lambda src, dst, sizes, any_order: right(
-                src[1:], dst[1:], sizes[1:], any_order
-            )
-
-    def prepare(self, layers: PagedLayers) -> None:
-        if self._fault == "compiler":
-            raise RuntimeError("no C compiler")
+    def __init__(self, fault: str) -> None:
+        self._fault = fault
 
     def scatter(
         self, staged: torch.Tensor, layers: PagedLayers, ids: torch.Tensor, recast: Recast
@@ -64,35 +39,28 @@ class Wrong:
         if self._fault == "first block":
             recast = Recast(recast.heads, recast.block_size, 0, recast.blocks)
         if self._fault == "beside":
-            self._right.scatter(staged, layers, ids - 1, recast)
-        self._right.scatter(staged, layers, ids, recast)
+            super().scatter(staged, layers, ids - 1, recast)
+        super().scatter(staged, layers, ids, recast)
 
     def gather(self, layers: PagedLayers, ids: torch.Tensor, staged: torch.Tensor) -> None:
-        self._right.gather(layers, ids.flip(0) if self._fault == "order" else ids, staged)
+        super().gather(layers, ids.flip(0) if self._fault == "order" else ids, staged)
 
 
 @pytest.mark.parametrize(
     ("fault", "detail"),
     [
-        ("compiler", "a slower way is used"),
         ("first block", "a scatter of part pages"),
         ("beside", "a scatter of own pages"),
         ("order", "a gather"),
-        ("batch", "a scatter of own pages"),
     ],
 )
 def test_a_way_that_is_wrong_is_found(
     sim: ModuleType, monkeypatch: pytest.MonkeyPatch, fault: str, detail: str
 ) -> None:
     monkeypatch.setattr(self_test, "FORMS", self_test.FORMS[:1])
-    wrong: Any = Wrong(sim, fault)
-    add_driver("sim", wrong)
-    try:
-        cases = list(run_self_test(torch.device("sim", 0)))
-    finally:
-        add_driver("sim", sim.DRIVER)
-    found = [case for case in cases if case.ok is False and detail in case.detail]
-    assert found, cases
+    monkeypatch.setattr(sim.DRIVER, "kernels", Wrong(fault))
+    cases = list(run_self_test(torch.device("sim", 0)))
+    assert [case for case in cases if case.ok is False and detail in case.detail], cases
     assert LaneCase("HND: PyTorch's kernels", True) == cases[1]
 
 
@@ -120,18 +88,3 @@ def test_copies_are_compared_with_the_link_that_linux_reports(
 
 class Place:
     pci_domain_id, pci_bus_id, pci_device_id = 0, 0xC1, 0
-
-
-def test_each_measured_row_has_the_limit_of_as_many_bytes() -> None:
-    sides = ["step", "step beside", "load beside", "busy load"]
-    sides += [f"forward {what}" for what in ("load", "save", "idle")]
-    for form in FORMS:
-        sides += [f"{form} to_device", f"{form} to_host"]
-        sides += [f"{form} {what} {order}" for what in ("load", "gather") for order in ORDERS]
-    answer = GpuAnswer("x", 10**9, 8, 2, 1, {side: [0.5] for side in sides})
-    rows = {row.name: row for row in rows_of(answer)}
-    load, save = rows["load, NHD, scattered blocks"], rows["save, NHD, scattered blocks"]
-    assert (load.ours, load.limit, load.ratio) == (16.0, 16.0, 1.0)
-    assert (save.ours, save.limit, save.ratio) == (4.0, 16.0, 0.25)
-    busy = rows["load of 1 chunks in each step of 30 ms"]
-    assert (busy.ours, busy.limit) == (500.0, 30 + 500 / 8)

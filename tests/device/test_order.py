@@ -5,11 +5,8 @@ the worker loads for itself, or by a node agent, which overwrites memory that no
 Each mutant lacks one edge, and the scenario that is named with it finds that.
 """
 
-import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +15,6 @@ import pytest
 import torch
 
 from objkv.connector.kv.metadata import StepPlan
-from objkv.transfer.saver import Saver
 from tests.device import gpu_order
 from tests.device.gpu_order import SCENARIOS, run_scenarios
 from tests.device.mutants import (
@@ -33,7 +29,7 @@ from tests.device.mutants import (
 from tests.device.ordering import agent
 from tests.device.ordering.agent import WAYS, agent_rig
 from tests.device.ordering.rig import OrderRig, Scenario
-from tests.device.ordering.setup import STRIDED, WHOLE, CacheLayout, Pages, Setup
+from tests.device.ordering.setup import STRIDED, WHOLE, CacheLayout, Setup
 
 ROOT = Path(__file__).parents[2]
 HOST, SIM = torch.device("cpu"), "sim:0"
@@ -59,15 +55,6 @@ QUICK_MUTANTS = ("copies do not follow the mark of their step", "preempted reque
 
 def marks_of(is_quick: bool) -> Any:
     return () if is_quick else pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """PyTorch's own threads spin while they wait for each other, on cores that streams need."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.slow
@@ -97,43 +84,6 @@ def test_every_missing_edge_is_found() -> None:
     command = [sys.executable, "-m", "tests.device.mutants"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def _random_steps() -> str:
-    """Run them on the host. Why they failed, or nothing."""
-    (verdict,) = run_scenarios(HOST, scenarios=(BY_NAME["steps in random order"],))
-    return verdict.fault
-
-
-def test_random_steps_name_a_save_whose_bytes_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored, numbers = OrderRig.stored, count()
-
-    def flipped(*args: Any) -> Pages | None:
-        pages = stored(*args)
-        if pages is not None and next(numbers) == 1:
-            pages[2].view(torch.uint8)[3].flatten()[5] ^= 1
-        return pages
-
-    monkeypatch.setattr(OrderRig, "stored", flipped)
-    fault = _random_steps()
-    assert re.search(r"1 have wrong bytes: save \d+ \d+, chunk 5: layer 2, blocks \[3\]", fault)
-
-
-def test_random_steps_tell_dropped_saves_from_wrong_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    take, every = Saver._take, 3
-
-    def dropping(saver: Saver, plan: Any, save: Any, key: Any) -> Any:
-        return take(saver, plan, save, key) if next(numbers) % every else None
-
-    monkeypatch.setattr(Saver, "_take", dropping)
-    numbers = count()
-    assert not _random_steps(), "counted, and most are saved"
-    every, numbers = 1, count()
-    fault = _random_steps()
-    assert re.search(r"are missing: save \d+ \d+, chunk 4, .*; counted {'save_drops': \d+}", fault)
-    monkeypatch.setattr(Saver, "_count_drop", lambda saver, key: None)
-    every, numbers = 3, count()
-    assert re.search(r"are missing: save \d+ \d+, chunk 4, .*; counted {}", _random_steps())
 
 
 @pytest.mark.parametrize(
@@ -179,7 +129,14 @@ def test_nothing_waits_for_the_device(sim: ModuleType, layout: CacheLayout, way:
     assert {thread for call, thread in seen if call == "register"} <= {"objkv-register"}
 
 
-def test_a_step_without_work_does_not_call_the_driver(sim: ModuleType) -> None:
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(StepPlan(), id="none"),
+        pytest.param(StepPlan(reused=frozenset({"other"})), id="others are preempted"),
+    ],
+)
+def test_a_step_without_work_does_not_call_the_driver(sim: ModuleType, plan: StepPlan) -> None:
     with OrderRig(torch.device(SIM), delay, Setup()) as rig:
         rig.write(8, 32, 5.0)
         rig.step(StepPlan(saves=(rig.save_plan(range(3), 8),)))
@@ -187,7 +144,7 @@ def test_a_step_without_work_does_not_call_the_driver(sim: ModuleType) -> None:
         assert rig.saver.drain(rig.setup.patience_s)
         sim.counts()
         for _ in range(3):
-            rig.step(StepPlan())
+            rig.step(plan)
         assert not sim.counts()
 
 

@@ -2,7 +2,7 @@
 takes one of the fences away is found out."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,8 +10,6 @@ import pytest
 from tests.device.mutants import MUTANTS, Mutant
 from tests.fences.explorer import WORLDS, Found, Tally, listening, play_seed, play_situations
 from tests.fences.lives import EVENTS
-from tests.fences.schedules import Random, Recorded, explore
-from tests.fences.stage import Broken, Lock, Thread, on_stage
 
 SEEDS = range(1, 26)
 STRIDE = 811
@@ -43,22 +41,6 @@ def test_no_life_at_random_breaks_a_fence(tmp_path: Path) -> None:
     assert tally.copies > 100
 
 
-def test_an_interleaving_can_be_played_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[Random] = []
-
-    class Kept(Random):
-        def __init__(self, seed: int) -> None:
-            super().__init__(seed)
-            kept.append(self)
-
-    monkeypatch.setattr("tests.fences.explorer.Random", Kept)
-    for _ in range(2):
-        play_seed(5, Tally())
-    first, second = (one.choices for one in kept)
-    assert len(first) > 100
-    assert first == second
-
-
 @pytest.mark.parametrize("mutant", [pytest.param(m, id=m.name) for m in MUTANTS if m.situation])
 def test_a_fence_that_is_missing_is_found(mutant: Mutant) -> None:
     with mutant.applied(), pytest.raises(Found) as found:
@@ -73,29 +55,4 @@ def _look(mutant: Mutant) -> None:
         for _ in play_situations(
             preemptions=1, tally=Tally(), stride=stride, only=mutant.situation, worlds=worlds
         ):
-            pass
-
-
-def test_what_waits_for_ever_is_found() -> None:
-    left, right = Lock(), Lock()
-
-    def both(first: Lock, second: Lock) -> Callable[[], None]:
-        def run() -> None:
-            with first, second:
-                pass
-
-        return run
-
-    def play(recorded: Recorded) -> None:
-        with on_stage(recorded) as stage:
-            left._held = right._held = False
-
-            def main() -> None:
-                Thread(target=both(left, right)).start()
-                Thread(target=both(right, left)).start()
-
-            stage.play(main)
-
-    with pytest.raises(Broken, match="all wait for each other"):
-        for _ in explore(play, preemptions=1):
             pass

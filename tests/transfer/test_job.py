@@ -161,19 +161,6 @@ def test_closing_waits_for_a_write_under_way_and_no_other_begins() -> None:
     closing.join()
 
 
-def test_an_outcome_comes_when_the_copies_have_passed_and_nobody_waits_for_it() -> None:
-    job, mark = job_of_one_chunk(ManualClock(), sync=False), LateMark()
-    assert job.enter(0)
-    job.leave(0, range(LAYERS), LANE, mark)
-    assert job.poll() is None
-    job.done(0)
-    assert job.is_over()
-    assert job.poll() is None
-    mark.passed = True
-    assert (outcome := job.poll()) is not None
-    assert not outcome.failed
-
-
 def test_a_cancelled_load_has_no_outcome_while_it_writes_and_copies() -> None:
     """Its blocks go to somebody else with that."""
     job, mark = job_of_one_chunk(ManualClock(), sync=False), LateMark()
@@ -215,6 +202,8 @@ def test_within_a_step_the_compute_stream_waits_for_copies_and_the_forward_threa
 
 
 def test_an_outcome_tells_when_the_first_and_the_last_bytes_came() -> None:
+    nothing = job_of_one_chunk(ManualClock(), sync=False).close()
+    assert (nothing.nbytes, nothing.seconds, nothing.first_s) == (0, 0.0, None)
     clock = ManualClock()
     job = job_of_one_chunk(clock, sync=False)
     clock.advance(1.0)
@@ -227,8 +216,3 @@ def test_an_outcome_tells_when_the_first_and_the_last_bytes_came() -> None:
     clock.advance(2.0)
     outcome = job.close()
     assert (outcome.nbytes, outcome.seconds, outcome.first_s) == (1500, 1.75, 1.0)
-
-
-def test_an_outcome_of_nothing_tells_of_no_first_bytes() -> None:
-    outcome = job_of_one_chunk(ManualClock(), sync=False).close()
-    assert (outcome.nbytes, outcome.seconds, outcome.first_s) == (0, 0.0, None)

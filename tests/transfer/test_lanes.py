@@ -12,8 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from objkv.errors import ConfigError
-from objkv.keys.identity import GroupIdentity
-from objkv.keys.topology import Part
 from objkv.transfer.devices import open_lane
 from objkv.transfer.lanes import (
     BlockRuns,
@@ -25,14 +23,7 @@ from objkv.transfer.lanes import (
     deal_tokens,
     scatter_layers,
 )
-from objkv.transfer.paging import PagedGroup
-from objkv.transfer.plan import ChunkMove
-from objkv.transfer.sources import PayloadLayout
 from tests.support.device import ON_HOST, host_bytes
-from tests.support.paged_cache import paged_group, same_blocks
-
-GROUP = GroupIdentity("full", None, ("l0", "l1", "l2"), heads=2, content=16, block_size=32)
-CHUNK = 64
 
 
 def test_a_device_that_nothing_is_known_of_is_refused() -> None:
@@ -45,58 +36,6 @@ def test_a_device_that_nothing_is_known_of_is_refused() -> None:
 @pytest.fixture
 def lane(device: torch.device) -> Lane:
     return open_lane(device)
-
-
-def frame(data: torch.Tensor) -> memoryview:
-    """The bytes of some blocks as they are in a payload."""
-    pages: memoryview = host_bytes(data).numpy().data
-    return pages
-
-
-def moved(blocks: Sequence[int], first_block: int = 0) -> ChunkMove:
-    return ChunkMove(0, 0, b"", b"", 0, CHUNK, first_block, tuple(blocks))
-
-
-def scatter(
-    lane: Lane, paged: PagedGroup, frames: Sequence[memoryview], move: ChunkMove, first: int = 0
-) -> None:
-    """Write frames as the loader does, and wait for the copies."""
-    source = own_source(paged)
-    lane.follow(lane.mark_compute())
-    numbers = range(first, first + len(frames))
-    memory = memoryview(b"".join(frames))
-    source.scatter(lane, numbers, memory, move, source.place(lane, move))
-    lane.mark().wait()
-
-
-def own_source(paged: PagedGroup) -> PayloadLayout:
-    shard = paged.shape.rank_shard.shard
-    return PayloadLayout(paged, Part(shard, shard), paged.shape.block_size)
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.uint8], ids=str
-)
-def test_pages_are_scattered_into_their_blocks_and_no_others(
-    lane: Lane, dtype: torch.dtype
-) -> None:
-    paged, caches = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=8, dtype=dtype)
-    _, others = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=8, dtype=dtype, seed=1)
-    before = [cache.clone() for cache in caches]
-    frames = [frame(other[1:3]) for other in others]
-    scatter(lane, paged, frames, moved([6, 3]))
-    assert same_blocks(caches, [6, 3], others, [1, 2])
-    rest = [0, 1, 2, 4, 5, 7]
-    assert same_blocks(caches, rest, before, rest)
-
-
-def test_a_part_of_the_pages_is_scattered_where_the_first_blocks_are_not_wanted(
-    lane: Lane,
-) -> None:
-    paged, caches = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=8)
-    _, others = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=8, seed=1)
-    scatter(lane, paged, [frame(others[0][1:3])], moved([5], first_block=1))
-    assert same_blocks(caches[:1], [5], others[:1], [2])
 
 
 def one_layer(cache: torch.Tensor) -> PagedLayers:
@@ -133,28 +72,6 @@ def test_pages_that_do_not_match_their_blocks_or_layers_are_refused() -> None:
     assert not any(array.any() for array in arrays)
     scatter_layers(pages, arrays, placed)
     assert all(array[3:5].all() and array.sum() == pages[0].sum() for array in arrays)
-
-
-def test_caches_may_lie_in_memory_in_any_order(lane: Lane, device: torch.device) -> None:
-    memory = torch.zeros(32, 8, 2, 16, device=device)
-    cache = memory.permute(1, 2, 0, 3)  # [8 blocks, 2 heads, 32 tokens, 16], as attention wants it
-    pages = torch.randn(2, 2, 32, 16)
-    write(lane, pages, cache, [6, 3])
-    assert torch.equal(cache.cpu()[[6, 3]], pages)
-    assert torch.equal(read(lane, cache, [6, 3], chunks=2), pages)
-
-
-def test_the_chunks_of_a_step_are_gathered_each_into_its_own_pages(lane: Lane) -> None:
-    paged, caches = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=8)
-    slabs = [host_bytes(torch.zeros(paged.raw_bytes + 7, dtype=torch.uint8)) for _ in range(2)]
-    ids = [[2, 5], [1, 7]]
-    lane.follow(lane.mark_compute())
-    paged.gather(lane, ids, slabs)
-    lane.mark().wait()
-    for slab, blocks in zip(slabs, ids, strict=True):
-        chunk = torch.cat([c.cpu()[blocks].view(torch.uint8).flatten() for c in caches])
-        assert torch.equal(slab[: paged.raw_bytes], chunk)
-        assert not slab[paged.raw_bytes :].any()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -271,26 +188,3 @@ def test_more_blocks_than_there_are_would_fill_them_all_with_one_page() -> None:
 def test_the_same_block_size_copies_nothing() -> None:
     pages = numbered(4, 4, 8)
     assert np.shares_memory(Recast((1, 3), 8, 1, 2)(pages), pages)
-
-
-@pytest.mark.parametrize("ratio", [1, 2, 4])
-@pytest.mark.parametrize("reader_nhd", [False, True])
-def test_what_vllm_mends_after_a_raw_copy_is_right_at_once(ratio: int, reader_nhd: bool) -> None:
-    """vLLM 0.14 copies ``ratio`` blocks of a prefill in HND, ``[heads, size, content]`` each, into
-    one block of the decode and then mends that in place (``kv_postprocess_blksize_on_receive``,
-    ``..._layout_...``, ``..._blksize_and_layout_...``). Here bytes go where they belong."""
-    heads, size, blocks = 2, 4, 3
-    remote = numbered(blocks * ratio, heads, size)  # HND: as it lies in memory
-    wanted = size * ratio
-    local = torch.full((blocks, heads, wanted, CONTENT), -1, dtype=torch.int64)
-    if reader_nhd:
-        local = torch.full((blocks, wanted, heads, CONTENT), -1).swapaxes(1, 2)
-    local[:] = deal_tokens(torch.from_numpy(remote), wanted)
-    physical = local.swapaxes(1, 2).contiguous() if reader_nhd else local
-    raw = remote.reshape(blocks, ratio, heads, size, CONTENT)
-    for block in range(blocks):
-        for token in range(wanted):
-            for head in range(heads):
-                told = raw[block, token // size, head, token % size]
-                place = (block, token, head) if reader_nhd else (block, head, token)
-                assert np.array_equal(physical[place].numpy(), told)

@@ -2,10 +2,8 @@
 
 import logging
 import threading
-from collections.abc import Sequence
 from dataclasses import replace
 from threading import Event
-from typing import Any
 
 import pytest
 import torch
@@ -18,10 +16,9 @@ from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity
 from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
-from objkv.transfer.lanes import BlockRuns, HostLane, HostMark, Mark
 from objkv.transfer.loading import loads
 from objkv.transfer.loading.job import LoadJob
-from objkv.transfer.plan import LoadOutcome, LoadPlan
+from objkv.transfer.plan import LoadOutcome
 from tests.contracts.clock import ManualClock
 from tests.contracts.flaky import FlakyStore
 from tests.support.device import ON_HOST
@@ -38,22 +35,16 @@ from tests.support.paged_cache import (
     stores,
 )
 from tests.support.waiting import PATIENCE_S, at_once, wait_until
-
-# What one replica saves another loads, byte for byte; anything else is a miss.
-
-
-@pytest.fixture(params=["none", "lz4", "zstd", "blosc", "blosclz4"])
-def codec(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+from tests.transfer.test_saver import HungLane, HungMark
 
 
-@pytest.fixture
-def world() -> tuple[Replica, Replica, MemoryStore]:
-    store, index = stores()
-    writer, reader = Replica(store, index, seed=1), Replica(store, index, seed=2)
-    return writer, reader, store
+def spoil(store: MemoryStore, path: str) -> None:
+    payload = bytearray(store.get(path) or b"")
+    payload[-1] ^= 1
+    store.put(path, payload)
 
 
+@pytest.mark.parametrize("codec", ["none", "lz4", "zstd", "blosc", "blosclz4"])
 def test_what_one_replica_saves_another_loads_byte_for_byte(codec: str) -> None:
     store, index = stores()
     writer = Replica(store, index, seed=1, codec=codec)
@@ -65,39 +56,13 @@ def test_what_one_replica_saves_another_loads_byte_for_byte(codec: str) -> None:
     assert same_blocks(writer.caches, [1 + i for i in ids], reader.caches, [9 + i for i in ids])
 
 
-def test_a_load_touches_no_other_block(world: tuple[Replica, Replica, MemoryStore]) -> None:
-    writer, reader, _ = world
-    writer.save(range(2))
-    before = reader.snapshot()
-    reader.load(range(2), first_block=9, skip=1)
-    others = [b for b in range(32) if not 10 <= b < 9 + 2 * BLOCKS]
-    assert same_blocks(before, others, reader.caches, others)
-    assert same_blocks(writer.caches, [2, 3, 4], reader.caches, [10, 11, 12])
-
-
-def test_a_load_within_the_step_waits_layer_by_layer(
-    world: tuple[Replica, Replica, MemoryStore],
-) -> None:
-    writer, reader, _ = world
-    writer.save(range(2))
-    reader.loader.submit(reader.load_plan(range(2), 9, sync=True))
-    for layer in range(3):
-        reader.loader.wait_layer(0, layer)
-        ids = range(2 * BLOCKS)
-        mine, theirs = [9 + i for i in ids], [1 + i for i in ids]
-        assert same_blocks([writer.caches[layer]], theirs, [reader.caches[layer]], mine)
-    (outcome,) = reader.loader.take_finished(sync=True)
-    assert not outcome.failed
-
-
 def test_a_corrupt_payload_never_reaches_the_cache_and_is_replaced_by_the_next_save(
-    world: tuple[Replica, Replica, MemoryStore], caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    writer, reader, store = world
+    store, index = stores()
+    writer, reader = Replica(store, index, seed=1), Replica(store, index, seed=2)
     writer.save(range(1))
-    payload = bytearray(store.get(writer.path(0)) or b"")
-    payload[-1] ^= 1
-    store.put(writer.path(0), payload)
+    spoil(store, writer.path(0))
     before = reader.snapshot()
     outcome = reader.load(range(1), first_block=9)
     assert outcome.failed_blocks == {9, 10}
@@ -139,21 +104,6 @@ def test_steps_and_loads_between_them_end_at_their_own_deadlines_and_write_nothi
     assert not replica.load(range(2), first_block=20).failed, "they are of use to the next"
 
 
-def test_a_cancelled_load_ends_at_once_and_touches_nothing_later() -> None:
-    store, index = StuckStore(), MemoryIndex()
-    replica = Replica(store, index, seed=1)
-    replica.save(range(1))
-    before = replica.snapshot()
-    replica.loader.submit(replica.load_plan(range(1), 9))
-    assert store.asked.wait(PATIENCE_S)
-    replica.loader.cancel("r")
-    (outcome,) = replica.loader.take_finished(sync=False)
-    assert outcome.failed
-    store.go.set()
-    wait_until(lambda: replica.leased == 0)
-    assert same_blocks(before, range(32), replica.caches, range(32))
-
-
 # The end of a loader: its threads go, and what still arrives touches nothing.
 
 
@@ -187,7 +137,29 @@ def test_closing_waits_for_no_network_beyond_its_bound_and_says_what_is_left(
     wait_until(lambda: replica.leased == 0)
 
 
-# Loads within a step and between steps, side by side on one worker.
+@ON_HOST
+def test_closing_waits_once_for_a_device_that_hangs_and_not_for_each_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    has_ended, (store, index) = Event(), stores()
+    lane = HungLane(HungMark(has_ended.is_set))
+    replica = Replica(store, index, seed=1, lane=lane, join_s=0.01)
+    replica.save(range(1))
+    for name in ("one", "other"):
+        replica.loader.submit(replace(replica.load_plan(range(1), 9), request_id=name))
+    wait_until(lambda: replica.loader.in_flight == 0)
+    waits, close = list[float](), LoadJob.close
+
+    def watched(job: LoadJob, seconds: float) -> LoadOutcome:
+        waits.append(seconds)
+        return close(job, seconds)
+
+    monkeypatch.setattr(LoadJob, "close", watched)
+    monkeypatch.setattr(loads, "_COPIES_S", 0.01)
+    replica.loader.close()
+    assert len(waits) == 2
+    assert waits[1] == 0.0
+    has_ended.set()
 
 
 def test_settling_a_step_leaves_the_loads_between_steps_to_be_told_as_such() -> None:
@@ -290,169 +262,7 @@ def test_how_many_requests_a_payload_costs(*, sync: bool, cuts: Cuts, requests: 
     assert len(set(store.requests)) == requests
 
 
-# Lanes whose copies pass later than they are given, as on a GPU.
-
-
 MINE, THEIRS = [9, 10], [1, 2]
-
-
-class LateMark:
-    def __init__(self, lane: "LateLane", number: int) -> None:
-        self._lane = lane
-        self.number = number
-
-    def done(self) -> bool:
-        self._lane.polled.set()
-        return self._lane.passed.is_set()
-
-    def wait(self) -> None:
-        raise AssertionError("a thread sleeps until the device has finished")
-
-    def hold_compute(self) -> None:
-        self._lane.held += 1
-
-
-class LateLane(HostLane):
-    """Its copies pass when the test says so."""
-
-    def __init__(self) -> None:
-        self.passed = Event()
-        self.polled = Event()
-        self.held = 0
-        self.places: list[int] = []
-        self.marks = 0
-        self.followed: list[Mark] = []
-
-    def follow(self, mark: Mark) -> None:
-        self.followed.append(mark)
-
-    def place(self, block_ids: Sequence[int]) -> BlockRuns:
-        self.places.append(len(block_ids))
-        return super().place(block_ids)
-
-    def mark(self) -> LateMark:
-        self.marks += 1
-        return LateMark(self, self.marks)
-
-
-def replica_of(lane: LateLane, **options: Any) -> Replica:
-    store, index = PiecewiseStore(), MemoryIndex()
-    Replica(store, index, seed=1).save(range(4))
-    return Replica(store, index, seed=1, lane=lane, **options)
-
-
-@ON_HOST
-def test_between_steps_a_load_is_over_when_its_copies_have_passed_and_so_are_its_leases() -> None:
-    lane = LateLane()
-    replica = replica_of(lane)
-    replica.loader.submit(replica.load_plan(range(1), MINE[0]))
-    wait_until(lambda: replica.loader.in_flight == 0)
-    assert replica.loader.take_finished(sync=False) == []
-    assert replica.leased == 1
-    lane.passed.set()
-    assert not replica.outcome().failed
-    wait_until(lambda: replica.leased == 0)
-    assert same_blocks(replica.caches, MINE, replica.caches, THEIRS)
-
-
-@ON_HOST
-def test_threads_go_on_fetching_while_copies_are_under_way() -> None:
-    """Otherwise each thread would land one chunk while the model computes one step."""
-    lane = LateLane()
-    replica = replica_of(lane)
-    replica.loader.submit(replica.load_plan(range(4), MINE[0]))
-    wait_until(lambda: replica.loader.in_flight == 0)
-    assert replica.leased == 4
-    assert replica.loader.take_finished(sync=False) == []
-    lane.passed.set()
-    assert not replica.outcome().failed
-
-
-@ON_HOST
-def test_with_too_little_memory_a_load_waits_for_copies_and_succeeds() -> None:
-    lane = LateLane()
-    replica = replica_of(lane, slabs=2)
-    replica.loader.submit(replica.load_plan(range(4), MINE[0]))
-    wait_until(lambda: replica.leased > 0 and lane.polled.is_set())
-    lane.passed.set()
-    assert not replica.outcome().failed
-
-
-@ON_HOST
-def test_copies_follow_the_mark_that_the_step_gave_and_not_the_forward_pass() -> None:
-    lane = LateLane()
-    replica = replica_of(lane)
-    lane.passed.set()
-    mark = HostMark()
-    replica.loader.submit(replica.load_plan(range(4), MINE[0]), mark)
-    assert not replica.outcome().failed
-    assert lane.followed == [mark] * 4
-
-
-@ON_HOST
-def test_within_a_step_the_forward_thread_waits_for_no_copy_and_leases_do() -> None:
-    lane = LateLane()
-    replica = replica_of(lane)
-    replica.loader.submit(replica.load_plan(range(1), MINE[0], sync=True))
-    for layer in range(3):
-        replica.loader.wait_layer(0, layer)
-        assert lane.held == layer + 1
-    (outcome,) = replica.loader.take_finished(sync=True)
-    assert not outcome.failed
-    assert lane.held == 4, "what comes after the step waits for all of it"
-    assert not lane.passed.is_set()
-    assert replica.leased == 1
-    lane.passed.set()
-    wait_until(lambda: replica.leased == 0)
-
-
-@ON_HOST
-def test_a_load_that_is_cancelled_is_told_when_its_copies_have_passed() -> None:
-    """Its blocks go to somebody else with that. The forward thread does not wait for it."""
-    lane = LateLane()
-    replica = replica_of(lane)
-    replica.loader.submit(replica.load_plan(range(1), MINE[0]))
-    wait_until(lambda: lane.marks > 0)
-    replica.loader.cancel("r")
-    for _ in range(3):
-        assert replica.loader.take_finished(sync=False) == []
-    lane.passed.set()
-    outcome = replica.outcome()
-    assert outcome.failed_blocks in (set(MINE), set()), "it may have been over before"
-
-
-@ON_HOST
-def test_closing_waits_once_for_a_device_that_hangs_and_not_for_each_load(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    lane = LateLane()
-    replica = replica_of(lane, join_s=0.01)
-    for name in ("one", "other"):
-        plan = replica.load_plan(range(1), MINE[0])
-        replica.loader.submit(LoadPlan(name, plan.namespace, plan.moves, sync=False))
-    wait_until(lambda: replica.loader.in_flight == 0)
-    waits, close = list[float](), LoadJob.close
-
-    def watched(job: LoadJob, seconds: float) -> LoadOutcome:
-        waits.append(seconds)
-        return close(job, seconds)
-
-    monkeypatch.setattr(LoadJob, "close", watched)
-    monkeypatch.setattr(loads, "_COPIES_S", 0.01)
-    replica.loader.close()
-    assert len(waits) == 2
-    assert waits[1] == 0.0
-    lane.passed.set()
-
-
-@ON_HOST
-def test_block_ids_are_placed_once_for_all_layers_of_a_move() -> None:
-    lane = LateLane()
-    lane.passed.set()
-    replica = replica_of(lane)
-    del lane.places[:]
-    assert not replica.load(range(1), first_block=MINE[0]).failed
-    assert lane.places == [2]
 
 
 class BreaksOff(MemoryStore):
@@ -500,24 +310,15 @@ def test_what_bulk_writes_over_a_hot_copy_that_broke_off_is_not_copied_unverifie
 
 def test_a_corrupt_payload_is_replaced_also_if_the_first_save_after_it_failed() -> None:
     inner, index = stores()
-    assert isinstance(inner, MemoryStore)
     store = FlakyStore(inner)
     replica = Replica(store, index, seed=1)
     replica.save(range(1))
-    payload = bytearray(inner.get(replica.path(0)) or b"")
-    payload[-1] ^= 1
-    inner.put(replica.path(0), payload)
+    spoil(inner, replica.path(0))
     assert replica.load(range(1), first_block=9).failed
     store.fail_next(StoreUnavailable("gone"))
     replica.save(range(1))
     replica.save(range(1))
     assert not replica.load(range(1), first_block=20).failed
-
-
-def spoil(store: MemoryStore, path: str) -> None:
-    payload = bytearray(store.get(path) or b"")
-    payload[-1] ^= 1
-    store.put(path, payload)
 
 
 def promises_hot(replica: Replica) -> bool:
@@ -571,36 +372,25 @@ SETTINGS = CacheSettings(
 )
 
 
-@pytest.mark.parametrize("sync", [False, True])
-@pytest.mark.parametrize("codec", ["none", "blosclz4"])
+@pytest.mark.parametrize(("sync", "codec"), [(False, "blosclz4"), (True, "none")])
 def test_a_chunk_that_is_loaded_often_comes_from_the_hot_store_then(
-    codec: str, *, sync: bool
+    *, sync: bool, codec: str
 ) -> None:
     (store, index), hot = stores(), MemoryStore()
     writer, reader = Replica(store, index, seed=1, codec=codec), Replica(store, index, seed=2)
     ChunkCache.__init__(reader.cache, store, hot, index, SETTINGS, reader.recorder)
-    promoter = reader.cache._promoter
-    assert promoter is not None
     writer.save(range(1))
     path = writer.path(0)
-    assert not reader.load(range(1), first_block=9, sync=sync).failed
-    wait_until(lambda: path in promoter._often._loads)
-    assert promoter.drain(PATIENCE_S)
-    assert hot.get(path) is None
-    reader.forget()
-    assert not reader.load(range(1), first_block=9, sync=sync).failed
+    for _ in range(SETTINGS.hot_promote_loads):
+        reader.forget()
+        assert not reader.load(range(1), first_block=9, sync=sync).failed
     wait_until(lambda: reader.recorder.value("hot_promotions") == 1)
     assert hot.get(path) == store.get(path)
-    (record,) = index.lookup(NAMESPACE, [HASHES[0]])
-    assert record is not None
-    assert all(shard.hot for shard in record.shards.values())
-    store.delete(path)
-    reader.forget()
-    outcome = reader.load(range(1), first_block=9, sync=sync)
-    assert not outcome.failed
-    assert reader.recorder.value("hot_hits") >= 1
+    assert promises_hot(reader)
+    for copy, fails in ((store, False), (hot, True)):
+        copy.delete(path)
+        reader.forget()
+        assert reader.load(range(1), first_block=9, sync=sync).failed == fails
+        assert reader.recorder.value("hot_hits") >= 1
     assert same_blocks(writer.caches, [1, 2], reader.caches, [9, 10])
-    hot.delete(path)
-    reader.forget()
-    assert reader.load(range(1), first_block=9, sync=sync).failed
     assert reader.cache.close(PATIENCE_S)

@@ -134,12 +134,3 @@ def test_a_plan_of_many_records_is_sent_as_a_few_strings() -> None:
     )
     marks = [data.count(b"\x94") for data in (few, many)]  # MEMOIZE: one per object or string
     assert marks[1] <= marks[0] + 8  # bytes that look alike
-
-
-def test_a_plan_says_what_it_loads() -> None:
-    record = ShardRecord(10, 10, "none", False, "0" * 32, 1)
-    move = ChunkMove(3, 0, bytes(20), bytes(20), 3, 4, 0, (7,))
-    plan = LoadPlan("r", "n", [LoadMove(move, ((FIELDS[0], record),))], sync=True)
-    assert repr(plan.moves) == "<LoadMoves 1 of chunks 3 to 3>"
-    assert repr(LoadPlan("r", "n", (), sync=True).moves) == "<LoadMoves 0>"
-    assert replace(plan, sync=False).moves is plan.moves

@@ -4,17 +4,18 @@ import os
 from collections.abc import Callable, Iterator
 from itertools import count, pairwise
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from objkv.agent.memory.arena import BOARD_BYTES, PAGE, Arena
 from objkv.transfer import devices
 from objkv.transfer.devices import CudaDriver, CudaRuntime, TorchDriver
-from objkv.transfer.lanes import HostMark
 from objkv.transfer.registration import DeviceFrames, Windows, reads_agents
-from objkv.transfer.slabs import SlabPool, SlabsExhaustedError
+from objkv.transfer.slabs import SlabPool
 from tests.support.device import ON_HOST
 from tests.support.waiting import PATIENCE_S, wait_until
 
@@ -63,39 +64,37 @@ def ended(windows: Windows) -> bool:
     return done.wait(PATIENCE_S) and windows.join(PATIENCE_S)
 
 
-def test_a_window_is_registered_when_it_is_first_wanted(pins: Pins, windows: Windows) -> None:
-    assert not windows.has(START + PAGE, PAGE)
-    wait_until(lambda: windows.has(START + PAGE, PAGE))
-    assert pins.now == {START: WINDOW}
-    assert not windows.has(START + 2 * WINDOW, 1)
-    wait_until(lambda: windows.has(START + 2 * WINDOW, 2 * PAGE))
-    assert pins.now[START + 2 * WINDOW] == 2 * PAGE, "the last one ends with the mapping"
-    assert repr(windows) == f"<Windows {6 * PAGE}/{TOTAL} B registered>"
+LAST = START + 2 * WINDOW
+
+
+@pytest.mark.parametrize(
+    ("span", "wanted", "registered"),
+    [
+        pytest.param((0, TOTAL), (PAGE, PAGE), {START: WINDOW}, id="first"),
+        pytest.param((0, TOTAL), (2 * WINDOW, 1), {LAST: 2 * PAGE}, id="ends with the mapping"),
+        pytest.param(
+            (0, TOTAL), (WINDOW - 1, 2), {START: WINDOW, START + WINDOW: WINDOW}, id="both"
+        ),
+        pytest.param(
+            (PAGE, TOTAL - PAGE),
+            (PAGE, TOTAL - 2 * PAGE),
+            {START + PAGE: WINDOW - PAGE, START + WINDOW: WINDOW, LAST: PAGE},
+            id="at multiples of their size",
+        ),
+    ],
+)
+def test_the_windows_of_some_bytes_are_registered_when_those_are_first_wanted(
+    pins: Pins, span: tuple[int, int], wanted: tuple[int, int], registered: dict[int, int]
+) -> None:
+    windows = Windows(START + span[0], span[1] - span[0], pins, window_bytes=WINDOW)
+    assert not windows.has(START + wanted[0], wanted[1])
+    assert windows.is_registering
+    wait_until(lambda: windows.has(START + wanted[0], wanted[1]))
+    assert pins.now == registered
+    assert windows.registered_bytes == sum(registered.values())
+    assert not windows.is_registering
     assert ended(windows)
     assert not pins.now
-
-
-def test_bytes_of_two_windows_need_both(pins: Pins, windows: Windows) -> None:
-    across = START + WINDOW - 1
-    assert not windows.has(across, 1)
-    wait_until(lambda: windows.has(across, 1))
-    assert not windows.has(across, 2)
-    wait_until(lambda: windows.has(across, 2))
-    assert pins.now == {START: WINDOW, START + WINDOW: WINDOW}
-    assert ended(windows)
-
-
-def test_windows_end_at_multiples_of_their_size(pins: Pins) -> None:
-    windows = Windows(START + PAGE, TOTAL - 2 * PAGE, pins, window_bytes=WINDOW)
-    assert not windows.has(START + PAGE, TOTAL - 2 * PAGE)
-    wait_until(lambda: windows.has(START + PAGE, TOTAL - 2 * PAGE))
-    assert pins.now == {
-        START + PAGE: WINDOW - PAGE,
-        START + WINDOW: WINDOW,
-        START + 2 * WINDOW: PAGE,
-    }
-    assert windows.registered_bytes == TOTAL - 2 * PAGE
-    assert ended(windows)
 
 
 def test_pages_exist_before_a_driver_locks_them(arena: Arena, pins: Pins) -> None:
@@ -120,6 +119,7 @@ def test_pages_exist_before_a_driver_locks_them(arena: Arena, pins: Pins) -> Non
 
 
 def test_asking_does_not_wait_for_the_driver(pins: Pins, windows: Windows) -> None:
+    assert windows.join(0.0)
     pins.gate.clear()
     for _ in range(3):
         assert not windows.has(START, 1)
@@ -144,17 +144,12 @@ def test_after_a_refusal_no_more_is_registered(
     assert not windows.has(START, 1)
     assert not windows.has(START + WINDOW, 1)
     pins.gate.set()
-    wait_until(lambda: windows._refused)
+    wait_until(lambda: not windows.is_registering)
     pins.refuses = False
     assert not windows.has(START + 2 * WINDOW, 1)
     assert ended(windows)
     assert not pins.now
     assert caplog.text.count("not registered") == 1
-
-
-def test_what_was_never_registered_is_removed_at_once(windows: Windows) -> None:
-    assert windows.join(0.0)
-    assert ended(windows)
 
 
 def test_an_abandoned_mapping_stays_registered(pins: Pins, windows: Windows) -> None:
@@ -216,45 +211,6 @@ def test_a_window_that_is_registered_meanwhile_loses_no_frame(
         memory, sizes = memory[len(got) :], sizes[number:]
 
 
-def test_frames_are_taken_in_place_or_by_way_of_a_slab(pins: Pins, arena: Arena) -> None:
-    slabs = SlabPool("load", count=1, slab_bytes=3 * PAGE)
-    frames = DeviceFrames(slabs, pins, window_bytes=WINDOW)
-    frames.attach(arena)
-    pins.gate.clear()
-    # Two in the first window, one across two, and one in the second.
-    bounds = (3 * PAGE, 3 * PAGE + 2000, 4 * PAGE - 9, 4 * PAGE + 9, 6 * PAGE)
-
-    def taken(bounds: tuple[int, ...], count: int, *, in_slab: bool) -> tuple[int, ...]:
-        memory, sizes = frames_of(arena, *bounds)
-        number, got, slab = frames.take(memory, sizes)
-        assert number == count
-        assert bytes(got) == bytes(memory[: sum(sizes[:count])])
-        assert (slab is not None) == in_slab
-        if slab is not None:
-            with pytest.raises(SlabsExhaustedError):
-                frames.take(memory, sizes)
-            slab.release_after(HostMark())
-        return bounds[count:]
-
-    taken(bounds[:3], 2, in_slab=True)
-    pins.gate.set()
-    wait_until(lambda: frames.registered_bytes > 0)
-    pins.gate.clear()
-    rest = taken(bounds, 2, in_slab=False)
-    assert len(taken(rest, 2, in_slab=True)) == 1
-    pins.gate.set()
-    wait_until(lambda: frames.registered_bytes == 2 * WINDOW)
-    assert len(taken(bounds, 4, in_slab=False)) == 1
-    done = Event()
-    frames.detach(done.set)
-    assert frames.join(PATIENCE_S)
-    assert done.is_set()
-    assert not pins.now
-    frames.detach(done.clear)
-    assert not done.is_set(), "nothing is attached"
-    frames.abandon()
-
-
 class Runtime:
     """The CUDA runtime, as ctypes calls it."""
 
@@ -294,6 +250,12 @@ class Runtime:
 READ_ONLY, HOST_TABLES = 113, 100
 
 
+def cuda(library: Runtime) -> CudaDriver:
+    driver = CudaDriver()
+    driver._runtime = CudaRuntime(library)
+    return driver
+
+
 @pytest.mark.parametrize(
     ("attributes", "flags"),
     [({READ_ONLY: 1}, 8), ({READ_ONLY: 0, HOST_TABLES: 1}, 0), ({READ_ONLY: 0}, None), ({}, None)],
@@ -302,8 +264,7 @@ def test_a_cuda_device_is_asked_whether_it_registers_for_reading(
     attributes: dict[int, int], flags: int | None
 ) -> None:
     library = Runtime(attributes)
-    driver = CudaDriver()
-    driver._runtime = CudaRuntime(library)
+    driver = cuda(library)
     if flags is None:
         with pytest.raises(RuntimeError, match="no read-only memory"):
             driver.pin_read_only(START, WINDOW)
@@ -315,49 +276,32 @@ def test_a_cuda_device_is_asked_whether_it_registers_for_reading(
     assert not library.last, "an error would be reported by the next launch of a kernel"
 
 
-def test_errors_of_the_cuda_runtime_are_cleared() -> None:
-    library = Runtime({READ_ONLY: 1})
-    driver = CudaDriver()
-    driver._runtime = CudaRuntime(library)
-    undo = driver.pin_read_only(START, WINDOW)
+@pytest.mark.parametrize("reads_only", [False, True])
+def test_errors_of_the_cuda_runtime_are_cleared(
+    reads_only: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, memory = Runtime({READ_ONLY: 1}), torch.zeros(WINDOW, dtype=torch.uint8)
+
+    class Cudart:
+        def cudaHostRegister(self, *_: int) -> SimpleNamespace:
+            return SimpleNamespace(value=library._end(library.error))
+
+        def cudaHostUnregister(self, *_: int) -> SimpleNamespace:
+            return SimpleNamespace(value=library._end(library.error))
+
+    monkeypatch.setattr(devices.torch.cuda, "cudart", Cudart)
+    driver = cuda(library)
+
+    def pin() -> Callable[[], None]:
+        return driver.pin_read_only(START, WINDOW) if reads_only else driver.pin(memory)
+
+    undo = pin()
     library.error = 2
-    with pytest.raises(RuntimeError, match="page-locking 16384 bytes failed: CUDA error 2"):
-        driver.pin_read_only(START + WINDOW, WINDOW)
+    with pytest.raises(RuntimeError, match="page-locking 16384 bytes failed"):
+        pin()
     assert not library.last
     with pytest.raises(RuntimeError, match="unlocking memory failed"):
         undo()
-    assert not library.last
-
-
-@pytest.mark.parametrize("error", [0, 2])
-def test_errors_of_pinning_are_cleared(error: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Code:
-        value = error
-
-    library, calls = Runtime({}), list[str]()
-
-    class Cudart:
-        def cudaHostRegister(self, *_: int) -> Code:
-            library.last = error
-            return Code()
-
-        def cudaHostUnregister(self, *_: int) -> Code:
-            calls.append("unregister")
-            library.last = 3
-            Code.value = 3
-            return Code()
-
-    monkeypatch.setattr(devices.torch.cuda, "cudart", Cudart)
-    driver = CudaDriver()
-    driver._runtime = CudaRuntime(library)
-    memory = devices.torch.zeros(8)
-    if error:
-        with pytest.raises(RuntimeError, match="page-locking 32 bytes failed"):
-            driver.pin(memory)
-    else:
-        undo = driver.pin(memory)
-        with pytest.raises(RuntimeError, match="unlocking memory failed"):
-            undo()
     assert not library.last
 
 
@@ -378,7 +322,3 @@ def test_devices_without_a_runtime_refuse(monkeypatch: pytest.MonkeyPatch) -> No
         CudaDriver().pin_read_only(START, WINDOW)
     with pytest.raises(RuntimeError, match="cannot page-lock"):
         TorchDriver("xpu").pin_read_only(START, WINDOW)
-
-
-def test_the_loaded_runtime_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert CudaRuntime.loaded() is None, "these tests run without CUDA"

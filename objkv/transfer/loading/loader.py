@@ -239,6 +239,11 @@ class Loader(Loads):
         return len(self._reading)
 
     @property
+    def is_registering(self) -> bool:
+        """Whether a device registers memory of the agent that was read already."""
+        return self._on_device is not None and self._on_device.is_registering
+
+    @property
     def threads(self) -> int:
         """Threads that have not ended, with those of a core inside this process."""
         inside = self._inside.core.threads if self._inside is not None else 0

@@ -93,16 +93,6 @@ def holds_speculation(rig: OrderRig) -> bool:
     return _has_no_failure(rig) and equal(found, rig.expected(_CHUNKS))
 
 
-def aborted(rig: OrderRig) -> bool:
-    """Blocks that have a new owner after an aborted load was reported"""
-    rig.delay_loads(_SLOW_S)
-    rig.step(_plan(rig))
-    _until_fetched(rig)
-    rig.report(StepPlan(), {"r"})
-    rig.until_received()
-    return _stays_written(rig)
-
-
 def aborted_meanwhile(rig: OrderRig) -> bool:
     """Blocks that have a new owner after a load was aborted while a thread queued its copies"""
 
@@ -111,11 +101,6 @@ def aborted_meanwhile(rig: OrderRig) -> bool:
         rig.until_received()
 
     return _stays_written_after(rig, abort)
-
-
-def closed_meanwhile(rig: OrderRig) -> bool:
-    """Blocks that have a new owner after the worker was closed while a thread queued copies"""
-    return _stays_written_after(rig, rig.worker.close)
 
 
 def late(rig: OrderRig) -> bool:
@@ -201,15 +186,6 @@ def zeroes(rig: OrderRig) -> bool:
     rig.until_received()
     rig.synchronize()
     return _is_loaded(rig) and not any(page.any() for page in found)
-
-
-def closed(rig: OrderRig) -> bool:
-    """Blocks that have a new owner after the worker was closed during a load"""
-    rig.delay_loads(_SLOW_S)
-    rig.step(_plan(rig))
-    _until_fetched(rig)
-    rig.worker.close()
-    return _stays_written(rig)
 
 
 def goes_on_fetching(rig: OrderRig) -> bool:
@@ -312,7 +288,6 @@ SCENARIOS = (
     Scenario("layer by layer", holds_each_layer),
     Scenario("layer by layer, then the next step", holds_the_next_step),
     Scenario("layer by layer, speculating", holds_speculation),
-    Scenario("load aborted", aborted),
     Scenario("load aborted while queued", aborted_meanwhile, Setup(watched=True)),
     Scenario("load past its deadline", late, Setup(deadline_s=0.03)),
     Scenario("load refused", refused),
@@ -321,8 +296,6 @@ SCENARIOS = (
     Scenario("several loads at once", share_a_lane, Setup(load_threads=4)),
     Scenario("loads of two steps", follows_its_own_step),
     Scenario("load that zeroes blocks", zeroes),
-    Scenario("closed during a load", closed),
-    Scenario("closed while queued", closed_meanwhile, Setup(watched=True)),
     Scenario("fetching during device work", goes_on_fetching, Setup(load_threads=1)),
     Scenario("load on another device", on_another_device),
 )

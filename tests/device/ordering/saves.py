@@ -5,12 +5,8 @@ from objkv.errors import TransferError
 from objkv.transfer.plan import SavePlan
 from tests.device.ordering.rig import OrderRig, Scenario
 from tests.device.ordering.setup import (
-    NAMESPACE,
-    OTHER_NAMESPACE,
     WHOLE,
-    Pages,
     Setup,
-    equal,
 )
 
 _SLOW_S = 0.1
@@ -97,37 +93,6 @@ def is_read_before_freed(rig: OrderRig) -> bool:
     return _are_stored(rig)
 
 
-def is_read_before_loaded(rig: OrderRig) -> bool:
-    """A load into blocks of a preempted request, which a save still reads"""
-    _save_late(rig)
-    chunks = range(4, 4 + len(_CHUNKS))
-    load = rig.load_plan(chunks, _FIRST, request="next")
-    rig.step(StepPlan(loads=(load,), reused=frozenset({"r"})))
-    rig.until_received("next")
-    rig.synchronize()
-    return _are_stored(rig) and equal(_read(rig), rig.expected(chunks))
-
-
-def keeps_new_weights_apart(rig: OrderRig) -> bool:
-    """A prompt that is computed again with new weights while its old chunks are being saved"""
-    _save_late(rig)
-
-    def forward() -> None:
-        rig.delay_compute(_SLOW_S)
-        _write(rig, _LATER)
-
-    saves = rig.save_plan(_CHUNKS, _FIRST, namespace=OTHER_NAMESPACE)
-    rig.step(StepPlan(saves=(saves,), reused=frozenset({"r"})), forward)
-    return _are_stored(rig) and _are_stored(rig, _LATER, OTHER_NAMESPACE)
-
-
-def keeps_its_slabs(rig: OrderRig) -> bool:
-    """Slabs of chunks that another replica is saving, while their copies are queued"""
-    _let_others_save(rig)
-    _save_late(rig)
-    return _slabs_are_unused(rig)
-
-
 def late(rig: OrderRig) -> bool:
     """Slabs of chunks that are dropped at their deadline, while their copies are queued"""
     _save_late(rig)
@@ -186,27 +151,13 @@ def _save_late(rig: OrderRig, seconds: float = _SLOW_S) -> None:
     rig.step(_plan(rig))
 
 
-def _let_others_save(rig: OrderRig) -> None:
-    """Let another replica take the leases of the chunks."""
-    other = rig.open_cache("other")
-    assert all(other.take_lease(rig.key(chunk)) for chunk in _CHUNKS)
-
-
 def _write(rig: OrderRig, value: float) -> None:
     rig.write(_FIRST, len(_CHUNKS) * rig.setup.layout.chunk_blocks, value)
 
 
-def _read(rig: OrderRig) -> Pages:
-    return rig.read(_FIRST, len(_CHUNKS) * rig.setup.layout.chunk_blocks)
-
-
-def _stored(rig: OrderRig, namespace: str) -> list[Pages | None]:
-    return [rig.stored(chunk, namespace) for chunk in _CHUNKS]
-
-
-def _are_stored(rig: OrderRig, value: float = _THEN, namespace: str = NAMESPACE) -> bool:
-    """Whether all chunks are stored with this content."""
-    return all(rig.holds(pages, value) for pages in _stored(rig, namespace))
+def _are_stored(rig: OrderRig) -> bool:
+    """Whether all chunks are stored as they were when they were saved."""
+    return all(rig.holds(rig.stored(chunk), _THEN) for chunk in _CHUNKS)
 
 
 def _slabs_are_unused(rig: OrderRig) -> bool:
@@ -228,9 +179,6 @@ SCENARIOS = (
     Scenario("save, then window", is_read_before_window, Setup(windowed=True)),
     Scenario("save, then zero", is_read_before_zeroed, Setup(writes_early=True)),
     Scenario("save finished", is_read_before_freed),
-    Scenario("load into saved blocks", is_read_before_loaded),
-    Scenario("weights updated", keeps_new_weights_apart),
-    Scenario("slabs of saves", keeps_its_slabs),
     Scenario("save past its deadline", late, Setup(save_deadline_s=0.02)),
     Scenario("slabs of failed saves", keeps_slabs_of_failures, Setup(watched=True)),
     Scenario("slabs of closed saves", keeps_slabs_of_closed, Setup(watched=True)),

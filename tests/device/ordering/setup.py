@@ -10,8 +10,6 @@ import torch
 from objkv.keys.prefix import prefix_hashes
 
 NAMESPACE: Final = "0123456789abcdef" * 2
-OTHER_NAMESPACE: Final = "fedcba9876543210" * 2
-"""The namespace after the weights were updated."""
 LAYERS: Final = ("layers.0", "layers.1", "layers.2")
 CHUNK_TOKENS: Final = 64
 CHUNKS: Final = 8

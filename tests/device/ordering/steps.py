@@ -24,7 +24,6 @@ from tests.device.ordering.setup import (
     Pages,
     Setup,
     difference,
-    equal,
 )
 
 _SLOW_S = 0.1
@@ -54,20 +53,6 @@ _TOLD_MAX = 3
 
 class FaultFoundError(TransferError):
     """A scenario found wrong bytes, or lost transfers."""
-
-
-def asleep(rig: OrderRig) -> bool:
-    """A cache that is unmapped while blocks are loaded and saved, and then mapped again"""
-    _start_both(rig, _SLOW_S)
-    if not rig.close_safely():
-        return False
-    rig.write(0, rig.setup.blocks, _LATER)
-    rig.synchronize()
-    is_untouched = rig.holds(rig.read(0, rig.setup.blocks), _LATER)
-    rig.open_worker()
-    rig.step(_loads(rig, "again"))
-    rig.until_received("again")
-    return is_untouched and equal(rig.read(*_blocks(rig)), rig.expected(_STORED))
 
 
 def does_not_wait(rig: OrderRig) -> bool:
@@ -329,7 +314,6 @@ def _start_both(rig: OrderRig, seconds: float) -> None:
 # A slab for each save: hardly any is dropped for want of one.
 _MANY = Setup(load_threads=4, save_slabs=256)
 SCENARIOS = (
-    Scenario("asleep during transfers", asleep, Setup(drain_deadline_ms=0)),
     Scenario("busy everywhere", does_not_wait),
     Scenario("steps without work", needs_no_call, Setup(watched=True)),
     Scenario("self-test at start", tests_itself, Setup(watched=True)),
