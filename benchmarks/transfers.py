@@ -46,7 +46,7 @@ CHUNK, BLOCK = 256, 32
 GROUP = GroupIdentity(
     "full", None, tuple(f"layers.{i}" for i in range(32)), heads=8, content=256, block_size=BLOCK
 )
-CODECS = ("none", "lz4", "zstd", "blosc", "blosclz4")
+CODECS = ("none", "lz4", "blosc", "blosclz4")
 
 
 class Rig:

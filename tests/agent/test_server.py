@@ -48,7 +48,7 @@ from tests.support.waiting import wait_until
 
 
 def test_eight_clients_that_open_at_once_share_one_fetch_of_each_payload(node: Node) -> None:
-    wanted, gate = node.save(list(range(5000, 5000 + 16 * 20)), codec="zstd"), threading.Barrier(8)
+    wanted, gate = node.save(list(range(5000, 5000 + 16 * 20)), codec="blosc"), threading.Barrier(8)
     assert len(wanted) == 20
     read: deque[list[bytes]] = deque()
 

@@ -218,7 +218,7 @@ def test_what_another_process_was_saving_is_looked_up_in_the_index_after_its_nex
 
 
 def test_what_is_read_is_stored_and_published(make: Callable[..., Holder]) -> None:
-    node, made = make(codec="zstd"), payloads()
+    node, made = make(codec="blosc"), payloads()
     node.commit(made)
     wanted = node.find(made)
     assert node.read(wanted) == [MissReason.NONE] * 3
@@ -322,7 +322,7 @@ def test_a_held_back_payload_can_be_evicted_and_is_an_ordinary_miss_then(
 def test_an_old_record_of_a_payload_that_was_stored_meanwhile_loads_it(
     make: Callable[..., Holder],
 ) -> None:
-    node, made = make(memory=2 * 8192, codec="zstd"), payloads()
+    node, made = make(memory=2 * 8192, codec="blosc"), payloads()
     others = node.save(list(range(9000, 9000 + 16 * 4)))
     node.commit(made[:1])
     wanted = node.find(made)
@@ -591,7 +591,7 @@ def test_only_what_is_due_is_saved_at_the_end(make: Callable[..., Holder]) -> No
 
 def test_random_use_leaves_nothing_behind(make: Callable[..., Holder]) -> None:
     store, index = WatchedStore(), MemoryIndex()
-    nodes = [make(store=store, index=index, memory=6 * 8192, codec="zstd") for _ in range(2)]
+    nodes = [make(store=store, index=index, memory=6 * 8192, codec="blosc") for _ in range(2)]
     prompts = [payloads(list(range(n * 1000, n * 1000 + 16 * 3))) for n in range(4)]
     misses = set[MissReason]()
 

@@ -210,7 +210,7 @@ NOT_COPIED: dict[str, Callable[[World], object]] = {
         CLAIM.key.namespace, CLAIM.key.prefix_hash
     ),
     "gone": lambda world: world.bulk.delete(PATH),
-    "another one": lambda world: world.bulk.put(PATH, sample("zstd")),
+    "another one": lambda world: world.bulk.put(PATH, sample("blosc")),
     "cut short": lambda world: world.bulk.put(PATH, PAYLOAD[:-1]),
     "corrupt header": lambda world: world.bulk.put(PATH, changed_at(100)),
     "corrupt frame": lambda world: world.bulk.put(PATH, changed_at(len(PAYLOAD) - 1)),

@@ -42,7 +42,7 @@ from tests.support.waiting import PATIENCE_S, at_once, wait_until
 # What one replica saves another loads, byte for byte; anything else is a miss.
 
 
-@pytest.fixture(params=["none", "lz4", "zstd", "blosc", "blosclz4"])
+@pytest.fixture(params=["none", "lz4", "blosc", "blosclz4"])
 def codec(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

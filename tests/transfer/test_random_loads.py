@@ -156,7 +156,7 @@ class Life:
 
 @ON_HOST
 @pytest.mark.parametrize("lane", [HostLane, LazyLane])
-@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("codec", ["none", "blosc"])
 def test_blocks_hold_the_truth_or_what_they_held_and_nothing_comes_late(
     codec: str, lane: Callable[[], Lane]
 ) -> None:
