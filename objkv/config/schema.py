@@ -59,7 +59,7 @@ TOPICS: Final = {
     "agent": "Node agent",
     "lookup_deadline_ms": "Deadlines",
     "load_threads": "Threads and queues",
-    "near_records_max": "Near cache and leases",
+    "lookup_ttl_ms": "Lookups and leases",
     "breaker_failures": "Circuit breakers",
     "at_start": "Failures",
     "store_tokens": "Audits, signatures and encryption",
@@ -283,12 +283,8 @@ class Config(BaseModel):
     Further ones are dropped."""
     lookup_queue_max: int = Field(default=1024, ge=1)
     """Requests that may wait for a lookup. Further ones are misses."""
-    near_records_max: int = Field(default=65_536, ge=0)
-    """Index records in the near cache, which is in the scheduler's memory."""
-    near_ttl_ms: int = Field(default=30_000, ge=0)
-    """How long a record in the near cache is valid."""
-    near_miss_ttl_ms: int = Field(default=500, ge=0)
-    """How long the near cache remembers that a chunk is missing. 0: every lookup queries the
+    lookup_ttl_ms: int = Field(default=30_000, ge=0)
+    """How long a node's agent remembers which chunks are stored. 0: every lookup queries the
     index."""
     lease_ms: int = Field(default=30_000, ge=1)
     """How long a replica holds the lease to save a chunk."""

@@ -47,7 +47,7 @@ class Pair:
         shared: dict[str, Any] = {"store": self.store, "index": self.index, "requests": True}
         self.first = first(*given, **shared, **options)
         wait_until(lambda: self.first.saves._sightings.holder != "")
-        self.second = Holder(**shared, miss_ttl_s=30.0)
+        self.second = Holder(**shared)
         assert self.second.requests is not None
         self.clock = ManualClock(0.0)
         self.second.requests._clock = self.clock

@@ -515,7 +515,7 @@ def test_a_lookup_that_has_just_missed_a_payload_finds_it_and_what_follows(
     make: Callable[..., Holder],
 ) -> None:
     store, index = WatchedStore(), MemoryIndex()
-    node = make(store=store, index=index, miss_ttl_s=PATIENCE_S)
+    node = make(store=store, index=index)
     made = payloads()
     assert node.find(made) == []
     node.save(TOKENS)
@@ -523,7 +523,7 @@ def test_a_lookup_that_has_just_missed_a_payload_finds_it_and_what_follows(
         key = read_header(payload).claim.key
         index.drop(NAMESPACE, key.prefix_hash)
         store.delete(key.path())
-    assert node.find(made) == [], "a missing chunk is remembered for a while"
+    assert node.find(made) == []
     node.commit(made[:1])
     wanted = node.find(made)
     assert [is_unsaved(one.record) for one in wanted] == [True, False, False]

@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 from threading import Lock
 
-from objkv.agent.calls import NearLimits, NodeCalls, NodeLookups
+from objkv.agent.calls import NodeCalls, NodeLookups
 from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.fill import Wanted
@@ -76,7 +76,6 @@ class Node:
         disk: Disk | None = None,
         keeps_all: bool = False,
         holds_back: bool = False,
-        miss_ttl_s: float = 0.0,
         saves_max: int = 100,
         requests: bool = False,
     ) -> None:
@@ -94,16 +93,14 @@ class Node:
             NodeSaveLimits(2, saves_max, PATIENCE_S, codec, far=True, holds_back=holds_back),
             self.recorder,
         )
-        self.lookups = NodeLookups(
-            self.index, NearLimits(1000, 30.0, miss_ttl_s), AnswerBoard.create()
-        )
+        self.lookups = NodeLookups(self.index, AnswerBoard.create(), ttl_s=30.0)
         self.lookups.board.vouch(FAR_S)
-        self.saves.on_saved = self.core.on_rejected = self.lookups.invalidate
+        self.core.on_rejected = self.lookups.invalidate
         self.requests: PutRequests | None = None
         self.requested: RequestedPuts | None = None
         if requests:
             name = f"node-{next(_numbers)}"
-            self.requests = PutRequests(self.index, self.lookups, name, self.recorder)
+            self.requests = PutRequests(self.index, name, self.recorder)
             self.requested = RequestedPuts(
                 self.core, self.index, name, self.saves.announce, self.recorder
             )

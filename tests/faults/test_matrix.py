@@ -49,7 +49,6 @@ OWN_ENGINE = {
 PATIENT: dict[str, Any] = {
     "lookup_deadline_ms": 20_000,
     "step_load_deadline_ms": 20_000,
-    "near_records_max": 0,
     "pinned_bytes_max": 1 << 20,
     "breaker_failures": 1,
     "breaker_reset_ms": 3_600_000,
@@ -59,8 +58,6 @@ PATIENT: dict[str, Any] = {
 HOURS_S = 4 * 3600.0
 OTHERS = {
     "codec": "none",
-    "near_records_max": 0,
-    "near_miss_ttl_ms": 0,
     "breaker_failures": 1,
     "breaker_reset_ms": 10,
     "breaker_reset_max_ms": 20,

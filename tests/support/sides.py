@@ -14,7 +14,6 @@ from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.memory import MemoryIndex
-from objkv.index.near import NearIndex
 from objkv.keys.identity import GroupIdentity, Identity
 from objkv.keys.prefix import prefix_hashes, root_hash
 from objkv.stores.base import PruneStore
@@ -85,7 +84,6 @@ def scheduler_side(
     index: Any = None,
     *,
     bulk: Any = None,
-    records_max: int = 8,
     roles: Mapping[str, Any] | None = None,
     prefetch: Any = None,
     geometry: Geometry = GEOMETRY,
@@ -100,13 +98,7 @@ def scheduler_side(
         geometry,
         IDENTITY,
         bulk=bulk or MemoryStore(),
-        index=NearIndex(
-            index if index is not None else MemoryIndex(),
-            records_max=records_max,
-            ttl_s=1.0,
-            miss_ttl_s=PATIENCE_MS / 1000,
-            fields=geometry.all_fields(),
-        ),
+        index=index if index is not None else MemoryIndex(),
         recorder=MemoryRecorder(),
         prefetch=prefetch,
     )

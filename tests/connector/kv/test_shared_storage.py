@@ -39,7 +39,7 @@ class Replica:
     def __init__(self, folder: Path) -> None:
         self.store = LocalStore(folder)
         index = BulkIndex(LocalStore(folder))
-        self.side = scheduler_side(index, bulk=self.store, records_max=0, admission="always")
+        self.side = scheduler_side(index, bulk=self.store, admission="always")
 
     def ask(self, request: Any, computed: int = 0) -> int:
         """Tokens that can be loaded beyond ``computed``."""
