@@ -260,8 +260,6 @@ def _touch(world: World, job: Job, now: float, what: Load) -> None:
         world.store.touch(unit.key, now)
         if unit.key in world.hot:
             world.hot.move_to_end(unit.key)
-        elif world.payload_bytes <= world.settings.hot_payload_bytes_max:
-            _promote(world, job, unit, now)
 
 
 def _loaded(world: World, job: Job, what: Load) -> Iterator[Unit]:
@@ -312,14 +310,3 @@ def _put_from(world: World, holder: Replica, unit: Unit, now: float) -> None:
     holder.host.cache.read(unit.key, now)
     if put(world, holder, unit, now):
         world.counts.asked += unit.chunks
-
-
-def _promote(world: World, job: Job, unit: Unit, now: float) -> None:
-    """Copy what this replica loaded often to Redis, within its budget (of an hour: the trace)."""
-    replica, settings, nbytes = job.replica, world.settings, unit.chunks * world.chunk_bytes
-    key = job.private[unit.place]
-    replica.load_counts[key] = replica.load_counts.get(key, 0) + 1
-    room = settings.hot_promote_bytes_max * world.model.shards - replica.promoted_bytes
-    if replica.load_counts[key] >= settings.hot_promote_loads and nbytes <= room:
-        replica.promoted_bytes += nbytes
-        world.keep_hot(unit, now)

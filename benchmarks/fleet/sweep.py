@@ -46,8 +46,8 @@ def cases(fleet: Fleet, costs: Costs) -> Iterator[Case]:
         yield Case("quota", f"{quota} TB a replica", changed(fleet, quota_bytes=bytes_max))
     yield Case("routing", "affine, no objkv", replace(fleet, routing="affine", shared=False))
     yield Case("routing", "affine", replace(fleet, routing="affine"))
-    everything = {"hot_payload_bytes_max": 1 << 30, "hot_save_bytes_max": 1 << 30}
-    yield Case("hot", "1 TB of Redis", changed(fleet, **everything, hot_bytes=1e12))
+    every = changed(fleet, hot_save_bytes_max=1 << 30, hot_bytes=1e12)
+    yield Case("hot", "1 TB of Redis", every)
     yield from scale_cases(fleet)
 
 

@@ -90,9 +90,6 @@ class Replica:
         self.is_stepping = False
         self.loads = Lane()
         self.saves = Lane()
-        self.load_counts: dict[int, int] = {}
-        """How often each unit was loaded, where that may make it hot."""
-        self.promoted_bytes = 0
         self.failures = 0
         """Late answers of Redis in a row."""
         self.closed_until_s = 0.0
@@ -186,7 +183,6 @@ class World:
         self.hot.clear()
         for replica in self.replicas:
             replica.cache = BlockCache(0)
-            replica.load_counts.clear()
         for host in self.hosts:
             host.cache.empty()
         self.sighted.clear()

@@ -44,7 +44,6 @@ ROOT = root_hash(NAMESPACE)
 DIGEST = token_digest(list(range(TOKENS)))
 WAIT_S = 100.0
 LOOK_S = 0.0002
-HOT_BYTES_MAX = 64 << 20
 PAGE = 4096
 
 
@@ -66,9 +65,7 @@ class ObjkvWorker(Worker):
             s3_addressing="path",
             s3_access_key_id="bench",
             s3_secret_access_key="bench",
-            hot_payload_bytes_max=HOT_BYTES_MAX,
             hot_save_bytes_max=0,
-            hot_promote_bytes_max=0,
             redis_calls_max=max(16, threads),
         )
         self._config, self._role, self._threads = config, role, threads

@@ -59,17 +59,9 @@ _SWITCH_S = 5e-4
 and would wait for Python's usual 5 ms behind threads that fetch."""
 
 
-def cache_settings(config: Config, writer: str, *, promotes: bool = True) -> CacheSettings:
+def cache_settings(config: Config, writer: str) -> CacheSettings:
     """Return the cache's part of the settings."""
-    return CacheSettings(
-        writer,
-        config.ttl_s,
-        config.lease_ms,
-        config.hot_payload_bytes_max,
-        config.hot_save_bytes_max,
-        config.hot_promote_loads,
-        config.hot_promote_bytes_max if promotes else 0,
-    )
+    return CacheSettings(writer, config.ttl_s, config.lease_ms, config.hot_save_bytes_max)
 
 
 class AgentLink:

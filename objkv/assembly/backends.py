@@ -125,9 +125,9 @@ def open_bulk(
 def open_hot(
     config: Config, recorder: Recorder, *, on_change: OnChange | None = None
 ) -> PruneStore | None:
-    """Open the hot store, or return None without Redis or with ``hot_payload_bytes_max`` 0. It is
+    """Open the hot store, or return None without Redis or with ``hot_save_bytes_max`` 0. It is
     guarded like the bulk store, but limited by its connections."""
-    if config.hot_payload_bytes_max == 0 or not config.index_url.startswith("redis"):
+    if config.hot_save_bytes_max == 0 or not config.index_url.startswith("redis"):
         return None
     from objkv.assembly.redis import connect_redis
     from objkv.stores.redis import RedisStore

@@ -81,7 +81,7 @@ class Node:
     ) -> None:
         self.store = store or WatchedStore()
         self.index, self.recorder = index or MemoryIndex(), MemoryRecorder()
-        settings = CacheSettings("agent", ttl_s=3600, lease_ms=60_000, hot_payload_bytes_max=0)
+        settings = CacheSettings("agent", ttl_s=3600, lease_ms=60_000, hot_save_bytes_max=0)
         self.cache = ChunkCache(self.store, None, self.index, settings, self.recorder, seal=seal)
         self.arena = Arena.create(memory)
         limits = CoreLimits(threads, queue_max, keeps_all)

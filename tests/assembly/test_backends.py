@@ -117,7 +117,7 @@ def test_index_and_payloads_are_on_connections_of_their_own(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "changes", [{"index_url": "memory:"}, {"index_url": NOBODY, "hot_payload_bytes_max": 0}]
+    "changes", [{"index_url": "memory:"}, {"index_url": NOBODY, "hot_save_bytes_max": 0}]
 )
 def test_there_is_no_hot_store_without_redis_or_payloads(
     tmp_path: Path, changes: dict[str, Any]

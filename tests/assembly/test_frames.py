@@ -12,7 +12,7 @@ from objkv.index.memory import MemoryIndex
 from objkv.stores.guarded import GuardedStore
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import NullRecorder
-from tests.cache.test_promotion import CLAIM
+from tests.codec.payloads import CLAIM
 from tests.contracts.index_contract import NAMESPACE, prefix_hash
 from tests.stores.guards import guard_of
 

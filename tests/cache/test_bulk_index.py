@@ -171,7 +171,7 @@ def test_two_who_save_one_chunk_leave_one_payload(store: LocalStore, index: Bulk
     header = read_header(payload)
     outcomes = []
     for writer in ("a", "b"):
-        settings = CacheSettings(writer, ttl_s=1, lease_ms=1, hot_payload_bytes_max=0)
+        settings = CacheSettings(writer, ttl_s=1, lease_ms=1, hot_save_bytes_max=0)
         cache = ChunkCache(store, None, index, settings, MemoryRecorder())
         assert cache.take_lease(key)
         outcomes.append(cache.save(header.claim, payload, header))
@@ -189,7 +189,7 @@ def test_what_one_replica_found_corrupt_is_saved_anew(
     file.write_bytes(payload[:-1] + bytes([payload[-1] ^ 1]))
     header = read_header(payload)
     claim: Claim = header.claim
-    settings = CacheSettings("w", ttl_s=1, lease_ms=1, hot_payload_bytes_max=0)
+    settings = CacheSettings("w", ttl_s=1, lease_ms=1, hot_save_bytes_max=0)
     cache = ChunkCache(store, None, index, settings, MemoryRecorder())
     [shards, *_] = index.find(NAMESPACE, HASHES, [FIELD])
     assert shards is not None

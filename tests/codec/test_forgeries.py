@@ -348,7 +348,7 @@ def test_a_header_with_two_signatures_is_refused() -> None:
         read_header(rechecked(head), seal=SEALS["signed"])
 
 
-def test_a_hot_copy_that_was_forged_is_found_before_it_is_made() -> None:
+def test_frames_that_were_forged_are_found() -> None:
     """``check_frames`` looks at what a signature vouches for, not at checksums."""
     payload = bytearray(make(SEALS["signed"]))
     header = read_header(payload, seal=SEALS["signed"])

@@ -116,7 +116,7 @@ def worker_side(
 ) -> WorkerSide:
     """A worker's side with one thread for each direction, over a paged cache of its own."""
     recorder = recorder or MemoryRecorder()
-    settings = CacheSettings("w", ttl_s=3600, lease_ms=600_000, hot_payload_bytes_max=0)
+    settings = CacheSettings("w", ttl_s=3600, lease_ms=600_000, hot_save_bytes_max=0)
     if caches is None:
         _, tensors = paged_group(group, chunk_tokens=CHUNK, num_blocks=32, seed=2)
         caches = dict(zip(group.layers, tensors, strict=True))

@@ -15,7 +15,6 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from objkv.cache.chunks import ChunkCache
 from objkv.cache.match import stored_blocks
 from objkv.codec.header import digest
 from objkv.codec.payload import read_header
@@ -46,8 +45,6 @@ from tests.support.paged_cache import (
     same_blocks,
     stores,
 )
-from tests.support.waiting import PATIENCE_S, wait_until
-from tests.transfer.test_loader import SETTINGS
 
 # Payloads are verified and written while they arrive; whatever arrives, only the truth is.
 
@@ -425,32 +422,6 @@ def test_without_a_seal_encrypted_payloads_are_misses() -> None:
     reader = Replica(store, index, seed=2)
     writer.save(range(1))
     assert reader.load(range(1), first_block=9).failed
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_hot_copy_is_made_of_what_was_sealed_only_and_as_it_is(kind: str) -> None:
-    (store, index), hot = stores(), MemoryStore()
-    writer = Replica(store, index, seed=1, seal=SEALS[kind])
-    reader = Replica(store, index, seed=2, seal=SEALS[kind])
-    ChunkCache.__init__(
-        reader.cache, store, hot, index, SETTINGS, reader.recorder, seal=SEALS[kind]
-    )
-    promoter = reader.cache._promoter
-    assert promoter is not None
-    writer.save(range(2))
-    paths = [writer.path(chunk) for chunk in (0, 1)]
-    payloads = [store.get(path) or b"" for path in paths]
-    for _ in range(SETTINGS.hot_promote_loads):
-        reader.forget()
-        assert not reader.load(range(2), first_block=9).failed
-        # In time for the copy, and too late for the load: the header is right, a frame is not.
-        store.put(paths[1], payloads[1][:-1] + bytes([payloads[1][-1] ^ 1]))
-        promoter.drain(PATIENCE_S)
-        store.put(paths[1], payloads[1])
-    wait_until(lambda: hot.get(paths[0]) is not None)
-    assert hot.get(paths[0]) == payloads[0]
-    assert hot.get(paths[1]) in (None, payloads[1])
-    reader.cache.close(PATIENCE_S)
 
 
 # What one load took is told payload by payload, and where its bytes came from.
