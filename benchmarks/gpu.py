@@ -231,7 +231,7 @@ class Rig:
             environ={},
         )
         recorder = NullRecorder()
-        settings = CacheSettings("bench", ttl_s=600, lease_ms=60_000, hot_payload_bytes_max=0)
+        settings = CacheSettings("bench", ttl_s=600, lease_ms=60_000, hot_save_bytes_max=0)
         store, index = cast("WriteStore", self._store), open_index(config, recorder)
         self._worker = make_worker_side(
             config,

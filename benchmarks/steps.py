@@ -20,7 +20,6 @@ from objkv.connector.kv.wiring import make_scheduler_side
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import Record, Shards
 from objkv.index.guarded import GuardedIndex
-from objkv.index.near import NearIndex
 from objkv.keys.identity import GroupIdentity, Identity
 from objkv.ops.bench.sample import CHUNK_TOKENS
 from objkv.ops.bench.stores import percentile
@@ -102,7 +101,7 @@ def _side(config: Config, index: _SilentIndex) -> SchedulerSide:
         geometry,
         _IDENTITY,
         bulk=open_bulk(config, NullRecorder()),
-        index=NearIndex(index, records_max=65_536, ttl_s=30, fields=geometry.all_fields()),
+        index=index,
         recorder=NullRecorder(),
     )
 

@@ -46,7 +46,7 @@ CHUNK, BLOCK = 256, 32
 GROUP = GroupIdentity(
     "full", None, tuple(f"layers.{i}" for i in range(32)), heads=8, content=256, block_size=BLOCK
 )
-CODECS = ("none", "lz4", "zstd", "blosc", "blosclz4")
+CODECS = ("none", "lz4", "blosc", "blosclz4")
 
 
 class Rig:
@@ -94,7 +94,7 @@ def save_and_load(rig: Rig, store: PruneStore, codec: str) -> tuple[float, float
     """Seconds until all chunks are stored, until all are loaded and verified by a new worker, and
     the same again in memory that was in use before."""
     index = MemoryIndex()
-    settings = CacheSettings("bench", ttl_s=600, lease_ms=60_000, hot_payload_bytes_max=0)
+    settings = CacheSettings("bench", ttl_s=600, lease_ms=60_000, hot_save_bytes_max=0)
     cache = ChunkCache(store, None, index, settings, NullRecorder())
     size = payload_bytes_max(rig.paged.layers)
     saver = Saver(

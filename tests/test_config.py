@@ -192,7 +192,7 @@ def test_basic_settings_and_topics_are_settings() -> None:
 
 def test_settings_cannot_be_changed_afterwards() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        load_config(environ={}).codec = "zstd"
+        load_config(environ={}).codec = "blosc"
 
 
 def test_secrets_are_masked_wherever_settings_are_shown() -> None:

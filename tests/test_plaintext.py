@@ -98,11 +98,6 @@ def test_a_redis_prefix_cannot_reach_into_another(prefix: str) -> None:
         settings(redis_prefix=prefix)
 
 
-def test_a_reader_promotes_nothing() -> None:
-    assert settings(role="reader", hot_promote_bytes_max=7).hot_promote_bytes_max == 0
-    assert settings(hot_promote_bytes_max=7).hot_promote_bytes_max == 7
-
-
 def test_an_endpoint_that_only_awss_own_settings_name_is_refused_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

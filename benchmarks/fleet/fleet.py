@@ -19,13 +19,7 @@ class Settings:
 
     chunk_tokens: int = 256
     ttl_s: float = 14_400
-    near_records_max: int = 65_536
-    near_ttl_ms: int = 30_000
-    near_miss_ttl_ms: int = 500
-    hot_payload_bytes_max: int = 1 << 20
     hot_save_bytes_max: int = 256 << 10
-    hot_promote_loads: int = 3
-    hot_promote_bytes_max: int = 256 << 20
     load_threads: int = 8
     save_threads: int = 16
     s3_range_bytes: int = 8 << 20

@@ -7,9 +7,6 @@ from benchmarks.fleet.saving import put
 from benchmarks.fleet.tiers import Held, Lane
 from benchmarks.fleet.world import Job, Replica, Unit, World
 
-_SETTLE_S = 5.0
-"""objkv's near-cache keeps no younger record: other ranks may still be adding to it."""
-
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -33,11 +30,8 @@ class Load:
 
 def lookup(world: World, job: Job, now: float) -> tuple[int, float]:
     """``(units, seconds)``: how many leading units are stored, and how long the answer took."""
-    near, store, redis = job.replica.near, world.store, world.costs.redis
-    answers = _remembered(job, now)
-    asked = sum(
-        unit.chunks for unit, known in zip(job.units, answers, strict=False) if known is None
-    )
+    store, redis = world.store, world.costs.redis
+    asked = sum(unit.chunks for unit in job.units)
     took_s = 0.0
     if asked and now < job.replica.closed_until_s:
         world.counts.unasked_lookups += 1
@@ -50,20 +44,13 @@ def lookup(world: World, job: Job, now: float) -> tuple[int, float]:
         if server_s is None or took_s > deadline_s:
             world.counts.late_lookups += 1
             return 0, deadline_s
-    is_known = bool(answers) and answers[-1] is False
-    for i, unit in enumerate(job.units[: len(answers)]):
-        if answers[i] is None:
-            since_s = store.has(unit.key, now)
-            answers[i] = since_s is not None and since_s <= now
-            if not answers[i] and world.fleet.agents:
-                answers[i] = _held_by_agents(world, job, unit, now) and all(answers[:i])
-            elif since_s is not None and since_s + _SETTLE_S <= now:
-                near.keep(job.private[unit.place], unit.chunks, True, now)
-    leading = _leading(answers)
-    if leading < len(answers) - is_known:  # what is known to be missing is not kept anew
-        missing = job.units[leading]
-        near.keep(job.private[missing.place], missing.chunks, False, now)
-    return leading, took_s
+    answers: list[bool] = []
+    for unit in job.units:
+        since_s = store.has(unit.key, now)
+        answers.append(since_s is not None and since_s <= now)
+        if not answers[-1] and world.fleet.agents:
+            answers[-1] = _held_by_agents(world, job, unit, now) and all(answers[:-1])
+    return _leading(answers), took_s
 
 
 def waits_until(world: World, job: Job, now: float) -> float:
@@ -118,18 +105,7 @@ def load(world: World, job: Job, now: float, stored: int) -> float:
     return _carry_out(world, job, now, what, took_s)
 
 
-def _remembered(job: Job, now: float) -> list[bool | None]:
-    """What the near-cache answers, up to the first chunk that it knows to be missing: what
-    follows that is not asked for."""
-    answers: list[bool | None] = []
-    for unit in job.units:
-        answers.append(job.replica.near.answer(job.private[unit.place], now))
-        if answers[-1] is False:
-            break
-    return answers
-
-
-def _leading(answers: list[bool | None]) -> int:
+def _leading(answers: list[bool]) -> int:
     for i, stored in enumerate(answers):
         if not stored:
             return i
@@ -137,7 +113,7 @@ def _leading(answers: list[bool | None]) -> int:
 
 
 def _present(world: World, job: Job, now: float, stored: int) -> int:
-    """Leading units that can still be loaded: the near-cache may believe in what is gone."""
+    """Leading units that can still be loaded."""
     waits = world.fleet.agents is not None and world.fleet.agents.save_to_bucket == "reused"
     for i, unit in enumerate(job.units[:stored]):
         if job.replica.host.cache.find(unit.key):
@@ -146,7 +122,6 @@ def _present(world: World, job: Job, now: float, stored: int) -> int:
         if since_s is not None and since_s > now and waits:
             return i
         if since_s is None or since_s > now:
-            job.replica.near.forget(job.private[unit.place])
             world.counts.ghosts += 1
             return i
     return stored
@@ -285,8 +260,6 @@ def _touch(world: World, job: Job, now: float, what: Load) -> None:
         world.store.touch(unit.key, now)
         if unit.key in world.hot:
             world.hot.move_to_end(unit.key)
-        elif world.payload_bytes <= world.settings.hot_payload_bytes_max:
-            _promote(world, job, unit, now)
 
 
 def _loaded(world: World, job: Job, what: Load) -> Iterator[Unit]:
@@ -337,14 +310,3 @@ def _put_from(world: World, holder: Replica, unit: Unit, now: float) -> None:
     holder.host.cache.read(unit.key, now)
     if put(world, holder, unit, now):
         world.counts.asked += unit.chunks
-
-
-def _promote(world: World, job: Job, unit: Unit, now: float) -> None:
-    """Copy what this replica loaded often to Redis, within its budget (of an hour: the trace)."""
-    replica, settings, nbytes = job.replica, world.settings, unit.chunks * world.chunk_bytes
-    key = job.private[unit.place]
-    replica.load_counts[key] = replica.load_counts.get(key, 0) + 1
-    room = settings.hot_promote_bytes_max * world.model.shards - replica.promoted_bytes
-    if replica.load_counts[key] >= settings.hot_promote_loads and nbytes <= room:
-        replica.promoted_bytes += nbytes
-        world.keep_hot(unit, now)

@@ -23,8 +23,8 @@ def save(world: World, job: Job, start_s: float, end_s: float) -> None:
         since_s = world.store.has(unit.key, now)
         if since_s is None:
             is_due = world.fleet.agents is None or _commit(world, job, unit, now)
-            if is_due and put(world, job.replica, unit, now):
-                job.replica.near.forget(job.private[unit.place])
+            if is_due:
+                put(world, job.replica, unit, now)
         elif since_s > now:
             world.counts.leased += unit.chunks
             _ask(world, job.replica, unit, now, commands=1)

@@ -44,13 +44,10 @@ def cases(fleet: Fleet, costs: Costs) -> Iterator[Case]:
     for quota in (0.1, 0.3, 1.0):
         bytes_max = quota * 1e12 * fleet.replicas
         yield Case("quota", f"{quota} TB a replica", changed(fleet, quota_bytes=bytes_max))
-    yield Case("near-cache", "none", changed(fleet, near_records_max=0))
-    yield Case("near-cache", "near_ttl_ms 300000", changed(fleet, near_ttl_ms=300_000))
-    yield Case("near-cache", "near_miss_ttl_ms 30000", changed(fleet, near_miss_ttl_ms=30_000))
     yield Case("routing", "affine, no objkv", replace(fleet, routing="affine", shared=False))
     yield Case("routing", "affine", replace(fleet, routing="affine"))
-    everything = {"hot_payload_bytes_max": 1 << 30, "hot_save_bytes_max": 1 << 30}
-    yield Case("hot", "1 TB of Redis", changed(fleet, **everything, hot_bytes=1e12))
+    every = changed(fleet, hot_save_bytes_max=1 << 30, hot_bytes=1e12)
+    yield Case("hot", "1 TB of Redis", every)
     yield from scale_cases(fleet)
 
 

@@ -43,42 +43,6 @@ class BlockCache:
             self._tokens -= blocks.popitem(last=False)[1]
 
 
-class NearCache:
-    """The records, and the absences, that one replica's scheduler remembers."""
-
-    def __init__(self, records_max: int, ttl_s: float, miss_ttl_s: float) -> None:
-        self._records_max = records_max
-        self._ttl_s = ttl_s
-        self._miss_ttl_s = miss_ttl_s
-        self._records = 0
-        self._kept: OrderedDict[int, tuple[float, int, bool]] = OrderedDict()
-
-    def answer(self, key: int, now: float) -> bool | None:
-        """Whether the unit is stored, or None: ask the index."""
-        kept = self._kept.get(key)
-        if kept is None or kept[0] <= now:
-            return None
-        self._kept.move_to_end(key)
-        return kept[2]
-
-    def keep(self, key: int, chunks: int, stored: bool, now: float) -> None:
-        """Remember an answer of the index."""
-        ttl_s = self._ttl_s if stored else self._miss_ttl_s
-        if ttl_s <= 0 or self._records_max <= 0:
-            return
-        old = self._kept.pop(key, None)
-        self._records += chunks - (old[1] if old else 0)
-        self._kept[key] = (now + ttl_s, chunks, stored)
-        while self._records > self._records_max:
-            self._records -= self._kept.popitem(last=False)[1][1]
-
-    def forget(self, key: int) -> None:
-        """Remember nothing of a unit that this replica just saved."""
-        old = self._kept.pop(key, None)
-        if old:
-            self._records -= old[1]
-
-
 @dataclass(slots=True)
 class _Stored:
     since_s: float

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.fleet.costs import Costs, Model
 from benchmarks.fleet.fleet import Agents, Fleet
-from benchmarks.fleet.tiers import BlockCache, Gauge, Lane, NearCache, NodeCache, SharedStore
+from benchmarks.fleet.tiers import BlockCache, Gauge, Lane, NodeCache, SharedStore
 from benchmarks.fleet.trace import BLOCK_TOKENS, Arrival
 
 REDIS_FULL = 0.95
@@ -78,11 +78,9 @@ class Replica:
     """One simulated replica's own things."""
 
     def __init__(self, fleet: Fleet, costs: Costs, host: Host) -> None:
-        model, settings = costs.models[fleet.model], fleet.settings
+        model = costs.models[fleet.model]
         self.host = host
         self.cache = BlockCache(int(model.gpu_cache_bytes / model.token_bytes))
-        near_ttl_s, miss_ttl_s = settings.near_ttl_ms / 1000, settings.near_miss_ttl_ms / 1000
-        self.near = NearCache(settings.near_records_max, near_ttl_s, miss_ttl_s)
         self.waiting = deque[Job]()
         """Nothing is computed of these, and nothing decided."""
         self.loaded = deque[Job]()
@@ -92,9 +90,6 @@ class Replica:
         self.is_stepping = False
         self.loads = Lane()
         self.saves = Lane()
-        self.load_counts: dict[int, int] = {}
-        """How often each unit was loaded, where that may make it hot."""
-        self.promoted_bytes = 0
         self.failures = 0
         """Late answers of Redis in a row."""
         self.closed_until_s = 0.0
@@ -187,8 +182,7 @@ class World:
         self.store.empty()
         self.hot.clear()
         for replica in self.replicas:
-            replica.cache, replica.near = BlockCache(0), NearCache(0, 0.0, 0.0)
-            replica.load_counts.clear()
+            replica.cache = BlockCache(0)
         for host in self.hosts:
             host.cache.empty()
         self.sighted.clear()

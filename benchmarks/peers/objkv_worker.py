@@ -24,7 +24,6 @@ from objkv.cache.match import usable_chunks
 from objkv.codec.payload import payload_bytes_max
 from objkv.config import Config
 from objkv.index.base import Shards
-from objkv.index.near import NearIndex
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import root_hash, token_digest
 from objkv.keys.topology import rank_shard
@@ -45,7 +44,6 @@ ROOT = root_hash(NAMESPACE)
 DIGEST = token_digest(list(range(TOKENS)))
 WAIT_S = 100.0
 LOOK_S = 0.0002
-HOT_BYTES_MAX = 64 << 20
 PAGE = 4096
 
 
@@ -67,9 +65,7 @@ class ObjkvWorker(Worker):
             s3_addressing="path",
             s3_access_key_id="bench",
             s3_secret_access_key="bench",
-            hot_payload_bytes_max=HOT_BYTES_MAX,
             hot_save_bytes_max=0,
-            hot_promote_bytes_max=0,
             redis_calls_max=max(16, threads),
         )
         self._config, self._role, self._threads = config, role, threads
@@ -95,13 +91,6 @@ class ObjkvWorker(Worker):
         config, size = self._config, payload_bytes_max(paged.layers, tokens=TOKENS)
         count = max(2, min(2 * self._threads, (config.pinned_bytes_max or 1 << 30) // 2 // size))
         self._at_once, self._fields = count, [f"0.{self._rank.shard}"]
-        self._near = NearIndex(
-            self._backends.index,
-            records_max=config.near_records_max,
-            ttl_s=config.near_ttl_ms / 1000,
-            miss_ttl_s=config.near_miss_ttl_ms / 1000,
-            fields=self._fields,
-        )
         if self._role == "writer":
             save = SaveLimits(self._threads, config.save_queue_max, WAIT_S, "none", "bench")
             self._saver = Saver(
@@ -183,7 +172,7 @@ class ObjkvWorker(Worker):
         ]
 
     def lookup(self, names: Sequence[str]) -> int:
-        """As a scheduler asks, through the near-cache, which knows none of them."""
+        """As a scheduler asks."""
         count = len(self._fields)  # as the connector does: only what it reads was asked for
         found = self._find(names)
         return usable_chunks(found, (self._group,), TOKENS, lambda shards, *_: len(shards) == count)
@@ -195,7 +184,7 @@ class ObjkvWorker(Worker):
 
     def _find(self, names: Sequence[str]) -> list[Shards | None]:
         hashes = [bytes.fromhex(name) for name in names]
-        return self._near.find(NAMESPACE, hashes, self._fields)
+        return self._backends.index.find(NAMESPACE, hashes, self._fields)
 
     def _close_transfers(self) -> None:
         if self._saver is not None:

@@ -1,7 +1,7 @@
 """A replica's index and documents, by way of the agent: it needs no credentials for either.
 
-Lookups have a message of their own, and near caches that all replicas share. All other calls are
-rare, and are JSON: a verb and its arguments, with hashes as hex and records as an index writes
+Lookups have a message of their own, and a board of answers that all replicas read. All other calls
+are rare, and are JSON: a verb and its arguments, with hashes as hex and records as an index writes
 them. Only documents of a namespace and the operators' switch can be read or written, never
 payloads.
 """
@@ -11,9 +11,8 @@ import json
 import logging
 import re
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, replace
 from itertools import chain
 from threading import Lock, local
 from time import monotonic
@@ -27,9 +26,7 @@ from objkv.agent.prefetch import Prefetches, PrefetchOrder
 from objkv.cache.switch import SWITCH_PATH
 from objkv.errors import ObjkvError, StoreDenied, StoreError, StoreUnavailable, TransferError
 from objkv.index.base import ChunkEntry, Record, Savings, ShardRecord, Shards, WriteIndex
-from objkv.index.fields import WrittenShards, decode_shard, encode_shard, written_rows
-from objkv.index.guarded import GuardedIndex
-from objkv.index.near import NearIndex
+from objkv.index.fields import decode_shard, encode_shard, written_rows
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.stores.base import Buffer, WriteStore
 from objkv.telemetry import Trouble
@@ -40,7 +37,6 @@ _PREFETCH_MAX = 1024
 """Chunks in a call, which fit into a message."""
 _DOCUMENT = re.compile(rf"[0-9a-f]{{32}}/identity\.json|{re.escape(SWITCH_PATH)}")
 _RETRY_S = 1.0
-_CACHES_MAX = 32
 _FAILURES = ("StoreUnavailable", "StoreDenied", "StoreBusy", "LeftAlone")
 _INVALID = (
     ArithmeticError,
@@ -54,148 +50,69 @@ _INVALID = (
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
 Arguments = Mapping[str, Any]
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class NearLimits:
-    """Bounds of each near cache, see ``NearIndex``."""
-
-    records_max: int
-    ttl_s: float
-    miss_ttl_s: float
-
-
-class AnswerBlocks:
-    """Finds chunks in ``near``, and keeps blocks on a board as long as all their records are kept
-    there. Thread-safe."""
-
-    def __init__(
-        self,
-        near: NearIndex,
-        board: AnswerBoard,
-        namespace: str,
-        fields: tuple[str, ...],
-        *,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        """``near`` keeps records of these fields, by the same clock."""
-        self.near = near
-        self._board, self._scope = board, Scope(namespace, fields)
-        self._namespace, self._fields, self._clock = namespace, fields, clock
-
-    def find(
-        self, hashes: bytes, find: Callable[[Sequence[bytes]], Sequence[Shards | None]]
-    ) -> list[bytes]:
-        """Return the text of each block of the answer for these prefix hashes. ``find`` looks up
-        those that are not kept, in one call."""
-        now, generation = self._clock(), self._board.generation(self._scope)
-        blocks = self._scope.blocks(hashes)
-        keys = list(map(self._scope.key, blocks))
-        texts = [self._read(key, now) for key in keys]
-        unknown = [number for number, text in enumerate(texts) if text is None]
-        asked = [_divided(blocks[number]) for number in unknown]
-        found = iter(find(list(chain.from_iterable(asked))) if asked else ())
-        for number, part in zip(unknown, asked, strict=True):
-            shards = [next(found) for _ in part]
-            text = texts[number] = b"\n".join(written_rows(shards, self._fields))
-            ends_s = self.near.kept_until(self._namespace, part, shards)
-            if ends_s is not None:
-                span = ends_s - self.near.ttl_s, ends_s
-                self._board.write(keys[number], text, span, generation)
-        return [text for text in texts if text is not None]
-
-    def _read(self, key: bytes, now: float) -> bytes | None:
-        found = self._board.find(self._scope, key, now)
-        return None if found is None else self._board.read(key, found)
-
-
-def _divided(hashes: bytes) -> list[bytes]:
-    step = PREFIX_HASH_BYTES
-    return [hashes[at : at + step] for at in range(0, len(hashes), step)]
-
-
-class _WrittenIndex(GuardedIndex):
-    """Returns encoded shards, so that they are encoded once and not for each client."""
-
-    def find(
-        self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
-    ) -> list[Shards | None]:
-        """See ``ReadIndex.find``."""
-        names = tuple(fields)
-        return [
-            None if shards is None else _written(names, shards)
-            for shards in super().find(namespace, prefix_hashes, fields)
-        ]
-
-
-def _written(fields: tuple[str, ...], shards: Shards) -> WrittenShards:
-    if isinstance(shards, WrittenShards):
-        return shards
-    texts = [encode_shard(shards[name]) if name in shards else b"" for name in fields]
-    return WrittenShards(fields, texts)
+LookUp = Callable[[Sequence[bytes]], list[Shards | None]]
+Complete = Callable[[Sequence[bytes], LookUp], Sequence[Shards | None]]
+"""Looks up prefix hashes by the given function, and adds what is not stored yet."""
 
 
 class NodeLookups:
-    """Answers ``find`` from near caches of ``index``. Thread-safe."""
+    """Answers ``find`` from ``index``, and keeps blocks of answers on a board that replicas read.
+    Thread-safe."""
 
-    def __init__(self, index: WriteIndex, limits: NearLimits, board: AnswerBoard) -> None:
-        """``board``: remembered answers, which replicas read. This object closes it."""
-        self._index, self._limits, self.board = _WrittenIndex(index), limits, board
-        self._lock = Lock()
-        self._caches: OrderedDict[tuple[str, tuple[str, ...]], AnswerBlocks] = OrderedDict()
+    def __init__(
+        self,
+        index: WriteIndex,
+        board: AnswerBoard,
+        *,
+        ttl_s: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """``board``: this object closes it. ``ttl_s``: how long an answer is valid."""
+        self._index, self.board, self._ttl_s, self._clock = index, board, ttl_s, clock
 
     def find(
-        self, namespace: str, prefix_hashes: Sequence[bytes], fields: tuple[str, ...]
-    ) -> list[Shards | None]:
-        """See ``ReadIndex.find``."""
-        return self.blocks(namespace, fields).near.find(namespace, prefix_hashes, fields)
+        self, namespace: str, hashes: bytes, fields: tuple[str, ...], complete: Complete
+    ) -> list[bytes]:
+        """Return the text of each block of the answer for these prefix hashes. ``complete`` looks
+        up those that are not on the board. Only what the index has of all fields is kept there."""
+        scope, now = Scope(namespace, fields), self._clock()
+        generation = self.board.generation(scope)
+        blocks = scope.blocks(hashes)
+        keys = list(map(scope.key, blocks))
+        texts = [self._read(scope, key, now) for key in keys]
+        unknown = [number for number, text in enumerate(texts) if text is None]
+        asked = [_divided(blocks[number]) for number in unknown]
+        stored: dict[int, Shards] = {}
 
-    def blocks(self, namespace: str, fields: tuple[str, ...]) -> AnswerBlocks:
-        """Return the remembered answers to lookups of these fields."""
-        with self._lock:
-            cache = self._caches.get((namespace, fields))
-            if cache is None:
-                cache = AnswerBlocks(self._open(fields), self.board, namespace, fields)
-                self._caches[namespace, fields] = cache
-                if len(self._caches) > _CACHES_MAX:
-                    self._caches.popitem(last=False)
-            else:
-                self._caches.move_to_end((namespace, fields))
-        return cache
+        def look_up(some: Sequence[bytes]) -> list[Shards | None]:
+            found = self._index.find(namespace, some, fields)
+            stored.update((id(one), one) for one in found if one and len(one) == len(fields))
+            return found
 
-    def invalidate(self, namespace: str, prefix_hash: bytes) -> None:
-        """Discard the kept records of a chunk."""
-        self.published(namespace, prefix_hash)
+        found = iter(complete(list(chain.from_iterable(asked)), look_up) if asked else ())
+        for number, part in zip(unknown, asked, strict=True):
+            shards = [next(found) for _ in part]
+            text = texts[number] = b"\n".join(written_rows(shards, fields))
+            if self._ttl_s and all(id(one) in stored for one in shards):
+                self.board.write(keys[number], text, (now, now + self._ttl_s), generation)
+        return [text for text in texts if text is not None]
+
+    def invalidate(self, namespace: str, _prefix_hash: bytes) -> None:
+        """Look up the chunks of a namespace in the index again: a record of it was wrong."""
         self.board.discard(namespace)
-
-    def published(self, namespace: str, prefix_hash: bytes) -> None:
-        """Look up a chunk in the index again, which has a new record of it. The board keeps its
-        answers, none of which is that a chunk is missing."""
-        for cache in self._caches_of(namespace):
-            cache.near.invalidate(namespace, prefix_hash)
-
-    def doubt(self, namespace: str, prefix_hashes: Sequence[bytes]) -> None:
-        """Look chunks up again, although they were missing just now."""
-        for cache in self._caches_of(namespace):
-            cache.near.doubt(namespace, prefix_hashes)
 
     def close(self) -> None:
         """Close the board. Idempotent."""
         self.board.close()
 
-    def _caches_of(self, namespace: str) -> list[AnswerBlocks]:
-        with self._lock:
-            return [cache for (name, _), cache in self._caches.items() if name == namespace]
+    def _read(self, scope: Scope, key: bytes, now: float) -> bytes | None:
+        found = self.board.find(scope, key, now)
+        return None if found is None else self.board.read(key, found)
 
-    def _open(self, fields: tuple[str, ...]) -> NearIndex:
-        limits = self._limits
-        return NearIndex(
-            self._index,
-            records_max=limits.records_max,
-            ttl_s=limits.ttl_s,
-            fields=fields,
-            miss_ttl_s=limits.miss_ttl_s,
-        )
+
+def _divided(hashes: bytes) -> list[bytes]:
+    step = PREFIX_HASH_BYTES
+    return [hashes[at : at + step] for at in range(0, len(hashes), step)]
 
 
 class NodeCalls:

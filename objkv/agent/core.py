@@ -415,7 +415,7 @@ class Core:
             where = "hot_load_bytes" if fill.is_hot else "bulk_load_bytes"
             self._recorder.count(where, fill.header.nbytes)
             seconds = monotonic() - began - fill.waited_s if fill.is_whole else None
-            self._cache.note_load(claim, fill.header, hot=wanted.record.hot, seconds=seconds)
+            self._cache.note_load(fill.header, hot=wanted.record.hot, seconds=seconds)
         return MissReason.NONE
 
     def _reject(self, wanted: Wanted, *, corrupt: bool) -> None:

@@ -5,7 +5,7 @@ back are saved when they are seen a second time, see ``objkv.agent.unsaved``.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Event, Lock
 from time import monotonic
@@ -94,7 +94,6 @@ class NodeSaves:
             saved=self._saved,
             leased=lambda save: self._unsaved.leased_elsewhere(save.claim.key.path()),
         )
-        self.on_saved: Callable[[str, bytes], object] = lambda namespace, prefix_hash: None
         """Called for the chunk of a payload that was saved: from then on only the index has its
         record."""
         self._leased_bytes = 0
@@ -353,7 +352,6 @@ class NodeSaves:
         self._recorder.count(f"save_codec_{header.codec.partition('+')[0]}")
         key = header.claim.key
         if key.path() in self._unsaved and self._cache.was_published(key):
-            self.on_saved(key.namespace, key.prefix_hash)
             self._unsaved.saved(key.path())
         if self._codec == "auto":
             self._chooser(header).saved(seconds)

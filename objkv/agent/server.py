@@ -13,10 +13,9 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from threading import Lock, Thread
 
-from objkv.agent.calls import NodeCalls, NodeLookups
+from objkv.agent.calls import LookUp, NodeCalls, NodeLookups
 from objkv.agent.connections import LeaseHolder
 from objkv.agent.core import Core
 from objkv.agent.memory.arena import Arena, CellState
@@ -336,15 +335,13 @@ class AgentServer:
         namespace, hashes, fields = unpack_find(message)
         if not 0 < len(hashes) <= PREFIX_HASH_BYTES * find_max(len(fields)):
             raise ProtocolError(f"a lookup of {len(hashes)} bytes of hashes")
-        lookups, requests = self._parts.lookups, self._parts.requests
-        look_up = partial(lookups.find, namespace, fields=fields)
-        unsaved = self._core.residents.unsaved
+        requests, unsaved = self._parts.requests, self._core.residents.unsaved
 
-        def find(some: Sequence[bytes]) -> Sequence[Shards | None]:
+        def complete(some: Sequence[bytes], look_up: LookUp) -> Sequence[Shards | None]:
             found = unsaved.find(namespace, some, fields, look_up)
             return requests.complete(namespace, some, fields, found) if requests else found
 
-        answer = pack_found(lookups.blocks(namespace, fields).find(hashes, find))
+        answer = pack_found(self._parts.lookups.find(namespace, hashes, fields, complete))
         if answer is None:
             raise StoreError("the answer is too long")
         return answer

@@ -17,7 +17,6 @@ from objkv.agent.calls import (
     AgentCalls,
     AgentDocuments,
     AgentIndex,
-    NearLimits,
     NodeCalls,
     NodeLookups,
 )
@@ -60,17 +59,9 @@ _SWITCH_S = 5e-4
 and would wait for Python's usual 5 ms behind threads that fetch."""
 
 
-def cache_settings(config: Config, writer: str, *, promotes: bool = True) -> CacheSettings:
+def cache_settings(config: Config, writer: str) -> CacheSettings:
     """Return the cache's part of the settings."""
-    return CacheSettings(
-        writer,
-        config.ttl_s,
-        config.lease_ms,
-        config.hot_payload_bytes_max,
-        config.hot_save_bytes_max,
-        config.hot_promote_loads,
-        config.hot_promote_bytes_max if promotes else 0,
-    )
+    return CacheSettings(writer, config.ttl_s, config.lease_ms, config.hot_save_bytes_max)
 
 
 class AgentLink:
@@ -180,8 +171,10 @@ class NodeAgent:
         self._requested: RequestedPuts | None = None
         self._open(path, recorder, replace)
         self.saves = NodeSaves(self._cache, self.core.residents, self._save_limits(), recorder)
-        self.lookups = NodeLookups(self._backends.index, self._near_limits(), self._board)
-        self.saves.on_saved, self.core.on_rejected = self.lookups.published, self.lookups.invalidate
+        self.lookups = NodeLookups(
+            self._backends.index, self._board, ttl_s=config.lookup_ttl_ms / 1000
+        )
+        self.core.on_rejected = self.lookups.invalidate
         index = self._backends.index
         prefetches = Prefetches(self.core, index, self._backends.bulk)
         calls = NodeCalls(index, self._backends.bulk, prefetches, ttl_s=config.ttl_s)
@@ -197,7 +190,7 @@ class NodeAgent:
         """Put payloads that other nodes request, and request theirs."""
         index, name = self._backends.index, uuid4().hex[:16]
         self._requested = RequestedPuts(self.core, index, name, self.saves.announce, recorder)
-        return PutRequests(index, self.lookups, name, recorder)
+        return PutRequests(index, name, recorder)
 
     def _open_http(self, path: Path, prefetches: Prefetches) -> AgentHttp:
         config = self._config
@@ -276,12 +269,6 @@ class NodeAgent:
             folder = DiskFolder(local_path(config.agent_disk_url))
             disk = Disk(folder, config.agent_disk_bytes, "-".join(config.seals) or "plain")
         return Core(self._cache, self.arena, limits, recorder, disk=disk)
-
-    def _near_limits(self) -> NearLimits:
-        config = self._config
-        return NearLimits(
-            config.near_records_max, config.near_ttl_ms / 1000, config.near_miss_ttl_ms / 1000
-        )
 
     def _save_limits(self) -> NodeSaveLimits:
         config, far = self._config, is_far(self._config)

@@ -38,7 +38,6 @@ from objkv.stores.base import LifecycleRules, PruneStore, ReadStore
 from objkv.stores.guarded import STORE_VERBS, GuardedStore
 from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
-from objkv.stores.singleflight import SharedGets
 from objkv.telemetry import Recorder
 
 logger = logging.getLogger(__name__)
@@ -109,8 +108,7 @@ def open_bulk(
     on_change: OnChange | None = None,
     of_agent: bool = False,
 ) -> PruneStore:
-    """Open the bulk store. Concurrent gets of one key share one call of the guarded store.
-    ``of_agent``: see ``open_backends``."""
+    """Open the bulk store, guarded. ``of_agent``: see ``open_backends``."""
     wait_s = config.load_deadline_ms / 1000
     guard = Guard(
         "bulk",
@@ -121,16 +119,15 @@ def open_bulk(
         may_write=config.role != "reader",
     )
     place = _bulk_place(config, recorder, of_agent=of_agent)
-    return SharedGets(GuardedStore(place, guard), wait_s=wait_s)
+    return GuardedStore(place, guard)
 
 
 def open_hot(
     config: Config, recorder: Recorder, *, on_change: OnChange | None = None
 ) -> PruneStore | None:
-    """Open the hot store, or return None without Redis or with ``hot_payload_bytes_max`` 0. It is
-    guarded like the bulk store, but limited by its connections; payloads this small are not worth
-    sharing."""
-    if config.hot_payload_bytes_max == 0 or not config.index_url.startswith("redis"):
+    """Open the hot store, or return None without Redis or with ``hot_save_bytes_max`` 0. It is
+    guarded like the bulk store, but limited by its connections."""
+    if config.hot_save_bytes_max == 0 or not config.index_url.startswith("redis"):
         return None
     from objkv.assembly.redis import connect_redis
     from objkv.stores.redis import RedisStore

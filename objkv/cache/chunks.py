@@ -13,7 +13,6 @@ from enum import Enum
 from threading import Lock
 from time import monotonic
 
-from objkv.cache.promotion import HotLimits, Promoter, belongs_in_hot
 from objkv.cache.quota import Room, Unlimited
 from objkv.cache.speed import LinkSpeed
 from objkv.codec.payload import Claim, Header, header_bytes_needed, read_header
@@ -29,15 +28,16 @@ _PATHS_MAX = 65_536
 
 
 class HotCopies:
-    """The hot copies of payloads, by path. They are shortcuts that may disappear at any time.
-    Errors of the hot store are counted and treated as missing copies, never raised. Thread-safe."""
+    """The hot copies of payloads, by path: small ones are written there, too, when they are saved.
+    They are shortcuts that may disappear at any time. Errors of the hot store are counted and
+    treated as missing copies, never raised. Thread-safe."""
 
-    def __init__(self, store: WriteStore | None, limits: HotLimits, recorder: Recorder) -> None:
+    def __init__(self, store: WriteStore | None, bytes_max: int, recorder: Recorder) -> None:
+        """``bytes_max``: larger payloads have no copy."""
         self._store = store
-        self._limits = limits
+        self._bytes_max = bytes_max
         self._recorder = recorder
         self._lock = Lock()
-        self._lost: OrderedDict[str, None] = OrderedDict()
         self._distrusted: OrderedDict[str, None] = OrderedDict()
 
     def get_into(
@@ -52,10 +52,6 @@ class HotCopies:
             self._recorder.count("hot_errors")
             return None
         self._recorder.count("hot_misses" if nbytes is None else "hot_hits")
-        with self._lock:
-            self._lost.pop(path, None)
-            if nbytes is None:  # evicted, or expired before the record
-                _remember(self._lost, path)
         return nbytes
 
     def distrust(self, path: str) -> None:
@@ -64,14 +60,9 @@ class HotCopies:
         with self._lock:
             _remember(self._distrusted, path)
 
-    def is_lost(self, path: str) -> bool:
-        """Whether a promised copy was missing when it was last read."""
-        with self._lock:
-            return path in self._lost
-
     def has(self, path: str, nbytes: int) -> bool:
         """Whether there is a copy of this size. Costs a round trip."""
-        if self._store is None or nbytes > self._limits.payload_bytes_max:
+        if self._store is None or nbytes > self._bytes_max:
             return False
         if self._is_distrusted(path):
             return False
@@ -82,15 +73,9 @@ class HotCopies:
             return False
         return entry is not None and entry.nbytes == nbytes
 
-    def put(self, path: str, payload: Buffer, *, suspect: bool) -> bool:
-        """Make a copy if ``payload`` is small. Return whether there is one now. ``suspect``: the
-        earlier payload was corrupt, perhaps in its hot copy, so the copy is replaced even above
-        ``save_bytes_max``."""
-        if self._store is None:
-            return False
-        nbytes = len(payload)
-        mends = suspect and nbytes <= self._limits.payload_bytes_max
-        if not (mends or belongs_in_hot(nbytes, self._limits)):
+    def put(self, path: str, payload: Buffer) -> bool:
+        """Make a copy if ``payload`` is small. Return whether there is one now."""
+        if self._store is None or len(payload) > self._bytes_max:
             return False
         try:
             self._store.put(path, payload)
@@ -207,21 +192,7 @@ class CacheSettings:
     """Identifies this process in leases."""
     ttl_s: int
     lease_ms: int
-    hot_payload_bytes_max: int
-    hot_save_bytes_max: int = 256 << 10
-    hot_promote_loads: int = 3
-    hot_promote_bytes_max: int = 0
-    """Maximum bytes promoted within an hour; 0 disables promotion."""
-
-    @property
-    def hot_limits(self) -> HotLimits:
-        """The limits of the hot store."""
-        return HotLimits(
-            self.hot_payload_bytes_max,
-            self.hot_save_bytes_max,
-            self.hot_promote_loads,
-            self.hot_promote_bytes_max,
-        )
+    hot_save_bytes_max: int
 
 
 class ChunkCache:
@@ -243,7 +214,7 @@ class ChunkCache:
         """Seals payloads, and is required to use them; None if they are not sealed."""
         self._bulk = bulk
         self._room = room or Unlimited()
-        self._hot = HotCopies(hot, settings.hot_limits, recorder)
+        self._hot = HotCopies(hot, settings.hot_save_bytes_max, recorder)
         self._index = index
         self._settings = settings
         self._recorder = recorder
@@ -251,22 +222,8 @@ class ChunkCache:
         self._suspects: OrderedDict[str, None] = OrderedDict()
         self._saves = InFlightSaves()
         self._clock = clock
-        promotes = settings.hot_promote_bytes_max > 0
-        self._promoter = self._open_promoter(hot) if hot is not None and promotes else None
         self.link = LinkSpeed()
         """Recent speed of puts and gets of the bulk store."""
-
-    def _open_promoter(self, hot: WriteStore) -> Promoter:
-        return Promoter(
-            self._bulk,
-            hot,
-            self._index,
-            self._settings.hot_limits,
-            ttl_s=self._settings.ttl_s,
-            lease_ms=self._settings.lease_ms,
-            recorder=self._recorder,
-            seal=self.seal,
-        )
 
     def get_into(
         self,
@@ -366,30 +323,22 @@ class ChunkCache:
                 self._publish(claim, existing, hot=self._hot.has(path, existing.nbytes))
                 return SaveOutcome.EXISTED
         self._room.add(header.nbytes)
-        self._publish(claim, header, hot=self._hot.put(path, payload, suspect=suspect))
+        self._publish(claim, header, hot=self._hot.put(path, payload))
         return SaveOutcome.SAVED
 
-    def note_load(
-        self, claim: Claim, header: Header, *, hot: bool, seconds: float | None = None
-    ) -> None:
-        """Record that a payload was loaded, verified and copied to its blocks. Never waits, never
-        raises.
+    def note_load(self, header: Header, *, hot: bool, seconds: float | None) -> None:
+        """Record that a payload was loaded, verified and copied to its blocks.
 
-        ``hot``: whether its record promised a hot copy. Without one, or if that copy is missing,
-        frequent loads make the payload hot. ``seconds``: how long the bulk store took for its
-        bytes, if known.
+        ``hot``: whether its record promised a hot copy. ``seconds``: how long the bulk store took
+        for its bytes, if known.
         """
-        if hot and not self._hot.is_lost(claim.key.path()):
-            return
         if seconds is not None and not hot:
             self.link.gets.observe(header.nbytes, seconds)
-        if self._promoter is not None:
-            self._promoter.loaded(claim, header.nbytes)
 
     def close(self, deadline_s: float) -> bool:
-        """End background work. Return True if it ended within ``deadline_s``. Idempotent."""
+        """End background work without waiting. Idempotent."""
         self._room.close()
-        return self._promoter is None or self._promoter.close(deadline_s)
+        return True
 
     def reject(self, key: ChunkKey, records: Mapping[str, ShardRecord], *, corrupt: bool) -> None:
         """Forget the record of ``key``, because the payload was missing or ``corrupt``. Never

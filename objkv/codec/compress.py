@@ -7,7 +7,6 @@ blosc2's global thread count stays unchanged; every call here uses one thread.
 """
 
 import ctypes
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -15,13 +14,12 @@ from types import ModuleType
 from typing import Final
 
 import lz4.block
-import zstandard
 
 from objkv.errors import PayloadError
 
 Buffer = bytes | bytearray | memoryview
 
-CODECS: Final = ("none", "lz4", "zstd", "blosc", "blosclz4")
+CODECS: Final = ("none", "lz4", "blosc", "blosclz4")
 GAIN_MIN: Final = 0.10
 """A codec must save at least this share of a frame to be worth decoding; otherwise the frame is
 stored uncompressed."""
@@ -29,8 +27,6 @@ stored uncompressed."""
 PRIVATE_NAMES: Final = {"lz4.block": ("_block",)}
 """The binding's extension module, used to find the library inside it. Without it lz4 copies each
 frame."""
-_ZSTD_LEVEL = 1
-_ZSTD_WINDOW_BYTES_MAX = 8 << 20
 _INT_MAX = 2**31 - 1
 _BLOSC_HEADER_BYTES = 32
 _BLOSC_VERSION_MAX = 5
@@ -61,17 +57,6 @@ class _Shuffled:
 # 2026-11).
 _ZSTD = _Shuffled("ZSTD", level=1, block_bytes_max=1 << 20, flag=4, number=5)
 _LZ4 = _Shuffled("LZ4", level=9, block_bytes_max=0, flag=1, number=1)
-
-
-class _Contexts(threading.local):
-    """One zstd context of each kind per thread, because threads must not share them."""
-
-    def __init__(self) -> None:
-        self.encoder = zstandard.ZstdCompressor(level=_ZSTD_LEVEL)
-        self.decoder = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES_MAX)
-
-
-_contexts = _Contexts()
 
 
 def compress(codec: str, pages: memoryview, item_bytes: int) -> tuple[str, Buffer]:
@@ -142,26 +127,6 @@ def _lz4_decoder() -> Callable[[int, int, int, int], int] | None:
     decode.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
     decode.restype = ctypes.c_int
     return decode
-
-
-def _compress_zstd(pages: memoryview, _item_bytes: int) -> Buffer:
-    return _contexts.encoder.compress(pages)
-
-
-def _decompress_zstd(frame: memoryview, out: memoryview) -> None:
-    # ``ZstdDecompressor.decompress`` would allocate any length that the frame claims.
-    done = 0
-    try:
-        _check_length("zstd", zstandard.get_frame_parameters(frame).content_size, out)
-        with _contexts.decoder.stream_reader(frame) as reader:
-            while done < out.nbytes:
-                n = reader.readinto(out[done:])
-                if not n:
-                    break
-                done += n
-    except zstandard.ZstdError as exc:
-        raise PayloadError(f"zstd: {exc}") from exc
-    _check_length("zstd", done, out)
 
 
 def _compress_blosc(way: _Shuffled, pages: memoryview, item_bytes: int) -> Buffer:
@@ -235,13 +200,11 @@ def _blosc2() -> ModuleType:
 
 _COMPRESS: dict[str, Callable[[memoryview, int], Buffer]] = {
     "lz4": _compress_lz4,
-    "zstd": _compress_zstd,
     "blosc": partial(_compress_blosc, _ZSTD),
     "blosclz4": partial(_compress_blosc, _LZ4),
 }
 _DECOMPRESS: dict[str, Callable[[memoryview, memoryview], None]] = {
     "lz4": _decompress_lz4,
-    "zstd": _decompress_zstd,
     "blosc": partial(_decompress_blosc, _ZSTD),
     "blosclz4": partial(_decompress_blosc, _LZ4),
 }

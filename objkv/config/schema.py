@@ -29,7 +29,7 @@ _WITH_UNIT: Final = re.compile(r"[0-9][0-9.]{0,15} ?[A-Za-z]{1,3}")
 _CREDENTIAL: Final = r"^[\x21-\x7e]*$"
 _ONE_LINE: Final = r"^[^\x00-\x1f\x7f]*$"
 LoadMode = Literal["async", "layerwise", "auto"]
-CodecName = Literal["auto", "none", "lz4", "zstd", "blosc", "blosclz4"]
+CodecName = Literal["auto", "none", "lz4", "blosc", "blosclz4"]
 AdmissionMode = Literal["auto", "always", "never"]
 SavePolicy = Literal["auto", "all", "reused"]
 Role = Literal["reader", "writer", "sweeper"]
@@ -53,13 +53,13 @@ BASIC: Final = frozenset(
 TOPICS: Final = {
     "s3_ca_bundle": "Bulk store",
     "redis_ca_file": "Redis",
-    "hot_payload_bytes_max": "Hot store",
+    "hot_save_bytes_max": "Hot store",
     "model_id": "Model and weights",
     "quota_high_percent": "Eviction",
     "agent": "Node agent",
     "lookup_deadline_ms": "Deadlines",
     "load_threads": "Threads and queues",
-    "near_records_max": "Near cache and leases",
+    "lookup_ttl_ms": "Lookups and leases",
     "breaker_failures": "Circuit breakers",
     "at_start": "Failures",
     "store_tokens": "Audits, signatures and encryption",
@@ -166,16 +166,9 @@ class Config(BaseModel):
     on how much is left to compute."""
     save_decode: bool = False
     """Whether to save chunks that end in generated tokens, in addition to prompt chunks."""
-    hot_payload_bytes_max: int = Field(default=1 << 20, ge=0)
-    """Larger payloads never go to Redis. 0: no payload does. No effect without Redis."""
     hot_save_bytes_max: int = Field(default=256 << 10, ge=0)
-    """Payloads up to this size are copied to Redis when saved. Larger ones are copied only after
-    ``hot_promote_loads`` loads."""
-    hot_promote_loads: int = Field(default=3, ge=1)
-    """A payload that a worker loads from the bulk store this often in an hour is copied to
-    Redis."""
-    hot_promote_bytes_max: int = Field(default=256 << 20, ge=0)
-    """Maximum payload bytes that one worker promotes to Redis per hour. 0: none."""
+    """Payloads up to this size are also saved in Redis, and are read from there. 0: none is. No
+    effect without Redis."""
     tenant: str = Field(default="default", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Tenant name, a part of the identity. Tenants never share KV."""
     role: Role = "writer"
@@ -283,12 +276,8 @@ class Config(BaseModel):
     Further ones are dropped."""
     lookup_queue_max: int = Field(default=1024, ge=1)
     """Requests that may wait for a lookup. Further ones are misses."""
-    near_records_max: int = Field(default=65_536, ge=0)
-    """Index records in the near cache, which is in the scheduler's memory."""
-    near_ttl_ms: int = Field(default=30_000, ge=0)
-    """How long a record in the near cache is valid."""
-    near_miss_ttl_ms: int = Field(default=500, ge=0)
-    """How long the near cache remembers that a chunk is missing. 0: every lookup queries the
+    lookup_ttl_ms: int = Field(default=30_000, ge=0)
+    """How long a node's agent remembers which chunks are stored. 0: every lookup queries the
     index."""
     lease_ms: int = Field(default=30_000, ge=1)
     """How long a replica holds the lease to save a chunk."""
@@ -359,13 +348,6 @@ class Config(BaseModel):
             bulk_url = values.get("bulk_url")
             if isinstance(bulk_url, str) and bulk_url.strip().startswith("file:"):
                 return values | {"index_url": "bulk:"}
-        return values
-
-    @model_validator(mode="before")
-    @classmethod
-    def _a_reader_copies_nothing(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("role") == "reader":
-            return values | {"hot_promote_bytes_max": 0}
         return values
 
     @model_validator(mode="before")

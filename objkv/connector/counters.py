@@ -84,10 +84,6 @@ COUNTERS = {
     "lease_errors": "Failed calls to take or release a lease. The chunk was saved without one.",
     "forget_errors": "Records of missing or corrupt payloads that could not be removed.",
     "background_errors": "Failed background calls, such as marking a record as used.",
-    "hot_promotions": "Payloads copied to the hot store because they were loaded often.",
-    "hot_promoted_bytes": "Payload bytes copied to the hot store by promotion.",
-    "hot_promote_drops": "Promotions dropped because the queue was full.",
-    "hot_promote_errors": "Promotions that failed because of a store or a bad payload.",
     **{f"save_codec_{codec}": f"Payloads saved whose frames are all {codec}." for codec in CODECS},
     "save_codec_mixed": "Payloads saved with both compressed and uncompressed frames.",
     **{

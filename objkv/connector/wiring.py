@@ -32,9 +32,9 @@ def open_cache(
 
     Args:
         writer: the name of this process in leases.
-        read_once: payloads are usually read once, so none is promoted and no quota applies.
+        read_once: payloads are usually read once, so no quota applies.
     """
-    settings = cache_settings(config, writer, promotes=not read_once)
+    settings = cache_settings(config, writer)
     return ChunkCache(
         backends.bulk,
         backends.hot,

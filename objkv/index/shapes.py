@@ -16,9 +16,8 @@ from threading import Condition
 from typing import Final
 
 from objkv.errors import StoreError
-from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards
+from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards, WriteIndex
 from objkv.index.guarded import GuardedIndex
-from objkv.index.near import NearIndex
 
 SHAPES_HASH: Final = hashlib.sha256(b"objkv-shapes-1").digest()[:20]
 FIELDS_MAX: Final = 512
@@ -39,18 +38,17 @@ def is_shapes(record: Record) -> bool:
 
 
 class ShapesIndex(GuardedIndex):
-    """Queries ``near`` for the fields of all shapes in use, whatever fields the caller requests.
+    """Queries ``inner`` for the fields of all shapes in use, whatever fields the caller requests.
 
     Thread-safe. ``find`` is for background threads and may make one more query.
     """
 
     def __init__(
         self,
-        near: NearIndex,
+        inner: WriteIndex,
         own: Collection[str],
         *,
         readable: Callable[[str], bool],
-        complete: Callable[[Shards], bool],
         writes: bool,
         ttl_s: int,
         clock: Callable[[], float] = time.time,
@@ -58,14 +56,11 @@ class ShapesIndex(GuardedIndex):
         """Args:
         own: the fields that this replica writes.
         readable: whether another replica's field can belong to this model at all.
-        complete: whether some shards of a chunk are all that this replica needs.
         writes: whether to announce ``own``.
         """
-        super().__init__(near)
-        self._near = near
+        super().__init__(inner)
         self._own = tuple(sorted(own))
         self._readable = readable
-        self._complete = complete
         self._writes = writes
         self._ttl_s = ttl_s
         self._clock = clock
@@ -84,13 +79,13 @@ class ShapesIndex(GuardedIndex):
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
     ) -> list[Shards | None]:
         """Find the shards of all fields in use."""
-        found = self._near.find(namespace, prefix_hashes, self._in_use(namespace))
+        found = self._inner.find(namespace, prefix_hashes, self._in_use(namespace))
         if self.mixed and found and found[0]:
             self._found.update(found[0])
         return found
 
     def __repr__(self) -> str:
-        return f"<ShapesIndex {len(self._fields)} fields, of {self._near!r}>"
+        return f"<ShapesIndex {len(self._fields)} fields, of {self._inner!r}>"
 
     def _in_use(self, namespace: str) -> tuple[str, ...]:
         with self._changed:
@@ -127,12 +122,11 @@ class ShapesIndex(GuardedIndex):
         if fields != self._fields:
             self.mixed |= len(fields) > len(self._own)  # before any of their chunks are found
             self._fields = fields
-            self._near.keep_only(fields, self._complete)
 
     def _ask(self, namespace: str) -> tuple[str, ...]:
         """Return the fields in use. Announce this replica's fields, and those it found, when they
         get old."""
-        (record,) = self._near.lookup(namespace, [SHAPES_HASH])
+        (record,) = self._inner.lookup(namespace, [SHAPES_HASH])
         now_s = int(self._clock())
         ages = {f: now_s - s.created_s for f, s in (record.shards if record else {}).items()}
         used, self._found = self._found.difference(self._own), set()
@@ -141,7 +135,7 @@ class ShapesIndex(GuardedIndex):
         if stale := [f for f in used if ages.get(f, self._ttl_s) >= self._ttl_s // 4]:
             empty = ShardRecord(0, 0, "none", False, "", now_s)
             entry = ChunkEntry(namespace, SHAPES_HASH, SHAPES_HASH, 0, 1)
-            self._near.publish(entry, dict.fromkeys(stale, empty), ttl_s=self._ttl_s)
+            self._inner.publish(entry, dict.fromkeys(stale, empty), ttl_s=self._ttl_s)
         ages |= dict.fromkeys(stale, 0)
         others = [f for f in ages if f not in self._own and self._readable(f)]
         alive = sorted(f for f in others if ages[f] < self._ttl_s)

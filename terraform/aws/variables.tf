@@ -145,7 +145,7 @@ variable "redis_auth_token_update_strategy" {
 }
 
 variable "redis_node_type" {
-  description = "Node type of the index. A record takes a few hundred bytes, and a copy of a hot payload up to hot_payload_bytes_max."
+  description = "Node type of the index. A record takes a few hundred bytes, and a copy of a hot payload up to hot_save_bytes_max."
   type        = string
   default     = "cache.r7g.large"
 }

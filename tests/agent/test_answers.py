@@ -3,7 +3,6 @@
 import itertools
 import mmap
 import os
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from threading import Event, Thread
@@ -12,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from objkv.agent.calls import AnswerBlocks, NearLimits, NodeLookups
+from objkv.agent.calls import LookUp, NodeLookups
 from objkv.agent.memory.answers import BLOCK_MAX, TEXT_AT, TEXT_BYTES_MAX, AnswerBoard, Scope
 from objkv.agent.messages import (
     MESSAGE_BYTES_MAX,
@@ -27,7 +26,6 @@ from objkv.errors import TransferError
 from objkv.index.base import ChunkEntry, ShardRecord, Shards
 from objkv.index.fields import WrittenShards, encode_shard, written_rows
 from objkv.index.memory import MemoryIndex
-from objkv.index.near import NearIndex
 
 NAMESPACE = "0123456789abcdef" * 2
 FIELDS = ("0.L0-2_H0-2", "1.L0-2_H0-2")
@@ -53,10 +51,7 @@ class World:
         self.asked = 0
         self.board = AnswerBoard.create()
         self.board.vouch(2e9)
-        self.near = NearIndex(
-            self.index, records_max=1000, ttl_s=TTL_S, fields=FIELDS, clock=lambda: self.now
-        )
-        self.blocks = AnswerBlocks(self.near, self.board, NAMESPACE, FIELDS, clock=lambda: self.now)
+        self.lookups = NodeLookups(self.index, self.board, ttl_s=TTL_S, clock=lambda: self.now)
         self.scope = Scope(NAMESPACE, FIELDS)
         self.reader = AnswerBoard.join(os.dup(self.board.fd))
 
@@ -74,12 +69,11 @@ class World:
 
     def invalidate(self, number: int) -> None:
         """What the agent does when a record has changed."""
-        self.near.invalidate(NAMESPACE, hashed(number))
-        self.board.discard(NAMESPACE)
+        self.lookups.invalidate(NAMESPACE, hashed(number))
 
     def find(self, numbers: Sequence[int]) -> list[Shards | None]:
         """Look up chunks by a message."""
-        texts = self.blocks.find(joined(numbers), self.look_up)
+        texts = self.lookups.find(NAMESPACE, joined(numbers), FIELDS, self.complete)
         return self._read(numbers, unpack_found(pack_found(texts) or b"", len(texts)))
 
     def kept(self, numbers: Sequence[int]) -> list[Shards | None] | None:
@@ -94,10 +88,10 @@ class World:
             texts.append(text)
         return self._read(numbers, texts)
 
-    def look_up(self, hashes: Sequence[bytes]) -> Sequence[Shards | None]:
-        """Ask the near cache."""
+    def complete(self, hashes: Sequence[bytes], look_up: LookUp) -> Sequence[Shards | None]:
+        """Ask the index only."""
         self.asked += len(hashes)
-        return self.near.find(NAMESPACE, hashes, FIELDS)
+        return look_up(hashes)
 
     def _read(self, numbers: Sequence[int], texts: Sequence[bytes]) -> list[Shards | None]:
         blocks = self.scope.blocks(joined(numbers))
@@ -160,57 +154,51 @@ def test_a_block_ends_with_its_records(world: World, change: str) -> None:
     world.publish(*numbers)
     world.find(numbers)
     world.publish(3, version=1)
-    assert plain(world.kept(numbers))[3] == dict.fromkeys(FIELDS, record(3))  # as in a near cache
+    assert plain(world.kept(numbers))[3] == dict.fromkeys(FIELDS, record(3))
     if change == "invalidated":
         world.invalidate(3)
     else:
         world.now += TTL_S if change == "ended" else -1
     assert world.kept(numbers) is None
-    if change == "clock set back":
-        world.now -= TTL_S  # the near cache sees it, too
     for _ in range(3):
         assert plain(world.find(numbers))[3] == dict.fromkeys(FIELDS, record(1003))
     assert plain(world.kept(numbers))[3] == dict.fromkeys(FIELDS, record(1003))
-
-
-def test_a_save_leaves_answers_about_stored_chunks_on_the_board(world: World) -> None:
-    """A node that saves all the time would otherwise ask for everything again."""
-    lookups = NodeLookups(world.index, NearLimits(1000, TTL_S, 0.5), world.board)
-    world.publish(*range(4))
-    hashes = joined(range(4))
-    blocks = lookups.blocks(NAMESPACE, FIELDS)
-    blocks.find(hashes, lambda some: lookups.find(NAMESPACE, some, FIELDS))
-    key = world.scope.key(hashes)
-    assert world.board.find(world.scope, key, time.time()) is not None
-    lookups.published(NAMESPACE, hashed(9))
-    assert world.board.find(world.scope, key, time.time()) is not None
-    lookups.invalidate(NAMESPACE, hashed(9))
-    assert world.board.find(world.scope, key, time.time()) is None
 
 
 def test_a_record_that_is_discarded_while_it_is_looked_up_is_not_kept(world: World) -> None:
     numbers = range(BLOCK_MAX)
     world.publish(*numbers)
 
-    def find(hashes: Sequence[bytes]) -> Sequence[Shards | None]:
-        found = world.look_up(hashes)
+    def complete(hashes: Sequence[bytes], look_up: LookUp) -> Sequence[Shards | None]:
+        found = look_up(hashes)
         world.publish(3, version=1)
         world.invalidate(3)
         return found
 
-    world.blocks.find(joined(numbers), find)
+    world.lookups.find(NAMESPACE, joined(numbers), FIELDS, complete)
     assert world.kept(numbers) is None
     assert plain(world.find(numbers))[3] == dict.fromkeys(FIELDS, record(1003))
 
 
-def test_records_of_another_cache_are_not_kept(world: World) -> None:
-    """One that is not used any more, and missed that they have changed."""
-    numbers = range(BLOCK_MAX)
-    world.publish(*numbers)
-    world.near.find(NAMESPACE, [hashed(number) for number in numbers], FIELDS)
-    world.publish(3, version=1)
-    world.board.discard(NAMESPACE)
-    world.blocks.find(joined(numbers), lambda hashes: world.index.find(NAMESPACE, hashes, FIELDS))
+@pytest.mark.parametrize("stored", [(), FIELDS[:1]])
+def test_what_the_index_does_not_have_of_all_fields_is_not_kept(
+    world: World, stored: Sequence[str]
+) -> None:
+    """A payload that the node holds back, or a shard of two that will follow, may be gone soon."""
+    numbers, held = range(BLOCK_MAX), dict.fromkeys(FIELDS, record(3))
+    for number in numbers:
+        if number != 3:
+            world.publish(number)
+    if stored:
+        entry = ChunkEntry(NAMESPACE, hashed(3), bytes(20), 0, 16)
+        world.index.publish(entry, {name: held[name] for name in stored}, ttl_s=3_600)
+
+    def complete(hashes: Sequence[bytes], look_up: LookUp) -> Sequence[Shards | None]:
+        found = look_up(hashes)
+        return [*found[:3], {**held, **(found[3] or {})}, *found[4:]]
+
+    texts = world.lookups.find(NAMESPACE, joined(numbers), FIELDS, complete)
+    assert b"" not in texts[0].split(b"\n")
     assert world.kept(numbers) is None
 
 

@@ -129,7 +129,7 @@ def files(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "disk" / module.FOLDER).glob("*.*"))
 
 
-@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("codec", ["none", "blosc"])
 def test_what_was_loaded_comes_back_from_disk(
     codec: str, make: Callable[..., DiskNode], tmp_path: Path
 ) -> None:

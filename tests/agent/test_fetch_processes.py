@@ -32,7 +32,7 @@ from tests.support.waiting import PATIENCE_S, wait_until
 CHUNKS, TOGETHER = 6, 2
 TOKENS = tuple(range(CHUNKS * CHUNK))
 LAYERS = [LayerSpec(f"l.{number}", "BF16", (2, 2, 64, 1024)) for number in range(2)]
-CODECS = ["none", "zstd"]
+CODECS = ["none", "blosc"]
 
 
 @pytest.fixture(scope="module")

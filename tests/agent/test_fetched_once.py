@@ -14,7 +14,7 @@ from tests.support.servers.s3_stores import s3_store
 READERS, CHUNKS = 8, 16
 
 
-@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("codec", ["none", "blosc"])
 def test_eight_readers_cost_the_bytes_of_one(codec: str) -> None:
     gets: Counter[str] = Counter()
 

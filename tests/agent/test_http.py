@@ -69,7 +69,7 @@ def counts(answer: dict[str, int]) -> tuple[int, int, int]:
 
 def test_a_prompt_is_prefetched_and_then_read_from_memory(node: Node, router: Router) -> None:
     save_identity(node.store)
-    wanted = node.save(codec="zstd")
+    wanted = node.save(codec="blosc")
     nbytes = sum(one.record.raw_bytes for one in wanted)
     matched = {"chunks": 3, "stored": 3, "resident": 0, "tokens": 48, "payloads": 3}
     matched |= {"payload_bytes": nbytes, "resident_payloads": 0, "resident_bytes": 0}

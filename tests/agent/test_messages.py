@@ -23,7 +23,7 @@ RECORDS = st.builds(
     ShardRecord,
     nbytes=st.integers(0, 2**40),
     raw_bytes=st.integers(0, 2**40),
-    codec=st.sampled_from(["none", "zstd", "none+aes256gcm", "mixed"]),
+    codec=st.sampled_from(["none", "blosc", "none+aes256gcm", "mixed"]),
     hot=st.booleans(),
     header_checksum=st.text("0123456789abcdef", min_size=32, max_size=32),
     created_s=st.integers(0, 2**40),

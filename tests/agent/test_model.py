@@ -65,7 +65,7 @@ class Peer:
 class AgentMachine(RuleBasedStateMachine):
     """Its rules are what clients, the store and a router do."""
 
-    @initialize(codec=st.sampled_from(["none", "zstd"]))
+    @initialize(codec=st.sampled_from(["none", "blosc"]))
     def begin(self, codec: str) -> None:
         """An agent without clients."""
         self.node = Node(memory=ROOM * 2 * PAGE, threads=2)

@@ -48,7 +48,7 @@ class Pair:
         shared: dict[str, Any] = {"store": self.store, "index": self.index, "requests": True}
         self.first: Any = first(*given, **shared, **options)
         wait_until(lambda: self.first.name != "")
-        self.second = Holder(**shared, miss_ttl_s=30.0, clock=self.clock)
+        self.second = Holder(**shared, clock=self.clock)
 
     def look(self, made: Sequence[bytes]) -> list[Shards | None]:
         """What a client of the second node finds."""
@@ -350,7 +350,7 @@ def test_a_payload_is_put_once_however_many_look_for_it(make: Callable[..., Pair
     claims = [read_header(payload).claim for payload in made]
     hashes = [claim.key.prefix_hash for claim in claims]
     for number in range(5):
-        other = PutRequests(pair.index, pair.second.lookups, f"n{number}", pair.second.recorder)
+        other = PutRequests(pair.index, f"n{number}", pair.second.recorder)
         other.complete(NAMESPACE, hashes, (claims[0].key.field,), [None] * 8)
     pair.look(made)
     wait_until(lambda: len(pair.second.find(made)) == 8)

@@ -28,7 +28,7 @@ Form = Literal["plain", "signed", "encrypted"]
 FORMS = [
     pytest.param(form, codec, urgency, id=f"{form} {codec} {urgency.name.lower()}")
     for form in ("plain", "signed", "encrypted")
-    for codec in ("none", "zstd")
+    for codec in ("none", "blosc")
     for urgency in (Urgency.IN_STEP, Urgency.BETWEEN_STEPS)
 ]
 
@@ -170,7 +170,7 @@ def test_a_payload_waits_for_memory_without_a_get(
 def test_a_longer_header_than_that_of_the_last_payload_takes_more_memory(
     pages: int, form: Form, urgency: Urgency, make: Make
 ) -> None:
-    scarce = make(form, "zstd", pages)
+    scarce = make(form, "blosc", pages)
     scarce.with_long_header(1)
     assert scarce.is_right(scarce.open(0, urgency))
     held = scarce.hold(2)
@@ -185,7 +185,7 @@ def test_a_longer_header_than_that_of_the_last_payload_takes_more_memory(
     assert scarce.is_right(scarce.open(0, urgency))
 
 
-@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("codec", ["none", "blosc"])
 def test_a_record_that_promises_too_much_costs_only_its_own_load(codec: str, make: Make) -> None:
     scarce = make("plain", codec, 4)
     assert scarce.is_right(scarce.open(0, Urgency.IN_STEP))

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from objkv.agent.calls import NearLimits, NodeCalls, NodeLookups
+from objkv.agent.calls import NodeCalls, NodeLookups
 from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.fill import Wanted
@@ -84,14 +84,13 @@ class Node:
         disk: Disk | None = None,
         keeps_all: bool = False,
         holds_back: bool = False,
-        miss_ttl_s: float = 0.0,
         saves_max: int = 100,
         requests: bool = False,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.store: Any = store or WatchedStore()
         self.index, self.recorder = index or MemoryIndex(), MemoryRecorder()
-        settings = CacheSettings("agent", ttl_s=3600, lease_ms=60_000, hot_payload_bytes_max=0)
+        settings = CacheSettings("agent", ttl_s=3600, lease_ms=60_000, hot_save_bytes_max=0)
         self.cache = ChunkCache(self.store, None, self.index, settings, self.recorder, seal=seal)
         self.arena = Arena.create(memory)
         limits = CoreLimits(threads, queue_max, keeps_all)
@@ -103,18 +102,16 @@ class Node:
             NodeSaveLimits(2, saves_max, PATIENCE_S, codec, far=True, holds_back=holds_back),
             self.recorder,
         )
-        self.lookups = NodeLookups(
-            self.index, NearLimits(1000, 30.0, miss_ttl_s), AnswerBoard.create()
-        )
+        self.lookups = NodeLookups(self.index, AnswerBoard.create(), ttl_s=30.0)
         self.lookups.board.vouch(FAR_S)
-        self.saves.on_saved = self.core.on_rejected = self.lookups.invalidate
+        self.core.on_rejected = self.lookups.invalidate
         self.name = ""
         """Under which others may request what it holds back."""
         self.requests: PutRequests | None = None
         self.requested: RequestedPuts | None = None
         if requests:
             name = f"node-{next(_numbers)}"
-            self.requests = PutRequests(self.index, self.lookups, name, self.recorder, clock=clock)
+            self.requests = PutRequests(self.index, name, self.recorder, clock=clock)
             self.requested = RequestedPuts(
                 self.core, self.index, name, self._announce, self.recorder
             )

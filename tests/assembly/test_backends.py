@@ -78,7 +78,7 @@ def test_opening_creates_nothing_and_connects_to_nobody(tmp_path: Path) -> None:
 def test_each_place_has_one_guard_with_the_bounds_that_the_settings_give(tmp_path: Path) -> None:
     config = config_of(tmp_path, index_url=NOBODY, bulk_calls_max=7)
     with open_backends(config, NullRecorder()) as backends:
-        assert order(repr(backends.bulk), ["SharedGets", "GuardedStore", "LocalStore"])
+        assert order(repr(backends.bulk), ["GuardedStore", "LocalStore"])
         assert "closed, 7 calls, of" in repr(backends.bulk)
         for backend, kind in ((backends.hot, "Store"), (backends.index, "Index")):
             assert order(
@@ -117,7 +117,7 @@ def test_index_and_payloads_are_on_connections_of_their_own(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "changes", [{"index_url": "memory:"}, {"index_url": NOBODY, "hot_payload_bytes_max": 0}]
+    "changes", [{"index_url": "memory:"}, {"index_url": NOBODY, "hot_save_bytes_max": 0}]
 )
 def test_there_is_no_hot_store_without_redis_or_payloads(
     tmp_path: Path, changes: dict[str, Any]

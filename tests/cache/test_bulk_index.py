@@ -87,7 +87,7 @@ def test_records_for_operators_are_what_the_headers_say(
     store: LocalStore, index: BulkIndex
 ) -> None:
     save_identity(store)
-    [first, *_] = save(store, None, shards=(LEFT, RIGHT), codec="zstd")
+    [first, *_] = save(store, None, shards=(LEFT, RIGHT), codec="blosc")
     [record] = index.lookup(NAMESPACE, HASHES[:1])
     assert record is not None
     assert (record.parent_hash, record.token_start, record.token_end) == (
@@ -99,7 +99,7 @@ def test_records_for_operators_are_what_the_headers_say(
     payload = store.get(first.path())
     assert payload is not None
     assert record.shards[SIDES[0]].header_checksum == read_header(payload).checksum
-    assert record.shards[SIDES[0]].codec == "zstd"
+    assert record.shards[SIDES[0]].codec == "blosc"
     assert {one.prefix_hash for one in index.scan(NAMESPACE)} == set(HASHES)
     assert index.namespaces() == [NAMESPACE]
     assert index.lookup(NAMESPACE, [b"\x09" * 20]) == [None]
@@ -171,7 +171,7 @@ def test_two_who_save_one_chunk_leave_one_payload(store: LocalStore, index: Bulk
     header = read_header(payload)
     outcomes = []
     for writer in ("a", "b"):
-        settings = CacheSettings(writer, ttl_s=1, lease_ms=1, hot_payload_bytes_max=0)
+        settings = CacheSettings(writer, ttl_s=1, lease_ms=1, hot_save_bytes_max=0)
         cache = ChunkCache(store, None, index, settings, MemoryRecorder())
         assert cache.take_lease(key)
         outcomes.append(cache.save(header.claim, payload, header))
@@ -189,7 +189,7 @@ def test_what_one_replica_found_corrupt_is_saved_anew(
     file.write_bytes(payload[:-1] + bytes([payload[-1] ^ 1]))
     header = read_header(payload)
     claim: Claim = header.claim
-    settings = CacheSettings("w", ttl_s=1, lease_ms=1, hot_payload_bytes_max=0)
+    settings = CacheSettings("w", ttl_s=1, lease_ms=1, hot_save_bytes_max=0)
     cache = ChunkCache(store, None, index, settings, MemoryRecorder())
     [shards, *_] = index.find(NAMESPACE, HASHES, [FIELD])
     assert shards is not None

@@ -22,7 +22,7 @@ HEADER = read_header(PAYLOAD)
 @pytest.mark.parametrize(("save_max", "hot"), [(len(PAYLOAD), True), (len(PAYLOAD) - 1, False)])
 def test_only_a_small_payload_becomes_hot_when_it_is_saved(save_max: int, hot: bool) -> None:
     store, index = MemoryStore(), MemoryIndex()
-    settings = CacheSettings("w", 60, 1000, 1 << 20, hot_save_bytes_max=save_max)
+    settings = CacheSettings("w", 60, 1000, save_max)
     cache = ChunkCache(MemoryStore(), store, index, settings, MemoryRecorder())
     assert cache.save(CLAIM, PAYLOAD, HEADER) is SaveOutcome.SAVED
     assert (store.get(PATH) is not None) is hot
@@ -58,12 +58,11 @@ def test_a_put_tells_how_fast_the_link_is_and_one_that_sent_nothing_does_not() -
 def test_a_load_tells_how_fast_bulk_is_but_not_when_it_came_from_hot() -> None:
     settings = CacheSettings("w", 60, 1000, 0)
     cache = ChunkCache(MemoryStore(), None, MemoryIndex(), settings, MemoryRecorder())
-    cache.note_load(CLAIM, HEADER, hot=True, seconds=1.0)
-    cache.note_load(CLAIM, HEADER, hot=False)
+    cache.note_load(HEADER, hot=True, seconds=1.0)
+    cache.note_load(HEADER, hot=False, seconds=None)
     assert cache.link.gets.count == 0
-    cache.note_load(CLAIM, HEADER, hot=False, seconds=1.0)
+    cache.note_load(HEADER, hot=False, seconds=1.0)
     assert cache.link.gets.bytes_per_s == pytest.approx(HEADER.nbytes)
-    assert cache.close(0.0)
 
 
 def shard_of(index: MemoryIndex) -> ShardRecord:
@@ -98,13 +97,14 @@ def test_a_hot_copy_that_fails_to_tell_is_not_promised() -> None:
     assert recorder.value("hot_errors") == 1
 
 
-def test_mending_a_corrupt_payload_mends_its_hot_copy_whatever_its_size() -> None:
+@pytest.mark.parametrize("save_max", [len(PAYLOAD), 0])
+def test_mending_a_corrupt_payload_mends_its_hot_copy_or_promises_none(save_max: int) -> None:
     bulk, hot, index = MemoryStore(), MemoryStore(), MemoryIndex()
-    settings = CacheSettings("w", 60, 1000, len(PAYLOAD), hot_save_bytes_max=0)
+    settings = CacheSettings("w", 60, 1000, save_max)
     cache = ChunkCache(bulk, hot, index, settings, MemoryRecorder())
     bulk.put(PATH, PAYLOAD)
     hot.put(PATH, b"not " + PAYLOAD[4:])
     cache.reject(CLAIM.key, {}, corrupt=True)
     cache.save(CLAIM, PAYLOAD, HEADER)
-    assert hot.get(PATH) == PAYLOAD
-    assert shard_of(index).hot
+    assert shard_of(index).hot is bool(save_max)
+    assert not save_max or hot.get(PATH) == PAYLOAD

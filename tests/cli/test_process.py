@@ -47,7 +47,7 @@ HEAVY = {
     "opentelemetry", "prometheus_client", "redis", "safetensors", "tokenizers", "torch", "urllib3",
     "vllm",
 }  # fmt: skip
-SLOW = HEAVY | {"pydantic", "rich", "lz4", "sqlite3", "ssl", "xxhash", "zstandard"}
+SLOW = HEAVY | {"pydantic", "rich", "lz4", "sqlite3", "ssl", "xxhash"}
 MODULES_MAX = 200
 """Mostly those of Python and typer: 148 on 2026-11-22. All commands together import 1,000."""
 HELP_MODULES_MAX = 500

@@ -32,7 +32,7 @@ def put(machine: Machine, identity: Identity, seal: Seal | None) -> ChunkKey:
     key = ChunkKey(namespace, b"\x07" * 20, 0, WHOLE)
     claim = Claim(key, root_hash(namespace), 0, CHUNK)
     payload = encode(
-        claim, LAYERS, pages_of(LAYERS), codec="zstd", provenance=PROVENANCE, seal=seal
+        claim, LAYERS, pages_of(LAYERS), codec="blosc", provenance=PROVENANCE, seal=seal
     )
     machine.bulk.put(key.path(), payload)
     chunk = ChunkEntry(namespace, key.prefix_hash, claim.parent_hash, 0, CHUNK)

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import lz4.block
 import pytest
-import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,7 +68,6 @@ def test_a_frame_of_garbage_raises_nothing_but_payload_errors(codec: str, frame:
 
 def test_a_bomb_is_refused() -> None:
     nothing = bytes(64 << 20)
-    assert decoded("zstd", zstandard.compress(nothing), 1 << 16) is None
     assert decoded("lz4", lz4.block.compress(nothing, store_size=False), 1 << 16) is None
     for codec in ("blosc", "blosclz4"):
         bomb = bytearray(compress(codec, memoryview(nothing), 2)[1])
@@ -78,15 +76,6 @@ def test_a_bomb_is_refused() -> None:
         bomb[4:8] = (1 << 16).to_bytes(4, "little")
         result = decoded(codec, bytes(bomb), 1 << 16)
         assert result is None or result == bytes(1 << 16)
-
-
-@pytest.mark.parametrize("content_bytes", [0, 1, 1 << 40, 2**64 - 3])
-def test_a_zstd_frame_that_claims_another_length_is_refused(content_bytes: int) -> None:
-    head = b"\x28\xb5\x2f\xfd" + b"\xc0" + b"\x60" + content_bytes.to_bytes(8, "little")
-    block = (len(PAGES) << 3 | 0b011).to_bytes(3, "little") + b"a"
-    honest = head[:6] + len(PAGES).to_bytes(8, "little") + block
-    assert decoded("zstd", honest, len(PAGES)) == b"a" * len(PAGES)
-    assert decoded("zstd", head + block, len(PAGES)) is None
 
 
 @pytest.mark.parametrize(
@@ -229,7 +218,7 @@ def test_what_nothing_can_be_divided_by_is_no_scale(number: float) -> None:
         scales_text(1.0, number)
 
 
-@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("codec", ["none", "blosc"])
 def test_the_header_says_the_scales_of_each_layer(codec: str) -> None:
     payload = payload_of(SCALED, codec)
     assert open_payload(payload, CLAIM, SCALED).frames.layers == SCALED
@@ -240,7 +229,7 @@ def test_the_header_says_the_scales_of_each_layer(codec: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("codec", ["none", "blosc"])
 @pytest.mark.parametrize("layer", range(len(LAYERS)))
 def test_pages_of_other_scales_are_refused(layer: int, codec: str) -> None:
     """Also if only one of them has scales: the divisor is then unknown."""

@@ -143,7 +143,7 @@ TOLD: dict[str, Change] = {
 """Values for audits, which only a signature protects."""
 
 
-@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("codec", ["none", "blosc"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", [*CLAIMED, *TOLD])
 def test_nothing_that_a_payload_says_can_be_changed(name: str, kind: str, codec: str) -> None:
@@ -348,7 +348,7 @@ def test_a_header_with_two_signatures_is_refused() -> None:
         read_header(rechecked(head), seal=SEALS["signed"])
 
 
-def test_a_hot_copy_that_was_forged_is_found_before_it_is_made() -> None:
+def test_frames_that_were_forged_are_found() -> None:
     """``check_frames`` looks at what a signature vouches for, not at checksums."""
     payload = bytearray(make(SEALS["signed"]))
     header = read_header(payload, seal=SEALS["signed"])
@@ -357,7 +357,7 @@ def test_a_hot_copy_that_was_forged_is_found_before_it_is_made() -> None:
         check_frames(header, payload)
 
 
-@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("codec", ["none", "blosc"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_who_finds_other_bytes_of_the_same_checksum_has_found_nothing(
     kind: str, codec: str, monkeypatch: pytest.MonkeyPatch

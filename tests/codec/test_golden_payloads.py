@@ -7,7 +7,7 @@ import pytest
 from objkv.codec.payload import encode, frame_pages, open_payload
 from tests.vectors.make_payloads import CLAIM, FOLDER, LAYERS, PROVENANCE, SEALS, golden, pages_of
 
-COMPRESSED = ["lz4", "zstd", "blosc", "blosclz4"]
+COMPRESSED = ["lz4", "blosc", "blosclz4"]
 
 
 @pytest.mark.parametrize("name", ["none", "tokens", "untyped", "scales", *SEALS])
@@ -39,10 +39,10 @@ def test_compressed_headers_differ_from_the_golden_ones_in_lengths_and_checksums
     assert (then.data_start, then.raw_bytes) == (now.data_start, now.raw_bytes)
 
 
-@pytest.mark.parametrize("name", [*SEALS, "zstd-signed-encrypted"])
+@pytest.mark.parametrize("name", [*SEALS, "blosc-signed-encrypted"])
 def test_what_was_sealed_then_is_opened_today(name: str) -> None:
     payload = (FOLDER / f"{name}.safetensors").read_bytes()
-    header = open_payload(payload, CLAIM, LAYERS, seal=SEALS[name.removeprefix("zstd-")])
+    header = open_payload(payload, CLAIM, LAYERS, seal=SEALS[name.removeprefix("blosc-")])
     scratch = memoryview(bytearray(1 << 16))
     for index, layer in enumerate(LAYERS):
         assert bytes(frame_pages(header, index, payload, scratch)) == pages_of(layer)

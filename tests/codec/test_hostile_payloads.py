@@ -263,7 +263,7 @@ def test_a_layer_beyond_the_bound_is_refused_before_anything_is_allocated() -> N
 @given(st.text(max_size=60))
 @example("")
 def test_any_text_in_place_of_a_frame_is_refused(text: str) -> None:
-    document, frames = split(SAMPLES["zstd"])
+    document, frames = split(SAMPLES["blosc"])
     document["__metadata__"]["frame.0"] = text  # type: ignore[index]
     assert is_refused(join(json.dumps(document, separators=(",", ":")).encode(), frames))
 
@@ -289,11 +289,11 @@ def test_no_payload_takes_much_memory_or_time_to_refuse(tmp_path: Path) -> None:
 def test_more_pages_than_any_reader_wants_are_refused_and_not_written() -> None:
     shape = (LAYER_BYTES_MAX // 2**18, 2, 2**16, 1)
     many = [LayerSpec(str(i), "BF16", shape) for i in range(RAW_BYTES_MAX // LAYER_BYTES_MAX + 1)]
-    stored = [Stored(layer, "zstd", b"x") for layer in many]
+    stored = [Stored(layer, "blosc", b"x") for layer in many]
     assert read_header(payload_of(stored[:-1])).raw_bytes == RAW_BYTES_MAX
     with pytest.raises(PayloadError, match="the pages exceed"):
         read_header(payload_of(stored))
-    frames = [Frame(layer, "zstd", i, 1, "0" * 32, "0" * 32) for i, layer in enumerate(many)]
+    frames = [Frame(layer, "blosc", i, 1, "0" * 32, "0" * 32) for i, layer in enumerate(many)]
     with pytest.raises(PayloadError, match="the pages exceed"):
         render(CLAIM, frames, PROVENANCE)
 

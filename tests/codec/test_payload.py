@@ -98,7 +98,7 @@ def test_a_tensor_of_a_type_only_torch_knows_reads_back_equal(dtype: str, tmp_pa
 
 
 def test_frames_lie_in_the_order_given_without_gaps_behind_an_aligned_start() -> None:
-    header = read_header(sample("zstd"))
+    header = read_header(sample("blosc"))
     assert [frame.layer for frame in header.frames] == list(LAYERS)
     assert header.data_start % 4096 == 0
     offset = header.data_start
@@ -131,7 +131,7 @@ def test_a_payload_of_one_codec_names_it(codec: str) -> None:
     assert read_header(sample(codec)).codec == codec
 
 
-@pytest.mark.parametrize("codec", ["lz4", "zstd", "blosc", "blosclz4"])
+@pytest.mark.parametrize("codec", ["lz4", "blosc", "blosclz4"])
 def test_only_as_much_of_the_scratch_buffer_is_touched_as_the_layer_needs(codec: str) -> None:
     payload = sample(codec)
     nbytes = LAYERS[0].nbytes
@@ -237,9 +237,9 @@ def test_pages_may_be_any_contiguous_buffer() -> None:
     layer = LAYERS[0]
     array = np.frombuffer(smooth(layer.nbytes), np.uint16).reshape(layer.shape)
     assert prod(array.shape) * 2 == layer.nbytes
-    expected = encode(CLAIM, [layer], [array.tobytes()], codec="zstd", provenance=PROVENANCE)
+    expected = encode(CLAIM, [layer], [array.tobytes()], codec="blosc", provenance=PROVENANCE)
     for pages in (array.data, bytearray(array.tobytes())):
-        assert encode(CLAIM, [layer], [pages], codec="zstd", provenance=PROVENANCE) == expected
+        assert encode(CLAIM, [layer], [pages], codec="blosc", provenance=PROVENANCE) == expected
 
 
 def concatenated(layers: Sequence[LayerSpec], pages: Sequence[bytes], codec: str) -> bytes:
@@ -343,7 +343,7 @@ def test_in_place_takes_no_memory_but_for_the_frame_it_works_on(
 
 
 def test_frames_are_checked_without_decoding_them() -> None:
-    payload = sample("zstd")
+    payload = sample("blosc")
     header = read_header(payload)
     count = len(header.frames)
     assert check_frames(header, payload) == count

@@ -220,7 +220,7 @@ def test_the_signature_is_the_documented_one() -> None:
 
 
 def test_the_digest_of_a_signed_frame_is_the_documented_one() -> None:
-    payload = sealed("signed", "zstd")
+    payload = sealed("signed", "blosc")
     length = 8 + int.from_bytes(payload[:8], "little")
     document = json.loads(payload[8:length])
     for number, layer in enumerate(LAYERS):

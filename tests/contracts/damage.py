@@ -42,7 +42,7 @@ IDENTITY = Identity(
     weights_epoch=3,
     tenant="default",
 )
-_CODECS = ("none", "zstd", "blosc")
+_CODECS = ("none", "blosc")
 
 
 def _planted(count: int, what: str) -> int:

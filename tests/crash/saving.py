@@ -60,7 +60,7 @@ def save_all(
     backends: Backends, wanted: Sequence[Save], writer: str, *, lease_ms: int = LEASE_MS
 ) -> int:
     """Save each as ``Saver`` does; how many."""
-    settings = CacheSettings(writer, ttl_s=3600, lease_ms=lease_ms, hot_payload_bytes_max=1 << 20)
+    settings = CacheSettings(writer, ttl_s=3600, lease_ms=lease_ms, hot_save_bytes_max=1 << 20)
     cache = ChunkCache(backends.bulk, backends.hot, backends.index, settings, NullRecorder())
     backends.bulk.put_if_absent(identity_path(NAMESPACE), IDENTITY.canonical())
     saved = 0

@@ -55,7 +55,6 @@ NONSENSE = 0x41
 PATIENCE_S = 120.0
 AGENT = {
     "agent_memory_bytes": "64MiB",
-    "near_miss_ttl_ms": "0",
     "save_deadline_ms": "600s",
 }
 """Settings of an agent."""
@@ -278,7 +277,6 @@ def _arguments(agent: AgentProcess) -> dict[str, Any]:
         "admission": "always",
         "chunk_tokens": CHUNK_TOKENS,
         "agent": agent.url,
-        "near_miss_ttl_ms": 0,
     }
     transfer = {
         "kv_connector": "ObjKVConnector",

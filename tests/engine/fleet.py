@@ -27,7 +27,6 @@ CONNECTOR = "ObjKVConnector"
 PATIENT = {
     "admission": "always",
     "codec": "none",
-    "near_miss_ttl_ms": 0,
     "lookup_deadline_ms": 120_000,
     "load_deadline_ms": 300_000,
     "step_load_deadline_ms": 300_000,

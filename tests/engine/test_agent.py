@@ -33,7 +33,6 @@ def settings(store: SharedStore) -> dict[str, str]:
         "bulk_url": f"file://{store.bulk}",
         "index_url": f"sqlite://{store.index_file}",
         "agent_memory_bytes": "64MiB",
-        "near_miss_ttl_ms": "0",
         "codec": "lz4",
         "save_deadline_ms": "600s",
         "drain_deadline_ms": "600s",

@@ -57,7 +57,7 @@ class AgentPlace(Place):
             "agent_fetch_processes": processes,
             "codec": "none",
             "save_to_bucket": "all",
-            "near_records_max": 0,
+            "lookup_ttl_ms": 0,
             "breaker_failures": 1,
             "breaker_reset_ms": 10,
             "breaker_reset_max_ms": 20,

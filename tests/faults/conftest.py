@@ -9,11 +9,10 @@ import pytest
 from botocore.retries.standard import ExponentialBackoff
 
 from objkv.agent import client
-from objkv.agent.calls import AgentCalls
+from objkv.agent.calls import AgentCalls, NodeLookups
 from objkv.agent.outbox import AgentSaves
 from objkv.assembly import call_times
 from objkv.cache.chunks import InFlightSaves
-from objkv.index.near import NearIndex
 from objkv.index.redis.index import RedisIndex
 from objkv.index.shapes import ShapesIndex
 from objkv.index.sqlite.file import SqliteFile
@@ -52,7 +51,7 @@ def _lead(patch: pytest.MonkeyPatch, clock: Clock) -> None:
     """Let everything that reads a clock, but for deadlines, read ``clock``."""
     defaults: dict[Callable[..., Any], dict[str, Any]] = {
         cls.__init__: {"clock": clock.wall}
-        for cls in (SqliteIndex, RedisIndex, NearIndex, ShapesIndex, RedisStore)
+        for cls in (SqliteIndex, RedisIndex, NodeLookups, ShapesIndex, RedisStore)
     }
     defaults[SqliteIndex.__init__]["busy_ms"] = _PATIENT_MS
     for paused in (Breakers, InFlightSaves, Saver, AgentCalls, AgentSaves):

@@ -195,7 +195,7 @@ class Place:
             self.settings |= {
                 "bulk_url": f"s3://bucket/{self.folder.name}",
                 "index_url": f"{servers.redis.url}/0",
-                "hot_payload_bytes_max": 0,
+                "hot_save_bytes_max": 0,
             }
         elif world == "redis":
             address = f"{servers.redis.url}/0" if direct else servers.redis_proxy.url

@@ -46,7 +46,6 @@ ROUNDS = CHUNKS + 2
 """Each request finds out of one chunk at least that it is gone."""
 IMPATIENT: dict[str, Any] = {
     "chunk_tokens": CHUNK,
-    "near_records_max": 0,
     "hot_save_bytes_max": 1 << 20,
     "breaker_failures": 1,
     "breaker_reset_ms": 50,

@@ -50,7 +50,6 @@ OWN_ENGINE = {
 PATIENT: dict[str, Any] = {
     "lookup_deadline_ms": 20_000,
     "step_load_deadline_ms": 20_000,
-    "near_records_max": 0,
     "pinned_bytes_max": 1 << 20,
     "breaker_failures": 1,
     "breaker_reset_ms": 3_600_000,

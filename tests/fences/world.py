@@ -484,7 +484,7 @@ class Engine:
 
     def _open(self) -> None:
         knobs = self.knobs
-        settings = CacheSettings("w", ttl_s=3600, lease_ms=600_000, hot_payload_bytes_max=0)
+        settings = CacheSettings("w", ttl_s=3600, lease_ms=600_000, hot_save_bytes_max=0)
         cache = ChunkCache(
             self.store, None, self.index, settings, self.recorder, clock=lambda: the_stage().now
         )

@@ -8,7 +8,6 @@ import pytest
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards
 from objkv.index.memory import MemoryIndex
-from objkv.index.near import NearIndex
 from objkv.index.shapes import SHAPES_HASH, ShapesIndex, is_shapes
 from tests.contracts.clock import ManualClock
 
@@ -55,12 +54,10 @@ def clock() -> ManualClock:
 def replica(
     index: MemoryIndex, fields: Sequence[str], clock: ManualClock, *, writes: bool = True
 ) -> ShapesIndex:
-    near = NearIndex(index, records_max=100, ttl_s=30, fields=fields, clock=clock)
     return ShapesIndex(
-        near,
+        index,
         fields,
         readable=lambda field: field.startswith("0.L"),
-        complete=lambda shards: set(fields) <= set(shards) or set(TP1) <= set(shards),
         writes=writes,
         ttl_s=3600,
         clock=clock,
@@ -111,18 +108,6 @@ def test_a_fleet_of_one_shape_asks_for_its_own_fields_and_for_shapes_twice_a_min
     assert set(index.asked) == {TP1}
     assert index.shapes_asked == 2
     assert not one.mixed
-
-
-def test_what_is_found_of_another_shape_is_kept_near(
-    index: CountingIndex, clock: ManualClock
-) -> None:
-    replica(index, TP1, clock).find(NAMESPACE, [CHUNK], TP1)
-    publish(index, TP1)
-    two = replica(index, TP2, clock)
-    assert found(two, TP2) == set(TP1)
-    before = len(index.asked)
-    assert found(two, TP2) == set(TP1)
-    assert len(index.asked) == before
 
 
 def test_one_that_only_reads_announces_nothing(index: CountingIndex, clock: ManualClock) -> None:

@@ -131,7 +131,7 @@ def test_commands_follow_the_places() -> None:
         assert set(with_hot) > set(acl_commands(role, **plain))
         assert len(with_hot) == len(set(with_hot))
     assert access("reader", index_url="rediss://h/2").acl != access("reader").acl
-    assert access("reader", hot_payload_bytes_max=0).acl != access("reader").acl
+    assert access("reader", hot_save_bytes_max=0).acl != access("reader").acl
     assert "+cluster|slots +command" in str(access("reader", index_url="rediss+cluster://h").acl)
 
 

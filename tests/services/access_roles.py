@@ -67,7 +67,6 @@ def load(ends: Backends, recorder: MemoryRecorder) -> bool:
         part = buffer[:100]
         assert cache.get_into(KEY, part, hot=hot, start=50) == 100
         assert part == PAYLOAD[50:150]
-    cache.note_load(CLAIM, HEADER, hot=False)
     ends.index.touch(NAMESPACE, [HASH], ttl_s=LONG_S)
     return True
 

@@ -128,7 +128,7 @@ def test_a_user_that_is_there_already_keeps_nothing(server: Place) -> None:
 
 def test_commands_for_payloads_are_left_out_where_none_is_kept(server: Place) -> None:
     for role in ROLES:
-        server.work(server.granted(role, hot_payload_bytes_max=0), role)
+        server.work(server.granted(role, hot_save_bytes_max=0), role)
 
 
 def raw(config: Config) -> RedisIndex:

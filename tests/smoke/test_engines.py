@@ -33,7 +33,6 @@ def test_two_replicas_share_a_prefix_through_an_agent(tmp_path: Path) -> None:
         "bulk_url": f"file://{store.bulk}",
         "index_url": f"sqlite://{store.index_file}",
         "agent_memory_bytes": "64MiB",
-        "near_miss_ttl_ms": "0",
     }
     alone = run_replica(Job(steps=ASK), tmp_path)
     with AgentProcess(settings) as agent:

@@ -229,7 +229,7 @@ class Replica(Worker):
             group, chunk_tokens=CHUNK, num_blocks=num_blocks, seed=seed
         )
         name, recorder = f"replica-{seed}", MemoryRecorder()
-        settings = CacheSettings(name, ttl_s=3600, lease_ms=600_000, hot_payload_bytes_max=1 << 20)
+        settings = CacheSettings(name, ttl_s=3600, lease_ms=600_000, hot_save_bytes_max=1 << 20)
         self.index = index
         super().__init__(
             paged,

@@ -120,7 +120,7 @@ class ShapedRank(Worker):
         self.index = index
         recorder, tokens = MemoryRecorder(), model.chunk
         paged = PagedGroup(self._group_shape(), list(self.memory.unbind(0)))
-        settings = CacheSettings("writer", ttl_s=3600, lease_ms=600_000, hot_payload_bytes_max=0)
+        settings = CacheSettings("writer", ttl_s=3600, lease_ms=600_000, hot_save_bytes_max=0)
         wide = whole_payload_bytes_max(paged, tokens=tokens) + 4096
         super().__init__(
             paged,

@@ -14,7 +14,6 @@ from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.memory import MemoryIndex
-from objkv.index.near import NearIndex
 from objkv.keys.identity import GroupIdentity, Identity
 from objkv.keys.prefix import prefix_hashes, root_hash
 from objkv.stores.base import PruneStore
@@ -92,7 +91,6 @@ def scheduler_side(
     index: Any = None,
     *,
     bulk: Any = None,
-    records_max: int = 8,
     roles: Mapping[str, Any] | None = None,
     prefetch: Any = None,
     geometry: Geometry = GEOMETRY,
@@ -108,13 +106,7 @@ def scheduler_side(
         geometry,
         IDENTITY,
         bulk=bulk or MemoryStore(),
-        index=NearIndex(
-            index if index is not None else MemoryIndex(),
-            records_max=records_max,
-            ttl_s=1.0,
-            miss_ttl_s=PATIENCE_MS / 1000,
-            fields=geometry.all_fields(),
-        ),
+        index=index if index is not None else MemoryIndex(),
         recorder=recorder or MemoryRecorder(),
         prefetch=prefetch,
     )
@@ -132,7 +124,7 @@ def worker_side(
 ) -> WorkerSide:
     """A worker's side with one thread for each direction, over a paged cache of its own."""
     recorder = recorder or MemoryRecorder()
-    settings = CacheSettings("w", ttl_s=3600, lease_ms=600_000, hot_payload_bytes_max=0)
+    settings = CacheSettings("w", ttl_s=3600, lease_ms=600_000, hot_save_bytes_max=0)
     if caches is None:
         _, tensors = paged_group(group, chunk_tokens=CHUNK, num_blocks=32, seed=2)
         caches = dict(zip(group.layers, tensors, strict=True))

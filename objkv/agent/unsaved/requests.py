@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from time import monotonic
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from objkv.errors import StoreDenied, StoreError
 from objkv.index.base import Shards, WriteIndex
@@ -20,9 +20,6 @@ from objkv.index.fields import COMING
 from objkv.keys.chunk import payload_path
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.telemetry import Recorder
-
-if TYPE_CHECKING:
-    from objkv.agent.calls import NodeLookups  # ``objkv warm`` needs nothing of it
 
 logger = logging.getLogger(__name__)
 _COMING_S: Final = 6.0
@@ -98,14 +95,13 @@ class PutRequests:
     def __init__(
         self,
         index: WriteIndex,
-        lookups: "NodeLookups",
         own: str,
         recorder: Recorder,
         *,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         """``own``: this agent's name as a holder."""
-        self._index, self._lookups, self._own = index, lookups, own
+        self._index, self._own = index, own
         self._recorder, self._clock = recorder, clock
         self._lock = Lock()
         self._pending: OrderedDict[Chunk, _Pending] = OrderedDict()
@@ -137,7 +133,6 @@ class PutRequests:
             return found
         if end == first:
             return found
-        self._lookups.doubt(namespace, hashes[first:end])
         return [*found[:first], *[COMING] * (end - first), *found[end:]]
 
     def __repr__(self) -> str:

@@ -99,7 +99,7 @@ class OutputReader:
         self._recorder.count("loads")
         self._recorder.count("load_bytes", got)
         self._recorder.observe("load_seconds", seconds)
-        self._cache.note_load(claim, header, hot=record.hot, seconds=seconds)
+        self._cache.note_load(header, hot=record.hot, seconds=seconds)
         return State.HELD, pages
 
     def _get(self, key: ChunkKey, buffer: memoryview, record: ShardRecord) -> int | None:

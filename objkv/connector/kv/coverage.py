@@ -11,8 +11,7 @@ from functools import lru_cache
 
 from objkv.config import Config
 from objkv.connector.model.groups import Geometry
-from objkv.index.base import ShardRecord, Shards
-from objkv.index.near import NearIndex
+from objkv.index.base import ShardRecord, Shards, WriteIndex
 from objkv.index.shapes import ShapesIndex
 from objkv.keys.topology import Shard, TokenPart, cover
 
@@ -176,7 +175,7 @@ def _divisions(geometry: Geometry, group: int) -> dict[str, tuple[str, ...]]:
 
 
 def open_coverage(
-    config: Config, geometry: Geometry, index: NearIndex, *, writes: bool
+    config: Config, geometry: Geometry, index: WriteIndex, *, writes: bool
 ) -> tuple[ShapesIndex, Coverage]:
     """Return the index that lookups read, and the coverage that evaluates its answers."""
     reach = Coverage(geometry, is_mixed=lambda: shapes.mixed)
@@ -184,7 +183,6 @@ def open_coverage(
         index,
         geometry.all_fields(),
         readable=reach.is_possible,
-        complete=reach.is_complete,
         writes=writes,
         ttl_s=config.ttl_s,
     )

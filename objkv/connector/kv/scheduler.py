@@ -28,8 +28,7 @@ from objkv.connector.kv.timing import PutWaits, Timing
 from objkv.connector.model.groups import Geometry
 from objkv.connector.namespace import ReplicaNamespace
 from objkv.connector.pacing import EmptySteps
-from objkv.index.base import Shards
-from objkv.index.near import NearIndex
+from objkv.index.base import Shards, WriteIndex
 from objkv.keys.identity import Identity
 from objkv.telemetry import Recorder
 from objkv.tracing import Tracing
@@ -159,7 +158,7 @@ class SchedulerSide:
         roles: Roles,
         geometry: Geometry,
         *,
-        index: NearIndex,
+        index: WriteIndex,
         lookups: LookupService,
         requests: RequestTracker,
         timing: Timing,
@@ -422,7 +421,6 @@ class SchedulerSide:
 
         Requests in progress no longer load or save. See ``ReplicaNamespace.renew``.
         """
-        self._index.clear()
         self._requests.distrust()
         self.events.reset()
         return self._namespace.renew(clean=clean)
@@ -495,19 +493,12 @@ class SchedulerSide:
 
     @guarded(tuple[SavePlan, ...]())
     def _planned_saves(self, output: "SchedulerOutput") -> tuple[SavePlan, ...]:
-        plans = tuple(self._saves.plan(output))
-        for plan in plans:
-            # The next lookup must find these chunks as soon as they are stored.
-            names = [save.move.prefix_hash for save in plan.moves]
-            self._index.invalidate(plan.namespace, *names)
-        return plans
+        return tuple(self._saves.plan(output))
 
     def _read_report(self, report: StepReport) -> None:
         self._sync_gate.reported(report)
         self._timing.reported(report)
         again = [t for request in report.dropped for t in self._requests.unstore(*request)]
-        for namespace, prefix_hash in report.rejected:
-            self._index.invalidate(namespace, prefix_hash)
         again += self._requests.reject(prefix_hash for _, prefix_hash in report.rejected)
         for tracked in again:
             self._saves.add(tracked)

@@ -43,7 +43,7 @@ from objkv.connector.model.weights import open_digests
 from objkv.connector.namespace import ReplicaNamespace
 from objkv.connector.wiring import locality, may_save
 from objkv.errors import ConfigError
-from objkv.index.near import NearIndex
+from objkv.index.base import WriteIndex
 from objkv.keys.identity import Identity
 from objkv.stores.base import WriteStore
 from objkv.telemetry import Recorder
@@ -107,21 +107,13 @@ def open_scheduler_side(
         has_peers=vllm_config.parallel_config.data_parallel_size > 1,
         media_named=names_media(vllm_config),
     )
-    index = NearIndex(
-        backends.index,
-        records_max=config.near_records_max,
-        ttl_s=config.near_ttl_ms / 1000,
-        # An agent remembers misses itself, until it has taken the chunk for a save.
-        miss_ttl_s=config.near_miss_ttl_ms / 1000 if link is None else 0.0,
-        fields=geometry.all_fields(),
-    )
     side = make_scheduler_side(
         safe_load_mode(vllm_config, geometry, config),
         roles,
         geometry,
         identity,
         bulk=backends.bulk,
-        index=index,
+        index=backends.index,
         recorder=recorder,
         tracing=open_tracing(),
         prefetch=None if link is None else link.calls.prefetch,
@@ -137,7 +129,7 @@ def make_scheduler_side(
     identity: Identity,
     *,
     bulk: WriteStore,
-    index: NearIndex,
+    index: WriteIndex,
     recorder: Recorder,
     tracing: Tracing = NO_TRACING,
     prefetch: Prefetch | None = None,
@@ -148,7 +140,7 @@ def make_scheduler_side(
     limits = LookupLimits(
         config.lookup_deadline_ms / 1000,
         config.lookup_queue_max,
-        age_max_s=max(config.near_ttl_ms / 1000, _LOOKUP_AGE_MIN_S),
+        age_max_s=max(config.lookup_ttl_ms / 1000, _LOOKUP_AGE_MIN_S),
     )
     fields = sorted(geometry.all_fields())
     lookups = LookupService(shapes, fields, recorder, limits, tracing=tracing)

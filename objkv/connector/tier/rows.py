@@ -168,7 +168,6 @@ class Rows:
             return RowOutcome.UNWANTED
         self._recorder.count("tier_loads")
         self._recorder.count("tier_load_bytes", nbytes)
-        self._cache.note_load(claim, header, hot=record.hot)
         return RowOutcome.LOADED
 
     def _claim(self, namespace: str, key: bytes) -> Claim:

@@ -48,7 +48,7 @@ class TierStore:
         self._cache = open_cache(config, self._backends, writer, recorder)
         codec = config.codec if config.codec != "auto" or is_far(config) else "none"
         self._rows = Rows(self._cache, form, recorder, codec=codec, writer=writer)
-        lookup_s, age_max_s = config.lookup_deadline_ms / 1000, config.near_ttl_ms / 1000
+        lookup_s, age_max_s = config.lookup_deadline_ms / 1000, config.lookup_ttl_ms / 1000
         limits = LookupLimits(lookup_s, config.lookup_queue_max, age_max_s=age_max_s)
         self.lookups = TierLookups(self._index, recorder, limits)
         load_s, save_s = config.load_deadline_ms / 1000, config.save_deadline_ms / 1000

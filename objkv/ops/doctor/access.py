@@ -137,7 +137,7 @@ def access_of(
         rights = acl_rights(
             role,
             settings["redis_prefix"],
-            has_hot=config.hot_payload_bytes_max > 0,
+            has_hot=config.hot_save_bytes_max > 0,
             is_cluster=index.scheme.endswith("+cluster"),
             has_database=int(index.path or 0) > 0,
         )

@@ -129,7 +129,6 @@ LIBRARIES = (
     "tokenizers",
     "torch",
     "xxhash",
-    "zstandard",
 )
 _WINDOW = "0.31 to 0.33"
 Installed = Callable[[str], str | None]

@@ -2,7 +2,7 @@
 
 Python decrypts TLS on one core per process, however many threads it has. A fetching process moves
 bytes from its own connections to memory that it shares with this one, and nothing else: guards,
-single flight, verification and counters stay here. See ``docs/decisions/0040``.
+verification and counters stay here. See ``docs/decisions/0040``.
 """
 
 from itertools import count

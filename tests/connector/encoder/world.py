@@ -96,7 +96,7 @@ class Replica:
         self.clock = ManualClock()
         self.recorder = MemoryRecorder()
         self.worker_recorder = MemoryRecorder()
-        settings = CacheSettings("w", 3600, 600_000, hot_payload_bytes_max=0)
+        settings = CacheSettings("w", 3600, 600_000, hot_save_bytes_max=0)
         caches = [
             ChunkCache(place.store, None, place.index, settings, recorder, seal=seal)
             for recorder in (self.recorder, self.worker_recorder)

@@ -232,7 +232,7 @@ def engine_config(layout: Layout, folder: Path, settings: dict[str, Any]) -> Any
     config.scheduler_config.max_num_batched_tokens = layout.step_tokens
     config.scheduler_config.max_num_scheduled_tokens = layout.step_tokens
     patient = {"lookup_deadline_ms": 120_000, "load_deadline_ms": 120_000}
-    patient |= {"save_deadline_ms": 600_000, "save_queue_max": 4096, "near_miss_ttl_ms": 0}
+    patient |= {"save_deadline_ms": 600_000, "save_queue_max": 4096}
     extra = {
         "bulk_url": f"file://{folder}/chunks",
         "index_url": f"sqlite://{folder}/index.sqlite",

@@ -85,7 +85,7 @@ class Served:
         self.recorder = MemoryRecorder()
         self.backends: Backends = open_backends(config, self.recorder)
         settings = CacheSettings(
-            f"w{seed}", ttl_s=3600, lease_ms=600_000, hot_payload_bytes_max=1 << 20
+            f"w{seed}", ttl_s=3600, lease_ms=600_000, hot_save_bytes_max=1 << 20
         )
         hot = self.backends.hot
         assert hot is not None

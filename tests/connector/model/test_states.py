@@ -160,7 +160,7 @@ class StateRank(Worker):
         paged = read_pages(geometry, ranks, caches)[0]
         recorder = MemoryRecorder()
         room = whole_payload_bytes_max(paged, tokens=CHUNK) + 4096
-        settings = CacheSettings("w", ttl_s=3600, lease_ms=600_000, hot_payload_bytes_max=0)
+        settings = CacheSettings("w", ttl_s=3600, lease_ms=600_000, hot_save_bytes_max=0)
         super().__init__(
             paged,
             ChunkCache(places[0], None, places[1], settings, recorder),

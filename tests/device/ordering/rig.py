@@ -132,7 +132,7 @@ class OrderRig:
 
     def open_cache(self, writer: str) -> ChunkCache:
         """Return another client of the same stores."""
-        settings = CacheSettings(writer, ttl_s=600, lease_ms=60_000, hot_payload_bytes_max=0)
+        settings = CacheSettings(writer, ttl_s=600, lease_ms=60_000, hot_save_bytes_max=0)
         return ChunkCache(self.bulk, None, self._index, settings, self.recorder)
 
     def open_worker(self) -> None:
