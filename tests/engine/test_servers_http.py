@@ -40,12 +40,10 @@ TRACES_S = 300.0
 GIVEN_UP = "index reads keep failing, serving without them"
 BACK = "index reads work again"
 SETTINGS = {
-    "OBJKV_HOT_PAYLOAD_BYTES_MAX": str(8 << 20),
     "OBJKV_HOT_SAVE_BYTES_MAX": str(8 << 20),
     # What is measured on a busy machine must not decide what is loaded.
     "OBJKV_ADMISSION": "always",
     "OBJKV_CODEC": "none",
-    "OBJKV_NEAR_MISS_TTL_MS": "0",
     # A busy machine must not change what is cached.
     "OBJKV_LOOKUP_DEADLINE_MS": "120000",
     "OBJKV_LOAD_DEADLINE_MS": "120000",

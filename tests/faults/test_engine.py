@@ -46,7 +46,6 @@ ROUNDS = CHUNKS + 2
 """Each request finds out of one chunk at least that it is gone."""
 IMPATIENT: dict[str, Any] = {
     "chunk_tokens": CHUNK,
-    "hot_save_bytes_max": 1 << 20,
     "breaker_failures": 1,
     "breaker_reset_ms": 50,
     "breaker_reset_max_ms": 50,
@@ -138,7 +137,7 @@ def _run(fleet: Servers, hands: Executor, row: Row, mode: str, folder: Path) -> 
         place = Place(fleet, row.world, direct=OWN_ENGINE.get(row.name, False))
     with closing(fleet.redis.client()) as client:
         client.flushall()  # all rows ask for the same prompts
-    settings = PATIENT | place.settings | IMPATIENT | {"load_mode": mode} | row.settings
+    settings = PATIENT | {"hot_save_bytes_max": 1 << 20} | place.settings | IMPATIENT | {"load_mode": mode} | row.settings
     connector = {"kv_connector": CONNECTOR, "kv_role": "kv_both"}
     connector["kv_connector_extra_config"] = settings
     try:

@@ -27,7 +27,7 @@ SMALL_BYTES = 1 << 20
 
 
 def open_cache(ends: Backends, recorder: MemoryRecorder, name: str) -> ChunkCache:
-    settings = CacheSettings(name, LONG_S, 60_000, SMALL_BYTES, SMALL_BYTES)
+    settings = CacheSettings(name, LONG_S, 60_000, SMALL_BYTES)
     return ChunkCache(ends.bulk, ends.hot, ends.index, settings, recorder)
 
 
