@@ -137,7 +137,8 @@ def _run(fleet: Servers, hands: Executor, row: Row, mode: str, folder: Path) -> 
         place = Place(fleet, row.world, direct=OWN_ENGINE.get(row.name, False))
     with closing(fleet.redis.client()) as client:
         client.flushall()  # all rows ask for the same prompts
-    settings = PATIENT | {"hot_save_bytes_max": 1 << 20} | place.settings | IMPATIENT | {"load_mode": mode} | row.settings
+    settings = PATIENT | {"hot_save_bytes_max": 1 << 20} | place.settings | IMPATIENT
+    settings |= {"load_mode": mode} | row.settings
     connector = {"kv_connector": CONNECTOR, "kv_role": "kv_both"}
     connector["kv_connector_extra_config"] = settings
     try:
