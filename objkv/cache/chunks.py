@@ -140,6 +140,10 @@ class InFlightSaves:
         self._under_way: set[str] = set()
         self._saved: OrderedDict[str, float] = OrderedDict()
 
+    def __len__(self) -> int:
+        """How many are being saved now."""
+        return len(self._under_way)
+
     def begin(self, path: str) -> bool:
         """Return whether to save ``path`` now. If True, the caller must call ``end``."""
         with self._lock:
@@ -220,7 +224,7 @@ class ChunkCache:
         self._recorder = recorder
         self._lock = Lock()
         self._suspects: OrderedDict[str, None] = OrderedDict()
-        self._saves = InFlightSaves()
+        self.in_flight = InFlightSaves()
         self._clock = clock
         self.link = LinkSpeed()
         """Recent speed of puts and gets of the bulk store."""
@@ -260,15 +264,15 @@ class ChunkCache:
     def begin_save(self, key: ChunkKey) -> bool:
         """Return whether to save ``key``: False if this process is saving it or has just done so.
         If True, the caller must call ``end_save``."""
-        return self._saves.begin(key.path())
+        return self.in_flight.begin(key.path())
 
     def end_save(self, key: ChunkKey) -> None:
         """End a save, whether it finished or was abandoned."""
-        self._saves.end(key.path())
+        self.in_flight.end(key.path())
 
     def was_published(self, key: ChunkKey) -> bool:
         """Whether the save of ``key`` that has just returned published its record, too."""
-        return self._saves.is_kept(key.path())
+        return self.in_flight.is_kept(key.path())
 
     def take_lease(self, key: ChunkKey) -> bool:
         """Return whether this process may save ``key`` now. If the index fails the result is True:
@@ -347,7 +351,7 @@ class ChunkCache:
         The next save of a corrupt payload by this process replaces it.
         """
         path = key.path()
-        self._saves.forget(path)
+        self.in_flight.forget(path)
         expected = records.get(key.field)
         if corrupt:
             with self._lock:
@@ -390,7 +394,7 @@ class ChunkCache:
             if not self._is_suspect(
                 key.path()
             ):  # found corrupt meanwhile: the next save repairs it
-                self._saves.keep(key.path())
+                self.in_flight.keep(key.path())
 
 
 def report_at_end(arrived: Arrived | None) -> Arrived | None:

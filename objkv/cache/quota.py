@@ -89,7 +89,7 @@ class Quota:
         self._relief = relief
         self._clock = clock
         self._changed = Condition()
-        self._asked = self._closed = self._is_full = self._has_failed = False
+        self._asked = self._closed = self.is_full = self._has_failed = False
         self._bytes: int | None = None
         self._thread: Thread | None = None
 
@@ -102,7 +102,7 @@ class Quota:
                     self._thread = Thread(target=self._watch, name="objkv-quota", daemon=True)
                     self._thread.start()
                 self._changed.notify()
-        return not self._is_full
+        return not self.is_full
 
     def add(self, nbytes: int) -> None:
         """See ``Room``."""
@@ -146,7 +146,7 @@ class Quota:
             begun = self._clock()
             try:
                 self.read()
-                self._relieve()
+                self.relieve()
             except Exception:  # a bug; without this thread there would be no further readings
                 self._recorder.count("quota_errors")
                 if not self._has_failed:
@@ -157,15 +157,16 @@ class Quota:
                 if self._changed.wait_for(lambda: self._closed, pause_s):
                     return
 
-    def _relieve(self) -> None:
-        if self._relief is not None and self._is_full and self._relief():
+    def relieve(self) -> None:
+        """Have room made if there is none."""
+        if self._relief is not None and self.is_full and self._relief():
             self.read()
 
     def _judge(self) -> None:
         assert self._bytes is not None
         is_full = self._bytes >= self._limit_bytes
-        if is_full != self._is_full:
-            self._is_full = is_full
+        if is_full != self.is_full:
+            self.is_full = is_full
             words = "quota reached, saves stopped" if is_full else ("below quota, saves resumed")
             logger.warning("%s used_bytes=%d limit_bytes=%d", words, self._bytes, self._limit_bytes)
 

@@ -30,7 +30,7 @@ class MemoryIndex:
         self._clock = clock
         self._lock = Lock()
         self._records: dict[tuple[str, bytes], tuple[Record, float]] = {}
-        self._leases: dict[str, tuple[str, float]] = {}
+        self.leases: dict[str, tuple[str, float]] = {}
         self._savings: Counter[str] = Counter()
         self._sightings: dict[str, tuple[float, str]] = {}
         """Until when each is remembered, and its holder."""
@@ -40,7 +40,7 @@ class MemoryIndex:
         self._purge_at = _PURGE_AT_LEAST
 
     def __repr__(self) -> str:
-        return f"<MemoryIndex {len(self._records)} records, {len(self._leases)} leases>"
+        return f"<MemoryIndex {len(self._records)} records, {len(self.leases)} leases>"
 
     def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
         """See ``ReadIndex``."""
@@ -141,18 +141,18 @@ class MemoryIndex:
         """See ``WriteIndex``."""
         now = self._clock()
         with self._lock:
-            holder, ends_s = self._leases.get(name, (owner, now))
+            holder, ends_s = self.leases.get(name, (owner, now))
             if holder != owner and ends_s > now:
                 return False
-            self._leases[name] = (owner, now + ttl_ms / 1000)
+            self.leases[name] = (owner, now + ttl_ms / 1000)
             self._purge()
             return True
 
     def release(self, name: str, owner: str) -> None:
         """See ``WriteIndex``."""
         with self._lock:
-            if self._leases.get(name, (None, 0.0))[0] == owner:
-                del self._leases[name]
+            if self.leases.get(name, (None, 0.0))[0] == owner:
+                del self.leases[name]
 
     def sight(self, names: Sequence[str], *, ttl_s: int, holder: str = "") -> list[bool]:
         """See ``WriteIndex``."""
@@ -240,9 +240,9 @@ class MemoryIndex:
             return
         now = self._clock()
         self._records = {key: kept for key, kept in self._records.items() if kept[1] > now}
-        self._leases = {name: kept for name, kept in self._leases.items() if kept[1] > now}
+        self.leases = {name: kept for name, kept in self.leases.items() if kept[1] > now}
         self._sightings = {name: one for name, one in self._sightings.items() if one[0] > now}
         self._purge_at = max(_PURGE_AT_LEAST, 2 * self._size())
 
     def _size(self) -> int:
-        return len(self._records) + len(self._leases) + len(self._sightings)
+        return len(self._records) + len(self.leases) + len(self._sightings)

@@ -175,7 +175,7 @@ class RedisStore:
         clock: Callable[[], float] = time.time,
     ) -> None:
         assert ttl_s > 0
-        self._client: Any = client  # its return types are unions with the asynchronous ones
+        self.client: Any = client  # its return types are unions with the asynchronous ones
         self._values = RedisValues(client)
         self._prefix = prefix
         self._ttl_s = ttl_s
@@ -188,14 +188,14 @@ class RedisStore:
         """Return the whole value, or None."""
         name = self._name(key)
         with _translated("get", key):
-            value: bytes | None = self._client.get(name)
+            value: bytes | None = self.client.get(name)
             return value
 
     def get_range(self, key: str, start: int, end: int) -> bytes | None:
         """Return bytes ``[start, end)`` of the value, or None; one round trip."""
         name = self._name(key)
         with _translated("get_range", key):
-            batch = self._client.pipeline(transaction=False)
+            batch = self.client.pipeline(transaction=False)
             batch.exists(name)
             if start < end:  # Redis ranges include their end, and -1 means the last byte
                 batch.getrange(name, start, end - 1)
@@ -231,7 +231,7 @@ class RedisStore:
         check_prefix(prefix)
         pattern = _GLOB.sub(r"\\\1", self._prefix + prefix) + "*"
         with _translated("scan", prefix):  # queries a cluster's topology
-            names = self._client.scan_iter(match=pattern, count=SCAN_BATCH)
+            names = self.client.scan_iter(match=pattern, count=SCAN_BATCH)
         while True:
             with _translated("scan", prefix):
                 found = [name.decode() for name in islice(names, SCAN_BATCH)]
@@ -251,7 +251,7 @@ class RedisStore:
         with _translated("put_if_absent", key):
             written = self._values.put(name, value, b"EX", self._ttl_s, b"NX")
             if written is None:
-                written = bool(self._client.set(name, _plain(value), nx=True, ex=self._ttl_s))
+                written = bool(self.client.set(name, _plain(value), nx=True, ex=self._ttl_s))
             return written
 
     def put(self, key: str, value: Buffer) -> None:
@@ -259,13 +259,13 @@ class RedisStore:
         name = self._name(key)
         with _translated("put", key):
             if not self._values.put(name, value, b"EX", self._ttl_s):
-                self._client.set(name, _plain(value), ex=self._ttl_s)
+                self.client.set(name, _plain(value), ex=self._ttl_s)
 
     def delete(self, key: str) -> bool:
         """UNLINK. Return True if the value existed."""
         name = self._name(key)
         with _translated("delete", key):
-            return bool(self._client.unlink(name))
+            return bool(self.client.unlink(name))
 
     def unfinished(self) -> Iterator[Unfinished]:
         """Yield nothing: this store has no leftovers."""
@@ -278,13 +278,13 @@ class RedisStore:
     def check(self) -> None:
         """PING."""
         with _translated("check", self._prefix):
-            self._client.ping()
+            self.client.ping()
 
     def close(self) -> None:
         """Close the client and its connections."""
         with _translated("close", self._prefix):
             self._values.close()
-            self._client.close()
+            self.client.close()
 
     def _name(self, key: str) -> str:
         check_key(key)
@@ -293,7 +293,7 @@ class RedisStore:
     def _entries(self, names: list[str]) -> list[Entry | None]:
         """Return one entry per name, in one round trip (one per node on a cluster). STRLEN does not
         distinguish empty from absent; PTTL does."""
-        batch = self._client.pipeline(transaction=False)
+        batch = self.client.pipeline(transaction=False)
         for name in names:
             batch.strlen(name)
             batch.pttl(name)

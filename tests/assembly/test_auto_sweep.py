@@ -128,9 +128,9 @@ def test_a_full_folder_is_swept_until_there_is_room(
         room = open_room(settings, backends, recorder)
         assert isinstance(room, Quota)
         room.read()
-        assert room._is_full  # to ask for room would begin a thread that relieves, too
-        room._relieve()
-        assert not room._is_full
+        assert room.is_full  # to ask for room would begin a thread that relieves, too
+        room.relieve()
+        assert not room.is_full
         [left] = backends.index.usage()
         assert 0 < left.nbytes <= usage.nbytes // 2
         records = [one for one in backends.index.scan(NAMESPACE) if not is_shapes(one)]
@@ -163,9 +163,9 @@ def test_a_full_folder_whose_index_is_empty_gets_room(
         room = open_room(settings, backends, recorder)
         assert isinstance(room, Quota)
         room.read()
-        assert room._is_full  # to ask for room would begin a thread that relieves, too
-        room._relieve()
-        assert not room._is_full
+        assert room.is_full  # to ask for room would begin a thread that relieves, too
+        room.relieve()
+        assert not room.is_full
         [left] = backends.index.usage()
         assert 0 < left.nbytes <= used // 2
         room.close()

@@ -43,9 +43,9 @@ def frames_to(backend: type, verb: str, call: Callable[[], object]) -> list[str]
     return stack
 
 
-def made(hot: bool) -> ChunkCache:
+def made(hot: MemoryStore | None = None) -> ChunkCache:
     config = load_config({"bulk_url": "memory:", "index_url": "memory:"}, environ={})
-    store = GuardedStore(MemoryStore(), guard_of("hot", seconds=60)) if hot else None
+    store = GuardedStore(hot, guard_of("hot", seconds=60)) if hot else None
     return ChunkCache(
         open_bulk(config, NullRecorder()), store, MemoryIndex(), SETTINGS, NullRecorder()
     )
@@ -53,7 +53,7 @@ def made(hot: bool) -> ChunkCache:
 
 @pytest.mark.parametrize("start", [None, 0])
 def test_a_payload_is_read_from_bulk_through_four_frames(start: int | None) -> None:
-    cache, buffer = made(hot=False), memoryview(bytearray(1))
+    cache, buffer = made(), memoryview(bytearray(1))
     stack = frames_to(
         MemoryStore,
         "get_into",
@@ -68,8 +68,9 @@ def test_a_payload_is_read_from_bulk_through_four_frames(start: int | None) -> N
 
 
 def test_a_payload_is_read_from_the_hot_store_through_five_frames() -> None:
-    cache, buffer = made(hot=True), memoryview(bytearray(1))
-    cache._hot._store.put(CLAIM.key.path(), b"x")  # type: ignore[union-attr]
+    hot = MemoryStore()
+    cache, buffer = made(hot), memoryview(bytearray(1))
+    hot.put(CLAIM.key.path(), b"x")
     stack = frames_to(MemoryStore, "get_into", lambda: cache.get_into(CLAIM.key, buffer, hot=True))
     assert len(stack) <= FRAMES_MAX, stack
 

@@ -53,11 +53,11 @@ def test_what_was_saved_is_found_without_being_announced(
 
 
 def test_of_a_chunk_those_shards_are_found_that_are_there(
-    store: LocalStore, index: BulkIndex
+    store: LocalStore, index: BulkIndex, tmp_path: Path
 ) -> None:
     save(store, None, shards=(LEFT, RIGHT))
     [first, second, third] = save(store, None, TOKENS, shards=(WHOLE,))
-    (Path(store._root) / second.path().replace(str(WHOLE), str(RIGHT))).unlink()
+    (tmp_path / second.path().replace(str(WHOLE), str(RIGHT))).unlink()
     found = index.find(NAMESPACE, HASHES, SIDES)
     assert [set(shards or {}) for shards in found] == [set(SIDES), set(SIDES[:1]), set(SIDES)]
     assert {first.group, third.group} == {0}

@@ -71,9 +71,9 @@ def test_what_this_process_saves_counts_at_once(place: Place, recorder: MemoryRe
     quota.add(1_000)  # not read yet: the first reading will count it
     quota.read()
     quota.add(99)
-    assert not quota._is_full
+    assert not quota.is_full
     quota.add(1)
-    assert quota._is_full
+    assert quota.is_full
 
 
 @pytest.mark.parametrize("used", [0, 100])
@@ -83,10 +83,10 @@ def test_what_cannot_be_read_changes_nothing(
     quota = Quota(place, 100, recorder)
     place.used = used
     quota.read()
-    was_full = quota._is_full
+    was_full = quota.is_full
     place.used = None
     quota.read()
-    assert quota._is_full is was_full
+    assert quota.is_full is was_full
     assert recorder.value("quota_errors") == 1
 
 

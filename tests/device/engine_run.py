@@ -181,8 +181,8 @@ class Engine:
         self._engine = self._llm.llm_engine
         self._scheduler: Any = self._engine.engine_core.engine_core.scheduler
         connector: Any = get_kv_transfer_group()
-        self._worker = connector._worker
-        self.witness.watch(self._worker._loader, self._worker._saver)
+        self._worker = connector.worker
+        self.witness.watch(self._worker.loads, self._worker._saver)
         target = self._worker._target
         known = target.accepted
         target.accepted = lambda key: (self._accepted.add(key.path()), known(key))
@@ -236,7 +236,7 @@ class Engine:
             assert time.monotonic() < end, "blocks that are still in use"
             self._engine.step()
         self.cache.spoil()
-        assert self._worker._saver.drain(PATIENCE_S)
+        assert self._worker.drain_saves(PATIENCE_S)
         self._await_published()
         return answers
 

@@ -174,7 +174,7 @@ def order_admission(llm: Any, words: list[str]) -> None:
     assert ran.exit_code == 0, ran.output
     vars(switch)["_INTERVAL_S"] = 0.2  # after the pause that has begun
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    followed = scheduler.connector._scheduler.switch
+    followed = scheduler.connector.scheduler.switch
     wanted = next((mode for mode in switch.MODES if mode in words), "always")
     wait_until(lambda: followed.mode == wanted, f"the replica to follow {words}")
 

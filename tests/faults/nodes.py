@@ -69,7 +69,7 @@ class Node:
         return theirs | self._own()
 
     def _own(self) -> dict[str, float]:
-        recorder = self.engine.scheduler.connector._recorder
+        recorder = self.engine.scheduler.connector.recorder
         return {name: recorder.value(name) for name in ("put_waits", "put_waits_given_up")}
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class TwoNodes:
         """Have the holder's replica compute a prompt. Its tokens, once the index has the holder."""
         found: list[list[int]] = []
         # An index that has lost its data gets an agent's stream again after some seconds.
-        streams = self._index._client.scan_iter
+        streams = self._index.client.scan_iter
         assert wait_for(lambda: len(list(streams("objkv:q:*"))) >= 2, bound_s=PATIENCE_S)
 
         def is_held() -> bool:
@@ -140,7 +140,7 @@ class TwoNodes:
 
     def _sighted(self) -> dict[bytes, bytes]:
         """The holder of each payload that was sighted, empty if it can be asked for nothing."""
-        client = self._index._client
+        client = self._index.client
         return {name: client.get(name) or b"" for name in client.scan_iter("objkv:s:*")}
 
     def comes(self) -> bool:

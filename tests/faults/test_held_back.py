@@ -69,7 +69,7 @@ def test_a_fault_is_a_miss_after_a_bounded_wait(
 
 def _wait_for_some(nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the asker's wait end as soon as a payload has come, however busy the machine is."""
-    side = nodes.asker.engine.scheduler.connector._scheduler
+    side = nodes.asker.engine.scheduler.connector.scheduler
 
     def clock() -> float:
         has_some = any(memo.found for memo in side._lookups._memos.values())

@@ -324,7 +324,7 @@ class _Shake:
 
     def _count(self) -> Counter[str]:
         for side in (self._engine.worker, self._engine.scheduler.connector):
-            for name, value in side._recorder.drain().items():
+            for name, value in side.recorder.drain().items():
                 self._counted[name] += value
         return self._counted
 

@@ -65,7 +65,7 @@ class ShakenEngine(Engine):
 
     def is_idle(self) -> bool:
         """Whether nothing is being looked up, marked as used, or read in the background."""
-        lookups, loads = self.scheduler.connector._scheduler._lookups, self.worker.worker.loads
+        lookups, loads = self.scheduler.connector.scheduler._lookups, self.worker.worker.loads
         core = core_of(loads)
         is_reading = loads.leased > 0
         is_fetching = core is not None and core.residents.leased() > 0

@@ -235,7 +235,7 @@ class Engine:
     def lose_connection(self) -> None:
         """The loader's connection fails. Whoever waits for it is told."""
         self.insides[-1].connections[-1].is_lost = True
-        self.sides[-1]._loader.cancel("unknown")
+        self.sides[-1].loads.cancel("unknown")
 
     def update_weights(self) -> None:
         """In place, between steps; requests under way neither load nor save any more."""
@@ -575,11 +575,11 @@ class Engine:
                 raise Broken(f"slabs are left leased: {pool!r}")
         for inside in self.insides:
             self._check_inside(inside)
-        if self.index._leases:
-            raise Broken(f"leases are left: {sorted(self.index._leases)}")
+        if self.index.leases:
+            raise Broken(f"leases are left: {sorted(self.index.leases)}")
         for keys in self.keys:
-            if keys._saves._under_way:
-                raise Broken(f"saves never ended: {sorted(keys._saves._under_way)}")
+            if keys.in_flight:
+                raise Broken(f"saves never ended: {len(keys.in_flight)}")
         for entry in self.inner.scan(""):
             self._check_payload(self.inner.get(entry.key) or b"")
         for epoch in range(self.epoch + 1):

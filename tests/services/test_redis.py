@@ -71,7 +71,7 @@ def works(call: Callable[[], Any]) -> bool:
 class OnRedis(IndexContract):
     def put_garbage(self, index: PruneIndex, number: int) -> None:
         assert isinstance(index, RedisIndex)
-        index._client.set(f"objkv:i:{NAMESPACE}:{prefix_hash(number).hex()}", "theirs")
+        index.client.set(f"objkv:i:{NAMESPACE}:{prefix_hash(number).hex()}", "theirs")
 
 
 class TestRedisIndexOnRedis(OnRedis):
@@ -107,7 +107,7 @@ class TestRedisStoreOnTls(StoreContract):
     @pytest.fixture
     def store(self, redis_tls: RedisServer, trusting: dict[str, Any]) -> Iterator[RedisStore]:
         store = store_at(redis_tls.url, **trusting)
-        store._client.flushall()
+        store.client.flushall()
         yield store
         store.close()
 
@@ -126,7 +126,7 @@ class TestRedisStoreOnCluster(StoreContract):
 def pass_directly(store: RedisStore, index: RedisIndex) -> None:
     """Payloads and finds go past the clients."""
     for name in ("get", "set", "pipeline"):
-        setattr(store._client, name, None)
+        setattr(store.client, name, None)
     fill(index)
     index.lookup = None  # type: ignore[assignment,method-assign]
     for number in range(20):
@@ -239,7 +239,7 @@ def test_a_moved_slot_is_followed(cluster: ServerGroup) -> None:
     index, store = index_at(cluster.url), store_at(cluster.url)
     fill(index)
     buffer = memoryview(bytearray(9))
-    for client in (index._client, store._client):
+    for client in (index.client, store.client):
         client.ping()  # opens it
         slots = client.nodes_manager.slots_cache
         first = client.get_primaries()[0]
@@ -285,7 +285,7 @@ def test_a_cluster_that_lost_a_primary_recovers_with_its_records_and_values(
 
 def test_a_fail_over_by_sentinel_is_followed(sentinel: ServerGroup) -> None:
     index = outlives_a_primary(sentinel)
-    assert f":{sentinel.replicas[0].port}" in str(index._client.client_info())
+    assert f":{sentinel.replicas[0].port}" in str(index.client.client_info())
 
 
 def test_one_sentinel_fewer_is_enough_and_must_know_the_service(sentinel: ServerGroup) -> None:

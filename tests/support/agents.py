@@ -133,7 +133,7 @@ def await_names(index: RedisIndex, *agents: AgentProcess) -> None:
     they give their names to what they hold back."""
 
     def have_read() -> bool:
-        streams = list(index._client.scan_iter("objkv:q:*"))
+        streams = list(index.client.scan_iter("objkv:q:*"))
         for name in streams:
             index.request(name.decode().rpartition(":")[2], b"not a request")
         refused = [agent.metrics().get("requests_invalid_total", 0.0) for agent in agents]

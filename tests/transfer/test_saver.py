@@ -177,7 +177,7 @@ def store() -> SlowStore:
 def replica(store: SlowStore) -> Replica:
     replica = Replica(store, MemoryIndex(), seed=1, slabs=1)
     # What was saved is remembered, however long a busy machine takes.
-    replica.cache._saves = InFlightSaves(clock=ManualClock())
+    replica.cache.in_flight = InFlightSaves(clock=ManualClock())
     return replica
 
 

@@ -77,7 +77,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         speak_as_vllm()
         self._config = load_config(self._kv_transfer_config.kv_connector_extra_config)
-        self._recorder = MemoryRecorder(sampled=HISTOGRAMS)
+        self.recorder = MemoryRecorder(sampled=HISTOGRAMS)
         self._scheduler: SchedulerSide | NothingShared | None = None
         self._worker: WorkerSide | None = None
         self._asleep = False
@@ -98,6 +98,12 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
     def worker(self) -> WorkerSide | None:
         """The worker's side, in a worker that has its paged cache."""
         return self._worker
+
+    @property
+    def scheduler(self) -> SchedulerSide | NothingShared:
+        """The scheduler's side, in a scheduler."""
+        assert self._scheduler is not None
+        return self._scheduler
 
     def _open(
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
@@ -128,7 +134,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _open_backends(self) -> Backends:
         if self._link is None:
-            return open_checked_backends(self._config, self._recorder)
+            return open_checked_backends(self._config, self.recorder)
         return open_agent_backends(self._link)  # the agent has checked its own
 
     def _open_scheduler(self, vllm_config: "VllmConfig") -> SchedulerSide:
@@ -137,7 +143,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._config,
             self._geometry,
             self._backends,
-            self._recorder,
+            self.recorder,
             link=self._link,
         )
 
@@ -176,9 +182,9 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._vllm_config,
             self._config,
             self._geometry,
-            self._link or open_cache(self._config, self._backends, writer, self._recorder),
+            self._link or open_cache(self._config, self._backends, writer, self.recorder),
             writer=writer,
-            recorder=self._recorder,
+            recorder=self.recorder,
             kv_caches=self._kv_caches,
         )
         if self._published is not None:
@@ -293,7 +299,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         return ObjKVStats(data=data) if data else None
 
     def _take_numbers(self) -> dict[str, Any]:
-        return cast("dict[str, Any]", self._recorder.drain() | self._recorder.samples())
+        return cast("dict[str, Any]", self.recorder.drain() | self.recorder.samples())
 
     @guarded(None)
     def shutdown(self) -> None:
@@ -316,14 +322,14 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_block_frees(self) -> bool:
         """Whether blocks of ended requests will be free soon, so that vLLM waits for them for a
         step instead of preempting a request, which would have to be computed again."""
-        return self._side().holds_blocks
+        return self.scheduler.holds_blocks
 
     @guarded(None)
     def on_new_request(self, request: "Request") -> None:
         """Start the lookup of the request's prompt."""
         if self._shares:
             self._hooks.reopen()
-        self._side().track(request)
+        self.scheduler.track(request)
 
     @guarded(_NO_MATCH)
     def get_num_new_matched_tokens(
@@ -331,7 +337,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[int | None, bool]:
         """Return the number of stored tokens beyond the computed ones, or None while it is unknown.
         See the base class."""
-        return self._side().match(request, num_computed_tokens)
+        return self.scheduler.match(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
@@ -341,19 +347,19 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         If objkv fails, the load has failed, see ``SchedulerSide.plan_load``.
         """
         ids = blocks.get_block_ids() if num_external_tokens else ()
-        self._side().plan_load(request, ids, num_external_tokens)
+        self.scheduler.plan_load(request, ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         """Return the step's plan. See the base class.
 
         Whatever fails, the plan contains the loads on which vLLM relies.
         """
-        return self._side().plan_step(scheduler_output)
+        return self.scheduler.plan_step(scheduler_output)
 
     @guarded(None)
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Process the workers' reports."""
-        side, manager = self._side(), self._kv_cache_manager
+        side, manager = self.scheduler, self._kv_cache_manager
         failed_requests = side.update(connector_output)
         if manager is not None:
             guarded(None)(free_failed)(manager, failed_requests)
@@ -365,24 +371,24 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
     def take_events(self) -> "tuple[KVCacheEvent, ...]":
         """Return the KV events if vLLM has them enabled. vLLM calls this once per step, with the
         step's result."""
-        return self._side().end_step()
+        return self.scheduler.end_step()
 
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Return whether the request's blocks must be kept for in-flight saves."""
-        return self._side().finish(request, (block_ids,)), None
+        return self.scheduler.finish(request, (block_ids,)), None
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """The form of ``request_finished`` for models with several groups."""
-        return self._side().finish(request, block_ids), None
+        return self.scheduler.finish(request, block_ids), None
 
     @guarded(False)
     def reset_cache(self) -> bool:
         """Stop using everything stored so far. Returns False while such blocks are still in use."""
-        return self._side().reset(clean=holds_nothing(self._kv_cache_manager))
+        return self.scheduler.reset(clean=holds_nothing(self._kv_cache_manager))
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -409,7 +415,3 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         plan = self._get_connector_metadata()
         assert isinstance(plan, StepPlan)
         return plan
-
-    def _side(self) -> SchedulerSide | NothingShared:
-        assert self._scheduler is not None
-        return self._scheduler

@@ -261,7 +261,7 @@ class RedisIndex:
         self, client: Client, *, prefix: str = "objkv", clock: Callable[[], float] = time.time
     ) -> None:
         assert re.fullmatch(r"[A-Za-z0-9._-]+", prefix)
-        self._client = client
+        self.client = client
         self._prefix = prefix
         self._clock = clock
         self._finder = Finder(client)
@@ -367,7 +367,7 @@ class RedisIndex:
                     with suppress(StoreError):
                         self._flushed(totals, changes)
             self._finder.close()
-            self._client.close()
+            self.client.close()
 
     def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
         """See ``WriteIndex``."""
@@ -454,7 +454,7 @@ class RedisIndex:
     def set_usage(self, usage: Usage) -> None:
         """See ``PruneIndex``."""
         counted = self._totals.take_of(usage.namespace)
-        run: Callable[..., object] = self._client.execute_command
+        run: Callable[..., object] = self.client.execute_command
         try:
             with translated("set usage"):
                 run(*replaced(self._totals.key, usage))
@@ -469,7 +469,7 @@ class RedisIndex:
         """Return the script's reply. Due changes of the totals share its round trip."""
         known, changes = script.known(key, *args), self._totals.take()
         with translated(verb):
-            run: Callable[..., object] = self._client.execute_command
+            run: Callable[..., object] = self.client.execute_command
             try:
                 if not changes:
                     return run(*known)
@@ -514,7 +514,7 @@ class RedisIndex:
         node."""
         if not commands:
             return []
-        with translated("pipeline"), self._client.pipeline(transaction=False) as pipeline:
+        with translated("pipeline"), self.client.pipeline(transaction=False) as pipeline:
             queue: Callable[..., object] = pipeline.execute_command
             for command in commands:
                 # By name, because the cluster's pipeline refuses the method ``evalsha``, although
@@ -525,15 +525,15 @@ class RedisIndex:
     def _where(self, command: Command) -> dict[str, Any]:
         """Return the cluster node of a script's key. Without it redis-py 8.1 queries a server
         (``COMMAND GETKEYS``), one round trip for each command of a pipeline."""
-        if command[0] in ("EVAL", "EVALSHA") and isinstance(self._client, redis.RedisCluster):
-            find: Callable[[str], object] = self._client.get_node_from_key
+        if command[0] in ("EVAL", "EVALSHA") and isinstance(self.client, redis.RedisCluster):
+            find: Callable[[str], object] = self.client.get_node_from_key
             node = find(str(command[3]))
             return {"target_nodes": node} if node else {}
         return {}
 
     def _keys(self, pattern: str) -> Iterator[tuple[str, bytes]]:
         with translated("scan"):
-            keys = self._client.scan_iter(match=pattern, count=_SCAN_KEYS)
+            keys = self.client.scan_iter(match=pattern, count=_SCAN_KEYS)
         while True:
             with translated("scan"):
                 key = next(keys, None)

@@ -39,7 +39,7 @@ class World:
         connector._engine = None
         connector._shares, connector._vllm_config, connector._geometry = True, None, None
         connector._config = Config()
-        connector._backends = connector._recorder = connector._published = None
+        connector._backends = connector.recorder = connector._published = None
         self.connector = connector
 
     def _open(self, *_: Any, **_more: Any) -> WorkerSide:
