@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from objkv.codec.compress import compress
 from objkv.codec.header import HEADER_BYTES_MAX, PARTS_MAX, TOKENS_MAX, render
 from objkv.codec.payload import (
     CODECS,
@@ -266,6 +267,20 @@ def test_any_text_in_place_of_a_frame_is_refused(text: str) -> None:
     document, frames = split(SAMPLES["blosc"])
     document["__metadata__"]["frame.0"] = text  # type: ignore[index]
     assert is_refused(join(json.dumps(document, separators=(",", ":")).encode(), frames))
+
+
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if codec != "none"])
+def test_a_frame_that_decodes_to_other_bytes_than_were_saved_is_refused(codec: str) -> None:
+    """It is whole, and as long as what was saved."""
+    stored = [
+        Stored(
+            layer, codec, bytes(compress(codec, memoryview(bytes(layer.nbytes)), 2)[1]), "0" * 32
+        )
+        for layer in LAYERS
+    ]
+    payload = payload_of(stored)
+    open_payload(payload, CLAIM, LAYERS)
+    assert is_refused(payload)
 
 
 @pytest.mark.slow

@@ -3,8 +3,6 @@
 Replicas that a test of this folder opens are closed at its end.
 """
 
-import ctypes
-import gc
 from collections.abc import Iterator
 
 import pytest
@@ -37,14 +35,6 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
             yield torch.device("sim:0")
             _close_all()
     _close_all()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _small() -> Iterator[None]:
-    """Replicas are cycles, and glibc keeps what is freed: without this, a gigabyte stays."""
-    yield
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
 
 
 def _close_all() -> None:
