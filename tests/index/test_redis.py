@@ -57,7 +57,7 @@ class TestRedisIndexOnValkey(IndexContract):
 
     def put_garbage(self, index: PruneIndex, number: int) -> None:
         assert isinstance(index, RedisIndex)
-        index._client.set(f"objkv:i:{NAMESPACE}:{prefix_hash(number).hex()}", "theirs")
+        index.client.set(f"objkv:i:{NAMESPACE}:{prefix_hash(number).hex()}", "theirs")
 
 
 def counted(server: RedisServer, trips: RoundTrips) -> redis.Redis:
