@@ -47,8 +47,9 @@ def trim() -> None:
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    """Bytes that this process has in memory, without those of libraries, which all share."""
+    status = dict(re.findall(r"^(\w+):\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.M))
+    return (int(status["RssAnon"]) + int(status["RssShmem"])) << 10
 
 
 class Leaks:
