@@ -86,7 +86,7 @@ place_venv() {
   [[ "$PWD" == *[^A-Za-z0-9._/+-]* ]] || return 0
   local place
   place=${XDG_CACHE_HOME:-$HOME/.cache}/objkv/venv-$(printf '%s' "$PWD" | cksum | cut -d ' ' -f 1)
-  mkdir -p "$place"
+  (umask 077 && mkdir -p "$place")
   [ -L "$VENV" ] || rm -rf "$VENV"
   ln -sfn "$place" "$VENV"
   VENV=$place

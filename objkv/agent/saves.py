@@ -94,8 +94,6 @@ class NodeSaves:
             saved=self._saved,
             leased=lambda save: self._unsaved.leased_elsewhere(save.claim.key.path()),
         )
-        """Called for the chunk of a payload that was saved: from then on only the index has its
-        record."""
         self._leased_bytes = 0
         """Bytes of payloads that wait for a thread, or are being saved."""
         self._has_released = Event()

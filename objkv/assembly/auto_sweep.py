@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 LEASE = "sweep"
 _PAUSE_MS = 600_000
 """Minimum time between the starts of two sweeps by any replica of the machine."""
-_BOUND_S = 300.0
+_BOUND_S = 900.0
 """Time limit of a rebuild or a sweep; the next one begins anew."""
 _GRACE_S = 10.0
 _SAID_BYTES = 500
@@ -96,7 +96,7 @@ class AutoSweep:
 
     def _make_room(self) -> tuple[int, str]:
         code, said = self._run(_REBUILD)
-        if code == _ENDED:
+        if self._closed:
             return code, said
         if code in _REBUILT:  # index and folder now match, so --force is safe
             return self._run((*_SWEEP, _FORCE))

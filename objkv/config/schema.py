@@ -277,8 +277,8 @@ class Config(BaseModel):
     lookup_queue_max: int = Field(default=1024, ge=1)
     """Requests that may wait for a lookup. Further ones are misses."""
     lookup_ttl_ms: int = Field(default=30_000, ge=0)
-    """How long a node's agent remembers which chunks are stored. 0: every lookup queries the
-    index."""
+    """How long a node's agent, and a request that waits, remember which chunks are stored. 0: every
+    lookup queries the index."""
     lease_ms: int = Field(default=30_000, ge=1)
     """How long a replica holds the lease to save a chunk."""
     breaker_failures: int = Field(default=5, ge=1)

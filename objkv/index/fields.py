@@ -70,7 +70,7 @@ class WrittenShards(Mapping[str, ShardRecord]):
     """Encoded shards that are decoded together on first access, because a reader finds more chunks
     than it loads."""
 
-    __slots__ = ("_decoded", "_fields", "_row", "_values")
+    __slots__ = ("_decoded", "_fields", "_values")
 
     def __init__(self, fields: tuple[str, ...], values: Sequence[bytes]) -> None:
         """``values`` has one item for each of ``fields``. An item matches ``SHARD_PATTERN``, or is
@@ -78,8 +78,6 @@ class WrittenShards(Mapping[str, ShardRecord]):
         self._fields = fields
         self._values = values
         self._decoded: dict[str, ShardRecord] | None = None
-        self._row = b""
-        """Kept by ``written``, because an agent returns the same records to each of its clients."""
 
     def __getitem__(self, field: str) -> ShardRecord:
         return self._shards()[field]
@@ -109,8 +107,7 @@ class WrittenShards(Mapping[str, ShardRecord]):
     def written(self, fields: Sequence[str]) -> bytes:
         """Return the encoded shards of ``fields``, divided by line ends; an absent one is empty."""
         if self._fields == fields:
-            self._row = row = b"\n".join(self._values)
-            return row
+            return b"\n".join(self._values)
         known = dict(zip(self._fields, self._values, strict=True))
         return b"\n".join([known.get(field, b"") for field in fields])
 
@@ -136,7 +133,7 @@ def written_rows(found: Iterable[Shards | None], fields: tuple[str, ...]) -> lis
         absent
         if shards is None
         else (
-            (shards._row if shards._fields == fields else b"") or shards.written(fields)
+            shards.written(fields)
             if shards.__class__ is WrittenShards
             else coming
             if shards is COMING

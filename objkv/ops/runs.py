@@ -189,7 +189,7 @@ class WorkPool:
             ended, _ = wait(running, timeout=_PROGRESS_S, return_when=FIRST_COMPLETED)
             for future in ended:
                 future.result()
-                items += running.pop(future).items
+                items += max(1, running.pop(future).items)
             on_progress(items + sum(task.items for task in running.values()), expected)
 
     def _work(self, task: _Task) -> None:

@@ -1,4 +1,4 @@
-"""A store in Redis or Valkey for small, frequently read payloads. Every value has a time to live.
+"""A store in Redis or Valkey for small payloads. Every value has a time to live.
 
 The server may evict values earlier; readers see both cases as a miss. The client handles
 connections, TLS, retries, time-outs and topology for one server, Sentinel or Cluster.

@@ -56,6 +56,13 @@ def test_all_units_are_done_once_and_counted() -> None:
     assert (reports[0], reports[-1]) == ((0, None), (50, None))
 
 
+def test_a_unit_that_asks_for_no_interrupt_is_one_item() -> None:
+    reports: list[tuple[int, int | None]] = []
+    units = [Unit(lambda counters, check: None, items=1) for _ in range(3)]
+    WorkPool(workers=1).run(units, lambda done, total: reports.append((done, total)))
+    assert reports[-1] == (3, 3)
+
+
 def test_an_interrupt_ends_the_run_with_what_was_done_and_nothing_follows() -> None:
     work, pool = Work(), WorkPool(workers=2)
     pool.run(work.units(40, trouble={"20": KeyboardInterrupt()}))

@@ -3,7 +3,7 @@
 So a replica needs no message for chunks that were looked up before on its node: two wake-ups of
 processes take longer than all the rest of a lookup. Answers come in blocks of chunks, because
 prompts that begin alike have equal blocks from the start on. Only blocks whose chunks are all
-stored are kept, until their first record ends.
+stored are kept, for a bounded time.
 """
 
 import mmap

@@ -1,7 +1,7 @@
 """The stages of ``warm``: check prefillers, tokenize, find the namespace, compute."""
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -180,6 +180,17 @@ def warm_by(
         return report
 
 
+def _with_tokens(prompts: Iterable[WarmPrompt]) -> Iterator[WarmPrompt]:
+    """Raise ``ConfigError`` at a prompt without token ids, which cannot be looked up."""
+    for prompt in prompts:
+        if prompt.tokens is None:
+            raise ConfigError(
+                f"{prompt.name}: is text, and --check uses no engine: set --tokenizer to the "
+                "model's folder"
+            )
+        yield prompt
+
+
 def check_stored(means: Means, prompts: Iterable[WarmPrompt], identity: Identity) -> WarmReport:
     """Report which prompts are stored. Raises ``ConfigError`` and ``StoreError``."""
     lookup = PromptLookup(means.view.index, identity, means.adapters)
@@ -188,18 +199,13 @@ def check_stored(means: Means, prompts: Iterable[WarmPrompt], identity: Identity
     own = means.tokenizer
 
     def tokenize(prompt: WarmPrompt) -> list[int]:
-        if prompt.tokens is not None:
-            return list(prompt.tokens)
-        if own is None:
-            raise ConfigError(
-                f"{prompt.name}: is text, and --check uses no engine: set --tokenizer to the "
-                "model's folder"
-            )
-        return own.tokenize(prompt)
+        return own.tokenize(prompt) if own is not None else list(prompt.tokens or ())
 
     with closing(TokenSpool()) as spool:
         base = {lookup.identity.model, lookup.identity.model.rpartition("/")[2], *means.base}
         names = Names(base, means.adapters.keys())
+        if own is None:
+            prompts = _with_tokens(prompts)
         prepared = prepare(prompts, spool, tokenize, names, on_progress=means.watch.prepared)
         _add_failures(report, prepared)
         report.prompts += len(prepared.tasks)
