@@ -19,7 +19,7 @@ import pytest
 from tests.support import nursery
 from tests.support.servers import ports
 
-PATIENCE_S = 5.0
+PATIENCE_S = 60.0
 MEMORY_MAX = 3 << 29
 KEPT = re.compile("/mpl-data/fonts/|^thread tqdm_monitor$|^mapping of /dev/shm/sem[.]")
 """What belongs to the process once it is there: fonts that matplotlib has read, tqdm's thread and
