@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 LEASE = "sweep"
 _PAUSE_MS = 600_000
 """Minimum time between the starts of two sweeps by any replica of the machine."""
-_BOUND_S = 900.0
-"""Time limit of a rebuild or a sweep; the next one begins anew."""
+_BOUND_S = 300.0
+"""Time limit of a rebuild or a sweep, half of the pause. The next one begins anew."""
 _GRACE_S = 10.0
 _SAID_BYTES = 500
 _REBUILD = ("rebuild", "--apply", "--json")
@@ -123,7 +123,7 @@ class AutoSweep:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.communicate()
-            return _ENDED, ""
+            return _ENDED, f"still running after {_BOUND_S:.0f} s"
         finally:
             with self._lock:
                 self._process = None

@@ -153,7 +153,7 @@ def test_what_was_seen_once_is_found_on_its_node_and_stored_nowhere(
     assert node.commit(made) == [SaveOutcome.ACCEPTED] * 3
     assert not node.stored
     assert of_index(node, made) == [None] * 3
-    assert node.taken == [], "no other node can load it, so no router is told"
+    assert node.taken == [], "no other node can load it: no event"
     wanted = node.find(made)
     assert [one.record.nbytes for one in wanted] == [len(payload) for payload in made]
     assert all(is_unsaved(one.record) for one in wanted)
@@ -419,7 +419,7 @@ def test_a_save_that_failed_is_tried_at_the_next_read(make: Callable[..., Holder
     assert node.saves.drain(PATIENCE_S)
     assert not node.stored, "not at once"
     assert node.again(made) == [SaveOutcome.ACCEPTED] * 3
-    assert (node.taken, node.stored) == ([], set()), "made again, and not saved: no router is told"
+    assert (node.taken, node.stored) == ([], set()), "made again, and not saved: no event"
     now[0] = 100.0
     node.read(node.find(made))
     assert node.saves.drain(PATIENCE_S)

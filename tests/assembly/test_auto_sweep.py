@@ -102,6 +102,26 @@ def test_what_the_index_lacks_is_believed_only_after_a_rebuild(
     assert "rebuilding the index of a full folder failed code=3" in caplog.text
 
 
+def test_a_folder_that_takes_too_long_to_rebuild_is_swept_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = (
+        "import os, sys, time; time.sleep(600 * (sys.argv[1] == 'rebuild')); "
+        "open(os.environ['FILE'], 'a').write(' '.join(sys.argv[1:]))"
+    )
+    run, bounds = AutoSweep._run, iter([0.1, BOUND_S])
+
+    def bounded(one: AutoSweep, arguments: Any) -> tuple[int, str]:
+        monkeypatch.setattr("objkv.assembly.auto_sweep._BOUND_S", next(bounds))
+        return run(one, arguments)
+
+    monkeypatch.setattr(AutoSweep, "_run", bounded)
+    recorder, file = MemoryRecorder(), tmp_path / "file"
+    assert relief(MemoryIndex(), program, recorder, FILE=str(file))()
+    assert file.read_text() == "sweep --apply --json", "without --force"
+    assert recorder.value("sweep_errors") == 0
+
+
 def config(tmp_path: Path, **changes: Any) -> Config:
     values = {
         "bulk_url": f"file://{tmp_path}/chunks",

@@ -48,7 +48,7 @@ def start(
     name: str, folder: Path, *words: str
 ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     """Run the example's script, where ``python`` and ``vllm`` are the program above and there are
-    two GPUs; what each server was told."""
+    two GPUs; each server's arguments."""
     programs = folder / "bin"
     programs.mkdir()
     for program in ("python", "vllm"):

@@ -623,7 +623,7 @@ def test_kept_connections_go_back_to_their_pool(
     kept.keep(pool, first, 60)
     now[0] += s3_http.KEEP_S + 1
     kept.keep(pool, second, 60)
-    assert pool.back.pop() is first, "nobody needed it for a while"
+    assert pool.back.pop() is first, "it was not needed for a while"
     monkeypatch.setattr(s3_http, "os", SimpleNamespace(getpid=lambda: -1))
     assert kept.take(pool) is None, "it is the parent's"
     assert (pool.back, second.sock is None) == ([], False)

@@ -122,7 +122,7 @@ def tracker(lookups: LookupService) -> RequestTracker:
 
 
 def looked_up(tracker: RequestTracker, one: Any) -> TrackedRequest:
-    """A request of which it is known what is stored."""
+    """A request whose lookup has ended."""
     tracked = tracker.add(one, NAMESPACE)
     wait_until(lambda: tracker.records(tracked) is not None)
     return tracked
