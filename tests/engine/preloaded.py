@@ -57,7 +57,8 @@ def _prepare() -> None:
 
 def _leave_idle_processors_to_others() -> None:
     """Several engines share two processors. A rank that waits for a message looks for it without a
-    pause, for a second; then it is notified, or looks again after 5 s if that is lost. Each of its 13 groups has a thread that looks every 10 ms. Source: ``SpinCondition`` in vLLM 0.32,
+    pause, for a second; then it is notified, or looks again after 5 s if that is lost. Each of its
+    13 groups has a thread that looks every 10 ms. Source: ``SpinCondition`` in vLLM 0.32,
     ``gloo/transport/tcp/loop.cc``."""
     from torch.distributed import ProcessGroupGloo
     from vllm.distributed.device_communicators import shm_broadcast
