@@ -1,8 +1,8 @@
 """A fault is a miss: the matrix, in this process.
 
-vLLM's scheduler and objkv's connector over a toy model, with a real Valkey, an S3 server, SQLite
-and node agents, whose faults are injected where they would happen. One fault of each kind is quick.
-``test_engine`` has some of the rows in real engines.
+vLLM's scheduler and objkv's connector over a toy model, and objkv's other connectors, with a real
+Valkey, an S3 server, SQLite and node agents, whose faults are injected where they would happen. One
+fault of each kind is quick. ``test_engine`` has some of the rows in real engines.
 """
 
 import logging
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.faults.agents import LARGE_ARENA_BYTES, AgentPlace
+from tests.faults.columns import COLUMNS, Column
 from tests.faults.places import Place, Servers
 from tests.faults.rows import BY_NAME, MODES, ROWS, VERBS, Row
 from tests.faults.seen import Lines, Seen
@@ -57,6 +58,22 @@ PATIENT: dict[str, Any] = {
     "drain_deadline_ms": 1_000,
 }
 HOURS_S = 4 * 3600.0
+OTHERS = {
+    "codec": "none",
+    "lookup_ttl_ms": 0,
+    "breaker_failures": 1,
+    "breaker_reset_ms": 10,
+    "breaker_reset_max_ms": 20,
+    "drain_deadline_ms": 1_000,
+}
+"""Of the other connectors."""
+PATIENCE_S = 60.0
+_LOADS = {"load_deadline_ms": 2_000, "step_load_deadline_ms": 2_000, "save_deadline_ms": 2_000}
+HURRIED: dict[str, dict[str, int]] = {
+    "s3-stalled": _LOADS | {"encoder_deadline_ms": 2_000},
+    "redis-stalled": _LOADS | {"lookup_deadline_ms": 500, "encoder_deadline_ms": 2_000},
+}
+"""How long they wait where nothing comes."""
 FULL = {"arena_bytes": CHUNKS * PAYLOAD_BYTES}
 """An arena with room for one prompt."""
 
@@ -333,11 +350,12 @@ QUICK = ("s3-reset", "s3-flipped", "redis-killed", "sqlite-corrupt", "agent-kill
 """One of each kind: an error, wrong bytes, a dead server, a bad file, a dead agent."""
 
 
+def quick(name: str) -> tuple[pytest.MarkDecorator, ...]:
+    return () if name in QUICK else (pytest.mark.slow,)
+
+
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(row.name, marks=() if row.name in QUICK else pytest.mark.slow) for row in ROWS],
-)
+@pytest.mark.parametrize("name", [pytest.param(row.name, marks=quick(row.name)) for row in ROWS])
 def test_a_fault_is_a_miss(servers: Servers, name: str, mode: str) -> None:
     row = BY_NAME[name]
     seen = _shake(servers, row, mode)
@@ -345,3 +363,52 @@ def test_a_fault_is_a_miss(servers: Servers, name: str, mode: str) -> None:
         seen[verb].check(row.cell(verb))
     assert seen["after"].right
     assert seen["after"].outcome == "hit", "what was lost is not found again"
+
+
+THEIRS = [
+    row.name
+    for row in ROWS
+    if not (row.world == "agent" or row.is_theirs or row.name == "sqlite-locked")
+]
+"""Of a locked file nobody can be hurried from outside."""
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=quick(name)) for name in THEIRS])
+def test_a_fault_is_a_miss_for_the_other_connectors(
+    servers: Servers, name: str, column: str
+) -> None:
+    row, numbers = BY_NAME[name], servers.numbers
+    place = Place(servers, row.world, direct=OWN_ENGINE.get(name, False))
+    if name == "disk-full":
+        place.small_disk()
+    settings = place.settings | OTHERS | HURRIED.get(name, {})
+    opened: list[Column] = []
+
+    def number(*, is_saved: bool = False) -> int:
+        found = next(numbers)
+        if is_saved:
+            writer.save(found)
+        return found
+
+    def works() -> bool:
+        servers.clock.pauses_ahead_s += HOURS_S
+        return reader.ask(number(is_saved=True))
+
+    try:
+        opened += (COLUMNS[column](place.folder, settings) for _ in range(2))
+        writer, reader = opened
+        assert wait_for(works, bound_s=PATIENCE_S)
+        place.prepare(name)
+        asked = number(is_saved=True)
+        mend = place.inject(name)
+        found = reader.ask(asked)
+        writer.save(number())
+        mend()
+        assert wait_for(works, bound_s=PATIENCE_S)
+    finally:
+        place.mend()
+        for replica in opened:
+            replica.close()
+        place.close()
+    assert found == (row.lookup.outcome == row.load.outcome == "hit")
