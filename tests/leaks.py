@@ -58,12 +58,14 @@ class Leaks:
     def __init__(self) -> None:
         self._before = held()
         self._file: Path | None = None
+        self._failed = 0
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None]:
         """The first test of a file begins."""
         if self._file != item.path:
             self._file, self._before = item.path, held()
+            self._failed = item.session.testsfailed
         return (yield)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -84,6 +86,8 @@ class Leaks:
         if nextitem is None or nextitem.path != item.path:
             getattr(item, "funcargs", {}).clear()  # pytest does so only later
             left, until = held() - self._before, time.monotonic() + PATIENCE_S
+            if item.session.testsfailed > self._failed:
+                return result  # what a failed test leaves open is no other error
             while left and time.monotonic() < until:
                 gc.collect()
                 time.sleep(0.02)

@@ -1,7 +1,6 @@
 """Payloads that are fetched, verified and decoded into the arena."""
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -187,19 +186,15 @@ def test_a_frame_is_announced_when_its_bytes_are_final(
 
 
 def test_all_who_ask_at_the_same_moment_share_one_fetch(make: Callable[..., Node]) -> None:
-    node = make(threads=4)
-    wanted, gate = node.save(), threading.Barrier(8)
-    found: deque[Resident] = deque()
-
-    def reader() -> None:
-        gate.wait()
-        found.extend(fetch(node, *wanted))
-
-    threads = [threading.Thread(target=reader) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    node, opened = make(threads=4), threading.Event()
+    wanted = node.save()
+    node.store.on_get = lambda _: opened.wait(PATIENCE_S)
+    every = [
+        node.core.open(Sleeper(), wanted, deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
+        for _ in range(8)
+    ]
+    opened.set()
+    found = [settled(node, one) for some in every for one in some]
     assert len(found) == 24
     assert all(right(node, one) for one in found)
     assert set(node.store.gets.values()) == {1}
