@@ -194,6 +194,7 @@ def test_all_who_ask_at_the_same_moment_share_one_fetch(make: Callable[..., Node
         for _ in range(8)
     ]
     opened.set()
+    assert all(some == every[0] for some in every)
     found = [settled(node, one) for some in every for one in some]
     assert len(found) == 24
     assert all(right(node, one) for one in found)
