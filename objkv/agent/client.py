@@ -17,8 +17,8 @@ from pathlib import Path
 from threading import Lock
 from typing import TypeVar
 
-from objkv.agent.connections import ArenaLease, lease_of
 from objkv.agent.fill import Wanted
+from objkv.agent.leases import ArenaLease, lease_of
 from objkv.agent.memory.answers import AnswerBoard, Scope
 from objkv.agent.memory.arena import CELLS, Arena
 from objkv.agent.messages import (
@@ -66,9 +66,7 @@ class AgentRefused(TransferError):
 
 
 class AgentConnection:
-    """An ``ArenaConnection`` by the agent's socket. Thread-safe: calls take turns."""
-
-    is_inside = False
+    """A way to the agent's payloads and answers. Thread-safe: calls take turns."""
 
     def __init__(
         self,
@@ -232,7 +230,8 @@ class AgentConnection:
         return answer
 
     def wait(self, seconds: float, also: Alarm | None = None) -> bool:
-        """See ``ArenaConnection``."""
+        """Wait for progress of a payload that is being filled, or for ``also``, for at most
+        ``seconds``. Returns False if the agent has gone."""
         alarms = [one for one in (self.alarm, also) if one is not None]
         if not wait_for(alarms, seconds, until_hangup=self._sock.fileno()):
             self._is_lost = True

@@ -4,9 +4,6 @@ An uncompressed payload goes from the socket to its place in the arena. Others a
 the fetching thread, and each frame is decoded to its place. A frame is announced to readers when
 it is verified. In both cases the arena holds an uncompressed, unsealed payload.
 
-A fetch that has to wait for memory waits between gets, because a get occupies a connection: before
-the first one if the size of its place is known, otherwise it gets the payload again.
-
 Payloads for which a forward pass waits come in parts, so that the first layers of all payloads
 arrive before the last layers of any.
 """
@@ -14,7 +11,6 @@ arrive before the last layers of any.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from time import monotonic
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,14 +89,6 @@ class NoRoomError(TransferError):
     """The arena has no memory for the payload."""
 
 
-class _NoRoomYetError(TransferError):
-    """The arena has no memory for a payload whose get is under way."""
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(f"no room yet for {nbytes} bytes in the arena")
-        self.nbytes = nbytes
-
-
 class Staging:
     """The buffer of one fetching thread, for payloads that are decoded. It grows as needed."""
 
@@ -128,8 +116,6 @@ class Fill:
     """The stored payload's header, once it is verified."""
     is_complete = False
     """Whether the whole payload is in the arena."""
-    waited_s = 0.0
-    """How long the fetch has waited for memory."""
     is_hot = False
     """Whether bytes came from the hot store."""
     header_bytes = 0
@@ -150,20 +136,15 @@ class Fill:
         *,
         source: Source | None = None,
         cuts: Cuts = WHOLE,
-        room_until: float = 0.0,
-        make_room: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
             known: of earlier payloads of the shard.
             source: where to read it instead of from the stores. Frames are announced only when all
                 are verified: after a fault the stores' bytes may come to other places.
-            room_until: how long to wait for memory, by ``monotonic``.
-            make_room: called, often, while it waits.
         """
         self._one, self.wanted, self._source = one, wanted, source
         self._residents, self._cache, self._known = residents, cache, known
-        self._room_until, self._make_room = room_until, make_room
         is_plain = source is not None or wanted.record.codec == "none"
         self._is_direct = is_plain and cache.seal is None
         self._nbytes = wanted.record.nbytes if source is None else source.nbytes
@@ -191,17 +172,10 @@ class Fill:
             raise PayloadError("an empty payload by the record")
         try:
             self._take_memory(staging)
-            while True:  # at most twice
-                began = monotonic()
-                try:
-                    is_stored = self._next_part()
-                    if is_stored and self.is_whole and not self.is_complete:
-                        is_stored = self._whole()
-                    return is_stored
-                except _NoRoomYetError as exc:
-                    self.waited_s += monotonic() - began
-                    self._allot(exc.nbytes)
-                    self._room_until, self.is_hot = 0.0, False
+            is_stored = self._next_part()
+            if is_stored and self.is_whole and not self.is_complete:
+                is_stored = self._whole()
+            return is_stored
         finally:
             self._stored = memoryview(b"")
             if self.is_complete:
@@ -288,25 +262,16 @@ class Fill:
         self.is_hot = True
 
     def _allot(self, nbytes: int, spare: int = 0) -> memoryview:
-        began = monotonic()
-        room = self._residents.allot(
-            self._one, nbytes, spare, until=self._room_until, make_room=self._make_room
-        )
-        self.waited_s += monotonic() - began
+        room = self._residents.allot(self._one, nbytes, spare)
         if room is None:
             raise NoRoomError(f"no room for {nbytes} bytes in the arena")
         self._place = room
         return room
 
     def _resize(self, nbytes: int) -> memoryview:
-        """Return the payload's place in the arena, of this size. Does not wait, as a get is under
-        way. No reader knows the place yet."""
+        """Return the payload's place in the arena, of this size. No reader knows the place yet."""
         if self._place is None or len(self._place) != nbytes:
             self._residents.retract(self._one)
-            self._place = self._residents.take_room(self._one, nbytes)
-        if self._place is None:
-            if self._room_until > monotonic():
-                raise _NoRoomYetError(nbytes)
             return self._allot(nbytes)
         return self._place
 

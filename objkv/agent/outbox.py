@@ -17,9 +17,7 @@ from objkv.agent.client import AgentConnection
 from objkv.agent.memory.arena import PAGE, check_seals, seal_size
 from objkv.agent.messages import CommitStatus
 from objkv.cache.chunks import InFlightSaves, SaveOutcome
-from objkv.cache.speed import LinkSpeed
 from objkv.codec.payload import Claim, Header
-from objkv.codec.seal import Seal
 from objkv.errors import ObjkvError, StoreBusy, TransferError
 from objkv.keys.chunk import ChunkKey
 from objkv.stores.base import Buffer
@@ -68,10 +66,7 @@ def join_outbox(fd: int) -> mmap.mmap:
 
 
 class AgentSaves:
-    """The agent as a worker's ``SaveTarget``. Thread-safe."""
-
-    seal: Seal | None = None
-    """None: the agent seals."""
+    """Where a worker's payloads go: to the agent. Thread-safe."""
 
     def __init__(
         self,
@@ -79,15 +74,14 @@ class AgentSaves:
         outbox: Outbox,
         memory: np.ndarray[tuple[int], np.dtype[np.uint8]],
         *,
+        accepted: Callable[[ChunkKey], object] | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         """``connect``: returns a new connection that has the outbox with the given descriptor, or
         raises ``ObjkvError``. ``outbox``: this object closes it. ``memory``: the outbox, as this
-        process has mapped it."""
-        self.link = LinkSpeed()
-        self.accepted: Callable[[ChunkKey], None] = lambda key: None
-        """Called for each payload that the agent saves."""
+        process has mapped it. ``accepted``: called for each payload that the agent saves."""
         self._connect, self._outbox, self._clock = connect, outbox, clock
+        self._accepted = accepted
         self._base, self._end = memory.ctypes.data, memory.ctypes.data + memory.nbytes
         self._memory = memory
         self._in_flight = InFlightSaves()
@@ -100,19 +94,13 @@ class AgentSaves:
         return self._clock() >= self._full_until
 
     def begin_save(self, key: ChunkKey) -> bool:
-        """See ``ChunkCache.begin_save``."""
+        """Whether a payload is not being saved, nor was just saved. The caller then calls
+        ``end_save``."""
         return self._in_flight.begin(key.path())
 
     def end_save(self, key: ChunkKey) -> None:
-        """See ``ChunkCache.end_save``."""
+        """A save has ended, with or without success."""
         self._in_flight.end(key.path())
-
-    def take_lease(self, key: ChunkKey) -> bool:
-        """Return True: the agent takes the lease."""
-        return True
-
-    def release_lease(self, key: ChunkKey) -> None:
-        """Do nothing."""
 
     def save(self, claim: Claim, payload: Buffer, header: Header) -> SaveOutcome:
         """Hand ``payload``, which is in the outbox, to the agent. When this returns, the agent has
@@ -126,7 +114,8 @@ class AgentSaves:
         status = self._reach().commit(view.ctypes.data - self._base, view.nbytes)
         if status is CommitStatus.ACCEPTED:
             self._in_flight.keep(claim.key.path())
-            self.accepted(claim.key)
+            if self._accepted is not None:
+                self._accepted(claim.key)
             return SaveOutcome.ACCEPTED
         if status is CommitStatus.KEPT:  # not accepted yet: other nodes do not find it
             self._in_flight.keep(claim.key.path())
@@ -139,14 +128,13 @@ class AgentSaves:
             self._full_until = self._clock() + _PAUSE_S
         raise TransferError(f"the agent did not take a payload: {status.name}")
 
-    def close(self, deadline_s: float) -> bool:
-        """End the connection. Accepted payloads are still saved."""
+    def close(self) -> None:
+        """End the connection. Accepted payloads are still saved. Idempotent."""
         with self._lock:
             if self._agent is not None:
                 self._agent.close()
                 self._agent = None
             self._outbox.close()
-        return True
 
     def _reach(self) -> AgentConnection:
         with self._lock:

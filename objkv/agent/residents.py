@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from threading import Condition, Lock
-from time import monotonic
 from typing import Protocol
 
 from objkv.agent.memory.arena import BOARD_BYTES, CELLS, Arena, CellState, Extents, Progress
@@ -20,7 +19,6 @@ from objkv.codec.payload import Claim
 from objkv.index.base import ShardRecord
 from objkv.telemetry import Recorder
 
-_ROOM_LOOK_S = 0.05
 """How often a fetch that waits for memory looks for payloads without a client's lease."""
 _AHEAD_SHARE = 4
 """Divisor: prefetched payloads that nothing has read take at most this fraction of the arena."""
@@ -242,44 +240,19 @@ class Residents:
         """Return the memory of a leased payload. Only a fill may write it."""
         return self._arena.view[one.offset : one.offset + one.nbytes]
 
-    def allot(
-        self,
-        one: Resident,
-        nbytes: int,
-        spare: int = 0,
-        *,
-        until: float = 0.0,
-        make_room: Callable[[], None] = lambda: None,
-    ) -> memoryview | None:
+    def allot(self, one: Resident, nbytes: int, spare: int = 0) -> memoryview | None:
         """Give a payload that is being filled its memory, evicting others if need be. None if the
-        arena is full, also after waiting for leases to end, or closed.
-
-        ``spare``: further bytes of memory that are not the payload's. ``until``: how long to wait,
-        by ``monotonic``. ``make_room``: called without locks, before each wait.
-        """
-        while True:
-            room = self.take_room(one, nbytes, spare)
-            if room is not None:
-                return room
-            left = until - monotonic()
-            if self._closed or left <= 0:
-                break
-            make_room()
-            with self._lock:
-                self._unleased.wait(min(left, _ROOM_LOOK_S))
-        self._recorder.count("agent_no_room")
-        return None
-
-    def take_room(self, one: Resident, nbytes: int, spare: int = 0) -> memoryview | None:
-        """Do what ``allot`` does, if there is memory now. None otherwise, which is not counted."""
+        arena is full of leased payloads, or closed. ``spare``: further bytes of memory that are not
+        the payload's."""
         assert one.offset < 0
         with self._lock:
             offset = self._take(nbytes + spare)
-            if offset is None:
-                return None
-            one.offset, one.nbytes = offset, nbytes
-            self._at[offset] = one
-            return self._arena.view[offset : offset + nbytes + spare]
+            if offset is not None:
+                one.offset, one.nbytes = offset, nbytes
+                self._at[offset] = one
+                return self._arena.view[offset : offset + nbytes + spare]
+        self._recorder.count("agent_no_room")
+        return None
 
     def _take(self, nbytes: int) -> int | None:
         if self._closed:

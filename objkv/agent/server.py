@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from threading import Lock, Thread
 
 from objkv.agent.calls import LookUp, NodeCalls, NodeLookups
-from objkv.agent.connections import LeaseHolder
 from objkv.agent.core import Core
+from objkv.agent.leases import LeaseHolder
 from objkv.agent.memory.arena import Arena, CellState
 from objkv.agent.messages import (
     MESSAGE_BYTES_MAX,

@@ -8,19 +8,12 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Event
-from time import monotonic, sleep, time
+from time import monotonic, time
 from types import TracebackType
-from typing import Self, cast
+from typing import Self
 from uuid import uuid4
 
-from objkv.agent.calls import (
-    AgentCalls,
-    AgentDocuments,
-    AgentIndex,
-    NodeCalls,
-    NodeLookups,
-)
-from objkv.agent.client import AgentConnection, AgentRefused
+from objkv.agent.calls import NodeCalls, NodeLookups
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
 from objkv.agent.http.listener import check_address
@@ -33,27 +26,20 @@ from objkv.agent.spill.disk import Disk, DiskFolder
 from objkv.agent.unsaved.requested import RequestedPuts
 from objkv.agent.unsaved.requests import PutRequests
 from objkv.assembly.backends import Backends, check_backends, is_far, open_backends, open_room
-from objkv.assembly.launch import AgentRuns, AgentSocket, failure_of, start_agent
+from objkv.assembly.launch import AgentRuns, AgentSocket
 from objkv.assembly.seal import open_seal
 from objkv.background import JOIN_S
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.config import Config
-from objkv.config.node import agent_environment, agent_socket, host_bytes, http_path
+from objkv.config.node import arena_bytes, host_bytes, http_path, is_private
 from objkv.config.urls import local_path, parse_address
-from objkv.errors import ConfigError, TransferError
-from objkv.index.base import WriteIndex
-from objkv.stores.base import PruneStore
+from objkv.errors import ConfigError
 from objkv.telemetry import MemoryRecorder, Recorder, Trouble
 
 logger = logging.getLogger(__name__)
-_MEMORY_SHARE = 8
-"""Divisor: the default arena is this fraction of the machine's memory."""
 _WORKERS = 16
 """As many workers of a node may have payloads waiting to be saved as their settings allow."""
-_START_S = 30.0
-"""How long a replica waits at its start for an agent that is being started."""
 _LOOK_S = 1.0
-_POLL_S = 0.05
 _SWITCH_S = 5e-4
 """How long a thread keeps the interpreter while another waits for it. Lookups take microseconds,
 and would wait for Python's usual 5 ms behind threads that fetch."""
@@ -62,79 +48,6 @@ and would wait for Python's usual 5 ms behind threads that fetch."""
 def cache_settings(config: Config, writer: str) -> CacheSettings:
     """Return the cache's part of the settings."""
     return CacheSettings(writer, config.ttl_s, config.lease_ms, config.hot_save_bytes_max)
-
-
-class AgentLink:
-    """A replica's way to its agent. With ``auto`` it starts one."""
-
-    def __init__(self, config: Config) -> None:
-        """Raises ``ConfigError`` if an agent cannot be started here."""
-        path = agent_socket(config)
-        assert path is not None
-        self._config, self._path = config, path
-        self.calls = AgentCalls(self.connect)
-        if config.agent == "auto":
-            start_agent(path, agent_environment(config))
-
-    def connect(self, *, wants_arena: bool = False, outbox: int = -1) -> AgentConnection:
-        """Return a new connection. Raises ``TransferError``, and with ``auto`` has then started
-        another agent for the next attempt."""
-        try:
-            return AgentConnection(self._path, wants_arena=wants_arena, outbox=outbox)
-        except TransferError:
-            if self._config.agent == "auto":
-                start_agent(self._path, agent_environment(self._config))
-            raise
-
-    def await_agent(self, seconds: float) -> bool:
-        """Wait until an agent listens, for at most ``seconds``. Raises ``ConfigError`` if the
-        agent that this process started could not."""
-        end = monotonic() + seconds
-        while not self._answers():
-            if (reason := failure_of(self._path)) is not None:
-                raise ConfigError(f"the node agent did not start: {reason}")
-            if monotonic() >= end:
-                return False
-            sleep(_POLL_S)
-        return True
-
-    def _answers(self) -> bool:
-        """Whether an agent is ready, or refuses. One that listens may still fail to start."""
-        try:
-            AgentConnection(self._path).close()
-        except AgentRefused:
-            return True
-        except TransferError:
-            return False
-        return True
-
-
-def reach_agent(config: Config) -> AgentLink | None:
-    """Return the way to this machine's agent. None if the replica is to load for itself: without an
-    agent, and with ``auto`` if none can serve these settings or start within 30 s, which is logged.
-    """
-    if config.agent not in ("off", "auto"):
-        return AgentLink(config)
-    try:
-        if agent_socket(config) is None:
-            return None
-        link = AgentLink(config)
-        if link.await_agent(_START_S):
-            return link
-        reason = "it does not listen yet"
-    except ConfigError as exc:
-        reason = str(exc)
-    logger.warning("no node agent, this replica loads for itself reason=%s", reason)
-    return None
-
-
-def open_agent_backends(link: AgentLink) -> Backends:
-    """Return a replica's stores and index, by way of its agent."""
-    calls = link.calls
-    # Replicas use documents and the verbs that these have; the rest is for operators.
-    return Backends(
-        cast("PruneStore", AgentDocuments(calls)), None, cast("WriteIndex", AgentIndex(calls))
-    )
 
 
 def _holds_back(config: Config) -> bool:
@@ -237,7 +150,7 @@ class NodeAgent:
         self._socket.report(None)
 
     def _arena_bytes(self) -> int:
-        nbytes = self._config.agent_memory_bytes or host_bytes() // _MEMORY_SHARE
+        nbytes = arena_bytes(self._config)
         if nbytes > host_bytes():
             logger.warning(
                 "arena larger than this machine's memory, lower agent_memory_bytes: an agent "

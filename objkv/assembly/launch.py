@@ -198,7 +198,7 @@ def _agent_at(path: Path) -> int:
         return int(pid) if uid == os.geteuid() else 0
 
 
-def start_agent(path: Path, environ: Mapping[str, str], idle_s: int = IDLE_EXIT_S) -> None:
+def start_agent(path: Path, environ: Mapping[str, str], idle_s: int) -> None:
     """Start an agent that outlives this process, unless one listens or is being started. Does not
     wait for it. Its log is next to its socket. Raises ``ConfigError``."""
     if is_listening(path):
@@ -224,7 +224,7 @@ def start_agent(path: Path, environ: Mapping[str, str], idle_s: int = IDLE_EXIT_
                 cwd="/",
             )
     except (OSError, subprocess.SubprocessError) as exc:
-        raise ConfigError(f"the agent cannot be started ({exc}): set agent to off") from exc
+        raise ConfigError(f"the agent cannot be started: {exc}") from exc
     logger.info("agent started socket=%s log=%s", path, log)
 
 

@@ -27,26 +27,40 @@ _BINDS_THREADS: Final = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _CONTAINER_CORES = Path("/sys/fs/cgroup/cpu.max")
 _PATH_BYTES_MAX = 70
-"""A socket's path may have 107, 22 of them for its name."""
+"""A socket's path may have 107, 30 of them for its name."""
+_PRIVATE = "private-"
+_MEMORY_SHARE = 8
+"""Divisor: the default arena is this fraction of the machine's memory."""
 
 
 def agent_socket(config: Config) -> Path | None:
-    """Return where the agent for these settings listens; None if replicas use none.
+    """Return where the agent for these settings listens; None if each replica has its own.
 
     With ``auto``, replicas have an agent in common if they would use the same stores with the same
     credentials and keys. Raises ``ConfigError`` if the folder of the socket belongs to another
     user.
     """
-    if config.agent == "off":
+    if config.agent == "private":
         return None
     if config.agent != "auto":
         return local_path(config.agent)
-    if any(url.startswith("memory:") for url in (config.bulk_url, config.index_url)):
-        return None  # another process has its own
     kept = config.model_dump(mode="json", exclude=set(_REPLICAS_OWN))
     aws = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     text = json.dumps([kept, aws], sort_keys=True)
     return _own_folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.sock"
+
+
+def replica_socket(config: Config, engine_id: str) -> Path:
+    """Return where the agent of a replica listens. Raises ``ConfigError`` like ``agent_socket``."""
+    path = agent_socket(config)
+    if path is not None:
+        return path
+    return _own_folder() / f"{_PRIVATE}{hashlib.sha256(engine_id.encode()).hexdigest()[:16]}.sock"
+
+
+def is_private(path: Path) -> bool:
+    """Whether the agent that listens at ``path`` is that of one replica."""
+    return path.name.startswith(_PRIVATE)
 
 
 def http_path(path: Path) -> Path:
@@ -77,11 +91,11 @@ def _own_folder() -> Path:
         found = folder.lstat()
     except OSError as exc:
         raise ConfigError(
-            f"no folder {folder} for the agent's socket ({exc}): set agent to off"
+            f"no folder {folder} for the agent's socket ({exc}): set XDG_RUNTIME_DIR to one"
         ) from exc
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise ConfigError(
-            f"{folder} is not a private folder of this user: make it one, or set agent to off"
+            f"{folder} is not a private folder of this user: make it one, or set XDG_RUNTIME_DIR"
         )
     return folder
 
@@ -93,6 +107,11 @@ def host_bytes() -> int:
         return min(nbytes, int(_CONTAINER_LIMIT.read_text()))
     except (OSError, ValueError):  # no such file, or "max"
         return nbytes
+
+
+def arena_bytes(config: Config) -> int:
+    """Return the size of an agent's arena."""
+    return config.agent_memory_bytes or host_bytes() // _MEMORY_SHARE
 
 
 def host_cores() -> int:

@@ -203,17 +203,15 @@ class Config(BaseModel):
     """Objects younger than this are never swept. Must exceed the longest save, because writers
     publish last. A value above ``ttl_s`` keeps expired payloads longer."""
     pinned_bytes_max: int = Field(default=0, ge=0)
-    """Pinned (page-locked) memory per worker for loads and saves. 0: enough for all load threads
-    and for the saves of two full steps, and at most an eighth of the host's memory for all workers.
-    Without a node agent, memory for loads is at least twice the largest payload of any replica of
-    the model."""
+    """Pinned (page-locked) memory per worker, in which it hands saves over to its agent. 0: enough
+    for two full steps, and at most an eighth of the host's memory for all workers."""
 
-    agent: str = Field(default="auto", pattern=r"^(off|auto|unix:///[^\x00]{1,100})$")
-    """Whether a node agent loads and saves for all replicas of this machine. ``auto``: on CPUs and
-    with CUDA, the first replica starts an agent, which ends ten minutes after the last; with ROCm
-    or XPU, or if no agent can start, each worker loads for itself. ``unix:///path``: the socket of
-    an agent that you run, with any device; without it, replicas load and save nothing. ``off``:
-    each worker loads for itself."""
+    agent: str = Field(default="auto", pattern=r"^(auto|private|unix:///[^\x00]{1,100})$")
+    """The agent that loads and saves for a replica. ``auto``: one for all replicas of this user on
+    this machine that have the same stores; the first replica starts it, and it ends ten minutes
+    after the last. ``private``: the replica's own, which ends half a minute after it.
+    ``unix:///path``: the socket of an agent that you run. Without an agent a replica computes, and
+    caches nothing until one answers."""
     agent_memory_bytes: int = Field(default=0, ge=0)
     """Memory of an agent for payloads, its arena. 0: an eighth of the memory of the machine or
     container. It is taken as payloads fill it."""
