@@ -25,13 +25,13 @@ from objkv.agent.server import AgentParts, AgentServer
 from objkv.agent.spill.disk import Disk, DiskFolder
 from objkv.agent.unsaved.requested import RequestedPuts
 from objkv.agent.unsaved.requests import PutRequests
-from objkv.assembly.backends import Backends, check_backends, is_far, open_backends, open_room
+from objkv.assembly.backends import check_backends, is_far, open_backends, open_room
 from objkv.assembly.launch import AgentRuns, AgentSocket
 from objkv.assembly.seal import open_seal
 from objkv.background import JOIN_S
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.config import Config
-from objkv.config.node import arena_bytes, host_bytes, http_path, is_private
+from objkv.config.node import arena_bytes, host_bytes, http_path
 from objkv.config.urls import local_path, parse_address
 from objkv.errors import ConfigError
 from objkv.telemetry import MemoryRecorder, Recorder, Trouble

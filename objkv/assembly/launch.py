@@ -15,6 +15,7 @@ from time import monotonic, sleep
 from typing import Final
 
 from objkv.agent.client import is_listening
+from objkv.config.node import is_private
 from objkv.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -137,6 +138,9 @@ class AgentSocket:
         with suppress(OSError):
             self.listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self.listener.close()
+        if is_private(self._path):  # nobody else uses the name, of which each replica has another
+            for kind in ("log", "error", "lock"):
+                Path(f"{self._path}.{kind}").unlink(missing_ok=True)
         while self._locks:
             os.close(self._locks.pop())
 

@@ -57,14 +57,14 @@ class AgentLink:
         except ConfigError as exc:
             raise TransferError(str(exc)) from exc
 
-    def await_agent(self, seconds: float = _START_S) -> None:
-        """Wait until an agent that this replica starts answers, for at most ``seconds``. Log it if
-        none does: until one does, the replica caches nothing."""
+    def await_agent(self, seconds: float = _START_S) -> bool:
+        """Wait until an agent that this replica starts answers, for at most ``seconds``. Returns
+        whether one does, and logs it if not: until one does, the replica caches nothing."""
         end = monotonic() + seconds
         while True:
             try:
                 self.connect().close()
-                return
+                return True
             except TransferError as exc:
                 reason, failure = exc, self._failure(exc)
                 if failure is not None or not self._starts or monotonic() >= end:
@@ -73,6 +73,7 @@ class AgentLink:
         logger.warning(
             "no node agent, caching nothing until one answers reason=%s", failure or reason
         )
+        return False
 
     def _failure(self, error: TransferError) -> str | None:
         """Return why no agent will answer soon; None if one may."""

@@ -2,20 +2,41 @@
 
 import os
 import socket
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from objkv.assembly.agent import cache_settings
 from objkv.assembly.backends import Backends, check_backends, open_backends, open_room
+from objkv.assembly.link import Replica
 from objkv.assembly.seal import open_seal
 from objkv.cache.chunks import ChunkCache
 from objkv.config import Config
 from objkv.errors import ConfigError
 from objkv.telemetry import Recorder
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 
 def writer_name(connector: object) -> str:
     """Return a connector's name for leases and payloads."""
     return f"{socket.gethostname()}:{os.getpid()}:{id(connector):x}"
+
+
+def replica_of(vllm_config: "VllmConfig") -> Replica:
+    """Return what an agent of this replica alone needs to know."""
+    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+    assert transfer is not None
+    workers = parallel.world_size // max(1, getattr(parallel, "nnodes", 1))
+    return Replica(str(transfer.engine_id), min(1.0, workers / max(1, _devices())))
+
+
+def _devices() -> int:
+    """Return how many devices this machine or container has, whichever of them vLLM may use; 0 if
+    that is not known."""
+    try:
+        return len(os.listdir("/proc/driver/nvidia/gpus"))
+    except OSError:
+        return 0
 
 
 def open_checked_backends(config: Config, recorder: Recorder) -> Backends:

@@ -192,6 +192,7 @@ class Saver:
         # One look at the device takes a moment, also after the bound.
         if not self._pool.drain(max(_COPIES_S, end - self._clock())):
             logger.warning("saves dropped at shutdown count=%d", self._waiting)
+        self._gives_up = True
         if self._pool.close(JOIN_S, give_up=self._give_up_gathered):
             logger.warning("a save is still being handed over at shutdown")
 
@@ -320,7 +321,7 @@ class Saver:
             pause_s = min(2 * pause_s, _LOOK_MAX_S)
         for chunk in gathered.chunks:
             try:
-                if self._clock() >= gathered.deadline:
+                if self._gives_up or self._clock() >= gathered.deadline:
                     self._count_drop(chunk.claim.key)
                 else:
                     self._save(chunk)

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,11 +17,12 @@ import pytest
 from objkv.agent.client import AgentConnection, is_listening
 from objkv.assembly import agent as agent_module
 from objkv.assembly import launch
-from objkv.assembly.agent import AgentLink, NodeAgent
-from objkv.assembly.launch import AgentRuns, AgentSocket, failure_of, start_agent
+from objkv.assembly.agent import NodeAgent
+from objkv.assembly.launch import IDLE_EXIT_S, AgentRuns, AgentSocket, failure_of, start_agent
+from objkv.assembly.link import AgentLink, Replica
 from objkv.cache.chunks import CacheSettings
 from objkv.config import Config
-from objkv.config.node import agent_environment, agent_socket, http_path
+from objkv.config.node import agent_environment, agent_socket, http_path, replica_socket
 from objkv.errors import ConfigError, TransferError
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.sqlite.index import SqliteIndex
@@ -29,6 +31,8 @@ from tests.agent.test_http import Router
 from tests.support.agents import AgentProcess, agent_folder
 from tests.support.samples import NAMESPACE
 from tests.support.waiting import PATIENCE_S, wait_until
+
+REPLICA = Replica("engine")
 
 
 @pytest.fixture
@@ -218,7 +222,7 @@ def test_an_agent_answers_at_its_address(config: Config, path: Path) -> None:
 
 
 def test_the_first_replica_starts_an_agent_for_all(config: Config) -> None:
-    links = [AgentLink(config) for _ in range(3)]
+    links = [AgentLink(config, REPLICA) for _ in range(3)]
     assert all(link.await_agent(PATIENCE_S) for link in links)
     connections = [link.connect(wants_arena=True) for link in links]
     for connection in connections:
@@ -237,7 +241,7 @@ def test_an_agent_runs_on_all_cores_and_shares_them_with_its_replicas(
     everywhere = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(everywhere)})
     try:
-        start_agent(path, agent_environment(config))
+        start_agent(path, agent_environment(config), IDLE_EXIT_S)
         assert os.sched_getaffinity(0) == {min(everywhere)}
     finally:
         os.sched_setaffinity(0, everywhere)
@@ -249,16 +253,36 @@ def test_an_agent_runs_on_all_cores_and_shares_them_with_its_replicas(
     assert os.getpgid(pid) != os.getpgid(0), "Ctrl-C at a terminal is for the replica"
 
 
-def test_an_agent_that_cannot_start_is_an_error_with_its_reason(config: Config, path: Path) -> None:
+def test_an_agent_that_cannot_start_is_logged_with_its_reason_and_tried_again(
+    config: Config, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = Path(config.bulk_url.removeprefix("file://"))
     folder.parent.mkdir(exist_ok=True)
     folder.write_text("a file where a folder is needed")
-    link = AgentLink(config)
-    with pytest.raises(ConfigError, match="the node agent did not start: bulk store"):
-        link.await_agent(PATIENCE_S)
+    link = AgentLink(config, REPLICA)
+    assert not link.await_agent(PATIENCE_S)
+    (line,) = caplog.messages
+    assert line.startswith("no node agent, caching nothing until one answers reason=bulk store")
     folder.unlink()
-    assert AgentLink(config).await_agent(PATIENCE_S)
+    wait_until(lambda: link.await_agent(PATIENCE_S))
     assert failure_of(path) is None
+
+
+def test_a_private_agent_is_the_replicas_own_and_leaves_nothing(config: Config) -> None:
+    config = config.model_copy(update={"agent": "private", "agent_memory_bytes": 4 << 20})
+    paths, nbytes = [], []
+    for engine_id, share in (("one", 0.5), ("other", 1.0)):
+        link = AgentLink(config, Replica(engine_id, share))
+        assert link.await_agent(PATIENCE_S)
+        connection = link.connect(wants_arena=True)
+        nbytes.append(connection.arena.nbytes)
+        connection.close()
+        paths.append(replica_socket(config, engine_id))
+    assert len(set(paths)) == 2
+    assert nbytes[0] < nbytes[1]
+    for path in paths:
+        os.kill(launch._agent_at(path), signal.SIGTERM)
+        wait_until(lambda path=path: not list(path.parent.glob(f"{path.name}*")))
 
 
 @pytest.mark.slow
@@ -286,7 +310,7 @@ def test_settings_that_matter_have_agents_of_their_own(
     monkeypatch.setenv("AWS_PROFILE", "else")
     assert agent_socket(config) != same
     assert other(agent="unix:///run/x.sock") == Path("/run/x.sock")
-    assert other(agent="off") is None
+    assert other(agent="private") is None
 
 
 def test_a_folder_of_another_user_is_refused(config: Config, path: Path) -> None:

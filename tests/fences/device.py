@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-
 from objkv.agent.connections import ArenaLease, InsideAgent, InsideConnection
+
 from objkv.agent.residents import Resident, Residents
 from objkv.errors import TransferError
 from objkv.transfer.lanes import BlockRuns, HostLane, PagedLayers, Pages, Recast

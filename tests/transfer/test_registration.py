@@ -14,7 +14,7 @@ import torch
 from objkv.agent.memory.arena import BOARD_BYTES, PAGE, Arena
 from objkv.transfer import devices
 from objkv.transfer.devices import CudaDriver, CudaRuntime, TorchDriver
-from objkv.transfer.registration import DeviceFrames, Windows, reads_agents
+from objkv.transfer.registration import DeviceFrames, Windows
 from objkv.transfer.slabs import SlabPool
 from tests.support.device import ON_HOST
 from tests.support.waiting import PATIENCE_S, wait_until
@@ -303,17 +303,6 @@ def test_errors_of_the_cuda_runtime_are_cleared(
     with pytest.raises(RuntimeError, match="unlocking memory failed"):
         undo()
     assert not library.last
-
-
-@pytest.mark.parametrize(
-    ("kind", "hip", "uses_one"),
-    [("cpu", None, True), ("cuda", None, True), ("cuda", "6.4", False), ("xpu", None, False)],
-)
-def test_workers_use_an_agent_where_devices_were_seen_to_read_its_memory(
-    kind: str, hip: str | None, uses_one: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(devices.torch.version, "hip", hip)
-    assert reads_agents(kind) == uses_one
 
 
 def test_devices_without_a_runtime_refuse(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,14 +104,8 @@ class AgentRig(OrderRig):
             on_device=self.on_device,
         )
         if self.is_registered:
-            self.register()
+            self.register(self.on_device, self.agent.arena.nbytes)
         return self.loader
-
-    def register(self) -> None:
-        """Register the whole arena."""
-        nbytes = self.agent.arena.nbytes
-        self.on_device.prepare()
-        self.wait_until(lambda: self.on_device.registered_bytes == nbytes)
 
     def _open_outbox(self) -> None:
         """Replace the slabs of saves by those of an outbox, whose memory the agent maps, too."""
@@ -136,7 +130,7 @@ class AgentRig(OrderRig):
             {0: self.pages},
             self.save_slabs,
             lane=lane,
-            limits=SaveLimits(1, 1024, setup.save_deadline_s, "none", "rig"),
+            limits=SaveLimits(1024, setup.save_deadline_s, "rig"),
             recorder=self.recorder,
         )
 

@@ -8,14 +8,12 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from random import Random
 from typing import Any, Final, Self, cast
 
 import numpy as np
 import torch
 
-from objkv.agent.connections import InsideAgent
 from objkv.agent.core import CoreLimits
 from objkv.agent.memory.arena import BOARD_BYTES
 from objkv.assembly.backends import open_bulk, open_index
@@ -46,7 +44,7 @@ from objkv.transfer.loading.loader import Loader
 from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import Blank, ChunkMove, LoadMove, LoadMoves, LoadPlan, SaveMove, SavePlan
-from objkv.transfer.registration import DeviceFrames, pin_arena
+from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import Slab, SlabPool, SlabsExhaustedError
 from tests.device.ordering.setup import (
@@ -58,6 +56,7 @@ from tests.device.ordering.setup import (
     content_of,
     hashes_of,
 )
+from tests.support.inside import InsideAgent
 
 Delay = Callable[[Any, float], None]
 """Keeps a stream busy: (stream, seconds). The calling thread does not wait."""
@@ -175,11 +174,11 @@ class OrderRig:
     def _open_loader(self) -> Loader:
         """Return a loader over a core of this process, whose memory the device can read."""
         setup = self.setup
-        bounds = CoreLimits(setup.load_threads, 1024, is_paced=True, waits_for_room=True)
+        bounds = CoreLimits(setup.load_threads, 1024)
         self.inside = inside = InsideAgent(self.cache, setup.arena_bytes, bounds, self.recorder)
         on_device = None
         if self.is_asynchronous:
-            pin = partial(pin_arena, inside.arena, self.device) if setup.registers else refuse_pin
+            pin = driver_of(self.device).pin_read_only if setup.registers else refuse_pin
             begin = self.load_lane.adopt_thread
             on_device = DeviceFrames(
                 self.load_slabs, pin, window_bytes=self.seam_bytes, begin=begin
@@ -191,11 +190,17 @@ class OrderRig:
             limits=LoadLimits(1024, setup.deadline_s, setup.deadline_s),
             recorder=self.recorder,
             on_device=on_device,
-            inside=inside,
         )
         if on_device is not None and setup.registers:
-            self.wait_until(lambda: on_device.registered_bytes == inside.arena.nbytes)
+            self.register(on_device, inside.arena.nbytes)
         return loader
+
+    def register(self, on_device: DeviceFrames, nbytes: int) -> None:
+        """Register the whole arena."""
+        for offset in range(0, nbytes, self.seam_bytes):
+            on_device.request(offset)
+        on_device.request(nbytes - 1)
+        self.wait_until(lambda: on_device.registered_bytes == nbytes)
 
     def _open_lane(self, *, urgent: bool) -> Lane:
         lane = open_lane(self.device, urgent=urgent, seam_bytes=self.seam_bytes)
@@ -210,7 +215,7 @@ class OrderRig:
             {0: self.pages},
             self.save_slabs,
             lane=lane,
-            limits=SaveLimits(setup.save_threads, 1024, setup.save_deadline_s, "none", "rig"),
+            limits=SaveLimits(1024, setup.save_deadline_s, "rig"),
             recorder=self.recorder,
         )
 
