@@ -32,7 +32,7 @@ def depth(frame: FrameType | None) -> list[str]:
     names: list[str] = []
     while frame is not None:
         names.append(frame.f_code.co_qualname)
-        if frame.f_code in (Loader._work.__code__, Core._work.__code__):
+        if frame.f_code in (Loader._work.__code__, Core._serve.__code__):
             return names[::-1]
         frame = frame.f_back
     return []
