@@ -65,10 +65,6 @@ def test_a_second_look_finds_nothing_left(run: Run, machine: Machine) -> None:
     assert run("rebuild").code == 0
 
 
-def test_apply_of_verify_needs_quarantine(run: Run, machine: Machine) -> None:
-    refused(run("verify", "--apply"), "--apply needs --quarantine")
-
-
 def test_a_look_says_when_apply_would_be_refused(run: Run, machine: Machine) -> None:
     machine.fill()
     for entry in list(machine.bulk.scan(f"{NAMESPACE}/")):

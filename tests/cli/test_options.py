@@ -57,31 +57,3 @@ def test_durations_have_units_and_plain_numbers_are_seconds(
 ) -> None:
     load = run("size", "--model", "llama-3.1-8b", "--json", *arguments).document["load"]
     assert {name: load[name] for name in wanted} == wanted
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("sweep", "--grace", "2 weeks"), "is not a duration"),
-        (("verify", "--memory", "much"), "is not a size"),
-        (("verify", "--memory", "0"), "must be at least 1 bytes"),
-        (("top", "--every", "2h"), "must be 0.2 to 3600 s"),
-        (("exporter", "--scan-every", "30s"), "must be at least 60 s"),
-        (("verify", "--deadline", "-1"), "is not a duration"),
-    ],
-)
-def test_a_wrong_duration_or_size_is_wrong_usage(
-    run: Run, arguments: tuple[str, ...], words: str
-) -> None:
-    refused(run(*arguments), words)
-
-
-def test_outputs_that_cannot_be_written_are_found_before_anything_is_read(
-    run: Run, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def read(*_: object, **__: object) -> None:
-        raise AssertionError("the store was read before the output was checked")
-
-    machine.fill()
-    monkeypatch.setattr("objkv.cli.audit.upkeep", read)
-    refused(run("audit", "--html", "/proc/report.html"), "cannot write to /proc")
