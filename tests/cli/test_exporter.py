@@ -16,8 +16,6 @@ from tests.cli.conftest import Machine, Run
 from tests.support.samples import IDENTITY, NAMESPACE
 
 UNREACHABLE = "redis://127.0.0.1:1/0"
-
-
 OURS = (IDENTITY.model, NAMESPACE, IDENTITY.tenant)
 
 
@@ -30,7 +28,9 @@ def samples(text: str) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_once_prints_the_page_and_ends(machine: Machine, run: Run) -> None:
+def test_once_prints_the_page_and_scans_only_where_it_is_asked_to(
+    machine: Machine, run: Run
+) -> None:
     machine.fill()
     ran = run("exporter", "--once")
     found = samples(ran.out)
@@ -39,9 +39,6 @@ def test_once_prints_the_page_and_ends(machine: Machine, run: Run) -> None:
     assert found["objkv_up", "bulk"] == found["objkv_up", "index"] == 1
     assert not [name for name, *_ in found if name.startswith("objkv_scan_")]
 
-
-def test_a_scan_is_made_only_where_it_is_asked_for(machine: Machine, run: Run) -> None:
-    machine.fill()
     found = samples(run("exporter", "--once", "--scan-every", "3600").out)
     assert found["objkv_scan_payloads", *OURS] == 6
 
