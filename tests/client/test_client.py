@@ -13,6 +13,7 @@ from objkv.index.memory import MemoryIndex
 from objkv.keys.prefix import PromptExtras
 from objkv.stores.memory import MemoryStore
 from tests.client.contract import ClientContract, SharedClientContract
+from tests.contracts.clock import ManualClock
 from tests.ops.warm.test_chat import folder as tokenizer_folder
 from tests.support.samples import NAMESPACE, TOKENS, save, save_identity
 
@@ -97,14 +98,6 @@ def test_text_and_messages_become_the_model_s_tokens(
             client.match("hi")
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1e9
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class CountedStore(MemoryStore):
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +112,7 @@ class CountedStore(MemoryStore):
 
 
 def test_names_are_kept_for_half_a_minute_and_while_the_store_fails() -> None:
-    bulk, index, clock = CountedStore(), MemoryIndex(), Clock()
+    bulk, index, clock = CountedStore(), MemoryIndex(), ManualClock()
     save_identity(bulk)
     save(bulk, index)
     matcher = Matcher(bulk, index, ttl_s=3_600, clock=clock)
@@ -129,10 +122,10 @@ def test_names_are_kept_for_half_a_minute_and_while_the_store_fails() -> None:
 
     assert chunks() == 3
     read = bulk.reads
-    clock.now += 29
+    clock.advance(29)
     assert chunks() == 3
     assert bulk.reads == read
-    clock.now += 2
+    clock.advance(2)
     bulk.fails = True
     assert chunks() == 3
     assert bulk.reads > read

@@ -17,6 +17,7 @@ from objkv.ops.exporter.scan import Scans
 from objkv.ops.exporter.server import ExporterServer
 from objkv.ops.exporter.watch import Asks, BackendsWatch
 from objkv.stores.memory import MemoryStore
+from tests.contracts.clock import ManualClock
 from tests.contracts.flaky import FlakyStore
 from tests.support.samples import IDENTITY, NAMESPACE, save, save_identity, view_of
 
@@ -24,21 +25,11 @@ Told = dict[str, dict[str, float]]
 WATCHED = Watched("1.2.3", "s3://bucket/kv", "redis://host", 3600, 1 << 30, namespaces_max=2)
 
 
-class Ticking:
-    """A clock for both readings, moved by hand."""
-
-    def __init__(self) -> None:
-        self.now = 1_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class World:
     """Both ends, which fail or hang when told."""
 
     def __init__(self) -> None:
-        self.clock = Ticking()
+        self.clock = ManualClock(1_000.0)
         self.bulk = MemoryStore()
         self.usage: list[Usage] = []
         self.errors: dict[str, StoreError] = {}
@@ -114,7 +105,7 @@ def test_an_end_that_fails_is_down_and_the_rest_is_told_as_before(
     world.usage = [Usage(NAMESPACE, 4_000, 7, 0)]
     world.ask()
     world.errors = {"index": StoreUnavailable("no answer"), "bulk": StoreDenied("403")}
-    world.clock.now += 60
+    world.clock.advance(60)
     for _ in range(3):
         world.ask()
     page = world.page()
@@ -138,7 +129,7 @@ def test_an_end_that_hangs_is_down_and_a_scrape_does_not_wait(world: World) -> N
 
     def scraped_meanwhile() -> None:
         for waited_s in (9.0, 2.0):
-            world.clock.now += waited_s
+            world.clock.advance(waited_s)
             seen.append(world.page()["objkv_up"]["index"])
 
     world.during = scraped_meanwhile
