@@ -44,13 +44,12 @@ def test_later_sources_win_and_each_setting_knows_its_source(file: Path) -> None
     assert set(sources) == set(Config.model_fields)
 
 
-def test_the_environment_names_the_file(file: Path) -> None:
-    assert load_config(environ={"OBJKV_CONFIG_FILE": str(file)}).codec == "lz4"
-
-
-def test_a_file_may_begin_with_a_byte_order_mark(file: Path) -> None:
-    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
-    assert load_config(environ={"OBJKV_CONFIG_FILE": str(file)}).codec == "lz4"
+def test_a_given_file_replaces_the_one_that_the_environment_names(file: Path) -> None:
+    environ = {"OBJKV_CONFIG_FILE": str(file)}
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())  # a byte order mark
+    assert load_config(environ=environ).codec == "lz4"
+    environ["OBJKV_CONFIG_FILE"] = "/nowhere.toml"
+    assert resolve_config(environ=environ, file=file).config.codec == "lz4"
 
 
 def test_without_a_home_only_what_lies_there_by_default_is_refused(
@@ -72,11 +71,6 @@ def test_without_a_home_only_what_lies_there_by_default_is_refused(
         assert backends.bulk.get("none") is None
     assert open_digests() is None
     assert local_folder("~somebody/model", None) is None
-
-
-def test_a_given_file_replaces_the_environments(file: Path) -> None:
-    environ = {"OBJKV_CONFIG_FILE": "/nowhere.toml"}
-    assert resolve_config(environ=environ, file=file).config.codec == "lz4"
 
 
 def test_nothing_configured_is_a_directory_and_sqlite(

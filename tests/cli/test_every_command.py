@@ -164,13 +164,17 @@ def test_names_from_the_store_cannot_drive_the_terminal(
 
 
 @pytest.mark.parametrize("words", ["ls --bulk", "audit", "verify --all", "sweep", "rebuild"])
+@pytest.mark.parametrize("at", [("scan",), ("folders", "scan")])
 def test_ctrl_c_ends_with_130_and_a_word(
-    run: Run, chunk: str, words: str, monkeypatch: pytest.MonkeyPatch
+    run: Run, chunk: str, words: str, monkeypatch: pytest.MonkeyPatch, at: tuple[str, ...]
 ) -> None:
     def interrupted(*_: object) -> Iterator[None]:
         raise KeyboardInterrupt
         yield
 
-    monkeypatch.setattr(LocalStore, "scan", interrupted)
+    for verb in at:
+        monkeypatch.setattr(LocalStore, verb, interrupted)
     ran = run(*words.split())
-    assert (ran.code, "interrupted" in ran.out + ran.err) == (130, True)
+    is_begun = words.split()[0] in ("verify", "sweep", "rebuild")
+    told = "incomplete, interrupted" if is_begun else "objkv: interrupted"
+    assert (ran.code, told in ran.out + ran.err) == (130, True)

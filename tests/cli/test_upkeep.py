@@ -321,24 +321,6 @@ def test_what_reads_makes_no_folder(run: Run, tmp_path: Path, command: tuple[str
     assert not (tmp_path / "objkv" / "chunks").exists()
 
 
-@pytest.mark.parametrize(
-    ("command", "first"),
-    [("verify", "_places"), ("sweep", "survey"), ("rebuild", "stored_namespaces")],
-)
-def test_an_interrupt_before_the_first_unit_shows_what_was_done(
-    run: Run, ends: Backends, monkeypatch: pytest.MonkeyPatch, command: str, first: str
-) -> None:
-    DamagedStore(ends).plant(Defects(good=4))
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(f"objkv.cli.{command}.{first}", interrupted)
-    ran = run(command)
-    assert ran.code == 130
-    assert "incomplete, interrupted" in ran.out
-
-
 def test_one_namespace_that_looks_wrong_does_not_stop_a_sweep(run: Run, ends: Backends) -> None:
     planted = DamagedStore(ends).plant(Defects(good=8, orphan=2, stranger=6, old_epoch=1))
     other = replace(IDENTITY, tenant="other")

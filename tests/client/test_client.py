@@ -136,6 +136,8 @@ def test_names_are_kept_for_half_a_minute_and_while_the_store_fails() -> None:
 IMPORTS = """
 import sys
 import objkv
+assert not [name for name in sys.modules if name.startswith("objkv.")]
+assert not hasattr(objkv, "nothing")
 assert dir(objkv) == sorted(objkv.__all__)
 assert {"open", "warm", "Client", "Match", "StoreError"} <= set(dir(objkv))
 objkv.open(bulk_url="memory:", index_url="memory:").namespaces()
