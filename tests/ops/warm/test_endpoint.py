@@ -116,14 +116,8 @@ def test_a_call_that_waits_ends_when_the_endpoint_is_closed(
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("ftp://host", "endpoint: write http://HOST:PORT or https://HOST:PORT"),
-        ("http://", "each host must be HOST or HOST:PORT"),
         ("http://me:secret@host", "must not contain a password"),
         ("ftp://me:secret@host", "endpoint: write http://HOST:PORT"),
-        ("http://me:secret@[::1", "each host"),
-        ("http://[::1", "an IPv6 address in brackets"),
-        ("http://host:port", "each host"),
-        ("http://host/v1?x=1", "a query"),
         ("http://a\u2028b", "a space or a control character"),
         ("http://gpu-7.example.com:8000", "would cross the network unencrypted"),
     ],
