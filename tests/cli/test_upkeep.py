@@ -249,6 +249,8 @@ def test_records_are_not_forgotten_because_the_bulk_store_is_another_one(
         for path in planted["good"][:count]:
             ends.bulk.delete(path)
         for how in (("--all",), ("--sample", "60")):
+            looked = run("verify", *how, "--quarantine")
+            assert (looked.code, "--apply would be refused: " in looked.out) == (1, True)
             refused = run("verify", *how, "--quarantine", "--apply", "--json")
             assert refused.code == 2, refused.out
             assert why in refused.err

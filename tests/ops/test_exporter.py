@@ -2,7 +2,7 @@
 
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -185,19 +185,6 @@ def test_a_scan_that_breaks_off_is_counted_and_the_last_whole_one_stays() -> Non
 # Serving.
 
 
-@pytest.fixture
-def healthy() -> list[bool]:
-    return [True]
-
-
-@pytest.fixture
-def server(world: World, healthy: list[bool]) -> Iterator[ExporterServer]:
-    registry = CollectorRegistry()
-    registry.register(StoreCollector(WATCHED, world.watch))
-    with ExporterServer(registry, "127.0.0.1", 0, is_healthy=lambda: healthy[0]) as served:
-        yield served
-
-
 def get(url: str, method: str = "GET") -> tuple[int, str]:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
@@ -207,30 +194,22 @@ def get(url: str, method: str = "GET") -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-def test_the_page_is_what_prometheus_parses(world: World, server: ExporterServer) -> None:
+def test_prometheus_parses_the_page_and_nothing_else_is_served_but_health(world: World) -> None:
     world.usage = [Usage('a"b\\c\nd', 5, 1, 0)]
     world.ask()
-    status, text = get(f"{server.url}/metrics")
-    assert status == 200
+    registry, healthy = CollectorRegistry(), True
+    registry.register(StoreCollector(WATCHED, world.watch))
+    with ExporterServer(registry, "127.0.0.1", 0, is_healthy=lambda: healthy) as server:
+        status, text = get(f"{server.url}/metrics")
+        assert (status, get(f"{server.url}/healthz")) == (200, (200, "ok\n"))
+        healthy = False
+        assert get(f"{server.url}/healthz")[0] == 503
+        assert get(f"{server.url}/metrics")[0] == 200
+        assert get(f"{server.url}/../etc/passwd")[0] == 404
+        assert get(f"{server.url}/metrics", "POST")[0] == 405
+        port = int(server.url.rpartition(":")[2])
+        with pytest.raises(ConfigError, match=f"listen on 127.0.0.1:{port}: Address already"):
+            ExporterServer(CollectorRegistry(), "127.0.0.1", port, is_healthy=lambda: True)
     families = {family.name: family for family in text_string_to_metric_families(text)}
     (sample,) = families["objkv_stored_bytes"].samples
     assert (sample.labels["namespace"], sample.value) == ('a"b\\c?d', 5)
-
-
-def test_health_is_whether_somebody_still_asks(server: ExporterServer, healthy: list[bool]) -> None:
-    assert get(f"{server.url}/healthz") == (200, "ok\n")
-    healthy[0] = False
-    assert get(f"{server.url}/healthz")[0] == 503
-    assert get(f"{server.url}/metrics")[0] == 200
-
-
-def test_nothing_else_is_served(server: ExporterServer) -> None:
-    assert get(f"{server.url}/../etc/passwd")[0] == 404
-    assert get(f"{server.url}/metrics", "POST")[0] == 405
-    assert get(f"{server.url}/")[1] == "objkv exporter: /metrics, /healthz\n"
-
-
-def test_an_address_that_is_taken_is_told_in_a_sentence(server: ExporterServer) -> None:
-    port = int(server.url.rpartition(":")[2])
-    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: Address already"):
-        ExporterServer(CollectorRegistry(), "127.0.0.1", port, is_healthy=lambda: True)

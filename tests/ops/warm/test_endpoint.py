@@ -1,10 +1,8 @@
 """One endpoint: what is sent, and what is made of its answers."""
 
 import socket
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import suppress
-from threading import Thread
 
 import pytest
 
@@ -17,22 +15,6 @@ from objkv.stores.memory import MemoryStore
 from tests.ops.warm.fake_vllm import FakeVllm, Fault, Handler, Place, status
 
 ASK = PrefillRequest([1, 2, 3], "salt", None)
-BOUND_S = 120
-"""Against a hang; nothing takes this long."""
-
-
-def beside(work: Callable[[], object]) -> "Future[object]":
-    """What ``work`` comes to, in a thread that nobody waits for at the end."""
-    found: Future[object] = Future()
-
-    def run() -> None:
-        try:
-            found.set_result(work())
-        except PrefillError as exc:
-            found.set_exception(exc)
-
-    Thread(target=run, daemon=True).start()
-    return found
 
 
 @pytest.fixture
@@ -140,7 +122,7 @@ def test_a_check_does_not_wait_as_long_as_an_answer(monkeypatch: pytest.MonkeyPa
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = PrefillEndpoint(f"http://127.0.0.1:{silent.getsockname()[1]}", EndpointLimits())
         with pytest.raises(PrefillError, match="no answer within the time limit"):
-            beside(endpoint.check).result(BOUND_S)
+            endpoint.check()
         endpoint.close()
 
 
@@ -166,5 +148,5 @@ def test_an_answer_without_an_end_is_not_kept(
     monkeypatch.setattr(endpoint_module, "_ANSWER_BYTES_MAX", 1 << 16, raising=False)
     server.every = trickling(b"", b"x" * 1024)
     with pytest.raises(PrefillError, match="longer than 65536 bytes") as raised:
-        beside(lambda: endpoint.ask(ASK)).result(BOUND_S)
+        endpoint.ask(ASK)
     assert raised.value.trouble == "failed"
