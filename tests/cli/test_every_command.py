@@ -4,6 +4,7 @@ hostile names and Ctrl-C."""
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -108,10 +109,16 @@ READING = ["ls", "ls --prefixes", "ls --bulk", "audit", "verify", "sweep", "rebu
 
 
 @pytest.mark.parametrize("words", READING)
-def test_where_nothing_is_stored_it_is_said_where(run: Run, home: str, words: str) -> None:
+def test_where_nothing_is_stored_it_is_said_where_and_made_nothing(
+    run: Run, home: Path, words: str
+) -> None:
     ran = run(*words.split())
     assert (ran.code, ran.out.startswith("nothing is stored in ")) == (0, True)
     assert f"{home}/objkv/" in ran.out
+    assert not (home / "objkv" / "chunks").exists()
+    elsewhere = ("--bulk-url", f"file://{home}/none/zz", "--index-url", f"sqlite://{home}/i")
+    refused(run(*words.split(), *elsewhere), "no such folder")
+    assert not (home / "none").exists()
 
 
 INDEX = [

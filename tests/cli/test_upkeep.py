@@ -313,16 +313,6 @@ def test_an_index_that_knows_little_is_no_fine_one(
     assert run("verify", *options).code == 0
 
 
-@pytest.mark.parametrize("command", [("verify", "--all"), ("sweep",), ("rebuild",), ("ls",)])
-def test_what_reads_makes_no_folder(run: Run, tmp_path: Path, command: tuple[str, ...]) -> None:
-    index = ("--index-url", f"sqlite://{tmp_path}/index.sqlite")
-    ran = run(*command, "--bulk-url", f"file://{tmp_path}/none/zz", *index)
-    assert (ran.code, "no such folder" in ran.err) == (2, True), ran.out
-    assert not (tmp_path / "none").exists()
-    assert run(*command).code == 0
-    assert not (tmp_path / "objkv" / "chunks").exists()
-
-
 def test_one_namespace_that_looks_wrong_does_not_stop_a_sweep(run: Run, ends: Backends) -> None:
     planted = DamagedStore(ends).plant(Defects(good=8, orphan=2, stranger=6, old_epoch=1))
     other = replace(IDENTITY, tenant="other")
