@@ -1,6 +1,5 @@
 """``objkv exporter``: one page for Prometheus, whatever the ends do; and an orderly end."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -60,16 +59,12 @@ def test_looking_makes_no_folder(home: Path, run: Run) -> None:
 
 
 @contextmanager
-def serving(home: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    own = {name: value for name, value in os.environ.items() if not name.startswith("OBJKV_")}
+def serving() -> Iterator[tuple[subprocess.Popen[str], str]]:
     process = subprocess.Popen(
         [sys.executable, "-m", "objkv.cli", "exporter", "--port", "0"],
-        env=own | {"XDG_CACHE_HOME": str(home)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A shell that runs the tests in the background makes its children ignore interrupts.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
         assert process.stdout is not None
@@ -81,12 +76,10 @@ def serving(home: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_serves_until_it_is_told_to_end(
-    machine: Machine, home: Path, number: signal.Signals
-) -> None:
+def test_it_serves_until_it_is_told_to_end(machine: Machine, number: signal.Signals) -> None:
     machine.fill()
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with serving(home) as (process, url):
+    with serving() as (process, url):
         assert url.startswith("http://127.0.0.1:")
         with opener.open(url, timeout=60) as response:
             found = samples(response.read().decode())

@@ -109,7 +109,7 @@ def test_words_of_a_server_cannot_drive_the_terminal(run: Run, home: Path) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
 def test_a_signal_leaves_the_terminal_as_it_was(
-    machine: Machine, home: Path, number: signal.Signals, status: int
+    machine: Machine, number: signal.Signals, status: int
 ) -> None:
     machine.fill()
     screen, terminal = pty.openpty()
@@ -122,11 +122,10 @@ def test_a_signal_leaves_the_terminal_as_it_was(
             shown.extend(os.read(screen, 65_536))
         return words in shown
 
-    own = {name: value for name, value in os.environ.items() if not name.startswith("OBJKV_")}
     with serving(PAGES) as url:
         process = subprocess.Popen(
             [sys.executable, "-m", "objkv", "top", *QUICK, "--endpoint", url],
-            env=own | {"XDG_CACHE_HOME": str(home), "TERM": "xterm-256color", "NO_COLOR": "1"},
+            env=os.environ | {"TERM": "xterm-256color", "NO_COLOR": "1"},
             stdin=terminal,
             stdout=terminal,
             stderr=terminal,
