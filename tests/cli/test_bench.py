@@ -1,11 +1,9 @@
 """``objkv bench`` measures what is configured, and leaves nothing behind."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from objkv.config import load_config
 from objkv.errors import PayloadError
 from objkv.telemetry import MemoryRecorder
 from tests.cli.conftest import Run
+from tests.support.agents import agent_folder
 from tests.support.servers.redis import wait_until
 
 
@@ -43,16 +42,17 @@ def test_stores_and_index_are_measured(run: Run) -> None:
 
 @pytest.mark.usefixtures("mine")
 def test_an_agent_is_measured_where_one_listens(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = Path(tempfile.mkdtemp(prefix="objkv-", dir="/tmp"))
-    monkeypatch.setenv("OBJKV_AGENT", f"unix://{folder}/s")
-    ran = run("bench", "--quick")
-    assert (ran.code, "no agent listens at" in ran.err, "agent load" in ran.out) == (0, True, False)
-    with NodeAgent(load_config({"agent_memory_bytes": 16 << 20}), folder / "s", MemoryRecorder()):
-        document = run("bench", "--quick", "--json").document
+    config = load_config({"agent_memory_bytes": 16 << 20})
+    with agent_folder() as folder:
+        monkeypatch.setenv("OBJKV_AGENT", f"unix://{folder}/s")
+        ran = run("bench", "--quick")
+        assert (ran.code, "agent load" in ran.out) == (0, False)
+        assert "no agent listens at" in ran.err
+        with NodeAgent(config, folder / "s", MemoryRecorder()):
+            document = run("bench", "--quick", "--json").document
     rows = {row["name"].partition(",")[0] for row in document["rows"]}
     assert {"agent load from the store", "agent load from memory", "copy"} <= rows
     assert "agent lookup of 128 chunks" in rows
-    shutil.rmtree(folder)
 
 
 @pytest.mark.usefixtures("mine")

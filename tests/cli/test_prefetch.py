@@ -1,8 +1,6 @@
 """``objkv prefetch``, and what ``objkv match`` says with an agent."""
 
 import json
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from objkv.cli import prefetch as module
 from objkv.config import load_config
 from objkv.telemetry import MemoryRecorder
 from tests.cli.conftest import Machine, Run, refused
+from tests.support.agents import agent_folder
 from tests.support.samples import IDENTITY, NAMESPACE, TOKENS, save_identity
 
 PROMPT = json.dumps(list(TOKENS))
@@ -25,12 +24,10 @@ NOBODY = "/dev/null/none"
 @pytest.fixture
 def agent(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeAgent]:
     machine.fill()
-    folder = Path(tempfile.mkdtemp(prefix="objkv-", dir="/tmp"))
     config = load_config({"agent_memory_bytes": 1 << 20})
-    with NodeAgent(config, folder / "s", MemoryRecorder()) as running:
+    with agent_folder() as folder, NodeAgent(config, folder / "s", MemoryRecorder()) as running:
         monkeypatch.setenv("OBJKV_AGENT", f"unix://{folder}/s")
         yield running
-    shutil.rmtree(folder)
 
 
 def test_a_prompt_is_in_memory_when_the_command_ends(run: Run, agent: NodeAgent) -> None:
