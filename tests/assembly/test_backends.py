@@ -76,11 +76,11 @@ def test_each_place_has_one_guard_with_the_bounds_that_the_settings_give(tmp_pat
     with open_backends(config, NullRecorder()) as backends:
         assert order(repr(backends.bulk), ["GuardedStore", "LocalStore"])
         assert "closed, 7 calls, of" in repr(backends.bulk)
-        for backend, kind in ((backends.hot, "Store"), (backends.index, "Index")):
-            assert order(
-                repr(backend),
-                [{"Index": "ListedIndex"}.get(kind, f"Guarded{kind}"), f"Redis{kind}"],
-            )
+        for backend, names in (
+            (backends.hot, ["GuardedStore", "RedisStore"]),
+            (backends.index, ["ListedIndex", "RedisIndex"]),
+        ):
+            assert order(repr(backend), names)
             assert f"closed, {call_s(config):g} s, of" in repr(backend)
 
 

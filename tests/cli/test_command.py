@@ -82,12 +82,6 @@ def test_an_error_cannot_drive_the_terminal(
     assert not {"\x1b", "\x07"} & set(told)
 
 
-def test_the_version_is_told(run: Run) -> None:
-    ran = run("--version")
-    assert ran.code == 0
-    assert ran.out.startswith("objkv 0.")
-
-
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_the_common_options_and_a_sentence(name: str, run: Run) -> None:
     ran = run(name, "--help")
