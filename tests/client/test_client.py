@@ -14,6 +14,7 @@ from objkv.keys.prefix import PromptExtras
 from objkv.stores.memory import MemoryStore
 from tests.client.contract import ClientContract, SharedClientContract
 from tests.contracts.clock import ManualClock
+from tests.contracts.flaky import FlakyStore
 from tests.ops.warm.test_chat import folder as tokenizer_folder
 from tests.support.samples import NAMESPACE, TOKENS, save, save_identity
 
@@ -98,21 +99,8 @@ def test_text_and_messages_become_the_model_s_tokens(
             client.match("hi")
 
 
-class CountedStore(MemoryStore):
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads = 0
-        self.fails = False
-
-    def get_range(self, key: str, start: int, length: int) -> bytes | None:
-        self.reads += 1
-        if self.fails:
-            raise StoreUnavailable("gone")
-        return super().get_range(key, start, length)
-
-
 def test_names_are_kept_for_half_a_minute_and_while_the_store_fails() -> None:
-    bulk, index, clock = CountedStore(), MemoryIndex(), ManualClock()
+    bulk, index, clock = FlakyStore(MemoryStore()), MemoryIndex(), ManualClock()
     save_identity(bulk)
     save(bulk, index)
     matcher = Matcher(bulk, index, ttl_s=3_600, clock=clock)
@@ -121,14 +109,14 @@ def test_names_are_kept_for_half_a_minute_and_while_the_store_fails() -> None:
         return matcher.match(matcher.known("acme/tiny"), TOKENS, PromptExtras()).chunks
 
     assert chunks() == 3
-    read = bulk.reads
+    read = len(bulk.calls)
     clock.advance(29)
     assert chunks() == 3
-    assert bulk.reads == read
+    assert len(bulk.calls) == read
     clock.advance(2)
-    bulk.fails = True
+    bulk.fail_until_mended(StoreUnavailable("gone"))
     assert chunks() == 3
-    assert bulk.reads > read
+    assert len(bulk.calls) > read
     with pytest.raises(StoreUnavailable):
         matcher.known(NAMESPACE)
 

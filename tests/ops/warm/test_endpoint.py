@@ -12,7 +12,7 @@ from objkv.ops.warm import endpoint as endpoint_module
 from objkv.ops.warm.endpoint import EndpointLimits, PrefillEndpoint
 from objkv.ops.warm.prefill import PrefillError, PrefillRequest
 from objkv.stores.memory import MemoryStore
-from tests.ops.warm.fake_vllm import FakeVllm, Fault, Handler, Place, status
+from tests.ops.warm.fake_vllm import FakeVllm, Handler, Place, status
 
 ASK = PrefillRequest([1, 2, 3], "salt", None)
 
@@ -126,27 +126,23 @@ def test_a_check_does_not_wait_as_long_as_an_answer(monkeypatch: pytest.MonkeyPa
         endpoint.close()
 
 
-def trickling(start: bytes, piece: bytes) -> Fault:
-    """Answers with ``start`` and then ``piece`` again and again, until nobody listens."""
-
-    def fault(handler: Handler) -> bool:
-        handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n")
-        handler.wfile.write(b"Transfer-Encoding: chunked\r\n\r\n" + start)
-        with suppress(OSError):
-            while True:
-                handler.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
-                handler.wfile.flush()
-        handler.close_connection = True
-        return True
-
-    return fault
+def endless(handler: Handler) -> bool:
+    """Answers until nobody listens."""
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n")
+    handler.wfile.write(b"Transfer-Encoding: chunked\r\n\r\n")
+    with suppress(OSError):
+        while True:
+            handler.wfile.write(b"400\r\n%s\r\n" % (b"x" * 1024))
+            handler.wfile.flush()
+    handler.close_connection = True
+    return True
 
 
 def test_an_answer_without_an_end_is_not_kept(
     server: FakeVllm, endpoint: PrefillEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(endpoint_module, "_ANSWER_BYTES_MAX", 1 << 16, raising=False)
-    server.every = trickling(b"", b"x" * 1024)
+    server.every = endless
     with pytest.raises(PrefillError, match="longer than 65536 bytes") as raised:
         endpoint.ask(ASK)
     assert raised.value.trouble == "failed"
