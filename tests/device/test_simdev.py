@@ -4,7 +4,6 @@ registration, counters and faults. Its kernels are compared in ``test_gpu_check`
 import mmap
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from tempfile import TemporaryFile
 from types import ModuleType
 
@@ -51,89 +50,6 @@ def compute(device: torch.device) -> torch.Stream:
 @pytest.fixture
 def other(device: torch.device) -> torch.Stream:
     return torch.sim.Stream(device)
-
-
-def written_by_a_kernel(value: torch.Tensor) -> None:
-    value.fill_(7)
-
-
-def written_by_a_copy(value: torch.Tensor) -> None:
-    value.copy_(pinned(torch.full(value.shape, 7, dtype=value.dtype)), non_blocking=True)
-
-
-def written_in_pages(value: torch.Tensor) -> None:
-    pages = torch.full(value.shape, 7, dtype=value.dtype, device=value.device)
-    ids = torch.zeros(1, dtype=torch.int64, device=value.device)
-    torch.ops.simdev.scatter_pages(
-        pages.view(1, 1, 1, 1, -1), [value.view(1, 1, 1, -1)], ids, 0, 0, 1
-    )
-
-
-def read_by_a_copy(value: torch.Tensor) -> torch.Tensor:
-    target = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-    return target.copy_(value, non_blocking=True)
-
-
-def read_by_a_kernel(value: torch.Tensor) -> torch.Tensor:
-    return value + 0
-
-
-def read_in_pages(value: torch.Tensor) -> torch.Tensor:
-    target = torch.empty_like(value)
-    ids = torch.zeros(1, dtype=torch.int64, device=value.device)
-    torch.ops.simdev.gather_pages([value.view(1, 1, 1, -1)], ids, target.view(1, 1, 1, 1, 1, -1))
-    return target
-
-
-@pytest.mark.parametrize("write", [written_by_a_kernel, written_by_a_copy, written_in_pages])
-@pytest.mark.parametrize("read", [read_by_a_copy, read_by_a_kernel, read_in_pages])
-@pytest.mark.parametrize("is_ordered", [True, False])
-def test_a_missing_edge_gives_wrong_bytes(
-    sim: ModuleType,
-    device: torch.device,
-    compute: torch.Stream,
-    other: torch.Stream,
-    write: Callable[[torch.Tensor], None],
-    read: Callable[[torch.Tensor], torch.Tensor],
-    is_ordered: bool,
-) -> None:
-    value = torch.zeros(100, dtype=torch.int32, device=device)
-    compute.synchronize()
-    sim.hold(compute)
-    write(value)
-    written = torch.sim.Event()
-    written.record(compute)
-    with torch.sim.stream(other):
-        if is_ordered:
-            written.wait(other)
-        found = read(value)
-    if not is_ordered:
-        other.synchronize()
-    sim.hold(compute, False)
-    other.synchronize()
-    assert found.cpu().eq(7 if is_ordered else 0).all()
-
-
-def test_events_pass_with_their_last_recording(
-    sim: ModuleType, device: torch.device, compute: torch.Stream, other: torch.Stream
-) -> None:
-    event = torch.sim.Event()
-    assert event.query()
-    event.wait(other)  # never recorded: nothing to wait for
-    other.synchronize()
-    event.record(compute)
-    event.synchronize()
-    assert event.query()
-    sim.hold(compute)
-    event.record(compute)
-    assert not event.query()
-    event.wait(other)
-    event.record(torch.sim.Stream(device))  # the wait above is for the recording before
-    event.synchronize()
-    assert not other.query()
-    sim.hold(compute, False)
-    other.synchronize()
-    assert other.query()
 
 
 def test_freed_device_memory_is_poisoned_in_stream_order(
@@ -230,24 +146,6 @@ def test_copies_that_wait_are_counted(sim: ModuleType, device: torch.device) -> 
             copy: 1,
             **waits,
         }
-
-
-def test_faults_are_sticky(sim: ModuleType, device: torch.device, compute: torch.Stream) -> None:
-    cache = torch.zeros(4, 1, 1, 8, dtype=torch.int64, device=device)
-    pages = torch.ones(1, 1, 1, 1, 8, dtype=torch.int64, device=device)
-    ids = torch.full((1,), 4, device=device)
-    event = torch.sim.Event()
-    event.record(compute)
-    torch.ops.simdev.scatter_pages(pages, [cache], ids, 0, 0, 1)
-    with pytest.raises(RuntimeError, match="block 4 of 4"):
-        compute.synchronize()
-    for call in (event.record, event.query, cache.cpu, lambda: cache.fill_(1), event.wait):
-        with pytest.raises(RuntimeError, match="block 4 of 4"):
-            call()
-    assert "block 4 of 4" in sim.take_error()
-    assert not sim.take_error()
-    compute.synchronize()
-    assert not cache.cpu().any()
 
 
 def test_a_batch_cannot_reach_other_memory(sim: ModuleType, device: torch.device) -> None:

@@ -194,15 +194,7 @@ def drafted(folder: Path) -> Values:
     values: Values = {"alone": run_replica(Job(steps=steps, engine=plain), folder)}
     values["crowded"] = run_replica(store.job(TOGETHER[0], SAVED, engine=crowded), folder)
     values["with"] = run_replica(store.job(*steps, engine=eagle), folder)
-    values["without"] = run_replica(store.job(*steps, engine=plain), folder)
-    # Continuing prompts whose draft KV is missing, from the replica's own cache.
-    other = SharedStore(folder / "other")
-    run_replica(other.job(*steps, engine=plain), folder)
-    once = prompt_of(2 * CHUNK + 44, max_tokens=1)
-    longer = prompt_of(5 * CHUNK)
-    goes_on = (Generate(prompts=(once,)), Generate(prompts=(longer,)), SAVED)
-    values["goes on"] = run_replica(other.job(*goes_on, engine=eagle), folder)
-    return values | {"fields": sorted({path.stem for path in other.payloads()})}
+    return values | {"without": run_replica(store.job(*steps, engine=plain), folder)}
 
 
 def test_preempted_and_asynchronous_steps_save_only_verified_bytes_of_a_draft() -> None:
@@ -212,11 +204,6 @@ def test_preempted_and_asynchronous_steps_save_only_verified_bytes_of_a_draft() 
         assert values[name].tokens == values["alone"].tokens
     assert values["with"].cached == [2 * CHUNK - BLOCK] * len(CROWD)
     assert values["without"].cached == [2 * CHUNK] * len(CROWD)
-
-
-def test_nothing_is_saved_of_a_draft_that_goes_on_without_earlier_kv() -> None:
-    assert drafted()["goes on"].cached == [2 * CHUNK - BLOCK, 9 * BLOCK - BLOCK]
-    assert drafted()["fields"] == ["0.L0-4_H0-4"]
 
 
 SEED, WAVES, DRAWN = 11, 3, 40

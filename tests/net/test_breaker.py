@@ -156,17 +156,6 @@ def test_a_server_that_is_back_for_a_moment_only_is_not_asked_ever_more_often() 
     assert len(server.asked_s) == asked
 
 
-def test_refusals_and_failures_in_a_row_count_together_and_the_last_one_is_told() -> None:
-    server = Server()
-    server.call()
-    server.call()
-    server.error = StoreDenied("credentials expired")
-    server.call()
-    [change] = server.changes
-    assert change.error is server.error
-    assert server.recorder.value("breaker_open_bulk_read") == 1
-
-
 @pytest.mark.parametrize("given_s", [0.0, 0.005, 0.9])
 def test_a_caller_with_too_little_time_says_nothing_of_the_server(given_s: float) -> None:
     server = Server()
@@ -238,15 +227,6 @@ def test_what_a_server_does_while_there_is_time_is_its_own_doing(error: StoreErr
     for _ in range(PATIENCE.failures):
         with EndsBy(server.clock.now_s + 0.1):
             assert not server.call()
-    assert server.breaker.is_open
-
-
-def test_a_clock_of_pauses_that_is_another_says_nothing_of_deadlines() -> None:
-    server = Server()
-    server.breaker.clock = ManualClock(14_400.0)
-    with EndsBy(30.0):
-        for _ in range(PATIENCE.failures):
-            server.call()
     assert server.breaker.is_open
 
 
