@@ -220,22 +220,20 @@ def test_a_deadline_set_within_the_call_is_the_servers() -> None:
     assert server.breaker.is_open
 
 
-@pytest.mark.parametrize("error", [StoreUnavailable("reset"), StoreDenied("403"), StoreBusy("503")])
-def test_what_a_server_does_while_there_is_time_is_its_own_doing(error: StoreError) -> None:
-    server = Server()
-    server.error = error
-    for _ in range(PATIENCE.failures):
-        with EndsBy(server.clock.now_s + 0.1):
-            assert not server.call()
-    assert server.breaker.is_open
-
-
-@pytest.mark.parametrize("error", [StoreDenied("403"), StoreBusy("503")])
-def test_an_answer_that_comes_late_is_an_answer(error: StoreError) -> None:
+@pytest.mark.parametrize(
+    ("error", "late_s"),
+    [
+        *((error, 0.0) for error in (StoreUnavailable("reset"), StoreDenied("403"))),
+        *((error, 0.1) for error in (StoreDenied("403"), StoreBusy("503"))),
+    ],
+)
+def test_what_a_server_does_in_time_or_answers_late_is_its_own_doing(
+    error: StoreError, late_s: float
+) -> None:
     server = Server()
 
     def answer() -> None:
-        server.clock.advance(0.1)
+        server.clock.advance(late_s)
         raise error
 
     for _ in range(PATIENCE.failures):

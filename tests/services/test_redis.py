@@ -204,14 +204,6 @@ def test_a_full_server_still_answers_lookups(mortal: RedisServer) -> None:
     assert get(index) is not None
 
 
-def test_a_replica_is_unavailable_for_writing(
-    mortal: RedisServer, redis_alone: RedisServer
-) -> None:
-    mortal.client().replicaof("127.0.0.1", redis_alone.port)
-    with pytest.raises(StoreUnavailable, match=r"READONLY|read only|MASTERDOWN|LOADING"):
-        index_at(mortal.url).publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
-
-
 def test_lookup_and_touch_are_one_round_trip_to_each_primary(cluster: ServerGroup) -> None:
     flushed(*cluster.primaries)
     trips, hashes = RoundTrips(), HASHES[:300]
