@@ -12,8 +12,6 @@ import redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis import exceptions
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import ChunkEntry, PruneIndex, Savings, Shards, Usage
@@ -39,7 +37,6 @@ from tests.support.servers.fixtures import flushed
 from tests.support.servers.redis import RedisServer, wait_until
 from tests.support.servers.round_trips import RoundTrips
 
-NEVER = Retry(NoBackoff(), 0)
 PATIENCE_S = 120
 """For a server on a machine that is busy with other things."""
 GOOD = {"parent": "00" * 20, "tokens": "0-256"}
@@ -259,14 +256,6 @@ def test_errors_say_who_can_act(error: Exception, kind: type[StoreError], words:
             call()
         assert type(caught.value) is kind
         assert caught.value.__cause__ is error
-
-
-def test_a_server_that_is_not_there_is_unavailable() -> None:
-    index = RedisIndex(redis.Redis(port=1, protocol=2, retry=NEVER))
-    with pytest.raises(StoreUnavailable):
-        get(index)
-    with pytest.raises(StoreUnavailable):
-        index.publish(chunk(), {FIELD: shard()}, ttl_s=1)
 
 
 RECORDS = f"objkv:i:{NAMESPACE}:"

@@ -68,24 +68,11 @@ def works(call: Callable[[], Any]) -> bool:
     return True
 
 
-class OnRedis(IndexContract):
+class TestRedisIndexOnCluster(IndexContract):
     def put_garbage(self, index: PruneIndex, number: int) -> None:
         assert isinstance(index, RedisIndex)
         index.client.set(f"objkv:i:{NAMESPACE}:{prefix_hash(number).hex()}", "theirs")
 
-
-class TestRedisIndexOnRedis(OnRedis):
-    @pytest.fixture
-    def clock(self, redis_alone: RedisServer) -> ManualClock:
-        return flushed(redis_alone)
-
-    @pytest.fixture
-    def index(self, redis_alone: RedisServer, clock: ManualClock) -> PruneIndex:
-        client = connect_redis(redis_alone.url, Config(index_url=redis_alone.url, **PATIENT))
-        return RedisIndex(client, clock=clock)
-
-
-class TestRedisIndexOnCluster(OnRedis):
     @pytest.fixture
     def clock(self, cluster: ServerGroup) -> ManualClock:
         return flushed(*cluster.primaries)
