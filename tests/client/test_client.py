@@ -2,21 +2,25 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import objkv
+from objkv.assembly.backends import Backends
 from objkv.client.matching import Matcher
 from objkv.errors import ConfigError, StoreUnavailable
+from objkv.index.base import ChunkEntry
 from objkv.index.memory import MemoryIndex
 from objkv.keys.prefix import PromptExtras
+from objkv.keys.topology import Shard
 from objkv.stores.memory import MemoryStore
-from tests.client.contract import ClientContract, SharedClientContract
+from tests.client.contract import ClientContract, SharedClientContract, announce
 from tests.contracts.clock import ManualClock
 from tests.contracts.flaky import FlakyStore
 from tests.ops.warm.test_chat import folder as tokenizer_folder
-from tests.support.samples import NAMESPACE, TOKENS, save, save_identity
+from tests.support.samples import LEFT, NAMESPACE, RIGHT, TOKENS, WHOLE, save, save_identity
 
 __all__ = ["tokenizer_folder"]
 
@@ -39,6 +43,23 @@ class TestSqlite(SharedClientContract):
             "bulk_url": f"file://{tmp_path}/chunks",
             "index_url": f"sqlite://{tmp_path}/index.sqlite",
         }
+
+    @pytest.mark.parametrize("shards", [(WHOLE,), (LEFT, RIGHT)], ids=["one rank", "two ranks"])
+    def test_hot_copies_are_counted(
+        self, client: objkv.Client, stores: Backends, shards: tuple[Shard, ...]
+    ) -> None:
+        save_identity(stores.bulk)
+        keys = save(stores.bulk, stores.index, shards=shards)
+        for prefix_hash in dict.fromkeys(key.prefix_hash for key in keys[: 2 * len(shards)]):
+            [record] = stores.index.lookup(NAMESPACE, [prefix_hash])
+            assert record is not None
+            hot = {name: replace(shard, hot=True) for name, shard in record.shards.items()}
+            place = (record.parent_hash, record.token_start, record.token_end)
+            stores.index.publish(ChunkEntry(NAMESPACE, prefix_hash, *place), hot, ttl_s=3_600)
+        announce(stores, *(f"0.{shard}" for shard in shards))
+        found = client.match(TOKENS)
+        assert (found.tokens, found.hot_tokens, found.bulk_tokens) == (48, 32, 16)
+        assert [chunk.hot for chunk in client.chunks()].count(True) == 2
 
 
 class TestFolderAlone(SharedClientContract):
