@@ -19,7 +19,7 @@ from objkv.codec.compress import CODECS, compress
 from objkv.codec.header import PARTS_MAX, digest
 from objkv.codec.payload import LayerSpec, frame_pages, open_payload
 from objkv.errors import PayloadError
-from tests.codec.payloads import CLAIM, PROVENANCE, join
+from tests.codec.payloads import CLAIM, PROVENANCE, join, reworked
 
 LAYER = LayerSpec("model.layers.0.attn", "BF16", (4, 8, 128, 256))
 """2 MiB, which the reader has room for."""
@@ -73,8 +73,7 @@ def document_of(frames: Sequence[Stored]) -> Document:
 
 def payload_of(frames: Sequence[Stored]) -> bytes:
     """A payload of ``frames``, its header's checksum right."""
-    header = json.dumps(document_of(frames), separators=(",", ":")).encode()
-    return join(header, b"".join(frame.content for frame in frames))
+    return reworked(document_of(frames), b"".join(frame.content for frame in frames))
 
 
 @cache

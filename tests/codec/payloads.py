@@ -1,14 +1,15 @@
 """Building blocks for payloads in the tests of the codec."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
+from typing import Any
 
 from hypothesis import strategies as st
 
 from objkv.codec.header import digest
 from objkv.codec.payload import DTYPE_BYTES, Claim, LayerSpec, Provenance, encode
-from objkv.codec.values import scales_text
+from objkv.codec.values import CHECKSUM_AT, CHECKSUM_END, scales_text
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
 
@@ -50,7 +51,7 @@ def sample(codec: str) -> bytearray:
     return bytearray(encode(CLAIM, LAYERS, pages_of(LAYERS), codec=codec, provenance=PROVENANCE))
 
 
-def split(payload: bytes | bytearray) -> tuple[dict[str, object], bytes]:
+def split(payload: bytes | bytearray) -> tuple[dict[str, Any], bytes]:
     """The header as JSON values, and the frames."""
     end = 8 + int.from_bytes(payload[:8], "little")
     return json.loads(bytes(payload[8:end])), bytes(payload[end:])
@@ -59,7 +60,17 @@ def split(payload: bytes | bytearray) -> tuple[dict[str, object], bytes]:
 def join(header: bytes, frames: bytes = b"") -> bytes:
     """A payload with any JSON text as its header, padded, and its checksum put right."""
     header = header.ljust(-(-(len(header) + 8) // 4096) * 4096 - 8)
-    head = bytearray(len(header).to_bytes(8, "little") + header)
-    head[37:69] = b"0" * 32
-    head[37:69] = digest(head).encode()
-    return bytes(head) + frames
+    return rechecked(len(header).to_bytes(8, "little") + header) + frames
+
+
+def reworked(header: Mapping[str, Any], frames: bytes = b"") -> bytes:
+    """What can be made without a key: any JSON and any frames, the header's checksum right."""
+    return join(json.dumps(header, separators=(",", ":")).encode(), frames)
+
+
+def rechecked(header: bytes | bytearray) -> bytes:
+    """A whole header with its checksum put right."""
+    head = bytearray(header)
+    head[CHECKSUM_AT:CHECKSUM_END] = b"0" * 32
+    head[CHECKSUM_AT:CHECKSUM_END] = digest(head).encode()
+    return bytes(head)

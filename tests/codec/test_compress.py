@@ -13,7 +13,7 @@ from objkv.codec.compress import CODECS, compress, decompress_into
 from objkv.codec.payload import LayerSpec, encode, open_payload, read_header
 from objkv.codec.values import is_scales, scales_text
 from objkv.errors import PayloadError
-from tests.codec.payloads import CLAIM, LAYERS, PROVENANCE, join, noise, pages_of, smooth, split
+from tests.codec.payloads import CLAIM, LAYERS, PROVENANCE, noise, pages_of, reworked, smooth, split
 
 COMPRESSED = [codec for codec in CODECS if codec != "none"]
 PAGES = smooth(1 << 16)
@@ -46,24 +46,9 @@ def test_a_frame_of_another_length_is_refused(codec: str, nbytes: int) -> None:
 
 
 @given(st.sampled_from(COMPRESSED), st.data())
-def test_a_damaged_frame_is_refused_or_decodes_within_its_buffer(
-    codec: str, data: st.DataObject
-) -> None:
-    frame = bytearray(FRAMES[codec])
-    at = data.draw(st.integers(0, len(frame) - 1))
-    frame[at] ^= data.draw(st.integers(1, 255))
-    decoded(codec, bytes(frame), len(PAGES))
-
-
-@given(st.sampled_from(COMPRESSED), st.data())
 def test_a_truncated_frame_is_refused(codec: str, data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(FRAMES[codec]) - 1))
     assert decoded(codec, FRAMES[codec][:cut], len(PAGES)) is None
-
-
-@given(st.sampled_from(COMPRESSED), st.binary(max_size=200))
-def test_a_frame_of_garbage_raises_nothing_but_payload_errors(codec: str, frame: bytes) -> None:
-    decoded(codec, frame, 64)
 
 
 def test_a_bomb_is_refused() -> None:
@@ -252,19 +237,12 @@ def test_who_does_not_know_a_layers_scales_takes_any() -> None:
 
 def test_without_scales_a_header_is_what_it_was_before_there_were_any() -> None:
     header, _ = split(payload_of(PLAIN))
-    metadata = header["__metadata__"]
-    assert isinstance(metadata, dict)
-    assert not [name for name in metadata if name.startswith("scales")]
+    assert not [name for name in header["__metadata__"] if name.startswith("scales")]
 
 
 @pytest.mark.parametrize("text", ["", "1.0", "1.0 nan", "1.0 1.0 "])
 def test_malformed_scales_are_a_malformed_header(text: str) -> None:
-    import json
-
     header, frames = split(payload_of(SCALED))
-    metadata = header["__metadata__"]
-    assert isinstance(metadata, dict)
-    metadata["scales.1"] = text
-    written = json.dumps(header, separators=(",", ":")).encode()
+    header["__metadata__"]["scales.1"] = text
     with pytest.raises(PayloadError, match="malformed scales"):
-        read_header(join(written, frames))
+        read_header(reworked(header, frames))

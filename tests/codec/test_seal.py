@@ -151,12 +151,6 @@ def test_who_has_no_seal_reads_what_was_signed_but_not_what_was_encrypted() -> N
         pages_read(payload, None)
 
 
-def test_what_was_not_asked_for_is_byte_for_byte_what_it_was() -> None:
-    plain = encode(CLAIM, LAYERS, pages_of(LAYERS), codec="none", provenance=PROVENANCE)
-    assert b"signature" not in plain.tobytes()
-    assert read_header(plain).opened is None
-
-
 def test_every_key_that_is_known_opens_and_the_first_one_seals() -> None:
     old, new = SealKey("old", "*", b"o" * 32), SealKey("new", "*", b"n" * 32)
     before, during, after = Seal([old], [old]), Seal([new, old], [new, old]), Seal([new], [new])

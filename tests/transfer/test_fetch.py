@@ -30,7 +30,8 @@ from objkv.stores.memory import MemoryStore
 from objkv.tracing import OtelTracing
 from objkv.transfer.paging import GroupShape, PagedGroup, Quantised
 from objkv.transfer.plan import LoadPlan
-from tests.codec.seals import SEALS, other_seal, rechecked
+from tests.codec.payloads import rechecked
+from tests.codec.seals import SEALS, other_seal
 from tests.support import paged_cache
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import (
