@@ -51,6 +51,22 @@ def test_different_extras_never_encode_alike(one: list[Extra], other: list[Extra
     assert (encode_extras(one) == encode_extras(other)) == (one == other)
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ([Extra("mm", (b"ab", b"c"))], [Extra("mm", (b"a", b"bc"))]),
+        ([Extra("mm", (b"a",)), Extra("mm", (b"b",))], [Extra("mm", (b"a", b"b"))]),
+        ([Extra("lora", (b"x",))], [Extra("salt", (b"x",))]),
+        ([Extra("salt", (b"",))], [Extra("salt", ())]),
+        ([Extra("salt", ())], []),
+    ],
+)
+def test_moving_a_border_between_fields_changes_the_encoding(
+    one: list[Extra], other: list[Extra]
+) -> None:
+    assert encode_extras(one) != encode_extras(other)
+
+
 @given(st.lists(token, max_size=6), st.lists(token, max_size=6), extra_list, extra_list)
 def test_different_chunks_of_one_parent_have_different_hashes(
     one: list[int], other: list[int], one_extras: list[Extra], other_extras: list[Extra]
