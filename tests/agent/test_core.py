@@ -153,9 +153,6 @@ class Trickle(MemoryStore):
         assert value is not None
         buffer[:] = b"\xee" * len(buffer)
         for end in (*range(self._step, len(value), self._step), len(value)):
-            buffer[end - self._step if end >= self._step else 0 : end] = value[
-                end - self._step if end >= self._step else 0 : end
-            ]
             buffer[:end] = value[:end]
             if arrived is not None:
                 arrived(end)
@@ -200,6 +197,8 @@ def test_all_who_ask_at_the_same_moment_share_one_fetch(make: Callable[..., Node
     assert all(right(node, one) for one in found)
     assert set(node.store.gets.values()) == {1}
     assert len(node.store.gets) == 3
+    assert node.recorder.value("load_bytes") == sum(one.record.nbytes for one in wanted)
+    assert (node.recorder.value("agent_fills"), node.recorder.value("agent_hits")) == (3, 21)
     for one in found:
         node.residents.release(one)
     assert node.residents.leased() == 0

@@ -14,11 +14,9 @@ from objkv.errors import StoreUnavailable, TransferError
 from objkv.transfer.lanes import Lane
 from objkv.transfer.loading import arena_lane
 from objkv.transfer.loading import loader as module
-from objkv.transfer.loading.arena_lane import ArenaLane
 from objkv.transfer.loading.job import LoadJob
-from objkv.transfer.loading.loader import Loader
-from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.plan import LoadMove, LoadPlan
+from tests.agent.reader import load_by_agent
 from tests.agent.world import Node, WatchedStore
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import BLOCKS, NAMESPACE, Replica, same_blocks
@@ -41,16 +39,7 @@ class World:
     def open(self, lane: Lane | None = None, *, verify: bool = False, **limits: Any) -> Replica:
         """A replica that loads by the agent."""
         replica = Replica(self.node.store, self.node.index, seed=2)
-        replica.loader.close()
-        bounds = LoadLimits(64, PATIENCE_S, PATIENCE_S, join_s=PATIENCE_S)
-        replica.loader = Loader(  # type: ignore[assignment]
-            {0: replica.paged},
-            lane or ArenaLane(),
-            self.connect,
-            verify=verify,
-            limits=replace(bounds, **limits),
-            recorder=replica.recorder,
-        )
+        load_by_agent(replica, self.connect, lane, verify=verify, **limits)
         return replica
 
     def connect(self) -> AgentConnection:

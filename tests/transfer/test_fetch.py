@@ -115,8 +115,8 @@ def test_a_payload_is_loaded_however_it_arrives(codec: str, sync: bool, sizes: l
 
 
 @given(st.sampled_from(CODECS), st.booleans(), pieces, st.data())
-@settings(max_examples=16, deadline=None)
-def test_no_flipped_bit_reaches_the_model_however_it_arrives(
+@settings(max_examples=24, deadline=None)
+def test_no_changed_payload_reaches_the_model_however_it_arrives(
     codec: str, sync: bool, sizes: list[int], data: st.DataObject
 ) -> None:
     place = world(codec)
@@ -124,21 +124,14 @@ def test_no_flipped_bit_reaches_the_model_however_it_arrives(
     payload = bytearray(place.payload)
     near_head = st.integers(0, 6000 * 8)
     bit = data.draw(st.one_of(near_head, st.integers(0, len(payload) * 8 - 1)))
-    payload[bit // 8] ^= 1 << (bit % 8)
+    change = data.draw(st.sampled_from(["flip", "flip", "cut", "grow"]))
+    if change == "flip":
+        payload[bit // 8] ^= 1 << (bit % 8)
+    elif change == "cut":
+        del payload[bit // 8 :]
+    else:
+        payload += data.draw(st.binary(min_size=1, max_size=3))
     assert not place.load(bytes(payload), sync=sync)
-
-
-@given(st.sampled_from(CODECS), st.booleans(), pieces, st.data())
-@settings(max_examples=8, deadline=None)
-def test_a_payload_of_another_length_is_refused_however_it_arrives(
-    codec: str, sync: bool, sizes: list[int], data: st.DataObject
-) -> None:
-    place = world(codec)
-    place.store.pieces = lambda: iter(sizes)
-    cut = data.draw(st.one_of(st.integers(0, 5000), st.integers(0, len(place.payload) - 1)))
-    assert not place.load(place.payload[:cut], sync=sync)
-    more = data.draw(st.binary(min_size=1, max_size=3))
-    assert not place.load(place.payload + more, sync=sync)
 
 
 def test_a_payload_that_is_replaced_between_two_of_its_spans_is_refused_or_right() -> None:
@@ -416,14 +409,6 @@ def test_a_forger_who_makes_checksums_right_gets_nothing_loaded(kind: str, *, sy
     after = reader.snapshot()
     assert all((a[:9] == b[:9]).all() for a, b in zip(before, after, strict=True))
     assert not reader.load(range(2), first_block=9, sync=sync).failed
-
-
-def test_without_a_seal_encrypted_payloads_are_misses() -> None:
-    store, index = stores()
-    writer = Replica(store, index, seed=1, seal=SEALS["encrypted"])
-    reader = Replica(store, index, seed=2)
-    writer.save(range(1))
-    assert reader.load(range(1), first_block=9).failed
 
 
 # What one load took is told payload by payload, and where its bytes came from.

@@ -355,16 +355,3 @@ def test_a_hot_copy_that_has_rotted_costs_one_miss_also_where_nobody_who_saves_h
     for _ in range(3):
         assert promises_hot(reader)
         assert not reader.load(range(1), first_block=9).failed
-
-
-@pytest.mark.parametrize("sync", [False, True])
-@pytest.mark.parametrize("codec", ["none", "blosclz4"])
-def test_a_small_chunk_comes_from_the_hot_store(codec: str, *, sync: bool) -> None:
-    (store, index), hot = stores(), MemoryStore()
-    writer = Replica(store, index, seed=1, codec=codec, hot=hot)
-    reader = Replica(store, index, seed=2, hot=hot)
-    writer.save(range(1))
-    assert hot.get(writer.path(0)) == store.get(writer.path(0))
-    store.delete(writer.path(0))
-    assert not reader.load(range(1), first_block=9, sync=sync).failed
-    assert same_blocks(writer.caches, [1, 2], reader.caches, [9, 10])

@@ -27,13 +27,19 @@ from tests.support.waiting import PATIENCE_S
 MODEL = Model(heads=8, layers=4)
 
 
+def saved(model: Model, writer: ShapeOfReplica) -> tuple[MemoryStore, MemoryIndex]:
+    """What a replica has computed and saved."""
+    store, index = MemoryStore(), MemoryIndex()
+    with ShapedReplica(model, writer, store, index) as one:
+        one.compute_and_save()
+    return store, index
+
+
 def all_loaded(
     model: Model, writer: ShapeOfReplica, reader: ShapeOfReplica, *, sync: bool = False
 ) -> None:
     """Every rank of ``reader`` has what it would have computed, of what ``writer`` saved."""
-    store, index = MemoryStore(), MemoryIndex()
-    with ShapedReplica(model, writer, store, index) as one:
-        one.compute_and_save()
+    store, index = saved(model, writer)
     with ShapedReplica(model, reader, store, index) as other:
         for rank in other.ranks:
             assert not rank.load(index, sync=sync).failed
@@ -130,9 +136,7 @@ def test_dcp_that_deals_out_several_tokens_is_read_by_the_same(interleave: int) 
     model = Model(heads=1)
     shape = ShapeOfReplica(tp=4, dcp=2, interleave=interleave)
     all_loaded(model, shape, replace(shape, tp=2))
-    store, index = MemoryStore(), MemoryIndex()
-    with ShapedReplica(model, shape, store, index) as one:
-        one.compute_and_save()
+    store, index = saved(model, shape)
     for other in (ShapeOfReplica(), replace(shape, interleave=1)):
         with ShapedReplica(model, other, store, index) as two:
             for rank in two.ranks:
@@ -152,9 +156,7 @@ def test_pages_that_are_not_canonical_are_refused_in(
     writer: ShapeOfReplica, reader: ShapeOfReplica
 ) -> None:
     model = Model(heads=1, divisible=False)
-    store, index = MemoryStore(), MemoryIndex()
-    with ShapedReplica(model, writer, store, index) as one:
-        one.compute_and_save()
+    store, index = saved(model, writer)
     with ShapedReplica(model, reader, store, index) as other:
         assert other.ranks[0].load(index).failed
         assert bool((other.ranks[0].loaded().view(torch.int32) == -1).all())
@@ -208,9 +210,7 @@ def test_any_shape_reads_any_other_from_any_block_on(
 ) -> None:
     """If a block of the reader has as many slots as there are ranks that fill it."""
     model = Model(heads=heads if writer.dcp == reader.dcp == 1 else 1)
-    store, index = MemoryStore(), MemoryIndex()
-    with ShapedReplica(model, writer, store, index) as one:
-        one.compute_and_save()
+    store, index = saved(model, writer)
     fits = reader.block_size % max(1, writer.dcp // reader.dcp) == 0
     with ShapedReplica(model, reader, store, index) as other:
         for rank in other.ranks:
@@ -227,10 +227,8 @@ def test_any_shape_reads_any_other_from_any_block_on(
 def test_a_flipped_bit_of_what_a_rank_needs_is_never_loaded(
     writer: ShapeOfReplica, reader: ShapeOfReplica, data: st.DataObject
 ) -> None:
-    store, index = MemoryStore(), MemoryIndex()
     model = MODEL if writer.dcp == reader.dcp == 1 else Model(heads=1)
-    with ShapedReplica(model, writer, store, index) as one:
-        one.compute_and_save()
+    store, index = saved(model, writer)
     path = data.draw(st.sampled_from(sorted(entry.key for entry in store.scan(""))))
     payload = bytearray(store.get(path) or b"")
     bit = data.draw(st.integers(0, 8 * len(payload) - 1))
@@ -260,9 +258,7 @@ def partly(now: torch.Tensor, right: torch.Tensor, before: torch.Tensor) -> bool
 
 
 def test_a_chunk_of_which_a_shard_is_missing_is_not_loaded() -> None:
-    store, index = MemoryStore(), MemoryIndex()
-    with ShapedReplica(MODEL, ShapeOfReplica(tp=2), store, index) as one:
-        one.compute_and_save()
+    store, index = saved(MODEL, ShapeOfReplica(tp=2))
     gone = next(e.key for e in store.scan("") if MODEL.hashes[1].hex() in e.key)
     store.delete(gone)
     with ShapedReplica(MODEL, ShapeOfReplica(tp=1), store, index) as other:
@@ -275,9 +271,7 @@ def test_a_chunk_of_which_a_shard_is_missing_is_not_loaded() -> None:
 
 
 def test_a_chunk_in_several_payloads_takes_one_place_in_the_queue() -> None:
-    store, index = MemoryStore(), MemoryIndex()
-    with ShapedReplica(MODEL, ShapeOfReplica(tp=8), store, index) as one:
-        one.compute_and_save()
+    store, index = saved(MODEL, ShapeOfReplica(tp=8))
     queue_max = MODEL.chunks
     with ShapedReplica(MODEL, ShapeOfReplica(), store, index, queue_max=queue_max) as other:
         (rank,) = other.ranks
