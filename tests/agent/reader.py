@@ -24,7 +24,6 @@ def load_by_agent(
     verify: bool = False,
     **limits: Any,
 ) -> Loader:
-    """Have a replica load by an agent."""
     replica.loader.close()
     bounds = LoadLimits(64, PATIENCE_S, PATIENCE_S, join_s=PATIENCE_S)
     loader = replica.loader = Loader(  # type: ignore[assignment]
@@ -50,7 +49,6 @@ class Reader:
         )
 
     def can_load(self) -> bool:
-        """Load everything; whether all of it has arrived."""
         for cache in self.replica.caches:
             cache.zero_()
         if self.replica.load(range(CHUNKS), 1).failed_blocks:

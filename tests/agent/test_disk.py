@@ -72,7 +72,6 @@ class DiskNode(Node):
             wait_until(lambda: self.disk.is_loaded)
 
     def gets(self) -> int:
-        """How often the store was asked."""
         return sum(self.store.gets.values())
 
     def load(self, *wanted: Wanted) -> None:
@@ -84,16 +83,13 @@ class DiskNode(Node):
         self.settle()
 
     def settle(self) -> None:
-        """Wait until everything is written or removed."""
         assert self.spill.drain(PATIENCE_S)
 
     def evict(self, *wanted: Wanted) -> None:
-        """Have the arena without these."""
         for one in wanted:
             self.residents.forget(one.claim.key.path())
 
     def count(self, name: str) -> float:
-        """A counter's value."""
         return self.recorder.value(f"agent_disk_{name}")
 
 

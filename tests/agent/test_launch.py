@@ -45,7 +45,6 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
 
 @pytest.fixture
 def path(config: Config) -> Path:
-    """The agent's socket."""
     path = agent_socket(config)
     assert path is not None
     return path

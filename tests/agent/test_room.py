@@ -34,8 +34,6 @@ FORMS = [
 
 
 class CountedStore(MemoryStore):
-    """Knows how many gets are under way."""
-
     def __init__(self) -> None:
         super().__init__()
         self.under_way = 0
@@ -93,7 +91,6 @@ class Scarce:
         self.wanted[number] = self._stored(self.wanted[number], range(1000, 1000 + PAGE // 4))
 
     def hold(self, pages: int) -> Resident:
-        """Take memory for something else."""
         opened = self.node.residents.open("else", None)
         assert opened is not None
         self.node.residents.release(opened[0])
@@ -101,11 +98,9 @@ class Scarce:
         return opened[0]
 
     def let_go(self, one: Resident) -> None:
-        """Give it back."""
         self.node.residents.give_up(one)
 
     def open(self, number: int, urgency: Urgency) -> Resident:
-        """Begin to load a payload."""
         (one,) = self.node.core.open(
             Sleeper(), [self.wanted[number]], deadline_s=PATIENCE_S, urgency=urgency
         )

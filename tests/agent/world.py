@@ -149,11 +149,9 @@ class Node:
         return self.wanted(save(self.store, self.index, tokens, codec=codec))
 
     def wanted(self, keys: Sequence[ChunkKey]) -> list[Wanted]:
-        """What to open for these keys, by the index."""
         return wanted_of(self.index, keys)
 
     def close(self) -> None:
-        """End everything; what is leaked shows."""
         if self.requested is not None:
             self.requested.close()
         self.core.close(PATIENCE_S)
@@ -168,7 +166,6 @@ class Node:
 
 
 def wanted_of(index: WriteIndex, keys: Sequence[ChunkKey]) -> list[Wanted]:
-    """What to open for these keys."""
     records = index.lookup(NAMESPACE, [key.prefix_hash for key in keys])
     return [
         Wanted(
@@ -226,7 +223,6 @@ def ended(client: AgentConnection, lease: ArenaLease) -> Progress:
 
 
 def opened(client: AgentConnection, wanted: Sequence[Wanted]) -> list[ArenaLease]:
-    """Leases of these payloads."""
     return client.open(wanted, deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
 
 

@@ -20,8 +20,6 @@ OTHER = "f" * 32
 
 
 class Place:
-    """Usage that a test sets."""
-
     def __init__(self) -> None:
         self.used: int | None = 0
         self.was_read = Event()

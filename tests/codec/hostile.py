@@ -34,8 +34,6 @@ Document = dict[str, Any]
 
 
 class Stored(NamedTuple):
-    """One frame as it would be stored."""
-
     layer: LayerSpec
     codec: str
     content: bytes
@@ -173,7 +171,6 @@ def headers() -> Iterator[tuple[str, bytes]]:
 
 
 def claimed() -> Iterator[tuple[str, bytes]]:
-    """Yield (name, payload) for payloads that announce more than they should."""
     vast = LayerSpec("vast", "BF16", (1 << 11, 8, 128, 256))
     yield "a layer of 1 GiB", payload_of([Stored(vast, "blosc", _run(1, nbytes=1 << 30))])
     many = [LayerSpec(f"{number:x}", "BF16", vast.shape) for number in range(3_000)]

@@ -52,7 +52,6 @@ def sample(codec: str) -> bytearray:
 
 
 def split(payload: bytes | bytearray) -> tuple[dict[str, Any], bytes]:
-    """The header as JSON values, and the frames."""
     end = 8 + int.from_bytes(payload[:8], "little")
     return json.loads(bytes(payload[8:end])), bytes(payload[end:])
 

@@ -92,7 +92,6 @@ class AgentRounds:
         stack.callback(self.close)
 
     def close(self) -> None:
-        """End everything."""
         for replica in (self._reader, self._writer):
             replica.saver.close(1.0)
             replica.loader.close()
@@ -236,7 +235,6 @@ class AgentRounds:
 
 
 def run_rounds(rounds: int, seed: int, *, quiet: bool = False) -> Counter[str]:
-    """So many rounds; what happened."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         work = AgentRounds(folder, seed, stack)
@@ -251,7 +249,6 @@ def run_rounds(rounds: int, seed: int, *, quiet: bool = False) -> Counter[str]:
 
 
 def main() -> int:
-    """The script."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)

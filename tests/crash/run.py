@@ -39,7 +39,6 @@ def run_place(
 
 
 def main() -> int:
-    """The script."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=1000, help="of all places together")
     parser.add_argument("--seed", type=int, default=1)

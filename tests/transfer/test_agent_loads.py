@@ -37,7 +37,6 @@ class World:
         self.reader = self.open()
 
     def open(self, lane: Lane | None = None, *, verify: bool = False, **limits: Any) -> Replica:
-        """A replica that loads by the agent."""
         replica = Replica(self.node.store, self.node.index, seed=2)
         load_by_agent(replica, self.connect, lane, verify=verify, **limits)
         return replica
@@ -57,7 +56,6 @@ class World:
         return same_blocks(self.writer.caches, [1 + n for n in ids], mine, [first + n for n in ids])
 
     def restart(self) -> None:
-        """Another agent at the same place."""
         assert self.node.server is not None
         self.node.core.close(PATIENCE_S)
         self.node.server.close()
@@ -258,7 +256,6 @@ def test_where_copies_wait_for_the_interpreter_the_rest_is_read_at_once(
 
 
 def reading(world: World, lane: Lane) -> Replica:
-    """A replica whose lane reads four payloads."""
     slow = world.open(lane)
     slow.loader.submit(slow.load_plan(range(4), 1))
     wait_until(lambda: slow.loader.leased == 4 and slow.loader.in_flight == 0)

@@ -132,8 +132,6 @@ def test_auto_compresses_for_a_slow_network_and_never_without_one(
 
 
 class Switch:
-    """Room as a test says."""
-
     def __init__(self) -> None:
         self.is_there = True
         self.added = 0
