@@ -20,9 +20,8 @@ from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason, Resident
 from objkv.codec.payload import encode, read_header
 from tests.agent.test_core import settled
-from tests.agent.test_residents import Sleeper
 from tests.agent.test_server import greeted
-from tests.agent.world import PATIENCE_S, Node, ended, gated, opened, payloads
+from tests.agent.world import PATIENCE_S, Node, Sleeper, ended, gated, opened, payloads
 from tests.support.samples import NAMESPACE
 from tests.support.waiting import wait_until
 
@@ -80,7 +79,7 @@ def test_prefetches_at_the_same_moment_stay_within_their_share(
 def test_a_prefetch_of_what_is_resident_keeps_no_client(node: Node) -> None:
     wanted = node.save()[0]
     for urgency in (Urgency.BETWEEN_STEPS, Urgency.PREFETCH):
-        (one,) = node.core.open(Sleeper(), [wanted], deadline_s=PATIENCE_S, urgency=urgency)
+        (one,) = node.open(wanted, urgency=urgency)
         one = settled(node, one)
         node.residents.release(one)
     assert node.residents.wait_idle(PATIENCE_S)
@@ -104,9 +103,7 @@ def test_what_a_reader_rejects_while_it_arrives_is_served_to_nobody_else(node: N
 def test_no_memory_is_given_out_once_an_agent_ends(node: Node) -> None:
     """A client may still read what it leased when its connection is ended."""
     node.save()
-    (resident,) = node.core.open(
-        Sleeper(), node.save()[:1], deadline_s=PATIENCE_S, urgency=Urgency.IN_STEP
-    )
+    (resident,) = node.open(*node.save()[:1])
     resident = settled(node, resident)
     node.core.close(PATIENCE_S)
     assert node.saves.commit(memoryview(payloads()[1])) is CommitStatus.NO_ROOM

@@ -79,22 +79,6 @@ def test_answers_to_an_opening(answers: list[m.OpenAnswer]) -> None:
         m.unpack_opened(message, len(answers) + 1)
 
 
-@given(st.lists(HASHES, min_size=1, max_size=20), st.lists(SHARDS, min_size=1, max_size=3))
-def test_a_lookup(hashes: list[bytes], shards: list[Shard]) -> None:
-    fields = tuple(dict.fromkeys(f"0.{shard}" for shard in shards))
-    assert m.unpack_find(m.pack_find(NAMESPACE, hashes, fields)) == (
-        NAMESPACE,
-        b"".join(hashes),
-        fields,
-    )
-
-
-@given(st.lists(st.integers(0, 2**32 - 1), max_size=50), *[st.integers(0, 2**64 - 1)] * 2)
-def test_a_release_and_a_commit(leases: list[int], offset: int, nbytes: int) -> None:
-    assert list(m.unpack_release(m.pack_release(leases))) == leases
-    assert m.unpack_commit(m.pack_commit(offset, nbytes)) == (offset, nbytes)
-
-
 def test_a_greeting_a_status_and_a_failure() -> None:
     for hello in (m.Hello(1, True, False), m.Hello(65_535, False, True)):
         assert m.unpack_hello(m.pack_hello(hello)) == hello

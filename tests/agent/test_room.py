@@ -16,8 +16,7 @@ from objkv.codec.payload import encode, read_header
 from objkv.codec.seal import Seal
 from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
-from tests.agent.test_residents import Sleeper
-from tests.agent.world import PATIENCE_S, RIGHT, Node, pages_at
+from tests.agent.world import RIGHT, Node, pages_at
 from tests.codec.seals import SEALS
 from tests.support.samples import record_of
 from tests.support.waiting import wait_until
@@ -101,10 +100,7 @@ class Scarce:
         self.node.residents.give_up(one)
 
     def open(self, number: int, urgency: Urgency) -> Resident:
-        (one,) = self.node.core.open(
-            Sleeper(), [self.wanted[number]], deadline_s=PATIENCE_S, urgency=urgency
-        )
-        assert isinstance(one, Resident)
+        (one,) = self.node.open(self.wanted[number], urgency=urgency)
         return one
 
     def is_right(self, one: Resident) -> bool:

@@ -1,6 +1,6 @@
 """The fence around one load's blocks, on a clock of its own."""
 
-from threading import Thread, Timer
+from threading import Event, Thread, Timer
 from time import monotonic
 
 import pytest
@@ -13,6 +13,7 @@ from tests.contracts.clock import ManualClock
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import CHUNK, HASHES, NAMESPACE
 from tests.support.waiting import at_once, wait_until
+from tests.transfer.test_saver import HungMark
 
 pytestmark = ON_HOST
 LAYERS = 2
@@ -33,24 +34,6 @@ def job_of(clock: ManualClock, *, sync: bool, chunks: int = 1) -> LoadJob:
 def write_all_layers(job: LoadJob) -> None:
     job.leave(0, range(LAYERS), LANE, HostMark())
     job.done(0)
-
-
-class LateMark:
-    """A copy that is under way until the test says so."""
-
-    def __init__(self, number: int = 1) -> None:
-        self.number = number
-        self.passed = False
-        self.held = False
-
-    def done(self) -> bool:
-        return self.passed
-
-    def wait(self) -> None:
-        raise AssertionError("a device that hangs would hold this thread for ever")
-
-    def hold_compute(self) -> None:
-        self.held = True
 
 
 def test_a_layer_that_was_computed_without_its_blocks_counts_as_not_loaded() -> None:
@@ -159,42 +142,41 @@ def test_closing_waits_for_a_write_under_way_and_no_other_begins() -> None:
 
 def test_a_cancelled_load_has_no_outcome_while_it_writes_and_copies() -> None:
     """Its blocks go to somebody else with that."""
-    job, mark = job_of(ManualClock(), sync=False), LateMark()
+    job, ended = job_of(ManualClock(), sync=False), Event()
     assert job.enter(0)
     job.cancel()
     assert job.poll() is None
-    job.leave(0, range(1), LANE, mark)
+    job.leave(0, range(1), LANE, HungMark(ended.is_set))
     assert not job.enter(0)
     assert job.poll() is None
-    mark.passed = True
+    ended.set()
     assert (outcome := job.poll()) is not None
     assert outcome.failed_blocks == {3, 4}
 
 
 def test_closing_waits_for_copies_but_not_for_a_device_that_hangs() -> None:
-    job, mark = job_of(ManualClock(), sync=False), LateMark()
+    job, ended = job_of(ManualClock(), sync=False), Event()
     assert job.enter(0)
-    job.leave(0, range(1), LANE, mark)
-    Timer(0.05, lambda: setattr(mark, "passed", True)).start()
+    job.leave(0, range(1), LANE, HungMark(ended.is_set))
+    Timer(0.05, ended.set).start()
     assert job.close().failed
-    assert mark.passed
-    job, mark = job_of(ManualClock(), sync=False), LateMark()
+    assert ended.is_set()
+    job, ended = job_of(ManualClock(), sync=False), Event()
     assert job.enter(0)
-    job.leave(0, range(1), LANE, mark)
+    job.leave(0, range(1), LANE, HungMark(ended.is_set))
     assert job.close(0.01).failed
-    assert not mark.passed
+    assert not ended.is_set()
 
 
 def test_within_a_step_the_compute_stream_waits_for_copies_and_the_forward_thread_does_not() -> (
     None
 ):
-    job, mark = job_of(ManualClock(), sync=True), LateMark()
+    job, mark = job_of(ManualClock(), sync=True), HungMark()
     assert job.enter(0)
     job.leave(0, range(LAYERS), LANE, mark)
     job.done(0)
     assert not job.close().failed
-    assert mark.held
-    assert not mark.passed
+    assert mark.is_held
 
 
 def test_an_outcome_tells_when_the_first_and_the_last_bytes_came() -> None:
