@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from objkv.codec.compress import CODECS, compress, decompress_into
-from objkv.codec.payload import LayerSpec, encode, open_payload, read_header
+from objkv.codec.payload import open_payload, read_header
 from objkv.codec.values import is_scales, scales_text
 from objkv.errors import PayloadError
-from tests.codec.payloads import CLAIM, LAYERS, PROVENANCE, noise, pages_of, reworked, smooth, split
+from tests.codec.payloads import CLAIM, LAYERS, noise, reworked, sample, smooth, split
 
 COMPRESSED = [codec for codec in CODECS if codec != "none"]
 PAGES = smooth(1 << 16)
@@ -173,10 +173,6 @@ PLAIN = tuple(replace(layer, dtype="F8_E4M3") for layer in LAYERS)
 SCALED = tuple(replace(layer, scales=scales_text(0.5, 2.0 + i)) for i, layer in enumerate(PLAIN))
 
 
-def payload_of(layers: tuple[LayerSpec, ...], codec: str = "none") -> bytes:
-    return bytes(encode(CLAIM, layers, pages_of(layers), codec=codec, provenance=PROVENANCE))
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -197,7 +193,7 @@ def test_what_nothing_can_be_divided_by_is_no_scale(number: float) -> None:
 
 @pytest.mark.parametrize("codec", ["none", "blosc"])
 def test_the_header_says_the_scales_of_each_layer(codec: str) -> None:
-    payload = payload_of(SCALED, codec)
+    payload = sample(codec, SCALED)
     assert open_payload(payload, CLAIM, SCALED).frames.layers == SCALED
     assert [layer.scales for layer in read_header(payload).frames.layers] == [
         "0.5 2.0",
@@ -215,26 +211,26 @@ def test_pages_of_other_scales_are_refused(layer: int, codec: str) -> None:
         others = (*SCALED[:layer], other, *SCALED[layer + 1 :])
         for written, expected in ((others, SCALED), (SCALED, others)):
             with pytest.raises(PayloadError, match="expected"):
-                open_payload(payload_of(written, codec), CLAIM, expected)
+                open_payload(sample(codec, written), CLAIM, expected)
 
 
 def test_who_does_not_know_a_layers_scales_takes_any() -> None:
     """A rank of another shape: the layer is not its own, and it reads others along with it."""
     unknown = (SCALED[0], replace(SCALED[1], scales=None), SCALED[2])
     for written in (SCALED, (SCALED[0], PLAIN[1], SCALED[2])):
-        assert open_payload(payload_of(written), CLAIM, unknown).frames.layers == written
+        assert open_payload(sample(layers=written), CLAIM, unknown).frames.layers == written
     with pytest.raises(PayloadError, match="expected"):
-        open_payload(payload_of(PLAIN), CLAIM, unknown)
+        open_payload(sample(layers=PLAIN), CLAIM, unknown)
 
 
 def test_without_scales_a_header_is_what_it_was_before_there_were_any() -> None:
-    header, _ = split(payload_of(PLAIN))
+    header, _ = split(sample(layers=PLAIN))
     assert not [name for name in header["__metadata__"] if name.startswith("scales")]
 
 
 @pytest.mark.parametrize("text", ["", "1.0", "1.0 nan", "1.0 1.0 "])
 def test_malformed_scales_are_a_malformed_header(text: str) -> None:
-    header, frames = split(payload_of(SCALED))
+    header, frames = split(sample(layers=SCALED))
     header["__metadata__"]["scales.1"] = text
     with pytest.raises(PayloadError, match="malformed scales"):
         read_header(reworked(header, frames))

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,6 @@ from objkv.codec.payload import (
     CODECS,
     Frame,
     LayerSpec,
-    encode,
-    frame_pages,
     open_payload,
     read_header,
 )
@@ -30,32 +29,19 @@ from tests.codec.payloads import (
     CLAIM,
     LAYERS,
     PROVENANCE,
+    is_refused,
     join,
     pages_of,
+    pages_read,
     reworked,
     sample,
     split,
 )
 from tests.fuzz.mutation import places
 
-SAMPLES = {codec: bytes(sample(codec)) for codec in CODECS}
+SAMPLES = {codec: sample(codec) for codec in CODECS}
 PAGES = pages_of(LAYERS)
 Document = dict[str, Any]
-
-
-def pages_read(payload: bytes | bytearray) -> list[bytes]:
-    """Everything a loader does with a payload."""
-    header = open_payload(payload, CLAIM, LAYERS)
-    scratch = memoryview(bytearray(max(layer.nbytes for layer in LAYERS)))
-    return [bytes(frame_pages(header, i, payload, scratch)) for i in range(len(LAYERS))]
-
-
-def is_refused(payload: bytes | bytearray) -> bool:
-    """Whether reading ends in a PayloadError; any other exception is the test's failure."""
-    try:
-        return pages_read(payload) != PAGES and pytest.fail("wrong pages were handed out")
-    except PayloadError:
-        return True
 
 
 @given(st.sampled_from(CODECS), st.data())
@@ -114,7 +100,8 @@ def test_a_header_with_any_value_replaced_and_its_checksum_right_is_refused(
     if container[key] == before and type(container[key]) is type(before):
         assert pages_read(payload) == PAGES
     elif key in {"writer", "created_s", "token_digest", "checksum"}:
-        is_refused(payload)
+        with suppress(PayloadError):
+            assert pages_read(payload) == PAGES
     else:
         assert is_refused(payload)
 
@@ -311,7 +298,7 @@ def test_more_layers_and_tokens_than_can_be_read_are_not_written() -> None:
         render(CLAIM, frames, PROVENANCE)
     told = replace(PROVENANCE, tokens=(1,) * (TOKENS_MAX + 1))
     with pytest.raises(PayloadError, match="token ids"):
-        encode(CLAIM, LAYERS, pages_of(LAYERS), codec="none", provenance=told)
+        sample(provenance=told)
     told = replace(PROVENANCE, tokens=(1,) * TOKENS_MAX)
-    payload = encode(CLAIM, LAYERS, pages_of(LAYERS), codec="none", provenance=told)
+    payload = sample(provenance=told)
     assert read_header(payload).provenance == told

@@ -67,7 +67,7 @@ def test_a_typed_tensor_reads_back_equal_with_safetensors(
     layer = LayerSpec("layer", dtype, (2, 3, 4, 5))
     path = tmp_path / "x.safetensors"
     pages = smooth(layer.nbytes)
-    path.write_bytes(encode(CLAIM, [layer], [pages], codec="none", provenance=PROVENANCE))
+    path.write_bytes(sample(layers=[layer], pages=[pages]))
     with safetensors.safe_open(path, framework) as file:
         tensor = file.get_tensor("layer")
     assert tuple(tensor.shape) == layer.shape
@@ -79,7 +79,7 @@ def test_a_typed_tensor_reads_back_equal_with_safetensors(
 
 
 def test_frames_without_codec_are_views_of_the_payload() -> None:
-    payload = sample("none")
+    payload = bytearray(sample())
     header = read_header(payload)
     pages = frame_pages(header, 1, payload, None)
     payload[header.frames[1].offset] ^= 0xFF
@@ -182,7 +182,7 @@ def test_the_bound_on_a_payload_holds_for_the_longest_of_everything() -> None:
 def test_a_header_beyond_the_bound_is_not_written() -> None:
     told = replace(PROVENANCE, tokens=(2**32 - 1,) * (HEADER_BYTES_MAX // 11))
     with pytest.raises(PayloadError, match="the header has"):
-        encode(CLAIM, LAYERS, pages_of(LAYERS), codec="none", provenance=told)
+        sample(provenance=told)
     buffer = np.zeros(2 * HEADER_BYTES_MAX, dtype=np.uint8)
     with pytest.raises(PayloadError, match="the header has"):
         encode_in_place(CLAIM, LAYERS, buffer.data, codec="none", provenance=told)
@@ -297,7 +297,7 @@ def test_in_place_takes_no_memory_but_for_the_frame_it_works_on(
 
 
 def test_frames_are_checked_without_decoding_them() -> None:
-    payload = sample("blosc")
+    payload = bytearray(sample("blosc"))
     header = read_header(payload)
     count = len(header.frames)
     assert check_frames(header, payload) == count
