@@ -30,18 +30,6 @@ def paths(wanted: list[Wanted]) -> list[str]:
     return [one.claim.key.path() for one in wanted]
 
 
-def test_two_prefetches_of_the_same_payloads_lose_no_lease(node: Node) -> None:
-    wanted, gate = node.save(), gated(node)
-    prefetches = Prefetches(node.core, node.index, node.store)
-    hashes = [one.claim.key.prefix_hash for one in wanted]
-    for _ in range(3):
-        started = prefetches.start(NAMESPACE, hashes, PrefetchOrder(PATIENCE_S))
-        assert started.refused == 0
-    gate.set()
-    assert node.residents.wait_idle(PATIENCE_S)
-    assert node.residents.holds(paths(wanted)) == [True] * 3
-
-
 def test_prefetches_at_the_same_moment_stay_within_their_share(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:

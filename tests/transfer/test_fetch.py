@@ -11,9 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import StatusCode
 
 from objkv.cache.match import stored_blocks
@@ -27,7 +25,6 @@ from objkv.keys.topology import rank_shard
 from objkv.stores.base import Arrived, WriteStore
 from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
-from objkv.tracing import OtelTracing
 from objkv.transfer.paging import GroupShape, PagedGroup, Quantised
 from objkv.transfer.plan import LoadPlan
 from tests.codec.payloads import rechecked
@@ -47,6 +44,7 @@ from tests.support.paged_cache import (
     same_blocks,
     stores,
 )
+from tests.test_tracing import collected
 
 LARGE = GroupIdentity(
     "full", None, tuple(f"l{i}" for i in range(6)), heads=4, content=64, block_size=32
@@ -414,15 +412,10 @@ def test_a_forger_who_makes_checksums_right_gets_nothing_loaded(kind: str, *, sy
 # What one load took is told payload by payload, and where its bytes came from.
 
 
-PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-
-
 class TracedWorld:
     def __init__(self, hot: MemoryStore | None = None) -> None:
         self.store, self.index = stores()
-        self.exporter, provider = InMemorySpanExporter(), TracerProvider()
-        provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-        tracing = OtelTracing(provider.get_tracer("objkv"))
+        tracing, self.exporter = collected()
         writer = Replica(self.store, self.index, seed=1, hot=hot)
         writer.save(range(3))
         writer.close()
