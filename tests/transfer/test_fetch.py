@@ -75,9 +75,7 @@ class World:
         self.reader.forget()
         for layer in self.reader.caches:
             layer.zero_()
-        loader = self.reader.loader
-        loader.submit(replace(self.plan, sync=sync))
-        (outcome,) = loader.take_finished(sync=True) if sync else [self.reader.outcome()]
+        outcome = self.reader.outcome(replace(self.plan, sync=sync))
         for mine, theirs in zip(self.reader.caches, self.writer.caches, strict=True):
             for block, other in zip(MINE, THEIRS, strict=True):
                 assert torch.equal(mine[block], theirs[other]) or not mine[block].any()
@@ -179,17 +177,15 @@ def test_what_the_hot_store_begins_and_does_not_end_comes_from_bulk(
     reader = Replica(store, index, seed=2, group=LARGE, hot=hot, cuts=IN_PARTS)
     writer.save(range(1))
     hot.put(writer.path(0), store.get(writer.path(0)) or b"")
-    plan = _hot(reader.load_plan(range(1), MINE[0], sync=sync))
-    reader.loader.submit(plan)
-    (outcome,) = reader.loader.take_finished(sync=True) if sync else [reader.outcome()]
-    assert not outcome.failed
+    plan = promised_hot(reader.load_plan(range(1), MINE[0], sync=sync))
+    assert not reader.outcome(plan).failed
     assert same_blocks(reader.caches, MINE, writer.caches, THEIRS)
     counted = "hot_misses" if sync and forgets else "hot_errors"
     assert reader.recorder.value(counted)
     assert reader.recorder.value("hot_hits") == (1 if sync else 0)
 
 
-def _hot(plan: LoadPlan) -> LoadPlan:
+def promised_hot(plan: LoadPlan) -> LoadPlan:
     (load,) = plan.moves
     records = tuple((field, replace(record, hot=True)) for field, record in load.records)
     return replace(plan, moves=(replace(load, records=records),))
