@@ -46,11 +46,6 @@ extras_of_a_prompt = st.builds(
 )
 
 
-@given(extra_list, extra_list)
-def test_different_extras_never_encode_alike(one: list[Extra], other: list[Extra]) -> None:
-    assert (encode_extras(one) == encode_extras(other)) == (one == other)
-
-
 @pytest.mark.parametrize(
     ("one", "other"),
     [

@@ -35,15 +35,23 @@ def saved(model: Model, writer: ShapeOfReplica) -> tuple[MemoryStore, MemoryInde
     return store, index
 
 
-def all_loaded(
-    model: Model, writer: ShapeOfReplica, reader: ShapeOfReplica, *, sync: bool = False
-) -> None:
+def all_loaded(model: Model, writer: ShapeOfReplica, reader: ShapeOfReplica) -> None:
     """Every rank of ``reader`` has what it would have computed, of what ``writer`` saved."""
-    store, index = saved(model, writer)
+    all_read(model, reader, *saved(model, writer))
+
+
+def all_read(model: Model, reader: ShapeOfReplica, store: MemoryStore, index: MemoryIndex) -> None:
     with ShapedReplica(model, reader, store, index) as other:
         for rank in other.ranks:
-            assert not rank.load(index, sync=sync).failed
+            assert not rank.load(index).failed
             assert same(rank.loaded(), rank.expected())
+
+
+def none_read(model: Model, reader: ShapeOfReplica, store: MemoryStore, index: MemoryIndex) -> None:
+    with ShapedReplica(model, reader, store, index) as other:
+        for rank in other.ranks:
+            assert rank.load(index).failed
+            assert bool((rank.loaded().view(torch.int32) == -1).all())
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -113,11 +121,8 @@ def test_replicated_heads_are_saved_once_and_read_by_all() -> None:
         saves = [int(rank.recorder.drain().get("saves", 0)) for rank in one.ranks]
     assert sum(saves) == 2 * model.chunks
     assert len(list(store.scan(""))) == 2 * model.chunks
-    for shape in (ShapeOfReplica(tp=1), ShapeOfReplica(tp=8), ShapeOfReplica(tp=2)):
-        with ShapedReplica(model, shape, store, index) as other:
-            for rank in other.ranks:
-                assert not rank.load(index).failed
-                assert same(rank.loaded(), rank.expected())
+    for tp in (1, 8, 2):
+        all_read(model, ShapeOfReplica(tp=tp), store, index)
 
 
 DCP = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4)]
@@ -136,12 +141,8 @@ def test_dcp_that_deals_out_several_tokens_is_read_by_the_same(interleave: int) 
     model = Model(heads=1)
     shape = ShapeOfReplica(tp=4, dcp=2, interleave=interleave)
     all_loaded(model, shape, replace(shape, tp=2))
-    store, index = saved(model, shape)
     for other in (ShapeOfReplica(), replace(shape, interleave=1)):
-        with ShapedReplica(model, other, store, index) as two:
-            for rank in two.ranks:
-                assert rank.load(index).failed
-                assert bool((rank.loaded().view(torch.int32) == -1).all())
+        none_read(model, other, *saved(model, shape))
 
 
 @pytest.mark.parametrize(
@@ -156,10 +157,7 @@ def test_pages_that_are_not_canonical_are_refused_in(
     writer: ShapeOfReplica, reader: ShapeOfReplica
 ) -> None:
     model = Model(heads=1, divisible=False)
-    store, index = saved(model, writer)
-    with ShapedReplica(model, reader, store, index) as other:
-        assert other.ranks[0].load(index).failed
-        assert bool((other.ranks[0].loaded().view(torch.int32) == -1).all())
+    none_read(model, reader, *saved(model, writer))
 
 
 def test_a_dcp_rank_that_is_missing_is_a_miss() -> None:
@@ -294,26 +292,17 @@ def test_a_rank_without_a_layer_of_a_group_has_nothing_to_load_of_it() -> None:
         replica.compute_and_save()
         assert not rank.load(index).failed
         moves = [replace(one, move=replace(one.move, group=1)) for one in rank.plan(index).moves]
-        rank.loader.submit(LoadPlan("r", NAMESPACE, moves, sync=False))
-        (outcome,) = rank.loader.take_finished(sync=False)
-    assert not outcome.failed
+        assert not rank.outcome(LoadPlan("r", NAMESPACE, moves, sync=False)).failed
 
 
 def test_an_index_that_promises_shards_that_cannot_be_is_not_believed() -> None:
-    store, index = MemoryStore(), MemoryIndex()
-    with ShapedReplica(MODEL, ShapeOfReplica(tp=2), store, index) as one:
-        one.compute_and_save()
-        for record in index.lookup(NAMESPACE, MODEL.hashes):
-            assert record is not None
-            assert set(record.shards) == {"0.L0-4_H0-4", "0.L0-4_H4-8"}
+    store, index = saved(MODEL, ShapeOfReplica(tp=2))
     lied = MemoryIndex()
     for record in index.scan(NAMESPACE):
+        assert set(record.shards) == {"0.L0-4_H0-4", "0.L0-4_H4-8"}
         entry = ChunkEntry(
             NAMESPACE, record.prefix_hash, record.parent_hash, record.token_start, record.token_end
         )
         some = next(iter(record.shards.values()))
         lied.publish(entry, {"0.L0-99_H0-99": some, "0.nonsense": some}, ttl_s=60)
-    with ShapedReplica(MODEL, ShapeOfReplica(tp=1), store, lied) as other:
-        (rank,) = other.ranks
-        assert rank.load(lied).failed
-        assert bool((rank.loaded().view(torch.int32) == -1).all())
+    none_read(MODEL, ShapeOfReplica(), store, lied)
