@@ -15,7 +15,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from threading import Lock
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from objkv.agent.fill import Wanted
 from objkv.agent.leases import ArenaLease, lease_of
@@ -63,6 +63,14 @@ KNOWN_MAX = 256
 
 class AgentRefused(TransferError):
     """The agent does not serve this client, such as one of another version."""
+
+
+class Connect(Protocol):
+    """Connects to the agent: ``AgentLink.connect``."""
+
+    def __call__(self, *, wants_arena: bool = False, outbox: int = -1) -> "AgentConnection":
+        """Return a new connection. Raises ``ObjkvError``. For the arguments see
+        ``AgentConnection``."""
 
 
 class AgentConnection:

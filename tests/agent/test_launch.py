@@ -49,7 +49,6 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
 
 @pytest.fixture
 def path(config: Config) -> Path:
-    """The agent's socket."""
     path = agent_socket(config)
     assert path is not None
     return path
@@ -356,16 +355,6 @@ def test_the_command_says_where_it_serves_and_ends_in_order(tmp_path: Path) -> N
         assert agent.end()["saves"] == 0
         assert not agent.path.exists()
         assert agent.process.returncode == 0
-
-
-def test_a_client_of_an_agent_that_is_gone_learns_it(tmp_path: Path) -> None:
-    settings = {"bulk_url": f"file://{tmp_path}/c", "index_url": f"sqlite://{tmp_path}/i"}
-    with AgentProcess(settings) as agent:
-        client = AgentConnection(agent.path, wants_arena=True, call_s=PATIENCE_S)
-        agent.kill()
-        with pytest.raises(TransferError, match="agent"):
-            client.find("0" * 32, [bytes(20)], ("0.L0-1_H0-1",))
-        client.close()
 
 
 @pytest.mark.slow

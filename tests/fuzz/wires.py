@@ -30,11 +30,9 @@ class Wire:
         self._rounds = 0
 
     def offer(self, data: memoryview) -> int:
-        """All of it is taken."""
         return len(data)
 
     def wait_to_receive(self) -> bool:
-        """There is always something."""
         return True
 
     def receive(self, nbytes: int = 65536) -> bytes:
@@ -47,7 +45,6 @@ class Wire:
         return self._pieces.pop(0)
 
     def recv_into(self, buffer: memoryview) -> int:
-        """As a socket's."""
         if not self._pieces:
             return 0
         piece = self._pieces.pop(0)
@@ -58,7 +55,6 @@ class Wire:
         return taken
 
     def recv(self, nbytes: int) -> bytes:
-        """As a socket's."""
         if not self._pieces:
             return b""
         piece = self._pieces.pop(0)
@@ -198,7 +194,6 @@ class _S3Line:
     """The connection is lost after what came with the head."""
 
     def receive_into(self, into: memoryview, deadline_s: float) -> int:
-        """The end of all."""
         return 0
 
 

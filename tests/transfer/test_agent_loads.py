@@ -14,11 +14,9 @@ from objkv.errors import StoreUnavailable, TransferError
 from objkv.transfer.lanes import Lane
 from objkv.transfer.loading import arena_lane
 from objkv.transfer.loading import loader as module
-from objkv.transfer.loading.arena_lane import ArenaLane
 from objkv.transfer.loading.job import LoadJob
-from objkv.transfer.loading.loader import Loader
-from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.plan import LoadMove, LoadPlan
+from tests.agent.reader import load_by_agent
 from tests.agent.world import Node, WatchedStore
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import BLOCKS, NAMESPACE, Replica, same_blocks
@@ -39,18 +37,8 @@ class World:
         self.reader = self.open()
 
     def open(self, lane: Lane | None = None, *, verify: bool = False, **limits: Any) -> Replica:
-        """A replica that loads by the agent."""
         replica = Replica(self.node.store, self.node.index, seed=2)
-        replica.loader.close()
-        bounds = LoadLimits(64, PATIENCE_S, PATIENCE_S, join_s=PATIENCE_S)
-        replica.loader = Loader(  # type: ignore[assignment]
-            {0: replica.paged},
-            lane or ArenaLane(),
-            self.connect,
-            verify=verify,
-            limits=replace(bounds, **limits),
-            recorder=replica.recorder,
-        )
+        load_by_agent(replica, self.connect, lane, verify=verify, **limits)
         return replica
 
     def connect(self) -> AgentConnection:
@@ -68,7 +56,6 @@ class World:
         return same_blocks(self.writer.caches, [1 + n for n in ids], mine, [first + n for n in ids])
 
     def restart(self) -> None:
-        """Another agent at the same place."""
         assert self.node.server is not None
         self.node.core.close(PATIENCE_S)
         self.node.server.close()
@@ -269,7 +256,6 @@ def test_where_copies_wait_for_the_interpreter_the_rest_is_read_at_once(
 
 
 def reading(world: World, lane: Lane) -> Replica:
-    """A replica whose lane reads four payloads."""
     slow = world.open(lane)
     slow.loader.submit(slow.load_plan(range(4), 1))
     wait_until(lambda: slow.loader.leased == 4 and slow.loader.in_flight == 0)

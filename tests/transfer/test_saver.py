@@ -111,8 +111,6 @@ def test_saves_give_way_for_a_moment_to_a_store_that_wants_none() -> None:
 
 
 class Switch:
-    """Room as a test says."""
-
     def __init__(self) -> None:
         self.is_there = True
         self.added = 0
@@ -262,9 +260,13 @@ class HungMark(HostMark):
 
     def __init__(self, done: Callable[[], bool] = lambda: False) -> None:
         self.done = done  # type: ignore[method-assign]
+        self.is_held = False
 
     def wait(self) -> None:
         raise AssertionError("a device that hangs would hold this thread for ever")
+
+    def hold_compute(self) -> None:
+        self.is_held = True
 
 
 class HungLane(HostLane):

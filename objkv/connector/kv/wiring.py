@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from objkv.agent.calls import AgentDocuments, AgentIndex
+from objkv.agent.client import Connect
 from objkv.agent.outbox import AgentSaves, Outbox
 from objkv.assembly.link import AgentLink
 from objkv.cache.admission import AdmissionPolicy
@@ -209,7 +210,7 @@ def open_worker_side(
         config,
         geometry,
         rank,
-        link,
+        link.connect,
         recorder=recorder,
         kv_caches=kv_caches,
         tracing=open_tracing(),
@@ -233,7 +234,7 @@ def make_worker_side(
     config: Config,
     geometry: Geometry,
     rank: Rank,
-    link: AgentLink,
+    connect: Connect,
     *,
     recorder: Recorder,
     kv_caches: Mapping[str, torch.Tensor],
@@ -244,7 +245,7 @@ def make_worker_side(
     groups = read_pages(geometry, (rank.tp_rank, rank.pp_rank), kv_caches, rank.quantised)
     pools = plan_pools(config, groups, geometry.chunk_tokens, rank)
     host = _Host(groups, pools, rank, recorder, tracing)
-    transfers = _open_transfers(config, host, link, accepted)
+    transfers = _open_transfers(config, host, connect, accepted)
     logger.info("objkv worker ready loader=%r saver=%r", transfers.loader, transfers.saver)
     return WorkerSide(config, geometry, rank, groups, transfers=transfers, tracing=tracing)
 
@@ -269,7 +270,7 @@ class _Host:
         """The device of the paged cache."""
         return _device(self.groups)
 
-    def loader(self, config: Config, link: AgentLink, slabs: SlabPool | None) -> Loader:
+    def loader(self, config: Config, connect: Connect, slabs: SlabPool | None) -> Loader:
         """Return the loader. ``slabs``: for a device, see ``DeviceFrames``."""
         lane: Lane = ArenaLane()
         on_device = None
@@ -285,7 +286,7 @@ class _Host:
         return Loader(
             self.groups,
             lane,
-            partial(link.connect, wants_arena=True),
+            partial(connect, wants_arena=True),
             verify=config.agent_verify == "reader",
             limits=limits,
             recorder=self.recorder,
@@ -311,7 +312,7 @@ class _Host:
 def _open_transfers(
     config: Config,
     host: _Host,
-    link: AgentLink,
+    connect: Connect,
     accepted: Callable[[ChunkKey], object] | None,
 ) -> Transfers:
     """Return loads and saves by the agent. Raises ``ConfigError``."""
@@ -319,8 +320,8 @@ def _open_transfers(
     pin = None if host.device.type == "cpu" else driver_of(host.device).pin
     slabs = open_slabs(host.pools, pin, outbox.fd)
     memory = slabs["save"].memory.numpy()
-    target = AgentSaves(lambda fd: link.connect(outbox=fd), outbox, memory, accepted=accepted)
-    loader = host.loader(config, link, slabs.get("load"))
+    target = AgentSaves(lambda fd: connect(outbox=fd), outbox, memory, accepted=accepted)
+    loader = host.loader(config, connect, slabs.get("load"))
     return Transfers(loader, host.saver(config, target, slabs["save"]), target)
 
 
