@@ -16,6 +16,9 @@ def replicas_are_closed() -> Iterator[None]:
     if replicas := sys.modules.get("tests.support.paged_cache"):
         for worker in [one for one in replicas.Worker.opened if one not in before]:
             worker.close()
+    if inside := sys.modules.get("tests.support.inside"):
+        for agent in list(inside.InsideAgent.opened):
+            agent.close(1.0)
 
 
 @pytest.fixture

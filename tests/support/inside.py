@@ -1,18 +1,21 @@
 """An agent's core within the test's process: what a loader reaches without a socket."""
 
+import os
 from collections.abc import Sequence
-from typing import cast
+from typing import ClassVar, cast
 
 from objkv.agent.client import AgentConnection
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.fill import Wanted
 from objkv.agent.leases import ArenaLease, LeaseHolder, lease_of
 from objkv.agent.memory.arena import Arena
+from objkv.agent.messages import CommitStatus
+from objkv.agent.outbox import join_outbox
 from objkv.agent.queue import Urgency
 from objkv.background import Alarm, wait_for
 from objkv.cache.chunks import ChunkCache, SaveOutcome
 from objkv.codec.payload import Claim, Header, encode, read_header
-from objkv.errors import TransferError
+from objkv.errors import StoreBusy, TransferError
 from objkv.stores.base import Buffer
 from objkv.telemetry import Recorder
 
@@ -23,22 +26,33 @@ _OF_READERS = frozenset(("load_bytes", "load_corrupt", "load_ghosts", "load_erro
 class InsideAgent:
     """A core and its arena."""
 
+    opened: ClassVar[list["InsideAgent"]] = []
+
     def __init__(
-        self, cache: ChunkCache, nbytes: int, limits: CoreLimits, recorder: Recorder
+        self,
+        cache: ChunkCache,
+        nbytes: int,
+        limits: CoreLimits,
+        recorder: Recorder,
+        codec: str = "none",
     ) -> None:
         self.arena = Arena.create(nbytes)
         self.core = Core(cache, self.arena, limits, _OfAgent(recorder))
+        self.saves = InsideSaves(cache, recorder, codec)
         self.connections = 0
         self._closed = False
+        self.opened.append(self)
 
-    def connect(self) -> AgentConnection:
+    def connect(self, *, wants_arena: bool = False, outbox: int = -1) -> AgentConnection:
         if self._closed:
             raise TransferError("the agent has ended")
-        return cast("AgentConnection", InsideConnection(self))
+        return cast("AgentConnection", InsideConnection(self, outbox))
 
     def close(self, seconds: float) -> bool:
         """Whether its threads have ended. Its arena goes with the last of its connections."""
         self._closed = True
+        if self in self.opened:
+            self.opened.remove(self)
         ended = self.core.close(seconds)
         self.unmap()
         return ended
@@ -49,13 +63,29 @@ class InsideAgent:
 
 
 class InsideConnection:
-    """What a loader uses of an ``AgentConnection``."""
+    """What a loader and a saver use of an ``AgentConnection``."""
 
-    def __init__(self, agent: InsideAgent) -> None:
+    def __init__(self, agent: InsideAgent, outbox: int = -1) -> None:
         self.arena, self.core, self._agent = agent.arena, agent.core, agent
         self._holder = LeaseHolder(agent.core)
+        self._outbox = memoryview(b"")
+        if outbox >= 0:
+            self._outbox = memoryview(join_outbox(os.dup(outbox)))
         agent.connections += 1
         self.is_open = True
+
+    def has_ended(self) -> bool:
+        return not self.is_open
+
+    def commit(self, offset: int, nbytes: int) -> CommitStatus:
+        payload = bytes(self._outbox[offset : offset + nbytes])
+        header = read_header(payload)
+        try:
+            outcome = self._agent.saves.save(header.claim, payload, header)
+        except StoreBusy:
+            return CommitStatus.SHED
+        stored = outcome is SaveOutcome.SAVED
+        return CommitStatus.ACCEPTED if stored else CommitStatus.REPEATED
 
     def open(
         self, wanted: Sequence[Wanted], *, deadline_s: float, urgency: Urgency

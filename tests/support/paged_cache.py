@@ -36,7 +36,7 @@ from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool
 from tests.support.device import HOST, current_device, pinning
-from tests.support.inside import InsideAgent, InsideSaves
+from tests.support.inside import InsideAgent
 from tests.support.waiting import PATIENCE_S, wait_until
 
 
@@ -128,6 +128,7 @@ class Worker:
             slabs * (slab_bytes // 4096 + 1) * 4096 if arena_bytes is None else arena_bytes,
             CoreLimits(threads, WINDOW, cuts=cuts),
             recorder,
+            codec,
         )
         on_device = None
         if lane is None and paged.device != HOST:
@@ -144,7 +145,6 @@ class Worker:
             tracing=tracing,
             on_device=on_device,
         )
-        self.target = InsideSaves(cache, recorder, codec)
         self.saver = self.saver_of(SaveLimits(save_queue_max, PATIENCE_S, name))
         Worker.opened.append(self)
 
@@ -155,7 +155,7 @@ class Worker:
         clock: Callable[[], float] = time.monotonic,
     ) -> Saver:
         return Saver(
-            self.target,
+            self.inside.saves,
             {0: self.paged},
             self.save_slabs,
             lane=lane or open_lane(self.paged.device),

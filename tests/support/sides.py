@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from objkv.agent.core import CoreLimits
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.config import Config
 from objkv.connector.kv.scheduler import Roles, SchedulerSide
@@ -19,6 +20,7 @@ from objkv.keys.prefix import prefix_hashes, root_hash
 from objkv.stores.base import PruneStore
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
+from tests.support.inside import InsideAgent
 from tests.support.paged_cache import CHUNK, paged_group
 from tests.support.paged_cache import GROUP as THREE_LAYERS
 from tests.support.waiting import wait_until
@@ -122,17 +124,19 @@ def worker_side(
     caches: Mapping[str, torch.Tensor] | None = None,
     recorder: MemoryRecorder | None = None,
 ) -> WorkerSide:
-    """A worker's side with one thread for each direction, over a paged cache of its own."""
+    """A worker's side over a paged cache of its own, and an agent in this process."""
     recorder = recorder or MemoryRecorder()
     settings = CacheSettings("w", ttl_s=3600, lease_ms=600_000, hot_save_bytes_max=0)
+    cache = ChunkCache(store, None, index, settings, recorder)
+    agent = InsideAgent(cache, 8 << 20, CoreLimits(1, 64), recorder)
     if caches is None:
         _, tensors = paged_group(group, chunk_tokens=CHUNK, num_blocks=32, seed=2)
         caches = dict(zip(group.layers, tensors, strict=True))
     return make_worker_side(
-        Config(pinned_bytes_max=1 << 20, load_threads=1, save_threads=1),
+        Config(pinned_bytes_max=1 << 20),
         geometry or Geometry((group,), CHUNK, group.block_size, tp_size=1),
         rank or Rank(0, "w", batches_in_flight=1),
-        ChunkCache(store, None, index, settings, recorder),
+        agent.connect,
         recorder=recorder,
         kv_caches=caches,
     )
