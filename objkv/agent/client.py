@@ -165,9 +165,10 @@ class AgentConnection:
         forgotten, and this copy is not served any more."""
         self._send(pack_rejection(wanted))
 
-    def commit(self, offset: int, nbytes: int) -> CommitStatus:
-        """Hand over a payload in the outbox. Its memory may be reused when this returns."""
-        answer = self._call(pack_commit(offset, nbytes))
+    def commit(self, offset: int, nbytes: int, *, puts: bool = False) -> CommitStatus:
+        """Hand over a payload in the outbox. Its memory may be reused when this returns. ``puts``:
+        whether it is to be saved at once, and not held back."""
+        answer = self._call(pack_commit(offset, nbytes, puts=puts))
         return self._read(partial(unpack_committed, answer))
 
     def find(

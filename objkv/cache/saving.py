@@ -53,7 +53,7 @@ class SaveTarget(Protocol):
     def has_room(self) -> bool:
         """See ``ChunkCache``."""
 
-    def begin_save(self, key: ChunkKey) -> bool:
+    def begin_save(self, key: ChunkKey, *, puts: bool = False) -> bool:
         """See ``ChunkCache``."""
 
     def end_save(self, key: ChunkKey) -> None:

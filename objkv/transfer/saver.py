@@ -191,7 +191,7 @@ class Saver:
                     self._recorder.count("save_over_quota")
                 elif self._pool.is_shedding:  # not a drop either, for the same reason
                     self._recorder.count("saves_shed")
-                elif not self._cache.begin_save(key):
+                elif not self._cache.begin_save(key, puts=plan.puts):
                     self._recorder.count("save_repeats")
                 elif room > 0 and (chunk := self._take(plan, save, key)) is not None:
                     taken.setdefault(key.group, []).append(chunk)

@@ -95,10 +95,15 @@ def test_a_lookup(hashes: list[bytes], shards: list[Shard]) -> None:
 FIELDS = ("0.L0-2_H0-2", "1.L0-2_H0-2")
 
 
-@given(st.lists(st.integers(0, 2**32 - 1), max_size=50), *[st.integers(0, 2**64 - 1)] * 2)
-def test_a_release_and_a_commit(leases: list[int], offset: int, nbytes: int) -> None:
+@given(
+    st.lists(st.integers(0, 2**32 - 1), max_size=50),
+    *[st.integers(0, 2**64 - 1)] * 2,
+    st.booleans(),
+)
+def test_a_release_and_a_commit(leases: list[int], offset: int, nbytes: int, puts: bool) -> None:
     assert list(m.unpack_release(m.pack_release(leases))) == leases
-    assert m.unpack_commit(m.pack_commit(offset, nbytes)) == (offset, nbytes)
+    commit = (offset, nbytes, puts)
+    assert m.unpack_commit(m.pack_commit(offset, nbytes, puts=puts)) == commit
 
 
 def test_a_greeting_a_status_and_a_failure() -> None:

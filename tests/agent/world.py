@@ -7,10 +7,8 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from threading import Event, Lock
-from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -28,8 +26,6 @@ from objkv.agent.queue import Urgency
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentParts, AgentServer, ServerLimits
 from objkv.agent.spill.disk import Disk
-from objkv.agent.unsaved.requested import RequestedPuts
-from objkv.agent.unsaved.requests import PutRequests
 from objkv.cache.chunks import CacheSettings, ChunkCache, SaveOutcome
 from objkv.codec.payload import Claim, Header, frame_pages, read_header
 from objkv.codec.seal import Seal
@@ -45,7 +41,6 @@ from tests.support.samples import NAMESPACE, TOKENS, save
 PATIENCE_S = 60.0
 FAR_S = 1e12
 """No time since the epoch is as late."""
-_numbers = count()
 MEMORY = 1 << 20
 
 
@@ -85,8 +80,6 @@ class Node:
         keeps_all: bool = False,
         holds_back: bool = False,
         saves_max: int = 100,
-        requests: bool = False,
-        clock: Callable[[], float] = monotonic,
     ) -> None:
         self.store: Any = store or WatchedStore()
         self.index, self.recorder = index or MemoryIndex(), MemoryRecorder()
@@ -105,25 +98,11 @@ class Node:
         self.lookups = NodeLookups(self.index, AnswerBoard.create(), ttl_s=30.0)
         self.lookups.board.vouch(FAR_S)
         self.core.on_rejected = self.lookups.invalidate
-        self.name = ""
-        """Under which others may request what it holds back."""
-        self.requests: PutRequests | None = None
-        self.requested: RequestedPuts | None = None
-        if requests:
-            name = f"node-{next(_numbers)}"
-            self.requests = PutRequests(self.index, name, self.recorder, clock=clock)
-            self.requested = RequestedPuts(
-                self.core, self.index, name, self._announce, self.recorder
-            )
         self.folder = Path(tempfile.mkdtemp(prefix="objkv-", dir="/tmp"))
         self.path = path or self.folder / "s"
         self.http = Path(f"{self.path}.http")
         self.server: AgentServer | None = None
         self.clients: list[AgentConnection] = []
-
-    def _announce(self, name: str) -> None:
-        self.saves.announce(name)
-        self.name = name
 
     def listen(self, limits: ServerLimits | None = None) -> "Node":
         """Serve the socket."""
@@ -132,7 +111,7 @@ class Node:
         listener.listen(64)
         prefetches = Prefetches(self.core, self.index, self.store)
         calls = NodeCalls(self.index, self.store, prefetches, ttl_s=3600)
-        parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls, self.requests)
+        parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls)
         self.server = AgentServer(listener, parts, limits)
         return self
 
@@ -154,8 +133,6 @@ class Node:
 
     def close(self) -> None:
         """End everything; what is leaked shows."""
-        if self.requested is not None:
-            self.requested.close()
         self.core.close(PATIENCE_S)
         for client in self.clients:
             client.close()
@@ -257,14 +234,19 @@ class Desk:
             clock=lambda: self.now,
         )
 
-    def hand_over(self, payload: bytes, header: Header | None = None) -> SaveOutcome:
+    def hand_over(
+        self, payload: bytes, header: Header | None = None, *, puts: bool = False
+    ) -> SaveOutcome:
         """Have a payload saved. ``header``: what the worker takes it for."""
         header = header or read_header(payload)
         place = self.memory[100 : 100 + len(payload)]
         place[:] = np.frombuffer(payload, np.uint8)
+        if puts:
+            assert self.saves.begin_save(header.claim.key, puts=True)
         try:
             return self.saves.save(header.claim, place.data, header)
         finally:
+            self.saves.end_save(header.claim.key)
             self.memory[:] = 0xEE  # free from now on
 
     def close(self) -> None:

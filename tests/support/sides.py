@@ -71,13 +71,13 @@ def step(scheduled: Mapping[str, int], blocks: Sequence[int], *, sync_loads: boo
     )
 
 
-def publish_prompt(index: MemoryIndex, tokens: Sequence[int]) -> None:
+def publish_prompt(index: MemoryIndex, tokens: Sequence[int], record: ShardRecord = RECORD) -> None:
     namespace = IDENTITY.namespace()
     hashes = prefix_hashes(namespace, tokens, SIZE)
     parents = [root_hash(namespace), *hashes]
     for i, (name, parent) in enumerate(zip(hashes, parents, strict=False)):
         entry = ChunkEntry(namespace, name, parent, i * SIZE, (i + 1) * SIZE)
-        index.publish(entry, {FIELD: RECORD}, ttl_s=3600)
+        index.publish(entry, {FIELD: record}, ttl_s=3600)
 
 
 def ask(side: SchedulerSide, one: Any, computed: int = 0) -> tuple[int | None, bool]:

@@ -131,9 +131,11 @@ class Engine:
     def _configured(self, folder: Path, settings: dict[str, Any]) -> Any:
         return engine_config(self.layout, folder, settings)
 
-    def run(self, prompts: Sequence[Sequence[int]], *, max_tokens: int = 3) -> list[Answer]:
-        """Answers to prompts that arrive at once."""
-        answers = {self._add(prompt, max_tokens): Answer() for prompt in prompts}
+    def run(
+        self, prompts: Sequence[Sequence[int]], *, max_tokens: int = 3, **transfer: Any
+    ) -> list[Answer]:
+        """Answers to prompts that arrive at once. ``transfer``: their ``kv_transfer_params``."""
+        answers = {self._add(prompt, max_tokens, transfer): Answer() for prompt in prompts}
         deadline = time.monotonic() + _PATIENCE_S
         while self.scheduler.has_unfinished_requests():
             assert time.monotonic() < deadline
@@ -150,7 +152,7 @@ class Engine:
             self._step({})
         assert self.scheduler.reset_prefix_cache()
 
-    def _add(self, prompt: Sequence[int], max_tokens: int) -> str:
+    def _add(self, prompt: Sequence[int], max_tokens: int, transfer: dict[str, Any]) -> str:
         from vllm import SamplingParams
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -159,7 +161,10 @@ class Engine:
         hash_function = get_hash_fn_by_name("sha256")
         init_none_hash(hash_function)
         name = f"r{next(self._numbers)}"
-        params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens)
+        extra = {"kv_transfer_params": transfer}
+        params = SamplingParams(
+            temperature=0, ignore_eos=True, max_tokens=max_tokens, extra_args=extra
+        )
         params.update_from_generation_config({}, None)
         hasher = get_request_block_hasher(self._sizes[1], hash_function)
         self.scheduler.add_request(Request(name, list(prompt), params, None, block_hasher=hasher))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,7 +20,16 @@ from objkv.errors import StoreUnavailable
 from objkv.index.memory import MemoryIndex
 from objkv.keys.prefix import PromptExtras, prefix_hashes
 from objkv.telemetry import MemoryRecorder
-from tests.support.sides import SIZE, Jobs, ask, publish_prompt, request, scheduler_side, step
+from tests.support.sides import (
+    RECORD,
+    SIZE,
+    Jobs,
+    ask,
+    publish_prompt,
+    request,
+    scheduler_side,
+    step,
+)
 from tests.support.waiting import wait_until
 
 
@@ -34,8 +44,9 @@ def test_a_request_without_limits_has_none(params: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [True, -1, 1.5, "5", [5], {}])
-@pytest.mark.parametrize("name", ["max_load_tokens", "max_offload_tokens"])
-def test_an_invalid_number_is_ignored_and_counted(name: str, value: Any) -> None:
+@pytest.mark.parametrize("name", ["max_load_tokens", "max_offload_tokens", "objkv_put"])
+def test_an_invalid_value_is_ignored_and_counted(name: str, value: Any) -> None:
+    value = 1 if (name, value) == ("objkv_put", True) else value
     recorder = MemoryRecorder()
     assert read({name: value}, recorder) == NO_LIMITS
     assert recorder.drain() == {"limits_ignored": 1}
@@ -197,3 +208,17 @@ def test_no_more_is_saved_than_is_allowed(asked: dict[str, Any], saved: int) -> 
         one.plan_load(prompt, (), 0)
         plans = one.plan_step(step({"r": 3 * SIZE}, [3, 4, 5, 6, 7, 8])).saves
         assert sum(len(plan.moves) for plan in plans) == saved
+
+
+@pytest.mark.parametrize("puts", [False, True])
+def test_what_an_agent_holds_back_is_saved_again_by_a_request_to_put_it(puts: bool) -> None:
+    unsaved = replace(RECORD, header_checksum="unsaved:" + RECORD.header_checksum)
+    publish_prompt(index := MemoryIndex(), [7] * SIZE, unsaved)
+    with closing(scheduler_side(index, admission="always")) as one:
+        prompt = request(2 * SIZE + 1, kv_transfer_params={"objkv_put": puts})
+        assert ask(one, prompt, SIZE)[0] == 0, "vLLM has that chunk"
+        one.plan_load(prompt, (), 0)
+        prompt.num_computed_tokens = SIZE
+        (plan,) = one.plan_step(step({"r": SIZE + 1}, list(range(1, 9)))).saves
+        assert plan.puts is puts
+        assert [save.move.chunk for save in plan.moves] == ([0, 1] if puts else [1])
