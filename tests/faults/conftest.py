@@ -13,6 +13,7 @@ from objkv.agent.calls import AgentCalls, NodeLookups
 from objkv.agent.outbox import AgentSaves
 from objkv.assembly import call_times
 from objkv.cache.chunks import InFlightSaves
+from objkv.connector.kv.timing import PutWaits
 from objkv.index.redis.index import RedisIndex
 from objkv.index.shapes import ShapesIndex
 from objkv.index.sqlite.file import SqliteFile
@@ -35,7 +36,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     with pytest.MonkeyPatch.context() as patch:
         _lead(patch, clock)
         patch.setattr(SqliteFile, "read", files.counting(SqliteFile.read))
-        patch.setattr(client, "_socket", sockets.opening(client._socket))
+        patch.setattr(client, "open_socket", sockets.opening(client.open_socket))
         # A session reads the client's models from files each time, 100 ms of a core.
         session = boto3.session.Session()
         patch.setattr(boto3.session, "Session", lambda **_: session)
@@ -54,10 +55,10 @@ def _lead(patch: pytest.MonkeyPatch, clock: Clock) -> None:
         for cls in (SqliteIndex, RedisIndex, NodeLookups, ShapesIndex, RedisStore)
     }
     defaults[SqliteIndex.__init__]["busy_ms"] = _PATIENT_MS
-    for paused in (Breakers, InFlightSaves, Saver, AgentCalls, AgentSaves):
+    for paused in (Breakers, InFlightSaves, Saver, AgentCalls, AgentSaves, PutWaits):
         defaults[paused.__init__] = {"clock": clock.pauses}
     for function, own in defaults.items():
         patch.setattr(function, "__kwdefaults__", function.__kwdefaults__ | own)
-    patch.setattr(loader, "_RETRY_MAX_S", 0.2)
+    patch.setattr(loader, "RETRY_MAX_S", 0.2)
     patch.setattr(s3_signing, "time", clock.wall)
     patch.setattr(botocore.auth, "get_current_datetime", clock.now)

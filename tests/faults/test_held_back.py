@@ -1,11 +1,11 @@
 """Faults while a lookup misses payloads that another node holds back, and has them put."""
 
 import logging
-import time
 from collections.abc import Iterator
 
 import pytest
 
+from objkv.cache.lookup import LookupService
 from objkv.connector.kv import timing
 from tests.faults.nodes import TwoNodes
 from tests.faults.places import Servers
@@ -69,14 +69,15 @@ def test_a_fault_is_a_miss_after_a_bounded_wait(
 
 def _wait_for_some(nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the asker's wait end as soon as a payload has come, however busy the machine is."""
-    side = nodes.asker.engine.scheduler.connector.scheduler
+    coming = LookupService.coming
 
-    def clock() -> float:
-        has_some = any(memo.found for memo in side._lookups._memos.values())
-        return time.monotonic() + 2 * PATIENCE_S * has_some
+    def after_some(self: LookupService, request_id: str) -> range:
+        chunks = coming(self, request_id)
+        nodes.servers.clock.pauses_ahead_s += 2 * PATIENCE_S * bool(chunks.start)
+        return chunks
 
     monkeypatch.setattr(timing, "_WAIT_S_MAX", PATIENCE_S)
-    monkeypatch.setattr(side._put_waits, "_clock", clock)
+    monkeypatch.setattr(LookupService, "coming", after_some)
 
 
 def _asked(nodes: TwoNodes, fault: str, tokens: list[int]) -> Seen:

@@ -65,11 +65,11 @@ class ShakenEngine(Engine):
 
     def is_idle(self) -> bool:
         """Whether nothing is being looked up, marked as used, or read in the background."""
-        lookups, loads = self.scheduler.connector.scheduler._lookups, self.worker.worker.loads
+        loads = self.worker.worker.loads
         core = core_of(loads)
         is_reading = loads.leased > 0
         is_fetching = core is not None and core.residents.leased() > 0
-        is_looking = lookups._slots._value < lookups._limits.queue_max
+        is_looking = self.scheduler.connector.scheduler.lookups.in_flight
         return not (is_looking or is_reading or is_fetching)
 
     def is_attached(self) -> bool:

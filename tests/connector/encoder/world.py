@@ -92,7 +92,7 @@ class Replica:
         device: str = "cpu",
     ) -> None:
         limits = limits or Limits()
-        copies = open_copies(torch.device(device))
+        self.copies = open_copies(torch.device(device))
         self.clock = ManualClock()
         self.recorder = MemoryRecorder()
         self.worker_recorder = MemoryRecorder()
@@ -127,11 +127,11 @@ class Replica:
                 "w",
             ),
             self.worker_recorder,
-            copies=copies,
+            copies=self.copies,
             clock=self.clock,
         )
         self.worker = EncoderWorkerSide(
-            copies, form.dtype, self.saver, self.worker_recorder, drain_s=ANSWERS_S
+            self.copies, form.dtype, self.saver, self.worker_recorder, drain_s=ANSWERS_S
         )
         self.cache: dict[str, torch.Tensor] = {}
         self.encoded: list[str] = []
