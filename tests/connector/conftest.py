@@ -9,12 +9,13 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def replicas_are_closed() -> Iterator[None]:
-    """Those that a test opened, at its end."""
-    replicas = sys.modules.get("tests.support.paged_cache")
-    before = [] if replicas is None else list(replicas.Worker.opened)
+    """Those that a test opened, at its end, and sides of them."""
     yield
+    if sides := sys.modules.get("tests.support.sides"):
+        while sides.OPENED:
+            sides.OPENED.pop().close()
     if replicas := sys.modules.get("tests.support.paged_cache"):
-        for worker in [one for one in replicas.Worker.opened if one not in before]:
+        for worker in list(replicas.Worker.opened):
             worker.close()
 
 

@@ -30,6 +30,8 @@ GEOMETRY = Geometry((ONE_LAYER,), SIZE, SIZE, tp_size=1)
 FIELD = "0.L0-1_H0-1"
 IDENTITY = Identity("m", "w", None, "bfloat16", (ONE_LAYER,), "canonical", SIZE, 0, "default")
 RECORD = ShardRecord(9, 9, "none", False, "0" * 32, 1)
+OPENED: list[SchedulerSide | WorkerSide] = []
+"""They are closed at the end of their test."""
 PATIENCE_MS = 120_000
 """For other threads to come, on a machine that is busy with other things."""
 
@@ -100,7 +102,7 @@ def scheduler_side(
     """A scheduler's side of a model with one layer; ``settings`` of ``Config``."""
     plain = {"chunk_tokens": SIZE, "lookup_deadline_ms": PATIENCE_MS}
     does = {"loads": True, "saves": True, "copies_are_synchronous": True, "steps_in_flight": 1}
-    return make_scheduler_side(
+    side = make_scheduler_side(
         Config.model_validate(plain | settings),
         Roles(**(does | dict(roles or {}))),
         geometry,
@@ -110,6 +112,8 @@ def scheduler_side(
         recorder=recorder or MemoryRecorder(),
         prefetch=prefetch,
     )
+    OPENED.append(side)
+    return side
 
 
 def worker_side(
@@ -128,7 +132,7 @@ def worker_side(
     if caches is None:
         _, tensors = paged_group(group, chunk_tokens=CHUNK, num_blocks=32, seed=2)
         caches = dict(zip(group.layers, tensors, strict=True))
-    return make_worker_side(
+    side = make_worker_side(
         Config(pinned_bytes_max=1 << 20, load_threads=1, save_threads=1),
         geometry or Geometry((group,), CHUNK, group.block_size, tp_size=1),
         rank or Rank(0, "w", batches_in_flight=1),
@@ -136,3 +140,5 @@ def worker_side(
         recorder=recorder,
         kv_caches=caches,
     )
+    OPENED.append(side)
+    return side
