@@ -1,6 +1,6 @@
 """A secondary tier finds the configuration of the engine that vLLM makes it for."""
 
-import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,19 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from objkv.connector.tier.manager import ObjKVTier
 from objkv.errors import ConfigError
-
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 512,
-    "torch_dtype": "bfloat16",
-}
+from tests.connector.kv.hybrid_layout import plain_config
 
 
 @pytest.fixture
@@ -38,7 +26,7 @@ def connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(MODEL))
+    shutil.copy(Path(plain_config().model_config.model) / "config.json", folder)
     (folder / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}" + b"x" * 100)
     made: list[Any] = []
 
@@ -46,6 +34,7 @@ def connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         args = EngineArgs(
             model=str(folder),
             skip_tokenizer_init=True,
+            dtype="bfloat16",
             max_model_len=256,
             block_size=32,
             kv_transfer_config=KVTransferConfig(kv_role="kv_both", **transfer),

@@ -65,7 +65,7 @@ def test_a_reset_while_requests_hold_blocks_does_not_open_the_tier(engines: Any)
     assert engine.tier.open
 
 
-def lora(name: str, number: int, *, load_inplace: bool = False) -> Any:
+def lora(name: str, number: int, load_inplace: bool = False) -> Any:
     return SimpleNamespace(lora_name=name, lora_int_id=number, load_inplace=load_inplace)
 
 
@@ -90,6 +90,7 @@ def test_an_adapter_whose_name_comes_back_is_as_a_weight_update(engines: Any) ->
         ([("a", 1), ("a", 2)], 1),
         ([1, ("a", 2)], 1),  # its name was never heard: a request brought it
         ([1, ("a", 2), ("b", 3)], 2),
+        ([("a", 1, True)], 1),
     ],
 )
 def test_only_a_name_that_may_stand_for_other_weights_counts(
@@ -103,9 +104,3 @@ def test_only_a_name_that_may_stand_for_other_weights_counts(
         else:
             adapters.loaded(lora(*call))
     assert len(heard) == changed
-
-
-def test_an_adapter_replaced_in_place_counts() -> None:
-    heard: list[int] = []
-    TierAdapters(lambda: heard.append(1)).loaded(lora("a", 1, load_inplace=True))
-    assert heard == [1]
