@@ -54,9 +54,6 @@ def test_nor_by_prompts_that_go_on_differently(gaps: DraftGaps, shared: int) -> 
     """They may share blocks inside the chunk with the gap."""
     other = ONE[:shared] + [2] * (5 * CHUNK - shared)
     assert gaps.is_complete(tracked(other, shared), 4) is (shared == 2 * CHUNK)
-
-
-def test_another_prefix_is_complete(gaps: DraftGaps) -> None:
     assert gaps.is_complete(tracked([3] * 5 * CHUNK, 4 * CHUNK), 4)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from objkv.connector.kv import wiring
 from objkv.connector.kv import worker as worker_module
-from objkv.connector.kv.metadata import LostLoad, StepPlan
+from objkv.connector.kv.metadata import LostLoad, StepPlan, StepReport
 from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.pacing import EMPTY_STEP_S
 from objkv.keys.identity import GroupIdentity
@@ -51,6 +51,12 @@ def spoilt() -> tuple[WorkerSide, LoadPlan]:
     return without_its_payload(sync=True)
 
 
+def told(worker: WorkerSide) -> StepReport:
+    report = worker.take_report()
+    assert report is not None
+    return report
+
+
 def save_of(chunk_of: LoadPlan) -> SavePlan:
     """A save of what a load is to fill."""
     move = chunk_of.moves[0].move
@@ -76,9 +82,7 @@ def test_a_load_that_failed_within_a_step_is_told_in_that_step(
     if speculating:
         worker.end_forward(plan)
     assert worker.take_failed_blocks() == set()
-    report = worker.take_report()
-    assert report is not None
-    assert report.dropped == {("s", 0)}  # computed from blocks that were not loaded
+    assert told(worker).dropped == {("s", 0)}  # computed from blocks that were not loaded
 
 
 def test_a_step_with_nothing_to_compute_waits_for_loads_and_no_other_step_does(
@@ -123,14 +127,14 @@ def _fail(group: GroupIdentity) -> tuple[set[str], set[str], set[int]]:
     received: set[str] = set()
     failed: set[str] = set()
 
-    def told() -> bool:
+    def ended() -> bool:
         results = worker.results(StepPlan(), set())
         received.update(results.received)
         failed.update(results.failed)
         return bool(received)
 
     worker.start_loads(StepPlan(loads=(load,)))
-    wait_until(told)
+    wait_until(ended)
     return received, failed, worker.take_failed_blocks()
 
 
@@ -173,9 +177,7 @@ def test_a_load_that_could_not_be_planned_has_failed(
         assert (results.failed, worker.take_failed_blocks()) == (set(), blocks)
     else:
         assert (results.failed, worker.take_failed_blocks()) == ({"r"}, set())
-    report = worker.take_report()
-    assert report is not None
-    assert report.failed == {"r"}
+    assert told(worker).failed == {"r"}
     assert worker.results(StepPlan(), set()).received == set()
 
 
@@ -188,8 +190,7 @@ def test_a_load_within_the_step_that_could_not_be_planned_has_failed_in_it() -> 
     worker.end_forward(plan)
     assert worker.results(plan, set()).received == set()
     assert worker.take_failed_blocks() == {9}
-    report = worker.take_report()
-    assert report is not None
+    report = told(worker)
     assert (report.failed, report.dropped) == ({"r"}, {("s", 0)})
 
 
@@ -210,9 +211,7 @@ def test_if_waiting_for_a_layer_fails_the_loads_of_the_step_have_failed(
     worker.end_forward(plan)
     worker.results(plan, set())
     assert worker.take_failed_blocks() == set(range(9, 9 + BLOCKS))
-    report = worker.take_report()
-    assert report is not None
-    assert report.failed == {load.request_id}
+    assert told(worker).failed == {load.request_id}
     worker.results(StepPlan(), set())
     assert worker.take_failed_blocks() == set()
 

@@ -176,29 +176,28 @@ def ranks(backend: Any, world_size: int) -> Any:
     )
 
 
-EXTERNAL = ("external_launcher", Mine, f"{__name__}.Mine")
-
-
-@pytest.mark.parametrize("backend", EXTERNAL)
+@pytest.mark.parametrize(
+    ("backend", "world_size", "refused"),
+    [
+        *((backend, 2, True) for backend in ("external_launcher", Mine, f"{__name__}.Mine")),
+        *((backend, 1, False) for backend in ("external_launcher", Mine, "uni", None)),
+        *((backend, 2, False) for backend in ("mp", "ray")),
+    ],
+)
 def test_nothing_is_shared_by_ranks_that_schedule_for_themselves(
-    backend: Any, tmp_path: Path
+    backend: Any, world_size: int, refused: bool, tmp_path: Path
 ) -> None:
     vllm_config = engine(make_model(tmp_path))
-    vllm_config.parallel_config = ranks(backend, 2)
-    with pytest.raises(ConfigError, match="--distributed-executor-backend mp"):
-        read_geometry(vllm_config, cast("Any", None), Config())
-    with pytest.raises(ConfigError, match="--distributed-executor-backend mp"):
-        read_form(vllm_config, item_bytes_max=1 << 20)
-
-
-@pytest.mark.parametrize(
-    ("backend", "world_size"),
-    [("external_launcher", 1), (Mine, 1), ("mp", 2), ("ray", 2), ("uni", 1), (None, 1)],
-)
-def test_others_are_not_refused(backend: Any, world_size: int) -> None:
-    refuse_external_launcher(
-        cast("Any", SimpleNamespace(parallel_config=ranks(backend, world_size)))
-    )
+    vllm_config.parallel_config = ranks(backend, world_size)
+    if not refused:
+        refuse_external_launcher(vllm_config)
+        return
+    for read in (
+        lambda: read_geometry(vllm_config, cast("Any", None), Config()),
+        lambda: read_form(vllm_config, item_bytes_max=1 << 20),
+    ):
+        with pytest.raises(ConfigError, match="--distributed-executor-backend mp"):
+            read()
 
 
 def mode(wish: LoadMode, *, batches: int, groups: int = 1, stages: int = 1) -> str:

@@ -171,18 +171,6 @@ def test_nothing_is_asked_before_the_step_is_planned() -> None:
     world.lookups.close()
 
 
-@given(stored=st.sets(st.integers(0, 9)))
-@settings(deadline=None, max_examples=20)
-def test_what_is_stored_is_found_and_nothing_else(stored: set[int]) -> None:
-    world = World()
-    for number in stored:
-        world.store(number)
-    expected = [LookupResult.HIT if n in stored else LookupResult.MISS for n in range(10)]
-    assert world.answers("a", range(10)) == expected
-    assert {n for n in range(10) if world.lookups.record(key(n))} == stored
-    world.lookups.close()
-
-
 def test_an_answer_lives_as_long_as_who_asked_and_is_not_told_to_the_new_when_old() -> None:
     world = World()
     assert world.answers("a", [1]) == [LookupResult.MISS]
