@@ -34,15 +34,12 @@ def settings(
     lora_config: Any = None,
     **more: Any,
 ) -> dict[str, str]:
-    plain = {"dtype": "torch.bfloat16", "hf_overrides": {}, "multimodal_config": None}
-    plain |= {"max_model_len": max_model_len, "hf_config_path": None, "quantization_config": None}
-    text = SimpleNamespace(rope_parameters=rope or {})
-    vllm_config = SimpleNamespace(
-        model_config=SimpleNamespace(**(plain | {"hf_text_config": text} | more)),
-        cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=list(skip_layers)),
-        lora_config=lora_config,
+    more = {"multimodal_config": None} | more
+    vllm_config = engine(
+        Path(), max_model_len=max_model_len, rope=rope or {}, lora=lora_config, **more
     )
-    return dict(further_settings(cast("Any", vllm_config)))
+    vllm_config.cache_config.kv_cache_dtype_skip_layers = list(skip_layers)
+    return dict(further_settings(vllm_config))
 
 
 def config_elsewhere(theta: int, version: str = "5.0") -> dict[str, Any]:

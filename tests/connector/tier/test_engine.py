@@ -15,7 +15,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from objkv.connector.tier.manager import ObjKVTier
-from objkv.errors import ConfigError
 from tests.connector.kv.hybrid_layout import plain_config
 
 
@@ -118,15 +117,6 @@ def test_one_of_several_connectors_finds_it_too(
     connector.bind_kv_cache_manager(bound(0.5))
     assert tier._engine is not None
     assert tier._engine.manager() is connector._connectors[0]._kv_cache_manager
-
-
-def test_adapters_are_refused_until_the_operator_names_their_release(
-    connect: Callable[..., Any], tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match="'adapters'"):
-        connect(offloading(tmp_path), enable_lora=True)
-    named = connect(offloading(tmp_path, settings={"adapters": "release-1"}), enable_lora=True)
-    assert dict(tier_of(named).namespace.identity.extra) == {"adapters": "release-1"}
 
 
 def test_a_reset_opens_the_tier_only_when_no_block_of_the_device_is_held(
