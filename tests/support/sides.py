@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from objkv.cache.chunks import CacheSettings, ChunkCache
@@ -89,10 +90,17 @@ def ask(side: SchedulerSide, one: Any, computed: int = 0) -> tuple[int | None, b
     return side.match(one, computed)
 
 
+def breaks(fault: pytest.MonkeyPatch, owner: object, *names: str) -> None:
+    """Have some methods raise, its own and those of its parts."""
+    for name in names:
+        part, _, method = name.rpartition(".")
+        target = getattr(owner, part) if part else owner
+        fault.setattr(target, method, lambda *_, **__: 1 / 0)
+
+
 def scheduler_side(
     index: Any = None,
     *,
-    bulk: Any = None,
     roles: Mapping[str, Any] | None = None,
     prefetch: Any = None,
     geometry: Geometry = GEOMETRY,
@@ -107,7 +115,7 @@ def scheduler_side(
         Roles(**(does | dict(roles or {}))),
         geometry,
         IDENTITY,
-        bulk=bulk or MemoryStore(),
+        bulk=MemoryStore(),
         index=index if index is not None else MemoryIndex(),
         recorder=recorder or MemoryRecorder(),
         prefetch=prefetch,

@@ -9,7 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from objkv.codec.payload import CODECS
+from objkv.config import load_config
 from objkv.connector.handoff.connector import Agreement
+from objkv.connector.handoff.keys import read_handoff_identity
 from objkv.errors import ConfigError
 from tests.connector.handoff.model import (
     BLOCK,
@@ -150,9 +152,6 @@ def test_only_the_same_prompt_is_received_not_its_beginning(folder: Path) -> Non
     ],
 )
 def test_another_identity_has_another_namespace(folder: Path, change: Any) -> None:
-    from objkv.config import load_config
-    from objkv.connector.handoff.keys import read_handoff_identity
-
     def namespace(config: Any) -> str:
         settings = load_config(config.kv_transfer_config.kv_connector_extra_config, environ={})
         return read_handoff_identity(config, settings).namespace()

@@ -29,14 +29,9 @@ ONE = [1] * (5 * CHUNK)
 def gaps() -> DraftGaps:
     """After a load of ``ONE`` whose draft was stored up to the end of the second chunk."""
     gaps = DraftGaps(SHAPE)
-    gaps.lost(tracked(ONE), 2 * CHUNK)
+    gaps.lost(one := tracked(ONE), 2 * CHUNK)
+    assert not gaps.is_complete(one, 4), "the request itself stores nothing"
     return gaps
-
-
-def test_the_request_itself_stores_nothing(gaps: DraftGaps) -> None:
-    one = tracked(ONE)
-    gaps.lost(one, 2 * CHUNK)
-    assert not gaps.is_complete(one, 4)
 
 
 @pytest.mark.parametrize(

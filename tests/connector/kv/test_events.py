@@ -37,6 +37,7 @@ from objkv.keys.identity import GroupIdentity
 from objkv.stores.memory import MemoryStore
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from tests.contracts.clock import ManualClock
+from tests.index.flaky_index import FlakyIndex
 
 NAMESPACE = "0" * 32
 CHUNK = 64
@@ -208,8 +209,6 @@ def test_a_group_is_told_once_all_its_shards_are_stored_in_whatever_order(
 
 
 ACTIONS = ("save", "store", "reject", "load", "fail", "reset", "wait")
-
-
 steps = st.tuples(st.sampled_from(ACTIONS), st.integers(0, 3), st.booleans())
 
 
@@ -324,11 +323,8 @@ def test_what_was_announced_is_in_the_next_report(backends: Backends) -> None:
 
 
 def test_what_could_not_be_announced_is_not_told() -> None:
-    class Broken(MemoryIndex):
-        def publish(self, *args: Any, **kwargs: Any) -> None:
-            raise StoreUnavailable("gone")
-
-    index = PublishedIndex(Broken())
+    index = PublishedIndex(broken := FlakyIndex(MemoryIndex()))
+    broken.error = StoreUnavailable("gone")
     with pytest.raises(StoreUnavailable):
         index.publish(entry(1), {"0.a": RECORD}, ttl_s=60)
     assert index.take() == set()

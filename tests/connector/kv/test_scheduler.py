@@ -27,6 +27,7 @@ from tests.support.sides import (
     PATIENCE_MS,
     RECORD,
     ask,
+    breaks,
     publish_prompt,
     request,
     scheduler_side,
@@ -436,13 +437,6 @@ def loaded(side: SchedulerSide, name: str = "r") -> Any:
     one = request(70, name)
     assert ask(side, one)[0] == 64
     return one
-
-
-def breaks(fault: pytest.MonkeyPatch, side: SchedulerSide, broken: str) -> None:
-    """Have one of its methods raise."""
-    owner, _, name = broken.rpartition(".")
-    target = getattr(side, owner) if owner else side
-    fault.setattr(target, name, lambda *_, **__: 1 / 0)
 
 
 @pytest.fixture(params=["async", "layerwise"])

@@ -28,7 +28,7 @@ from tests.support.paged_cache import (
     stores,
     wait_until,
 )
-from tests.support.sides import worker_side
+from tests.support.sides import breaks, worker_side
 
 
 def without_its_payload(
@@ -155,12 +155,6 @@ def test_blank_blocks_are_zeroed_unless_the_cache_may_be_unmapped(*, closed: boo
     assert zeroed == (set() if closed else {20, 22})
 
 
-def breaks(fault: pytest.MonkeyPatch, owner: object, *names: str) -> None:
-    """Have some methods raise."""
-    for name in names:
-        fault.setattr(owner, name, lambda *_, **__: 1 / 0)
-
-
 @pytest.mark.parametrize("group", [GROUP, WINDOW])
 @pytest.mark.parametrize("blocks", [frozenset({9, 10}), frozenset()])
 def test_a_load_that_could_not_be_planned_has_failed(
@@ -237,13 +231,12 @@ def test_the_end_of_a_load_is_reported_whatever_else_fails(
 ) -> None:
     """vLLM waits for it for ever."""
     worker, load = spoilt
-    owner, name = broken.split(".")
-    breaks(monkeypatch, getattr(worker, owner), name)
+    breaks(monkeypatch, worker, broken)
     worker.start_loads(StepPlan(loads=(replace(load, sync=False),)))
     worker.loads.wait_over(300)
     results = worker.results(StepPlan(held=frozenset({"h"})), {"f", "h"})
     assert results.received == {load.request_id}
-    assert results.sent == (set() if name == "left_device" else {"h"})
+    assert results.sent == (set() if broken == "_saver.left_device" else {"h"})
 
 
 def test_if_computing_cannot_be_held_for_saves_the_device_is_awaited(

@@ -94,31 +94,6 @@ def test_overrides_and_quantization_given_to_vllm_are_part_of_the_identity(
     assert told.namespace() != plain.namespace()
 
 
-def test_one_of_several_connectors_finds_it_too(
-    connect: Callable[..., Any], tmp_path: Path
-) -> None:
-    children = [
-        offloading(tmp_path) | {"kv_role": "kv_both"},
-        {
-            "kv_connector": "ObjKVConnector",
-            "kv_connector_module_path": "objkv.connector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "bulk_url": f"file://{tmp_path}/other",
-                "index_url": f"sqlite://{tmp_path}/other.sqlite",
-            },
-        },
-    ]
-    several = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {}}
-    several["kv_connector_extra_config"] = {"connectors": children}
-    connector = connect(several, hf_overrides={"rope_theta": 77_000.0})
-    tier = tier_of(connector._connectors[0])
-    assert "hf_overrides" in dict(tier.namespace.identity.engine)
-    connector.bind_kv_cache_manager(bound(0.5))
-    assert tier._engine is not None
-    assert tier._engine.manager() is connector._connectors[0]._kv_cache_manager
-
-
 def test_a_reset_opens_the_tier_only_when_no_block_of_the_device_is_held(
     connect: Callable[..., Any], tmp_path: Path
 ) -> None:

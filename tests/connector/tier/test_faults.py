@@ -87,7 +87,8 @@ def test_an_end_that_fails_is_a_miss_and_a_drop(world: World, end: str, error: s
 def test_a_key_that_is_gone_fails_alone_and_its_record_is_forgotten(
     world: World, tmp_path: Path
 ) -> None:
-    writer, reader = world.engine(), world.engine()
+    writer = world.engine()
+    reader = world.engine({"enable_kv_events": True}, enable_kv_cache_events=True)
     writer.save(1)
     (gone,) = (tmp_path / "chunks").rglob("*.safetensors")
     writer.save(2, 3)
@@ -97,20 +98,11 @@ def test_a_key_that_is_gone_fails_alone_and_its_record_is_forgotten(
     assert reader.find(request, keys) == [MISS, HIT, HIT]
     assert reader.read(request, keys[2]) == row(3)
     assert reader.counted("load_ghosts") == 1
+    (event,) = [e for e in reader.manager.take_events() if e.medium.value == "STORAGE"]
+    assert (list(event.keys), event.removed) == ([keys[0]], True)
     third = world.engine()
     assert third.ask(1, 2, 3) == [MISS, HIT, HIT]
     assert third.counted("load_ghosts") == 0
-
-
-def test_a_ghost_is_told_as_an_event(world: World, tmp_path: Path) -> None:
-    writer = world.engine()
-    reader = world.engine({"enable_kv_events": True}, enable_kv_cache_events=True)
-    writer.save(1)
-    (gone,) = (tmp_path / "chunks").rglob("*.safetensors")
-    gone.unlink()
-    assert reader.ask(1) == [MISS]
-    (event,) = [e for e in reader.manager.take_events() if e.medium.value == "STORAGE"]
-    assert (list(event.keys), event.removed) == ([offload_key(1)], True)
 
 
 def test_a_slow_load_is_a_miss_after_its_deadline_and_writes_nothing_later(world: World) -> None:
