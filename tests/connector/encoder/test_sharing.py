@@ -87,6 +87,9 @@ def test_outputs_that_vllm_dropped_are_not_loaded_later(place: Place, second: Re
     assert second.plan(0).loads
     second.side.outputs_dropped()
     assert not second.plan(1).loads
+    asked = place.index.calls.count("find")
+    second.wait(request("c", "x"))
+    assert place.index.calls.count("find") > asked, "what vLLM dropped is asked for"
     assert second.see(request("c", "x")) == ["x"]
 
 
