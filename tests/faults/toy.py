@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from objkv.keys.identity import GroupIdentity
-from tests.connector.kv.hybrid_engine import Answer, Engine, digest, next_token
+from tests.connector.kv.hybrid_engine import Answer, Engine, digest, said
 from tests.connector.kv.hybrid_layout import Layout
 from tests.faults.inside import core_of, is_attached
 from tests.support.paged_cache import forget_all
@@ -38,10 +38,7 @@ def prompt(seed: int) -> list[int]:
 
 def expected(tokens: list[int]) -> list[int]:
     """What the model says to a prompt, without any connector."""
-    said = list(tokens)
-    for _ in range(ANSWER_TOKENS):
-        said.append(next_token(said))
-    return said[len(tokens) :]
+    return said(tokens, ANSWER_TOKENS)
 
 
 class ShakenEngine(Engine):
