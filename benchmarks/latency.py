@@ -45,11 +45,14 @@ from tests.support.agents import AgentProcess
 
 LENGTH, CHUNK = 8192, 256
 """Tokens of the prompt that is loaded, and of its chunks."""
-CHUNKS = LENGTH // CHUNK
 LAYERS, HEADS, CONTENT = 8, 16, 128
-NBYTES = LENGTH * LAYERS * HEADS * CONTENT * 2 * 4
-"""Of the loaded KV, in float32: 1.07 GB."""
+TOKEN_NBYTES = LAYERS * HEADS * CONTENT * 2 * 4
+"""Of a token's KV, in float32: 1.07 GB for the prompt."""
 DECODING = 8
+DECODED_MAX = 512
+"""Tokens of each of them."""
+TURNS = 2
+"""Of each side."""
 ALONE_STEPS = 100
 """Steps without a load, before each load."""
 _PATIENCE_S = 600.0
@@ -88,13 +91,14 @@ def tokens_of(seed: int, length: int) -> list[int]:
 class Bystander:
     """A process that is no engine, and has the agent fetch the first prompt of this replica."""
 
-    def __init__(self, socket: str) -> None:
+    def __init__(self, socket: str, chunks: int) -> None:
         self._socket = socket
+        self._chunks = chunks
         self._wanted: dict[str, Wanted] = {}
         open_ = AgentConnection.open
 
         def remember(agent: AgentConnection, wanted: list[Wanted], **how: Any) -> Any:
-            if len(self._wanted) < CHUNKS:
+            if len(self._wanted) < chunks:
                 self._wanted |= {one.claim.key.path(): one for one in wanted}
             return open_(agent, wanted, **how)
 
@@ -103,7 +107,7 @@ class Bystander:
     def begin(self) -> "subprocess.Popen[bytes]":
         """Start to fetch. The process ends when the last payload has arrived."""
         opening = Opening(Urgency.BETWEEN_STEPS, 60_000, list(self._wanted.values()))
-        assert len(opening.wanted) == CHUNKS
+        assert len(opening.wanted) == self._chunks
         command = [sys.executable, "-m", "benchmarks.latency", "--fetch", self._socket]
         child = subprocess.Popen([*command, pack_opening(opening).hex()], stdout=subprocess.PIPE)
         assert child.stdout is not None
@@ -120,7 +124,7 @@ def fetch(path: str, message: str) -> None:
     sys.stdout.flush()
     leases = agent.open(wanted, deadline_s=60.0, urgency=Urgency.BETWEEN_STEPS)
     left = [lease for lease in leases if lease.progress.state is CellState.FILLING]
-    assert len(left) > CHUNKS // 2, "the prompt was resident"
+    assert len(left) > len(wanted) // 2, "the prompt was resident"
     while left:
         agent.wait(60.0)
         states = [agent.arena.board.read(lease.cell).state for lease in left]
@@ -130,14 +134,16 @@ def fetch(path: str, message: str) -> None:
         ]
 
 
-def measure(llm: Any, seeds: list[int], rounds: int, agent: str | None = None) -> dict[str, Any]:
+def measure(
+    llm: Any, seeds: list[int], rounds: int, length: int, agent: str | None = None
+) -> dict[str, Any]:
     """Runs in the replica: durations of steps in seconds, without and during loads of one of the
     prompts, which take turns. With the socket of an ``agent``, whose memory holds one prompt, also
     beside a process that has it fetch the first one, and then only the others are loaded."""
     from vllm import SamplingParams
 
     engine = llm.llm_engine
-    bystander = None if agent is None else Bystander(agent)
+    bystander = None if agent is None else Bystander(agent, length // CHUNK)
     endless = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=4096)
     one = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=1)
     found: dict[str, list[float]] = {
@@ -162,7 +168,7 @@ def measure(llm: Any, seeds: list[int], rounds: int, agent: str | None = None) -
                 found["beside"].append(_step(engine)[0])
             waits["waits_beside"].append(before.until().waits)
             assert not child.returncode
-        prompt = {"prompt_token_ids": tokens_of(seed, LENGTH + 1)}
+        prompt = {"prompt_token_ids": tokens_of(seed, length + 1)}
         before = Spent.now()
         engine.add_request(f"l{number}", prompt, one)
         steps, loaded, spent = list[float](), None, before.until()
@@ -173,7 +179,7 @@ def measure(llm: Any, seeds: list[int], rounds: int, agent: str | None = None) -
             steps.append(seconds)
             loaded = next((one for one in outputs if one.request_id == f"l{number}"), None)
         found["loads"].append(before.until().wall_s)
-        assert loaded.num_cached_tokens == LENGTH, loaded.num_cached_tokens
+        assert loaded.num_cached_tokens == length, loaded.num_cached_tokens
         found["during"] += steps[:-1]  # the last one computes the prompt's last token
         waits["waits_during"].append(spent.waits)
         found["other_threads_s"].append(spent.others_s)
@@ -220,7 +226,7 @@ def replica(steps: list[Any], settings: dict[str, Any], folder: Path) -> Any:
     engine = {
         "model": str(make_model()),
         "max_model_len": LENGTH + 64,
-        "kv_cache_memory_bytes": NBYTES * 3 // 2,
+        "kv_cache_memory_bytes": (LENGTH + DECODING * DECODED_MAX) * TOKEN_NBYTES,
         "max_num_seqs": DECODING + 2,
     }
     made = SharedStore(folder / "none").job(*steps, engine=engine, chunk_tokens=CHUNK, **settings)
@@ -230,6 +236,7 @@ def replica(steps: list[Any], settings: dict[str, Any], folder: Path) -> Any:
 def summary(answer: dict[str, list[float]]) -> dict[str, float]:
     """What one engine saw."""
     alone, during, beside = (sorted(answer[name]) for name in ("alone", "during", "beside"))
+    gigabytes = LENGTH * TOKEN_NBYTES / 1e9
 
     def at(steps: list[float], share: float) -> float:
         return steps[min(len(steps) - 1, int(share * len(steps)))]
@@ -241,10 +248,10 @@ def summary(answer: dict[str, list[float]]) -> dict[str, float]:
         "alone_p99_ms": 1e3 * at(alone, 0.99),
         "p50": at(during, 0.5) / at(alone, 0.5),
         "p99": at(during, 0.99) / at(alone, 0.99),
-        "load_gb_per_s": NBYTES / 1e9 / statistics.median(answer["loads"]),
+        "load_gb_per_s": gigabytes / statistics.median(answer["loads"]),
         "waits_alone": statistics.median(answer["waits_alone"]),
         "waits_during": statistics.median(answer["waits_during"]),
-        "other_threads_s_per_gb": statistics.median(answer["other_threads_s"]) / (NBYTES / 1e9),
+        "other_threads_s_per_gb": statistics.median(answer["other_threads_s"]) / gigabytes,
     }
     if beside:
         found |= {
@@ -273,12 +280,13 @@ def main() -> None:
         everywhere = os.sched_getaffinity(0)
         os.sched_setaffinity(0, {max(everywhere)})
         urls = stores(stack, folder, tls=True)
-        small, large = str(NBYTES * 5 // 4), str(NBYTES * 5 // 2)
+        nbytes = LENGTH * TOKEN_NBYTES
+        small, large = str(nbytes * 5 // 4), str(nbytes * 5 // 2)
         agents = {
             name: stack.enter_context(
-                AgentProcess(urls | {"agent_memory_bytes": nbytes}, fresh=True)
+                AgentProcess(urls | {"agent_memory_bytes": memory}, fresh=True)
             )
-            for name, nbytes in (("agent", small), ("resident", large))
+            for name, memory in (("agent", small), ("resident", large))
         }
         os.sched_setaffinity(0, everywhere)
         seeds = [1, 2]
@@ -289,10 +297,10 @@ def main() -> None:
         for prompt in prompts:
             saves += [Generate(prompts=(prompt,)), SAVED, ResetPrefixCache()]
         replica(saves, urls | {"codec": "none"}, folder)
-        arguments = {"seeds": seeds, "rounds": options.rounds}
+        arguments = {"seeds": seeds, "rounds": options.rounds, "length": LENGTH}
         sides = {name: {"agent": agent.url} for name, agent in agents.items()} | {"own": {}}
         answers: dict[str, dict[str, list[float]]] = {}
-        for _ in range(2):
+        for _ in range(TURNS):
             for name, settings in sides.items():
                 beside = {"agent": str(agents[name].path)} if name == "agent" else {}
                 look = Call(function="benchmarks.latency:measure", arguments=arguments | beside)

@@ -44,13 +44,12 @@ def test_later_sources_win_and_each_setting_knows_its_source(file: Path) -> None
     assert set(sources) == set(Config.model_fields)
 
 
-def test_the_environment_names_the_file(file: Path) -> None:
-    assert load_config(environ={"OBJKV_CONFIG_FILE": str(file)}).codec == "lz4"
-
-
-def test_a_file_may_begin_with_a_byte_order_mark(file: Path) -> None:
-    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
-    assert load_config(environ={"OBJKV_CONFIG_FILE": str(file)}).codec == "lz4"
+def test_a_given_file_replaces_the_one_that_the_environment_names(file: Path) -> None:
+    environ = {"OBJKV_CONFIG_FILE": str(file)}
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())  # a byte order mark
+    assert load_config(environ=environ).codec == "lz4"
+    environ["OBJKV_CONFIG_FILE"] = "/nowhere.toml"
+    assert resolve_config(environ=environ, file=file).config.codec == "lz4"
 
 
 def test_without_a_home_only_what_lies_there_by_default_is_refused(
@@ -72,11 +71,6 @@ def test_without_a_home_only_what_lies_there_by_default_is_refused(
         assert backends.bulk.get("none") is None
     assert open_digests() is None
     assert local_folder("~somebody/model", None) is None
-
-
-def test_a_given_file_replaces_the_environments(file: Path) -> None:
-    environ = {"OBJKV_CONFIG_FILE": "/nowhere.toml"}
-    assert resolve_config(environ=environ, file=file).config.codec == "lz4"
 
 
 def test_nothing_configured_is_a_directory_and_sqlite(
@@ -162,23 +156,9 @@ def test_an_empty_variable_counts_as_unset() -> None:
     assert load_config(environ={"OBJKV_S3_REGION": "", "OBJKV_CODEC": ""}).s3_region is None
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "OBJKV_SERVICE_HOST",
-        "OBJKV_PORT",
-        "OBJKV_REDIS_SERVICE_PORT_TLS",
-        "OBJKV_REDIS_PORT_6379_TCP",
-        "OBJKV_REDIS_PORT_6379_TCP_ADDR",
-    ],
-)
-def test_variables_that_kubernetes_makes_of_a_service_named_objkv_are_not_settings(
-    name: str,
-) -> None:
-    load_config(environ={name: "tcp://10.0.0.1:6379"})
-
-
-def test_no_setting_looks_like_a_variable_that_kubernetes_makes() -> None:
+def test_variables_that_kubernetes_makes_of_a_service_named_objkv_are_not_settings() -> None:
+    made = ("PORT", "REDIS_SERVICE_PORT_TLS", "REDIS_PORT_6379_TCP", "REDIS_PORT_6379_TCP_ADDR")
+    load_config(environ={f"OBJKV_{name}": "tcp://10.0.0.1" for name in ("SERVICE_HOST", *made)})
     names = [f"OBJKV_{name.upper()}" for name in Config.model_fields]
     assert [name for name in names if _SERVICE_LINK.fullmatch(name)] == []
 
@@ -286,18 +266,15 @@ def test_folders_below_the_cache_are_private_whichever_part_of_objkv_comes_first
 TOKEN = "sixteen-or-more-characters"
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:9410", "[::1]:9410", "localhost:9410", "::1:9"])
-def test_an_agent_listens_on_loopback_with_a_token(address: str) -> None:
-    given = {"agent_listen": address, "agent_token": TOKEN}
-    if address == "::1:9":
-        with pytest.raises(ConfigError, match="an IPv6 address in brackets"):
-            load_config(given, environ={})
-        return
-    shown = load_config(given, environ={})
-    assert shown.agent_listen == address
-    assert TOKEN not in f"{shown!r} {shown.public()}"
-    with pytest.raises(ConfigError, match="agent_listen is set: set agent_token too"):
-        load_config({"agent_listen": address}, environ={})
+def test_an_agent_listens_on_loopback_with_a_token() -> None:
+    for address in ("127.0.0.1:9410", "[::1]:9410", "localhost:9410"):
+        shown = load_config({"agent_listen": address, "agent_token": TOKEN}, environ={})
+        assert shown.agent_listen == address
+        assert TOKEN not in f"{shown!r} {shown.public()}"
+        with pytest.raises(ConfigError, match="agent_listen is set: set agent_token too"):
+            load_config({"agent_listen": address}, environ={})
+    with pytest.raises(ConfigError, match="an IPv6 address in brackets"):
+        load_config({"agent_listen": "::1:9", "agent_token": TOKEN}, environ={})
 
 
 def test_an_agent_that_other_machines_reach_is_asked_for_on_purpose() -> None:

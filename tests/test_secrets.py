@@ -1,6 +1,7 @@
 """Secrets are configured everywhere, and shown nowhere: not by commands, logs, errors or reprs."""
 
 import functools
+import gc
 import json
 import logging
 import re
@@ -10,8 +11,6 @@ from contextlib import ExitStack, suppress
 from html import escape
 from pathlib import Path
 from socket import socket
-from types import FunctionType, MethodType
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -73,15 +72,6 @@ class TellTaleS3(Listener):
         )
 
 
-class World:
-    """Settings with secrets in every place that may hold one."""
-
-    def __init__(self, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-        self.environ = environ
-        for name, value in environ.items():
-            monkeypatch.setenv(name, value)
-
-
 def settings_for(redis: str, s3: str, keys: Path) -> dict[str, str]:
     return {
         "OBJKV_INDEX_URL": f"redis://reader:{IN_URL.replace('/', '%2F')}@{redis}/0",
@@ -112,7 +102,8 @@ WORLDS = ("unreachable", "denied", "denied in setting")
 @pytest.fixture
 def world(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[World]:
+) -> Iterator[dict[str, str]]:
+    """Settings with secrets in every place that may hold one."""
     keys = tmp_path / "keys"
     keys.write_text(f"key-1 * {SIGNING_KEY}\n")
     keys.chmod(0o600)
@@ -128,7 +119,9 @@ def world(
             del environ["OBJKV_S3_ACCESS_KEY_ID"], environ["OBJKV_S3_SECRET_ACCESS_KEY"]
         if request.param == "denied in setting":
             environ |= {"OBJKV_REDIS_PASSWORD": IN_SETTING, "OBJKV_REDIS_USERNAME": "writer"}
-        yield World(environ, monkeypatch)
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        yield environ
 
 
 def shown(text: str) -> list[str]:
@@ -201,7 +194,7 @@ SLOW = ("doctor", "top")
     indirect=["world"],
 )
 def test_no_command_shows_a_secret(
-    world: World, words: tuple[str, ...], logged: Callable[[], str]
+    world: dict[str, str], words: tuple[str, ...], logged: Callable[[], str]
 ) -> None:
     for options in ((), ("--json",)):
         ran = CliRunner().invoke(app, ["--debug", *words, *options], input="1 2 3")
@@ -255,8 +248,10 @@ def told(error: BaseException) -> str:
 
 
 @pytest.mark.parametrize("world", WORLDS, indirect=True)
-def test_no_error_of_an_end_shows_a_secret(world: World, logged: Callable[[], str]) -> None:
-    config = load_config({"breaker_failures": 1000}, environ=world.environ)
+def test_no_error_of_an_end_shows_a_secret(
+    world: dict[str, str], logged: Callable[[], str]
+) -> None:
+    config = load_config({"breaker_failures": 1000}, environ=world)
     with open_backends(config, MemoryRecorder()) as backends:
         errors = list(errors_of(backends))
         assert len(errors) > 15
@@ -269,54 +264,19 @@ def test_no_error_of_an_end_shows_a_secret(world: World, logged: Callable[[], st
     assert shown(logged()) == []
 
 
-def reachable(start: object) -> Iterator[object]:
-    """All objects of ours that ``start`` holds, and what they hold themselves."""
-    seen: set[int] = set()
-    todo = [start]
-    while todo:
-        one = todo.pop()
-        if id(one) in seen or isinstance(one, str | bytes | int | float | type | None):
-            continue
-        seen.add(id(one))
-        yield one
-        if isinstance(one, dict):
-            todo += one.values()
-        elif isinstance(one, list | tuple | set | frozenset):
-            todo += one
-        elif isinstance(one, functools.partial):
-            todo += [one.func, *one.args, *one.keywords.values()]
-        elif isinstance(one, MethodType):
-            todo.append(one.__self__)
-        elif isinstance(one, FunctionType):
-            todo += [cell.cell_contents for cell in one.__closure__ or () if not _is_empty(cell)]
-        elif type(one).__module__.startswith(("objkv", "redis", "botocore")):
-            todo += getattr(one, "__dict__", {}).values()
-            for kind in type(one).__mro__:
-                slots = getattr(kind, "__slots__", ())
-                names = (slots,) if isinstance(slots, str) else slots
-                todo += [
-                    getattr(one, n) for n in names if not n.startswith("__") and hasattr(one, n)
-                ]
-
-
-def _is_empty(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is None
-    except ValueError:
-        return True
-
-
 @pytest.mark.parametrize("world", WORLDS, indirect=True)
-def test_no_object_of_the_wiring_shows_a_secret(world: World) -> None:
-    resolved = resolve_config(environ=world.environ)
+def test_no_object_of_the_wiring_shows_a_secret(world: dict[str, str]) -> None:
+    resolved = resolve_config(environ=world)
     assert shown(f"{resolved!r} {resolved.config!r} {resolved.config} ") == []
     assert shown(str(resolved.config.public())) == []
-    with open_backends(resolved.config, MemoryRecorder()) as backends:
+    before = set(map(id, gc.get_objects()))
+    with open_backends(resolved.config, MemoryRecorder()):
         objects = [
             one
-            for one in reachable(backends)
+            for one in gc.get_objects()
             # A client's own parts hold the credentials themselves; ours do not print them.
-            if type(one).__module__.startswith("objkv") or type(one).__name__ in ("Redis", "S3")
+            if re.match(r"objkv|.*\.(Redis|S3)$", f"{type(one).__module__}.{type(one).__name__}")
+            if id(one) not in before
         ]
         assert len(objects) > 10
         assert [type(one) for one in objects if shown(repr(one))] == []
@@ -325,13 +285,7 @@ def test_no_object_of_the_wiring_shows_a_secret(world: World) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"OBJKV_INDEX_URL": f"redis://u:{IN_URL}@host"},
-        {"OBJKV_INDEX_URL": f"http://u:{IN_URL}@host"},
-        {"OBJKV_INDEX_URL": f"rediss://u:{IN_URL}@"},
-        {"OBJKV_INDEX_URL": f"rediss://u:{IN_URL}@host:port"},
         {"OBJKV_INDEX_URL": f"rediss://u:{IN_URL}@[::1"},
-        {"OBJKV_BULK_URL": f"gs://me:{IN_URL}@bucket"},
-        {"OBJKV_S3_ENDPOINT_URL": f"s3.example.com:{ENDPOINT_PASSWORD}@x"},
         {"OBJKV_S3_ENDPOINT_URL": f"https://me:{ENDPOINT_PASSWORD}@s3.example.com:port"},
         {"OBJKV_REDIS_PASSWROD": IN_SETTING},
         {"OBJKV_REDIS_PASSWORD": IN_SETTING, "OBJKV_TTL_S": "x"},

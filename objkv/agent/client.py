@@ -88,7 +88,7 @@ class AgentConnection:
         self._known: dict[bytes, tuple[int, FoundBlock]] = {}
         self.alarm: Alarm | None = None
         """Rings when a payload that is being filled makes progress."""
-        sock = self._sock = _socket(call_s)
+        sock = self._sock = open_socket(call_s)
         try:
             sock.connect(str(path))
             hello = pack_hello(Hello(VERSION, wants_arena, outbox >= 0))
@@ -306,7 +306,7 @@ def is_listening(path: Path) -> bool:
     return True
 
 
-def _socket(call_s: float) -> socket.socket:
+def open_socket(call_s: float) -> socket.socket:
     """Return a socket whose calls wait ``call_s`` at most. Raises ``TransferError``."""
     try:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)

@@ -27,7 +27,7 @@ from objkv.stores.base import Buffer
 logger = logging.getLogger(__name__)
 _PAUSE_S = 5.0
 """How long nothing is saved after the agent reported that its store is full."""
-_RETRY_S = 1.0
+RETRY_S = 1.0
 """Pause between attempts to reach an agent."""
 
 
@@ -169,6 +169,6 @@ class AgentSaves:
             try:
                 self._agent = self._connect(self._outbox.fd)
             except ObjkvError:
-                self._retry_at = self._clock() + _RETRY_S
+                self._retry_at = self._clock() + RETRY_S
                 raise
             return self._agent

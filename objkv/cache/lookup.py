@@ -160,6 +160,11 @@ class LookupService:
 
         return self._submit(run) is not None
 
+    @property
+    def in_flight(self) -> int:
+        """Jobs that wait or run."""
+        return self._pool.waiting + self._pool.busy
+
     def wait(self, seconds: float) -> None:
         """Block until a job ends, for at most ``seconds``. Returns at once if one has ended since
         the last call. For a thread without other work."""

@@ -439,14 +439,6 @@ class NamedNamespace:
         return (self.model, short, f"{self.tenant}/{self.model}", f"{self.tenant}/{short}")
 
 
-def named_namespaces(bulk: ReadStore) -> list[NamedNamespace]:
-    """Return the namespaces of ``bulk``. Takes one listing, and one get per namespace.
-
-    Raises ``StoreError``.
-    """
-    return [_named_namespace(bulk, name) for name in stored_namespaces(bulk)]
-
-
 def find_identity(bulk: ReadStore, index: ReadIndex, wanted: str | None) -> Identity:
     """Return the identity of the namespace called ``wanted``; for None, of the only one with KV.
 

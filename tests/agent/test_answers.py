@@ -33,12 +33,10 @@ TTL_S = 30.0
 
 
 def hashed(number: int) -> bytes:
-    """A prefix hash."""
     return number.to_bytes(20, "little")
 
 
 def record(number: int) -> ShardRecord:
-    """A record that is told from others."""
     return ShardRecord(number + 1, number + 1, "none", False, f"{number:032x}", 1)
 
 
@@ -56,19 +54,16 @@ class World:
         self.reader = AnswerBoard.join(os.dup(self.board.fd))
 
     def close(self) -> None:
-        """Close both sides."""
         self.board.close()
         self.reader.close()
 
     def publish(self, *numbers: int, version: int = 0) -> None:
-        """Store chunks."""
         for number in numbers:
             entry = ChunkEntry(NAMESPACE, hashed(number), bytes(20), 0, 16)
             shards = {name: record(number + 1000 * version) for name in FIELDS}
             self.index.publish(entry, shards, ttl_s=3_600)
 
     def invalidate(self, number: int) -> None:
-        """What the agent does when a record has changed."""
         self.lookups.invalidate(NAMESPACE, hashed(number))
 
     def find(self, numbers: Sequence[int]) -> list[Shards | None]:
@@ -100,7 +95,6 @@ class World:
 
 
 def joined(numbers: Sequence[int]) -> bytes:
-    """Prefix hashes, one after another."""
     return b"".join(map(hashed, numbers))
 
 
@@ -112,7 +106,6 @@ def world() -> Iterator[World]:
 
 
 def plain(found: Sequence[Shards | None] | None) -> list[dict[str, ShardRecord] | None]:
-    """The records, decoded."""
     assert found is not None
     return [None if one is None else dict(one) for one in found]
 
@@ -248,7 +241,6 @@ def test_what_is_too_long_or_damaged_is_not_read(world: World) -> None:
 
 @contextmanager
 def patched(board: AnswerBoard, place: int) -> Iterator[None]:
-    """A board with a bit flipped."""
     board._view[place] ^= 1
     yield
     board._view[place] ^= 1

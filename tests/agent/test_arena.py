@@ -12,9 +12,7 @@ from objkv.agent.memory.arena import (
     BOARD_BYTES,
     PAGE,
     Arena,
-    CellState,
     Extents,
-    Progress,
 )
 from objkv.agent.residents import Residents
 from objkv.errors import ConfigError, TransferError
@@ -100,18 +98,6 @@ def test_two_threads_that_close_an_arena_close_its_descriptor_once(
     monkeypatch.undo()
     os.close(fd)
     assert closed == [fd]
-
-
-def test_a_reader_sees_what_the_agent_writes_into_a_cell() -> None:
-    arena = Arena.create(PAGE)
-    mine = Arena.join(os.dup(arena.fd))
-    written = Progress(CellState.FAILED, 12, BOARD_BYTES, 99, 3)
-    arena.board.write(5, written)
-    assert mine.board.read(5) == written
-    with pytest.raises(TypeError):
-        mine.board.write(5, written)
-    mine.close()
-    arena.close()
 
 
 class ExtentsMachine(RuleBasedStateMachine):

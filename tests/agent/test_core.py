@@ -18,8 +18,7 @@ from objkv.errors import StoreUnavailable
 from objkv.net.deadline import ends_s
 from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
-from tests.agent.test_residents import Sleeper
-from tests.agent.world import PATIENCE_S, RIGHT, Node, gated, pages_at
+from tests.agent.world import PATIENCE_S, RIGHT, Node, Sleeper, gated, pages_at
 from tests.support.samples import NAMESPACE
 from tests.support.waiting import wait_until
 
@@ -45,8 +44,7 @@ def settled(node: Node, one: Resident | MissReason) -> Resident:
 
 
 def fetch(node: Node, *wanted: Wanted, deadline_s: float = PATIENCE_S) -> list[Resident]:
-    opened = node.core.open(Sleeper(), wanted, deadline_s=deadline_s, urgency=Urgency.BETWEEN_STEPS)
-    return [settled(node, one) for one in opened]
+    return [settled(node, one) for one in node.open(*wanted, deadline_s=deadline_s)]
 
 
 def right(node: Node, one: Resident) -> bool:
@@ -153,9 +151,6 @@ class Trickle(MemoryStore):
         assert value is not None
         buffer[:] = b"\xee" * len(buffer)
         for end in (*range(self._step, len(value), self._step), len(value)):
-            buffer[end - self._step if end >= self._step else 0 : end] = value[
-                end - self._step if end >= self._step else 0 : end
-            ]
             buffer[:end] = value[:end]
             if arrived is not None:
                 arrived(end)
@@ -189,10 +184,7 @@ def test_all_who_ask_at_the_same_moment_share_one_fetch(make: Callable[..., Node
     node, opened = make(threads=4), threading.Event()
     wanted = node.save()
     node.store.on_get = lambda _: opened.wait(PATIENCE_S)
-    every = [
-        node.core.open(Sleeper(), wanted, deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
-        for _ in range(8)
-    ]
+    every = [node.open(*wanted) for _ in range(8)]
     opened.set()
     assert all(some == every[0] for some in every)
     found = [settled(node, one) for some in every for one in some]
@@ -200,6 +192,8 @@ def test_all_who_ask_at_the_same_moment_share_one_fetch(make: Callable[..., Node
     assert all(right(node, one) for one in found)
     assert set(node.store.gets.values()) == {1}
     assert len(node.store.gets) == 3
+    assert node.recorder.value("load_bytes") == sum(one.record.nbytes for one in wanted)
+    assert (node.recorder.value("agent_fills"), node.recorder.value("agent_hits")) == (3, 21)
     for one in found:
         node.residents.release(one)
     assert node.residents.leased() == 0
@@ -302,8 +296,7 @@ def test_a_late_payload_is_late_and_a_broken_store_is_a_miss(
         raise type(error)(*error.args)  # the one of all cases would keep this frame
 
     node.store.on_get = broken
-    (failed,) = node.core.open(Sleeper(), [second], deadline_s=PATIENCE_S, urgency=Urgency.IN_STEP)
-    assert isinstance(failed, Resident)
+    (failed,) = node.open(second)
     wait_until(lambda: failed.state is not CellState.FILLING or node.core.has_ended)
     assert not node.core.has_ended
     assert failed.reason is MissReason.STORE
@@ -334,9 +327,7 @@ def test_a_full_queue_and_a_full_arena_are_misses(make: Callable[..., Node]) -> 
 def test_closing_fails_what_waits(make: Callable[..., Node]) -> None:
     node = make(threads=1)
     gate = gated(node)
-    opened = node.core.open(
-        Sleeper(), node.save(), deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS
-    )
+    opened = node.open(*node.save())
     wait_until(lambda: bool(node.store.gets))  # type: ignore[attr-defined]
     assert not node.core.close(0.0)
     gate.set()
@@ -344,5 +335,4 @@ def test_closing_fails_what_waits(make: Callable[..., Node]) -> None:
     reasons = [settled(node, one).reason for one in opened]
     assert sorted(reasons) == [MissReason.NONE, MissReason.CLOSED, MissReason.CLOSED]
     for one in opened:
-        assert isinstance(one, Resident)
         node.residents.release(one)

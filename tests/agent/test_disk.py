@@ -35,7 +35,6 @@ from objkv.stores.memory import MemoryStore
 from objkv.telemetry import NullRecorder
 from tests.agent.test_core import fetch, right
 from tests.agent.test_http import Router
-from tests.agent.test_residents import Sleeper
 from tests.agent.world import (
     PATIENCE_S,
     RIGHT,
@@ -72,7 +71,6 @@ class DiskNode(Node):
             wait_until(lambda: self.disk.is_loaded)
 
     def gets(self) -> int:
-        """How often the store was asked."""
         return sum(self.store.gets.values())
 
     def load(self, *wanted: Wanted) -> None:
@@ -84,16 +82,13 @@ class DiskNode(Node):
         self.settle()
 
     def settle(self) -> None:
-        """Wait until everything is written or removed."""
         assert self.spill.drain(PATIENCE_S)
 
     def evict(self, *wanted: Wanted) -> None:
-        """Have the arena without these."""
         for one in wanted:
             self.residents.forget(one.claim.key.path())
 
     def count(self, name: str) -> float:
-        """A counter's value."""
         return self.recorder.value(f"agent_disk_{name}")
 
 
@@ -177,9 +172,7 @@ def test_what_was_only_saved_or_prefetched_is_not_written_until_it_is_read(
     assert payload is not None
     assert node.saves.commit(memoryview(payload)) is CommitStatus.ACCEPTED
     assert node.saves.drain(PATIENCE_S)
-    client = Sleeper()
-    (ahead,) = node.core.open(client, [other], deadline_s=PATIENCE_S, urgency=Urgency.PREFETCH)
-    assert isinstance(ahead, Resident)
+    (ahead,) = node.open(other, urgency=Urgency.PREFETCH)
     wait_until(lambda: ahead.state is CellState.READY)
     node.residents.release(ahead)
     node.settle()
@@ -388,10 +381,7 @@ def test_a_slow_read_keeps_not_all_threads_and_only_one_that_hangs_closes_the_di
         hanging.setattr(module.os, "preadv", slow)
         hanging.setattr(spill_module, "_HANGS_S", 0.05)
         hanging.setattr(spill_module, "monotonic", clock)
-        (first,) = node.core.open(
-            Sleeper(), wanted[:1], deadline_s=PATIENCE_S, urgency=Urgency.IN_STEP
-        )
-        assert isinstance(first, Resident)
+        (first,) = node.open(wanted[0])
         assert hangs.wait(PATIENCE_S)
         for one in fetch(node, *wanted[1:]):
             assert right(node, one)

@@ -64,7 +64,6 @@ def backends(settings: dict[str, str]) -> Iterator[Backends]:
 
 
 def pages(number: int) -> list[bytes]:
-    """The pages of a payload, half of which compresses."""
     rng = random.Random(number)
     return [rng.randbytes(one.nbytes // 2).ljust(one.nbytes, b"\0") for one in LAYERS]
 
@@ -112,7 +111,6 @@ def load(agent: AgentProcess, wanted: Sequence[Wanted]) -> int:
 
 
 def served_by_processes(agent: AgentProcess, wanted: Sequence[Wanted]) -> None:
-    """Load until the agent's processes make the gets."""
     before = agent.metrics()["fetch_process_gets_total"]
 
     def are_used() -> bool:

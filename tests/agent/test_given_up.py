@@ -10,14 +10,12 @@ import pytest
 from objkv.agent import connections
 from objkv.agent.connections import InsideAgent
 from objkv.agent.core import CoreLimits
-from objkv.agent.fill import Wanted
 from objkv.agent.memory.arena import CellState
 from objkv.agent.queue import Urgency
 from objkv.agent.residents import Resident
 from objkv.errors import TransferError
 from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
-from tests.agent.test_residents import Sleeper
 from tests.agent.world import PATIENCE_S, Node, gated
 from tests.support.samples import TOKENS
 from tests.support.waiting import wait_until
@@ -58,11 +56,6 @@ def store_of(node: Node) -> SlowStore:
     return node.store
 
 
-def opened(node: Node, *wanted: Wanted, deadline_s: float = PATIENCE_S) -> list[Resident]:
-    found = node.core.open(Sleeper(), wanted, deadline_s=deadline_s, urgency=Urgency.BETWEEN_STEPS)
-    return [one for one in found if isinstance(one, Resident)]
-
-
 def settled(one: Resident) -> CellState:
     wait_until(lambda: one.state is not CellState.FILLING)
     return one.state
@@ -70,14 +63,14 @@ def settled(one: Resident) -> CellState:
 
 def test_a_fetch_that_nobody_wants_any_more_leaves_its_thread(node: Node) -> None:
     first, second, third = node.save(TOKENS)
-    (one,) = opened(node, first)
+    (one,) = node.open(first)
     assert store_of(node).begun.wait(PATIENCE_S)
-    (queued,) = opened(node, second)
+    (queued,) = node.open(second)
     for gone in (one, queued):
         node.residents.release(gone)
     assert settled(one) is CellState.FAILED
     store_of(node).go.set()
-    (other,) = opened(node, third)
+    (other,) = node.open(third)
     assert settled(other) is CellState.READY
     assert store_of(node).gets == 2, "the queued one is not fetched"
     node.residents.release(other)
@@ -87,11 +80,11 @@ def test_a_fetch_that_nobody_wants_any_more_leaves_its_thread(node: Node) -> Non
 def test_queued_payloads_that_nobody_wants_make_room_for_others(node: Node) -> None:
     node.core._limits = replace(node.core._limits, queue_max=2)
     busy, *abandoned, fourth, fifth = node.save(list(range(100, 100 + 16 * 5)))
-    (one,) = opened(node, busy)
+    (one,) = node.open(busy)
     assert store_of(node).begun.wait(PATIENCE_S)
-    for gone in opened(node, *abandoned):
+    for gone in node.open(*abandoned):
         node.residents.release(gone)
-    others = opened(node, fourth, fifth)
+    others = node.open(fourth, fifth)
     store_of(node).go.set()
     assert [settled(one), *map(settled, others)] == [CellState.READY] * 3
     assert store_of(node).gets == 3, "they are not fetched"
@@ -116,9 +109,9 @@ def test_who_came_later_is_not_bound_by_the_first_deadline(node: Node) -> None:
     node.cache.get_into = fails_once  # type: ignore[method-assign,assignment]
     store_of(node).go.set()
     ends = monotonic() + 2.0
-    first = opened(node, *wanted, deadline_s=2.0)
+    first = node.open(*wanted, deadline_s=2.0)
     assert failed.wait(PATIENCE_S)
-    second = opened(node, *wanted)
+    second = node.open(*wanted)
     joined.set()
     assert settled(second[0]) is CellState.READY
     for lease in (*first, *second):
@@ -130,12 +123,12 @@ def test_memory_of_abandoned_rests_is_given_to_who_waits_for_it() -> None:
     node.core._limits = CoreLimits(1, 100, waits_for_room=True)
     store_of(node).go.set()
     wanted = node.save(TOKENS)
-    held = opened(node, *wanted[:2])
+    held = node.open(*wanted[:2])
     assert [settled(one) for one in held] == [CellState.READY] * 2
     found: list[CellState] = []
 
     def third() -> None:
-        (one,) = opened(node, wanted[2])
+        (one,) = node.open(wanted[2])
         found.append(settled(one))
         node.residents.release(one)
 

@@ -20,27 +20,14 @@ from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason, Resident
 from objkv.codec.payload import encode, read_header
 from tests.agent.test_core import settled
-from tests.agent.test_residents import Sleeper
 from tests.agent.test_server import greeted
-from tests.agent.world import PATIENCE_S, Node, ended, gated, opened, payloads
+from tests.agent.world import PATIENCE_S, Node, Sleeper, ended, gated, opened, payloads
 from tests.support.samples import NAMESPACE
 from tests.support.waiting import wait_until
 
 
 def paths(wanted: list[Wanted]) -> list[str]:
     return [one.claim.key.path() for one in wanted]
-
-
-def test_two_prefetches_of_the_same_payloads_lose_no_lease(node: Node) -> None:
-    wanted, gate = node.save(), gated(node)
-    prefetches = Prefetches(node.core, node.index, node.store)
-    hashes = [one.claim.key.prefix_hash for one in wanted]
-    for _ in range(3):
-        started = prefetches.start(NAMESPACE, hashes, PrefetchOrder(PATIENCE_S))
-        assert started.refused == 0
-    gate.set()
-    assert node.residents.wait_idle(PATIENCE_S)
-    assert node.residents.holds(paths(wanted)) == [True] * 3
 
 
 def test_prefetches_at_the_same_moment_stay_within_their_share(
@@ -80,7 +67,7 @@ def test_prefetches_at_the_same_moment_stay_within_their_share(
 def test_a_prefetch_of_what_is_resident_keeps_no_client(node: Node) -> None:
     wanted = node.save()[0]
     for urgency in (Urgency.BETWEEN_STEPS, Urgency.PREFETCH):
-        (one,) = node.core.open(Sleeper(), [wanted], deadline_s=PATIENCE_S, urgency=urgency)
+        (one,) = node.open(wanted, urgency=urgency)
         one = settled(node, one)
         node.residents.release(one)
     assert node.residents.wait_idle(PATIENCE_S)
@@ -104,9 +91,7 @@ def test_what_a_reader_rejects_while_it_arrives_is_served_to_nobody_else(node: N
 def test_no_memory_is_given_out_once_an_agent_ends(node: Node) -> None:
     """A client may still read what it leased when its connection is ended."""
     node.save()
-    (resident,) = node.core.open(
-        Sleeper(), node.save()[:1], deadline_s=PATIENCE_S, urgency=Urgency.IN_STEP
-    )
+    (resident,) = node.open(*node.save()[:1])
     resident = settled(node, resident)
     node.core.close(PATIENCE_S)
     assert node.saves.commit(memoryview(payloads()[1])) is CommitStatus.NO_ROOM

@@ -45,7 +45,6 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
 
 @pytest.fixture
 def path(config: Config) -> Path:
-    """The agent's socket."""
     path = agent_socket(config)
     assert path is not None
     return path
@@ -149,7 +148,7 @@ def test_an_agent_without_a_descriptor_for_its_socket_goes_on_and_tries_again(
 ) -> None:
     monkeypatch.setattr("objkv.assembly.agent._LOOK_S", 0.02)
     ended, refused = threading.Event(), threading.Event()
-    new_socket = launch._new_socket
+    new_socket = launch.new_socket
 
     def too_many() -> socket.socket:
         if not refused.is_set():
@@ -160,7 +159,7 @@ def test_an_agent_without_a_descriptor_for_its_socket_goes_on_and_tries_again(
     with NodeAgent(config, path, MemoryRecorder()) as agent:
         running = threading.Thread(target=agent.run, args=(ended,))
         running.start()
-        monkeypatch.setattr(launch, "_new_socket", too_many)
+        monkeypatch.setattr(launch, "new_socket", too_many)
         path.unlink()
         assert refused.wait(PATIENCE_S)
         wait_until(lambda: is_listening(path))
@@ -242,7 +241,8 @@ def test_an_agent_runs_on_all_cores_and_shares_them_with_its_replicas(
     finally:
         os.sched_setaffinity(0, everywhere)
     wait_until(lambda: is_listening(path))
-    pid = launch._agent_at(path)
+    with closing(AgentSocket(path, replace=True)) as ours:
+        pid = ours.replaced
     assert os.sched_getaffinity(pid) >= everywhere
     assert b"GOMP_CPU_AFFINITY" not in Path(f"/proc/{pid}/environ").read_bytes()
     assert os.getsid(pid) == os.getsid(0), "Linux divides processors between sessions"
@@ -332,16 +332,6 @@ def test_the_command_says_where_it_serves_and_ends_in_order(tmp_path: Path) -> N
         assert agent.end()["saves"] == 0
         assert not agent.path.exists()
         assert agent.process.returncode == 0
-
-
-def test_a_client_of_an_agent_that_is_gone_learns_it(tmp_path: Path) -> None:
-    settings = {"bulk_url": f"file://{tmp_path}/c", "index_url": f"sqlite://{tmp_path}/i"}
-    with AgentProcess(settings) as agent:
-        client = AgentConnection(agent.path, wants_arena=True, call_s=PATIENCE_S)
-        agent.kill()
-        with pytest.raises(TransferError, match="agent"):
-            client.find("0" * 32, [bytes(20)], ("0.L0-1_H0-1",))
-        client.close()
 
 
 @pytest.mark.slow

@@ -1,10 +1,7 @@
-"""Messages: every one comes back as it was, and no bytes do harm."""
-
-from collections.abc import Callable
-from contextlib import suppress
+"""Messages: every one comes back as it was. What no bytes may do is tried in ``tests.fuzz``."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from objkv.agent import messages as m
@@ -82,30 +79,6 @@ def test_answers_to_an_opening(answers: list[m.OpenAnswer]) -> None:
         m.unpack_opened(message, len(answers) + 1)
 
 
-@given(st.lists(HASHES, min_size=1, max_size=20), st.lists(SHARDS, min_size=1, max_size=3))
-def test_a_lookup(hashes: list[bytes], shards: list[Shard]) -> None:
-    fields = tuple(dict.fromkeys(f"0.{shard}" for shard in shards))
-    assert m.unpack_find(m.pack_find(NAMESPACE, hashes, fields)) == (
-        NAMESPACE,
-        b"".join(hashes),
-        fields,
-    )
-
-
-FIELDS = ("0.L0-2_H0-2", "1.L0-2_H0-2")
-
-
-@given(
-    st.lists(st.integers(0, 2**32 - 1), max_size=50),
-    *[st.integers(0, 2**64 - 1)] * 2,
-    st.booleans(),
-)
-def test_a_release_and_a_commit(leases: list[int], offset: int, nbytes: int, puts: bool) -> None:
-    assert list(m.unpack_release(m.pack_release(leases))) == leases
-    commit = (offset, nbytes, puts)
-    assert m.unpack_commit(m.pack_commit(offset, nbytes, puts=puts)) == commit
-
-
 def test_a_greeting_a_status_and_a_failure() -> None:
     for hello in (m.Hello(1, True, False), m.Hello(65_535, False, True)):
         assert m.unpack_hello(m.pack_hello(hello)) == hello
@@ -115,41 +88,3 @@ def test_a_greeting_a_status_and_a_failure() -> None:
     assert text.startswith("StoreUnavailable\ndown")
     with pytest.raises(m.ProtocolError):
         m.pack_call("x" * m.MESSAGE_BYTES_MAX)
-
-
-READERS: list[Callable[[bytes], object]] = [
-    m.kind_of,
-    m.unpack_hello,
-    m.unpack_opening,
-    lambda message: m.unpack_opened(message, 2),
-    m.unpack_release,
-    m.unpack_find,
-    lambda message: m.unpack_found(message, 2),
-    lambda text: m.read_block(text, 2, FIELDS),
-    m.unpack_commit,
-    m.unpack_committed,
-    m.unpack_text,
-]
-
-
-@settings(max_examples=300)
-@given(st.sampled_from(READERS), st.binary(max_size=300), st.integers(0, 255))
-def test_any_bytes_are_read_or_refused(
-    read: Callable[[bytes], object], rest: bytes, kind: int
-) -> None:
-    with suppress(m.ProtocolError):
-        read(bytes([kind]) + rest)
-
-
-@settings(max_examples=300)
-@given(st.lists(WANTED, min_size=1, max_size=3), st.data())
-def test_a_changed_opening_is_read_or_refused(wanted: list[Wanted], data: st.DataObject) -> None:
-    message = bytearray(m.pack_opening(m.Opening(1, 1000, wanted)))
-    for _ in range(data.draw(st.integers(1, 3))):
-        message[data.draw(st.integers(0, len(message) - 1))] = data.draw(st.integers(0, 255))
-    del message[data.draw(st.integers(1, len(message))) :]
-    try:
-        opening = m.unpack_opening(bytes(message))
-    except m.ProtocolError:
-        return
-    assert 0 < len(opening.wanted) <= m.OPEN_MAX

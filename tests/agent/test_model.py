@@ -37,8 +37,6 @@ urgencies = st.sampled_from([Urgency.IN_STEP, Urgency.BETWEEN_STEPS, Urgency.PRE
 
 @dataclass(eq=False)
 class Lease:
-    """A lease that a client has not released."""
-
     number: int
     cell: int
     chunk: int
@@ -49,14 +47,11 @@ class Lease:
 
 @dataclass(eq=False)
 class Peer:
-    """A client and what it holds."""
-
     agent: AgentConnection
     desk: Desk
     leases: list[Lease] = field(default_factory=list)
 
     def close(self) -> None:
-        """Go without a word."""
         self.agent.close()
         self.desk.close()
         self.leases.clear()
@@ -67,7 +62,6 @@ class AgentMachine(RuleBasedStateMachine):
 
     @initialize(codec=st.sampled_from(["none", "blosc"]))
     def begin(self, codec: str) -> None:
-        """An agent without clients."""
         self.node = Node(memory=ROOM * 2 * PAGE, threads=2)
         self.store = self.node.store
         tokens = list(range(900, 900 + 16 * CHUNKS))
@@ -110,7 +104,6 @@ class AgentMachine(RuleBasedStateMachine):
         residents._free = poisoned  # type: ignore[method-assign]
 
     def peer(self, number: int) -> Peer:
-        """The client of this number, connected if it is not."""
         peer = self.peers[number]
         if peer is None:
             desk = Desk(self.node)
@@ -150,7 +143,6 @@ class AgentMachine(RuleBasedStateMachine):
 
     @rule(number=clients)
     def settle(self, number: int) -> None:
-        """Every payload that was opened ends."""
         self.gate.set()
         peer = self.peer(number)
         for lease in peer.leases:
@@ -248,7 +240,6 @@ class AgentMachine(RuleBasedStateMachine):
         assert self.node.residents.check()
 
     def teardown(self) -> None:
-        """All clients go."""
         self.gate.set()
         for number, peer in enumerate(self.peers):
             if peer is not None:

@@ -6,12 +6,11 @@ from threading import Event, Lock
 import pytest
 
 from objkv.agent import queue
-from objkv.agent.fill import Cuts, Wanted
+from objkv.agent.fill import Cuts
 from objkv.agent.memory.arena import CellState
 from objkv.agent.queue import Pace, Urgency
-from objkv.agent.residents import MissReason
-from tests.agent.test_residents import Sleeper
-from tests.agent.world import PATIENCE_S, Node
+from objkv.agent.residents import MissReason, Resident
+from tests.agent.world import PATIENCE_S, Node, Sleeper
 from tests.support.samples import TOKENS
 from tests.support.waiting import wait_until
 
@@ -61,16 +60,11 @@ def paced(threads: int = 4) -> Node:
     return node
 
 
-def start(node: Node, *wanted: Wanted, urgency: Urgency = Urgency.BETWEEN_STEPS) -> list[object]:
-    found = node.core.open(Sleeper(), wanted, deadline_s=PATIENCE_S, urgency=urgency)
-    return list(found)
-
-
 def test_the_others_join_when_a_store_lets_one_wait() -> None:
     node = paced()
     wanted = node.save(TOKENS)
     gate = Gate(node)
-    start(node, *wanted)
+    node.open(*wanted)
     wait_until(lambda: gate.inside == len(wanted))
     gate.open.set()
     wait_until(lambda: node.core.in_flight == 0)
@@ -82,7 +76,7 @@ def test_with_a_quick_store_one_thread_works_at_a_time() -> None:
     wanted = node.save(TOKENS)
     node.core._pace._usual_s = 1e6  # nobody is late
     gate = Gate(node)
-    start(node, *wanted)
+    node.open(*wanted)
     wait_until(lambda: gate.inside == 1)
     gate.open.set()
     wait_until(lambda: node.core.in_flight == 0)
@@ -94,16 +88,15 @@ def test_when_all_threads_are_late_nothing_more_is_queued() -> None:
     node = Node(threads=1)
     wanted = node.save(TOKENS)
     gate = Gate(node)
-    first, waker = wanted[0], Sleeper()
-    node.core.open(waker, [first], deadline_s=1.0, urgency=Urgency.BETWEEN_STEPS)
+    node.open(wanted[0], deadline_s=1.0)
     wait_until(lambda: gate.inside == 1)
     wait_until(lambda: node.core.is_stuck)
     for one in wanted[:2]:  # the one that hangs, and another
-        (found,) = start(node, one)
-        if isinstance(found, MissReason):
-            assert found is MissReason.NO_ROOM
-        else:
-            assert found.state is CellState.FAILED  # type: ignore[attr-defined]
+        (found,) = node.core.open(
+            Sleeper(), [one], deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS
+        )
+        failed = isinstance(found, Resident) and found.state is CellState.FAILED
+        assert failed or found is MissReason.NO_ROOM
     gate.open.set()
     wait_until(lambda: not node.core.is_stuck)
     node.close()
@@ -122,10 +115,10 @@ def test_loads_between_steps_do_not_starve_behind_endless_ones_within(
         gate(key)
 
     node.store.on_get = on_get  # type: ignore[attr-defined]
-    start(node, first, urgency=Urgency.IN_STEP)
+    node.open(first, urgency=Urgency.IN_STEP)
     wait_until(lambda: gate.inside == 1)
-    start(node, within, urgency=Urgency.IN_STEP)
-    start(node, between)
+    node.open(within, urgency=Urgency.IN_STEP)
+    node.open(between)
     gate.open.set()
     wait_until(lambda: len(order) == 3 and node.core.in_flight == 0)
     assert order == [one.claim.key.path() for one in (first, between, within)]
@@ -146,7 +139,7 @@ def test_first_parts_of_all_come_before_the_second_of_any(codec: str) -> None:
         return get(key, *args, start=start, **more)  # type: ignore[arg-type]
 
     node.cache.get_into = watched  # type: ignore[method-assign,assignment]
-    start(node, *wanted, urgency=Urgency.IN_STEP)
+    node.open(*wanted, urgency=Urgency.IN_STEP)
     gate.open.set()
     wait_until(lambda: node.core.in_flight == 0)
     firsts = [n for n, (_, at) in enumerate(starts) if at == 0]

@@ -17,6 +17,7 @@ from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
 from objkv.telemetry import MemoryRecorder
+from tests.agent.world import Sleeper
 
 PAGES = 10
 CLAIMS = {
@@ -27,16 +28,6 @@ CLAIMS = {
 }
 KEYS = list(CLAIMS)
 RECORD = ShardRecord(PAGE, PAGE, "none", False, "unsaved:", 1)
-
-
-class Sleeper:
-    """A client that counts how often it was woken."""
-
-    def __init__(self) -> None:
-        self.woken = 0
-
-    def wake(self) -> None:
-        self.woken += 1
 
 
 @dataclass(eq=False)

@@ -16,8 +16,7 @@ from objkv.codec.payload import encode, read_header
 from objkv.codec.seal import Seal
 from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
-from tests.agent.test_residents import Sleeper
-from tests.agent.world import PATIENCE_S, RIGHT, Node, pages_at
+from tests.agent.world import RIGHT, Node, pages_at
 from tests.codec.seals import SEALS
 from tests.support.samples import record_of
 from tests.support.waiting import wait_until
@@ -34,8 +33,6 @@ FORMS = [
 
 
 class CountedStore(MemoryStore):
-    """Knows how many gets are under way."""
-
     def __init__(self) -> None:
         super().__init__()
         self.under_way = 0
@@ -93,7 +90,6 @@ class Scarce:
         self.wanted[number] = self._stored(self.wanted[number], range(1000, 1000 + PAGE // 4))
 
     def hold(self, pages: int) -> Resident:
-        """Take memory for something else."""
         opened = self.node.residents.open("else", None)
         assert opened is not None
         self.node.residents.release(opened[0])
@@ -101,15 +97,10 @@ class Scarce:
         return opened[0]
 
     def let_go(self, one: Resident) -> None:
-        """Give it back."""
         self.node.residents.give_up(one)
 
     def open(self, number: int, urgency: Urgency) -> Resident:
-        """Begin to load a payload."""
-        (one,) = self.node.core.open(
-            Sleeper(), [self.wanted[number]], deadline_s=PATIENCE_S, urgency=urgency
-        )
-        assert isinstance(one, Resident)
+        (one,) = self.node.open(self.wanted[number], urgency=urgency)
         return one
 
     def is_right(self, one: Resident) -> bool:

@@ -31,19 +31,16 @@ class DiskHolder(Holder):
         self.leave_arena(made)
 
     def settle(self) -> None:
-        """Wait until the disk has all that it will."""
         assert self.core.spill is not None
         assert self.core.spill.drain(PATIENCE_S)
 
     def spoil(self) -> None:
-        """Change every file."""
         for file in self.folder_of_disk.rglob("*.plain"):
             content = bytearray(file.read_bytes())
             content[-1] ^= 1
             file.write_bytes(content)
 
     def leave_arena(self, made: list[bytes]) -> None:
-        """Have the arena without these."""
         for path in paths(made):
             self.residents.forget(path)
             wait_until(lambda path=path: not self.residents.holds([path])[0])  # type: ignore[misc]

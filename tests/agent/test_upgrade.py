@@ -164,7 +164,6 @@ def test_lookups_and_saves_go_on_with_the_next_agent(
 
 @pytest.fixture
 def reader_over() -> Iterator[Callable[..., Any]]:
-    """Makes a ``Reader`` of a store and an index, by agents at a path."""
     from tests.agent.reader import Reader
 
     with ExitStack() as made:
@@ -237,7 +236,6 @@ def test_two_agents_change_places_under_a_lease(
 
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, str]:
-    """Of an agent over a folder and an index."""
     return {"bulk_url": f"file://{tmp_path}/c", "index_url": f"sqlite://{tmp_path}/i"}
 
 

@@ -23,6 +23,7 @@ from objkv.agent.memory.arena import Arena, CellState, Progress
 from objkv.agent.outbox import AgentSaves, Outbox
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.queue import Urgency
+from objkv.agent.residents import Resident
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentParts, AgentServer, ServerLimits
 from objkv.agent.spill.disk import Disk
@@ -60,6 +61,16 @@ class WatchedStore(MemoryStore):
             self.gets[key] += 1
         self.on_get(key)
         return super().get_into(key, buffer, arrived, start)
+
+
+class Sleeper:
+    """A client that counts how often it was woken."""
+
+    def __init__(self) -> None:
+        self.woken = 0
+
+    def wake(self) -> None:
+        self.woken += 1
 
 
 class Node:
@@ -127,12 +138,20 @@ class Node:
         """Store payloads; what to open."""
         return self.wanted(save(self.store, self.index, tokens, codec=codec))
 
+    def open(
+        self,
+        *wanted: Wanted,
+        deadline_s: float = PATIENCE_S,
+        urgency: Urgency = Urgency.BETWEEN_STEPS,
+    ) -> list[Resident]:
+        """Begin to load payloads, as a client of their own does; those that are taken."""
+        found = self.core.open(Sleeper(), wanted, deadline_s=deadline_s, urgency=urgency)
+        return [one for one in found if isinstance(one, Resident)]
+
     def wanted(self, keys: Sequence[ChunkKey]) -> list[Wanted]:
-        """What to open for these keys, by the index."""
         return wanted_of(self.index, keys)
 
     def close(self) -> None:
-        """End everything; what is leaked shows."""
         self.core.close(PATIENCE_S)
         for client in self.clients:
             client.close()
@@ -145,7 +164,6 @@ class Node:
 
 
 def wanted_of(index: WriteIndex, keys: Sequence[ChunkKey]) -> list[Wanted]:
-    """What to open for these keys."""
     records = index.lookup(NAMESPACE, [key.prefix_hash for key in keys])
     return [
         Wanted(
@@ -203,7 +221,6 @@ def ended(client: AgentConnection, lease: ArenaLease) -> Progress:
 
 
 def opened(client: AgentConnection, wanted: Sequence[Wanted]) -> list[ArenaLease]:
-    """Leases of these payloads."""
     return client.open(wanted, deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
 
 

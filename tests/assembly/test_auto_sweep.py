@@ -132,45 +132,17 @@ def config(tmp_path: Path, **changes: Any) -> Config:
 
 
 @pytest.mark.slow
-def test_a_full_folder_is_swept_until_there_is_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("age_s", "is_indexed"), [(10, True), (10, False), (3 * 86_400, False)])
+def test_a_full_folder_is_swept_until_there_is_room_though_its_index_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age_s: int, is_indexed: bool
 ) -> None:
-    """With the real program, as a replica starts it."""
+    """By the real program, as a replica starts it. The file of the index was deleted a moment ago,
+    or nobody used it for longer than records live."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("shutil.which", lambda name: None)  # a busy machine would not get to it
     with open_backends(config(tmp_path), NullRecorder()) as backends:
         save_identity(backends.bulk)
-        save(backends.bulk, backends.index, list(range(160)))
-        [usage] = backends.index.usage()
-    settings = config(tmp_path, quota_bytes=usage.nbytes, quota_low_percent=50)
-    recorder = MemoryRecorder()
-    with open_backends(settings, NullRecorder()) as backends:
-        room = open_room(settings, backends, recorder)
-        assert isinstance(room, Quota)
-        room.read()
-        assert room.is_full  # to ask for room would begin a thread that relieves, too
-        room.relieve()
-        assert not room.is_full
-        [left] = backends.index.usage()
-        assert 0 < left.nbytes <= usage.nbytes // 2
-        records = [one for one in backends.index.scan(NAMESPACE) if not is_shapes(one)]
-        depths = sorted(record.token_start for record in records)
-        assert depths == [16 * depth for depth in range(len(depths))], "ends go first"
-        room.close()
-    assert (recorder.value("sweeps"), recorder.value("sweep_errors")) == (1, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("age_s", [10, 3 * 86_400])
-def test_a_full_folder_whose_index_is_empty_gets_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age_s: int
-) -> None:
-    """Its file was deleted a moment ago, or nobody used it for longer than records live."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    with open_backends(config(tmp_path), NullRecorder()) as backends:
-        save_identity(backends.bulk)
-        save(backends.bulk, None, list(range(160)))
+        save(backends.bulk, backends.index if is_indexed else None, list(range(160)))
         used = sum(entry.nbytes for entry in backends.bulk.scan(f"{NAMESPACE}/"))
     then = time.time() - age_s
     for file in (tmp_path / "chunks").rglob("*.safetensors"):
@@ -188,6 +160,9 @@ def test_a_full_folder_whose_index_is_empty_gets_room(
         assert not room.is_full
         [left] = backends.index.usage()
         assert 0 < left.nbytes <= used // 2
+        records = [one for one in backends.index.scan(NAMESPACE) if not is_shapes(one)]
+        depths = sorted(record.token_start for record in records)
+        assert depths == [16 * depth for depth in range(len(depths))], "ends go first"
         room.close()
     assert (recorder.value("sweeps"), recorder.value("sweep_errors")) == (1, 0)
 

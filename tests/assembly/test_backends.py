@@ -1,7 +1,9 @@
-"""Store and index opened from the settings, wrapped in the stated order, checked at start."""
+"""Store and index opened from the settings, wrapped in the stated order, checked at start, and what
+a role may do with them."""
 
 import logging
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,6 @@ from objkv.assembly.backends import (
     _breakers,
     check_backends,
     describe_index,
-    log_change,
     open_backends,
     open_hot,
     open_index,
@@ -21,6 +22,7 @@ from objkv.assembly.backends import (
 from objkv.assembly.call_times import call_s
 from objkv.config import Config, load_config
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
+from objkv.index.guarded import for_operators
 from objkv.index.memory import MemoryIndex
 from objkv.net.breaker import Attempt, Change
 from objkv.net.deadline import EndsBy, ends_s
@@ -61,12 +63,6 @@ def test_a_folder_alone_is_bulk_store_and_index(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
 
 
-def test_both_ends_can_be_in_memory(tmp_path: Path) -> None:
-    config = config_of(tmp_path, bulk_url="memory:", index_url="memory:")
-    with open_backends(config, NullRecorder()) as backends:
-        assert {check.status for check in probe_index(backends.index)} == {"ok"}
-
-
 def test_opening_creates_nothing_and_connects_to_nobody(tmp_path: Path) -> None:
     open_backends(config_of(tmp_path), NullRecorder()).close()
     changes = {"bulk_url": "s3://bucket/x", "s3_endpoint_url": "http://127.0.0.1:1"}
@@ -80,11 +76,11 @@ def test_each_place_has_one_guard_with_the_bounds_that_the_settings_give(tmp_pat
     with open_backends(config, NullRecorder()) as backends:
         assert order(repr(backends.bulk), ["GuardedStore", "LocalStore"])
         assert "closed, 7 calls, of" in repr(backends.bulk)
-        for backend, kind in ((backends.hot, "Store"), (backends.index, "Index")):
-            assert order(
-                repr(backend),
-                [{"Index": "ListedIndex"}.get(kind, f"Guarded{kind}"), f"Redis{kind}"],
-            )
+        for backend, names in (
+            (backends.hot, ["GuardedStore", "RedisStore"]),
+            (backends.index, ["ListedIndex", "RedisIndex"]),
+        ):
+            assert order(repr(backend), names)
             assert f"closed, {call_s(config):g} s, of" in repr(backend)
 
 
@@ -135,18 +131,6 @@ def test_calls_are_counted_by_end(tmp_path: Path) -> None:
     assert numbers["index_records_missing"] == 1
 
 
-def test_an_index_that_keeps_failing_is_given_up_and_that_is_told_once(tmp_path: Path) -> None:
-    told: list[Change] = []
-    config = config_of(tmp_path, index_url=NOBODY, breaker_failures=2)
-    index = open_index(config, NullRecorder(), on_change=told.append)
-    for _ in range(4):
-        with pytest.raises(StoreUnavailable):
-            index.lookup("ab", [b"x" * 20])
-    [change] = told
-    assert (change.end, change.direction) == ("index", "read")
-    assert isinstance(change.error, StoreUnavailable)
-
-
 @pytest.mark.parametrize(
     ("settings", "counts_s", "is_cut_s"),
     [
@@ -190,20 +174,6 @@ def test_by_default_a_change_is_one_line_in_the_log(
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert record.message.startswith("index reads keep failing, serving without them reason=")
-
-
-def test_what_only_an_operator_can_mend_is_an_error_in_the_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    log_change(Change("bulk", "write", StoreDenied("put k: the disk is full")))
-    log_change(Change("bulk", "write", None))
-    assert [(record.levelno, record.message) for record in caplog.records] == [
-        (
-            logging.ERROR,
-            "bulk writes are refused, serving without them reason=put k: the disk is full",
-        ),
-        (logging.WARNING, "bulk writes work again"),
-    ]
 
 
 @pytest.mark.parametrize("code", ["AccessDenied", "NoSuchBucket"])
@@ -325,25 +295,8 @@ def test_all_ends_are_closed_although_one_fails() -> None:
     assert (bulk.closed, hot.closed, index.closed) == (1, 1, 1)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"index_url": "rediss://h", "redis_ca_file": "/nowhere"}, "redis_ca_file /nowhere"),
-        ({"bulk_url": "s3://b", "s3_ca_bundle": "/nowhere"}, "s3_ca_bundle"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused_on_opening(
-    tmp_path: Path, changes: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ConfigError, match=words):
-        open_backends(config_of(tmp_path, **changes), NullRecorder())
-
-
-def test_a_local_index_has_no_server_to_describe(tmp_path: Path) -> None:
-    assert describe_index(config_of(tmp_path)) is None
-
-
 def test_a_server_that_does_not_answer_cannot_be_described(tmp_path: Path) -> None:
+    assert describe_index(config_of(tmp_path)) is None, "there is none"
     for url in (NOBODY, "redis+cluster://127.0.0.1:1"):
         with pytest.raises(StoreUnavailable):
             describe_index(config_of(tmp_path, index_url=url))
@@ -363,3 +316,45 @@ def test_a_real_server_holds_index_and_hot_store_and_describes_itself(tmp_path: 
     assert (facts.product, facts.mode, facts.maxmemory_bytes) == ("valkey", "standalone", 0)
     assert facts.maxmemory_policy == "noeviction"
     assert abs(facts.clock_skew_s or 0) < 60
+
+
+# Roles.
+
+
+def test_a_reader_finds_and_gets_and_changes_nothing(tmp_path: Path) -> None:
+    with open_backends(config_of(tmp_path), NullRecorder()) as ends:
+        keys = save(ends.bulk, ends.index)
+    hashes = [key.prefix_hash for key in keys]
+    with open_backends(config_of(tmp_path, role="reader"), NullRecorder()) as ends:
+        check_backends(ends, config_of(tmp_path, role="reader"))
+        assert None not in ends.index.lookup(NAMESPACE, hashes)
+        assert ends.bulk.get(keys[0].path()) is not None
+        before = ends.index.lookup(NAMESPACE, hashes)
+        ends.index.touch(NAMESPACE, hashes, ttl_s=60)
+        assert ends.index.lookup(NAMESPACE, hashes) == before
+        assert not ends.index.lease("x", "me", ttl_ms=1_000)
+        writes: tuple[Callable[[Backends], object], ...] = (
+            lambda ends: ends.bulk.put("k", b"x"),
+            lambda ends: ends.bulk.put_if_absent("k", b"x"),
+            lambda ends: ends.bulk.delete(keys[0].path()),
+            lambda ends: for_operators(ends.admin),
+        )
+        for write in writes:
+            with pytest.raises(StoreDenied, match="role reader"):
+                write(ends)
+        assert None not in ends.index.lookup(NAMESPACE, hashes)
+
+
+def test_no_replica_starts_as_a_sweeper(tmp_path: Path) -> None:
+    settings = config_of(tmp_path, role="sweeper")
+    with open_backends(settings, NullRecorder()) as ends:
+        with pytest.raises(ConfigError, match="role sweeper is not for replicas"):
+            check_backends(ends, settings)
+        ends.bulk.put("k", b"x")  # it does not hinder commands
+
+
+def test_every_key_in_redis_begins_with_the_prefix() -> None:
+    settings = Config(bulk_url="memory:", index_url="redis://127.0.0.1:1", redis_prefix="objkv-a")
+    with open_backends(settings, NullRecorder()) as ends:
+        assert "objkv-a:*" in repr(ends.index)
+        assert "objkv-a:p:*" in repr(ends.hot)

@@ -8,9 +8,8 @@ import pytest
 from objkv.assembly.backends import open_backends, open_room
 from objkv.cache.quota import Quota, Unlimited
 from objkv.config import Config
-from objkv.index.base import Usage
 from objkv.telemetry import MemoryRecorder, NullRecorder
-from tests.support.samples import IDENTITY, NAMESPACE, save, save_identity
+from tests.support.samples import save, save_identity
 
 
 def config(tmp_path: Path, **changes: Any) -> Config:
@@ -46,20 +45,6 @@ def test_what_expired_in_the_index_of_a_machine_counts_while_it_lies_there(tmp_p
         room.read()
         assert not room.has_room()
         room.close()
-
-
-def test_what_other_tenants_have_does_not_count(tmp_path: Path) -> None:
-    settings = config(tmp_path, tenant="somebody", index_url="memory:")
-    with open_backends(settings, NullRecorder()) as backends:
-        save_identity(backends.bulk)
-        save(backends.bulk, backends.index)
-        backends.admin.set_usage(Usage(NAMESPACE, 1, 1, 1))
-        room = open_room(settings, backends, MemoryRecorder())
-        assert isinstance(room, Quota)
-        room.read()
-        assert room.has_room()
-        room.close()
-    assert IDENTITY.tenant != "somebody"
 
 
 def test_without_a_quota_nothing_is_read(tmp_path: Path) -> None:

@@ -48,12 +48,6 @@ def test_time_outs_grow_with_the_lookup_deadline_but_have_floors() -> None:
     assert (slow["socket_connect_timeout"], slow["socket_timeout"]) == (5.0, 10.0)
 
 
-def test_answers_are_bytes_and_the_client_has_a_name() -> None:
-    given = options("redis://localhost")
-    assert given["decode_responses"] is False
-    assert given["client_name"] == "objkv"
-
-
 def test_tls_checks_certificate_and_host_name(tmp_path: Path) -> None:
     for name in ("ca", "cert", "key"):
         (tmp_path / name).touch()
@@ -81,14 +75,3 @@ def test_tls_files_that_cannot_be_used_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         options(url, **dict.fromkeys(names, tmp_path / "missing.pem"))
-
-
-def test_nothing_connects_before_the_first_command() -> None:
-    for url in (
-        "redis://127.0.0.1:1",
-        "redis+cluster://127.0.0.1:1,127.0.0.1:2",
-        "redis+sentinel://127.0.0.1:1/0?service=s",
-    ):
-        client = connect_redis(url, Config(index_url=url))
-        assert isinstance(client, redis.Redis | redis.RedisCluster)
-        client.close()

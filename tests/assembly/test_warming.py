@@ -1,8 +1,6 @@
 """``objkv.warm``: the same from Python."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -57,11 +55,3 @@ def test_one_prompt_is_not_taken_for_a_list(prompts: object, tmp_path: Path) -> 
     config = {"bulk_url": f"file://{tmp_path}"}
     with pytest.raises(ConfigError, match="a list of prompts, not a single one"):
         objkv.warm(prompts, config=config, check=True)  # type: ignore[arg-type]
-
-
-def test_importing_objkv_imports_nothing_that_warming_needs() -> None:
-    code = "import objkv, sys; print([m for m in sys.modules if m.startswith(('objkv.', 'httpx'))])"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout == "[]\n"
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        objkv.nothing  # noqa: B018

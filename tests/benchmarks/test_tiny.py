@@ -66,6 +66,16 @@ def test_gpu_agent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert found["resident"]["NHD all, GB/s"] > 0
 
 
+def test_latency(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks import latency
+
+    for name, value in {"LENGTH": 512, "TURNS": 1}.items():
+        monkeypatch.setattr(latency, name, value)
+    found = printed(monkeypatch, capsys, latency, "--rounds", "2")
+    assert set(found) == {"agent", "resident", "own"}
+    assert found["agent"]["beside_p50"] > 0
+
+
 def test_gpu() -> None:
     """In a process of its own: the payloads of a simulated device have no checksums."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--simulated", "--quick", "--rounds", "1"]

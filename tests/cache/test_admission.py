@@ -62,29 +62,13 @@ def test_nothing_measured_means_everything_is_loaded() -> None:
     assert admission.admit(chunks(5)) == 5
 
 
-def test_a_load_that_would_win_is_admitted() -> None:
-    # 256 tokens: 25.6 ms to compute, 10 ms to load.
-    assert taught(ManualClock(1e6)).admit(chunks(8)) == 8
-
-
-def test_a_load_that_would_lose_is_refused_and_counted() -> None:
+def test_a_load_that_would_lose_is_refused_and_counted_unless_others_wait_behind_it() -> None:
     recorder = MemoryRecorder()
     admission = taught(ManualClock(1e6), bulk_mb_s=20, recorder=recorder)  # 50 ms against 25.6
     assert admission.admit(chunks(8)) == 0
     assert recorder.value("admission_refused") == 1
     assert recorder.value("admission_refused_tokens") == 8 * 256
-
-
-def test_what_waits_behind_a_request_counts_as_well() -> None:
-    admission = taught(ManualClock(1e6), bulk_mb_s=20)  # 50 ms against 25.6
-    assert admission.admit(chunks(8)) == 0
     assert admission.admit(chunks(8), waiting=1) == 8
-
-
-def test_latency_alone_makes_a_short_match_lose() -> None:
-    admission = taught(ManualClock(1e6), latency_s=0.1)  # each chunk saves 15.6 ms
-    assert admission.admit(chunks(6)) == 0
-    assert admission.admit(chunks(7)) == 7
 
 
 def test_a_tail_that_would_lose_is_left_to_compute() -> None:
@@ -95,11 +79,6 @@ def test_a_tail_that_would_lose_is_left_to_compute() -> None:
     assert recorder.value("admission_cut") == 1
     assert recorder.value("admission_refused") == 0
     assert recorder.value("admission_refused_tokens") == 4 * 256
-
-
-def test_a_slow_head_is_loaded_where_the_tail_makes_up_for_it() -> None:
-    admission = taught(ManualClock(1e6), bulk_mb_s=20, hot_mb_s=500)
-    assert admission.admit(chunks(1) + chunks(9, tier="hot")) == 10
 
 
 def test_a_tier_that_was_left_alone_is_tried_again() -> None:
@@ -120,12 +99,17 @@ def test_a_store_that_recovered_is_used_again() -> None:
     assert admission.admit(chunks(4)) == 4
 
 
-def test_one_load_that_took_very_long_changes_nothing() -> None:
+def test_one_load_or_step_that_took_very_long_changes_nothing() -> None:
     admission = taught(ManualClock(1e6))
     for _ in range(20):
         admission.loaded("bulk", LoadTime(10 * MB, 0.1, 0.0))
     admission.loaded("bulk", LoadTime(10 * MB, 120.0, 60.0))
     assert admission.admit(chunks(8)) == 8
+    admission = taught(ManualClock(1e6), bulk_mb_s=20)
+    for _ in range(20):
+        admission.computed(2_000, 0.2)
+    admission.computed(2_000, 60.0)
+    assert admission.admit(chunks(8)) == 0
 
 
 def test_a_store_that_was_slow_for_long_is_used_again_after_a_few_good_loads() -> None:
@@ -142,14 +126,6 @@ def test_a_store_that_was_slow_for_long_is_used_again_after_a_few_good_loads() -
         admission.loaded("bulk", LoadTime(10 * MB, 0.1, 0.0))
         probes += 1
         assert probes <= 5
-
-
-def test_one_step_that_took_very_long_changes_nothing() -> None:
-    admission = taught(ManualClock(1e6), bulk_mb_s=20)
-    for _ in range(20):
-        admission.computed(2_000, 0.2)
-    admission.computed(2_000, 60.0)
-    assert admission.admit(chunks(8)) == 0
 
 
 def test_loads_and_steps_that_took_no_time_are_not_counted() -> None:
@@ -169,22 +145,13 @@ def test_small_steps_say_nothing_of_computing() -> None:
     assert admission.admit(chunks(8)) == 8
 
 
-def test_what_was_measured_can_be_shown() -> None:
-    admission = taught(ManualClock(1e6), latency_s=0.02)
-    shown = admission.describe()
-    assert shown["prefill_tokens_per_s"] == pytest.approx(10_000)
-    assert shown["bulk_bytes_per_s"] == pytest.approx(100 * MB)
-    assert shown["bulk_latency_s"] == pytest.approx(0.02)
-    assert "prefill_tokens_per_s 1e+04" in repr(admission)
-
-
 @given(
     st.floats(1, 10_000),
     st.floats(0, 1),
     st.floats(100, 1e6),
     st.lists(st.tuples(st.integers(1, 64 * MB), st.sampled_from(["hot", "bulk"])), max_size=40),
 )
-def test_no_other_end_would_have_saved_more(
+def test_no_other_end_would_have_saved_more_by_what_was_measured(
     mb_s: float, latency_s: float, prefill: float, sizes: list[tuple[int, Tier]]
 ) -> None:
     admission = taught(
@@ -192,6 +159,9 @@ def test_no_other_end_would_have_saved_more(
     )
     match = [ChunkSize(nbytes, 256, tier) for nbytes, tier in sizes]
     shown = admission.describe()
+    assert shown["prefill_tokens_per_s"] == pytest.approx(prefill)
+    assert shown["bulk_bytes_per_s"] == pytest.approx(mb_s * MB)
+    assert shown["bulk_latency_s"] == pytest.approx(latency_s, abs=1e-8)
 
     def saved_s(end: int) -> float:
         used = {chunk.tier for chunk in match[:end]}

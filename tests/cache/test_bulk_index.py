@@ -52,17 +52,6 @@ def test_what_was_saved_is_found_without_being_announced(
         assert not shards[FIELD].hot
 
 
-def test_of_a_chunk_those_shards_are_found_that_are_there(
-    store: LocalStore, index: BulkIndex, tmp_path: Path
-) -> None:
-    save(store, None, shards=(LEFT, RIGHT))
-    [first, second, third] = save(store, None, TOKENS, shards=(WHOLE,))
-    (tmp_path / second.path().replace(str(WHOLE), str(RIGHT))).unlink()
-    found = index.find(NAMESPACE, HASHES, SIDES)
-    assert [set(shards or {}) for shards in found] == [set(SIDES), set(SIDES[:1]), set(SIDES)]
-    assert {first.group, third.group} == {0}
-
-
 def test_nothing_is_told_beyond_the_first_chunk_that_is_missing(
     store: LocalStore, index: BulkIndex
 ) -> None:
@@ -74,13 +63,14 @@ def test_nothing_is_told_beyond_the_first_chunk_that_is_missing(
 
 
 @given(st.integers(0, 3), st.integers(0, 3))
-def test_a_match_is_as_long_as_the_shorter_of_both_halves(left: int, right: int) -> None:
+def test_of_a_chunk_those_shards_are_found_that_are_there(left: int, right: int) -> None:
     store = MemoryStore()
     save(store, None, TOKENS[: left * CHUNK], shards=(LEFT,))
     save(store, None, TOKENS[: right * CHUNK], shards=(RIGHT,))
     found = BulkIndex(store).find(NAMESPACE, HASHES, SIDES)
-    complete = [shards is not None and len(shards) == 2 for shards in found]
-    assert complete == [place < min(left, right) for place in range(3)]
+    stored = [zip((left, right), SIDES, strict=True) for _ in range(3)]
+    due = [{side for count, side in both if place < count} for place, both in enumerate(stored)]
+    assert [set(shards or {}) for shards in found] == due
 
 
 def test_records_for_operators_are_what_the_headers_say(
@@ -199,14 +189,8 @@ def test_what_one_replica_found_corrupt_is_saved_anew(
     assert file.read_bytes() == payload
 
 
-def test_its_repr_names_the_store(index: BulkIndex, tmp_path: Path) -> None:
-    assert repr(index) == f"<BulkIndex of <LocalStore {tmp_path}>>"
-
-
-def test_checking_and_closing_are_the_stores(index: BulkIndex, tmp_path: Path) -> None:
+def test_a_folder_that_is_none_is_refused(index: BulkIndex, tmp_path: Path) -> None:
     index.check()
-    index.touch(NAMESPACE, HASHES, ttl_s=1)
-    index.close()
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(StoreDenied):

@@ -10,9 +10,11 @@ from objkv.codec.payload import Claim, Header, Provenance, encode, read_header
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ShardRecord
 from objkv.index.memory import MemoryIndex
+from objkv.stores.base import Buffer
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 from tests.codec.payloads import CLAIM, LAYERS, pages_of
+from tests.contracts.clock import ManualClock
 from tests.contracts.flaky import FlakyStore
 from tests.index.flaky_index import FlakyIndex
 
@@ -29,12 +31,30 @@ PAYLOAD, HEADER = payload_of()
 OTHER_CLAIM = replace(CLAIM, parent_hash=b"\x03" * 20)
 
 
+class SlowStore(MemoryStore):
+    """Every put takes two seconds of its clock."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def put_if_absent(self, key: str, value: Buffer) -> bool:
+        self.clock.advance(2.0)
+        return super().put_if_absent(key, value)
+
+
 class World:
-    def __init__(self) -> None:
-        self.bulk, self.hot = MemoryStore(), FlakyStore(MemoryStore())
+    def __init__(self, hot_save_bytes_max: int = 1 << 20) -> None:
+        self.clock = ManualClock()
+        self.bulk, self.hot = SlowStore(self.clock), FlakyStore(MemoryStore())
         self.index, self.recorder = FlakyIndex(MemoryIndex()), MemoryRecorder()
-        settings = CacheSettings("w", 60, 1000, 1 << 20)
-        self.cache = ChunkCache(self.bulk, self.hot, self.index, settings, self.recorder)
+        self.settings = CacheSettings("w", 60, 1000, hot_save_bytes_max)
+        self.cache = self.another_cache()
+
+    def another_cache(self) -> ChunkCache:
+        return ChunkCache(
+            self.bulk, self.hot, self.index, self.settings, self.recorder, clock=self.clock
+        )
 
     def record(self) -> ShardRecord | None:
         (found,) = self.index.lookup(KEY.namespace, [KEY.prefix_hash])
@@ -124,3 +144,54 @@ def test_one_process_saves_a_chunk_once_at_a_time(world: World) -> None:
     assert not world.cache.begin_save(KEY)
     world.cache.end_save(KEY)
     assert world.cache.begin_save(KEY)
+
+
+@pytest.mark.parametrize(("save_max", "hot"), [(len(PAYLOAD), True), (len(PAYLOAD) - 1, False)])
+def test_only_a_small_payload_becomes_hot_when_it_is_saved(save_max: int, hot: bool) -> None:
+    world = World(save_max)
+    assert world.cache.save(CLAIM, PAYLOAD, HEADER) is SaveOutcome.SAVED
+    assert (world.hot.get(PATH) is not None) is hot
+    assert (record := world.record()) is not None
+    assert record.hot is hot
+
+
+def test_a_put_tells_how_fast_the_link_is_and_one_that_sent_nothing_does_not(world: World) -> None:
+    world.cache.save(CLAIM, PAYLOAD, HEADER)
+    assert world.cache.link.bytes_per_s == pytest.approx(len(PAYLOAD) / 2.0)
+    assert world.cache.save(CLAIM, PAYLOAD, HEADER) is SaveOutcome.EXISTED
+    assert world.cache.link.puts.count == 1
+
+
+def test_a_load_tells_how_fast_bulk_is_but_not_when_it_came_from_hot(world: World) -> None:
+    world.cache.note_load(HEADER, hot=True, seconds=1.0)
+    world.cache.note_load(HEADER, hot=False, seconds=None)
+    assert world.cache.link.gets.count == 0
+    world.cache.note_load(HEADER, hot=False, seconds=1.0)
+    assert world.cache.link.gets.bytes_per_s == pytest.approx(HEADER.nbytes)
+
+
+@pytest.mark.parametrize("becomes", ["kept", "evicted", "unreachable"])
+def test_who_finds_anothers_payload_promises_the_hot_copy_that_there_is(
+    world: World, becomes: str
+) -> None:
+    assert world.another_cache().save(CLAIM, PAYLOAD, HEADER) is SaveOutcome.SAVED
+    if becomes == "evicted":
+        world.hot.delete(PATH)
+    elif becomes == "unreachable":
+        world.hot.fail_until_mended(StoreUnavailable("gone"))
+    assert world.cache.save(CLAIM, PAYLOAD, HEADER) is SaveOutcome.EXISTED
+    assert (record := world.record()) is not None
+    assert record.hot is (becomes == "kept")
+    assert world.recorder.value("hot_errors") == (becomes == "unreachable")
+
+
+@pytest.mark.parametrize("save_max", [len(PAYLOAD), 0])
+def test_mending_a_corrupt_payload_mends_its_hot_copy_or_promises_none(save_max: int) -> None:
+    world = World(save_max)
+    world.bulk.put(PATH, PAYLOAD)
+    world.hot.put(PATH, b"not " + PAYLOAD[4:])
+    world.cache.reject(KEY, {}, corrupt=True)
+    world.cache.save(CLAIM, PAYLOAD, HEADER)
+    assert (record := world.record()) is not None
+    assert record.hot is bool(save_max)
+    assert not save_max or world.hot.get(PATH) == PAYLOAD

@@ -5,6 +5,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -114,13 +115,18 @@ def given_up(candidates: list[Candidate], free_bytes: int) -> list[int]:
     return [int.from_bytes(one.prefix_hash, "big") for one in chosen]
 
 
-def test_a_chain_loses_its_end() -> None:
-    assert given_up(chain(5), 25) == [4, 3, 2]
-
-
-def test_what_was_used_longer_ago_goes_first() -> None:
-    candidates = chain(2, used_s=NOW_S - 10) + chain(2, first=10, used_s=NOW_S - 5_000)
-    assert given_up(candidates, 20) == [11, 10]
+@pytest.mark.parametrize(
+    ("candidates", "free_bytes", "goes"),
+    [
+        (chain(2, used_s=NOW_S - 10) + chain(2, first=10, used_s=NOW_S - 5_000), 20, [11, 10]),
+        (chain(1, used_s=NOW_S - 9, hits=9) + chain(1, first=10, used_s=NOW_S - 9), 5, [10]),
+        (chain(1, nbytes=10) + chain(1, first=10, nbytes=1_000), 5, [10]),
+        (chain(3, used_s=0) + chain(4, first=10, hits=50)[2:], 30, [13, 12, 2]),
+    ],
+    ids=["used longer ago", "hit less often", "larger", "lost its beginning"],
+)
+def test_what_goes_first(candidates: list[Candidate], free_bytes: int, goes: list[int]) -> None:
+    assert given_up(candidates, free_bytes) == goes
 
 
 def test_the_last_hit_counts_as_use_and_so_does_the_save() -> None:
@@ -131,21 +137,6 @@ def test_the_last_hit_counts_as_use_and_so_does_the_save() -> None:
     assert given_up([touched, saved], 5) == [10]
     touched = replace(touched, touched_s=NOW_S - 1_000)
     assert given_up([touched, saved], 5) == [0]
-
-
-def test_what_was_hit_more_often_stays_longer() -> None:
-    candidates = chain(1, used_s=NOW_S - 9, hits=9) + chain(1, first=10, used_s=NOW_S - 9)
-    assert given_up(candidates, 5) == [10]
-
-
-def test_of_equal_use_what_takes_more_bytes_goes_first() -> None:
-    candidates = chain(1, nbytes=10) + chain(1, first=10, nbytes=1_000)
-    assert given_up(candidates, 5) == [10]
-
-
-def test_what_has_lost_its_beginning_goes_before_all_else() -> None:
-    lost = chain(4, first=10, hits=50)[2:]
-    assert given_up(chain(3, used_s=0) + lost, 30) == [13, 12, 2]
 
 
 def test_fame_of_long_ago_does_not_keep_what_nobody_asks_for() -> None:
@@ -162,18 +153,11 @@ def test_fame_of_long_ago_does_not_keep_what_nobody_asks_for() -> None:
 
 
 def test_records_that_name_each_other_as_parents_end() -> None:
-    one, two = chain(2)
     looped = [
         Candidate(name(0), name(1), 0, SIZE, 1, 0, 0, 0, pinned=False),
         Candidate(name(1), name(0), SIZE, 0, 1, 0, 0, 0, pinned=False),
     ]
     assert len(choose(looped, free_bytes=100, now_s=NOW_S)) == 2
-    assert len(choose([one, two], free_bytes=100, now_s=NOW_S)) == 2
-
-
-def test_clocks_that_differ_change_no_more_than_the_order() -> None:
-    candidates = chain(3, used_s=2 * NOW_S) + chain(3, first=10, used_s=-5)
-    assert sorted(given_up(candidates, 60)) == [0, 1, 2, 10, 11, 12]
 
 
 def test_another_policy_may_rank_ends_but_not_change_their_order_in_a_chain() -> None:

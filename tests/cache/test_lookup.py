@@ -265,11 +265,6 @@ def test_a_forgotten_request_that_waits_gives_its_place_to_another(
     service.close()
 
 
-def test_a_closed_service_answers_no_match(service: LookupService) -> None:
-    service.close()
-    assert service.ask("r", NS, HASHES) == (None, None, None)
-
-
 def test_asking_takes_nothing_from_the_prompt_on_the_caller_s_thread(
     service: LookupService, index: GatedIndex
 ) -> None:
@@ -323,6 +318,7 @@ def test_closing_ends_the_threads(service: LookupService, index: GatedIndex) -> 
     assert set(enumerate_threads()) - before
     slow.close()
     assert not set(enumerate_threads()) - before
+    assert slow.ask("other", NS, HASHES) == (None, None, None)
 
 
 def test_a_failing_background_job_is_counted(

@@ -17,7 +17,6 @@ WINDOW = GroupIdentity("sliding_window", 100, ("c",), heads=4, content=16, block
 LOCAL = GroupIdentity("chunked_local", 96, ("d",), heads=4, content=16, block_size=32)
 LATENT = GroupIdentity("mla", None, ("e",), heads=1, content=16, block_size=32)
 STATE = GroupIdentity("mamba", None, ("f",), heads=1, content=16, block_size=32, state="s")
-CHUNK = 64
 
 
 def shards(*fields: str) -> Shards:
@@ -27,20 +26,6 @@ def shards(*fields: str) -> Shards:
 def whole(number: int, group: GroupIdentity) -> str:
     """The field of all layers and heads of a group."""
     return f"{number}.L0-{len(group.layers)}_H0-{group.heads}"
-
-
-WHOLE_FULL = whole(0, FULL)
-WHOLE_WINDOW = whole(1, WINDOW)
-
-
-def test_a_match_ends_before_the_first_chunk_that_is_missing() -> None:
-    found = [shards(WHOLE_FULL), shards(WHOLE_FULL), None, shards(WHOLE_FULL)]
-    assert usable_chunks(found, [FULL], CHUNK) == 2
-
-
-def test_nothing_stored_is_no_match() -> None:
-    assert usable_chunks([None, None], [FULL], CHUNK) == 0
-    assert usable_chunks([], [FULL], CHUNK) == 0
 
 
 def test_shards_of_several_ranks_cover_a_group_together() -> None:
@@ -62,34 +47,6 @@ def test_with_dcp_all_ranks_of_one_division_are_needed() -> None:
 
 def test_a_field_of_another_form_is_ignored() -> None:
     assert not covered(shards("0.whatever", "rubbish"), 0, FULL)
-
-
-def test_a_window_needs_only_the_chunks_that_it_reaches() -> None:
-    both, full_only = shards(WHOLE_FULL, WHOLE_WINDOW), shards(WHOLE_FULL)
-    # 99 tokens before the end are seen: two chunks of 64.
-    assert usable_chunks([full_only, both, both], [FULL, WINDOW], CHUNK) == 3
-    assert usable_chunks([both, both, full_only], [FULL, WINDOW], CHUNK) == 2
-    assert usable_chunks([both, full_only, both], [FULL, WINDOW], CHUNK) == 1
-
-
-def test_a_state_needs_only_the_chunk_at_the_end() -> None:
-    both, full_only = shards(WHOLE_FULL, whole(1, STATE)), shards(WHOLE_FULL)
-    assert usable_chunks([full_only, full_only, both], [FULL, STATE], CHUNK) == 3
-    assert usable_chunks([both, both, full_only], [FULL, STATE], CHUNK) == 2
-    assert usable_chunks([full_only, full_only], [FULL, STATE], CHUNK) == 0
-
-
-def test_chunked_local_attention_needs_what_follows_its_last_boundary() -> None:
-    both, full_only = shards(WHOLE_FULL, whole(1, LOCAL)), shards(WHOLE_FULL)
-    # Boundaries at 96, 192: three chunks of 64 end on one, and need nothing.
-    assert usable_chunks([full_only, full_only, full_only], [FULL, LOCAL], CHUNK) == 3
-    assert usable_chunks([full_only, both], [FULL, LOCAL], CHUNK) == 2
-    assert usable_chunks([both, full_only], [FULL, LOCAL], CHUNK) == 1
-
-
-def test_a_model_of_windows_alone_needs_no_chunk_that_they_have_left() -> None:
-    stored = shards(whole(0, WINDOW))
-    assert usable_chunks([None, None, stored, stored], [WINDOW], CHUNK) == 4
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from threading import Event
 
 import pytest
 
-from objkv.cache.quota import Quota, TenantUsage, Unlimited, read_tenant
+from objkv.cache.quota import Quota, TenantUsage, read_tenant
 from objkv.errors import StoreUnavailable
 from objkv.index.base import Usage
 from objkv.keys.identity import identity_path
@@ -20,8 +20,6 @@ OTHER = "f" * 32
 
 
 class Place:
-    """Usage that a test sets."""
-
     def __init__(self) -> None:
         self.used: int | None = 0
         self.was_read = Event()
@@ -41,13 +39,6 @@ def place() -> Place:
 @pytest.fixture
 def recorder() -> MemoryRecorder:
     return MemoryRecorder()
-
-
-def test_without_a_quota_there_is_room() -> None:
-    room = Unlimited()
-    room.add(1 << 60)
-    assert room.has_room()
-    room.close()
 
 
 def test_a_full_place_takes_nothing_until_it_has_room(

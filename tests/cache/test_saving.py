@@ -31,8 +31,6 @@ class Item:
 
 
 class Target:
-    """Records the calls of a save."""
-
     def __init__(self) -> None:
         self.seal, self.link = None, LinkSpeed()
         self.error: Exception | None = None
@@ -71,7 +69,6 @@ class World:
         )
 
     def save(self, item: Item) -> list[str]:
-        """The calls that the save of ``item`` makes."""
         before = len(self.target.calls)
         assert self.pool.put([item])
         assert self.pool.drain(30.0)

@@ -21,6 +21,8 @@ from objkv.cache.switch import (
 from objkv.errors import ConfigError, PayloadError, StoreUnavailable
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
+from tests.contracts.clock import ManualClock
+from tests.contracts.flaky import FlakyStore
 
 NOW_S = 1_800_000_000
 OURS, THEIRS = "a" * 32, "b" * 32
@@ -30,22 +32,15 @@ def order(mode: Any = "never", namespace: str | None = None, lasts_s: int = 3600
     return Switch(mode, namespace, NOW_S + lasts_s, NOW_S, "ops@desk")
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = float(NOW_S)
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def replica(bulk: Any, clock: Clock | None = None) -> tuple[AdmissionSwitch, MemoryRecorder]:
+def replica(bulk: Any, clock: ManualClock | None = None) -> tuple[AdmissionSwitch, MemoryRecorder]:
     recorder = MemoryRecorder()
     ours = SimpleNamespace(name=OURS)
-    return AdmissionSwitch("always", bulk, ours, recorder, clock=clock or Clock()), recorder
+    clock = clock or ManualClock(NOW_S)
+    return AdmissionSwitch("always", bulk, ours, recorder, clock=clock), recorder
 
 
 def test_an_order_is_followed_until_its_end_and_goes_before_the_settings() -> None:
-    bulk, clock = MemoryStore(), Clock()
+    bulk, clock = MemoryStore(), ManualClock(NOW_S)
     switch, recorder = replica(bulk, clock)
     policy = AdmissionPolicy(lambda: switch.mode, recorder)
     chunks = [ChunkSize(1000, 256, "bulk")]
@@ -58,7 +53,7 @@ def test_an_order_is_followed_until_its_end_and_goes_before_the_settings() -> No
     assert (switch.mode, policy.admit(chunks)) == ("never", 0)
     assert recorder.value("admission_switched") == 1
 
-    clock.now_s += 3600
+    clock.advance(3600)
     assert (switch.mode, policy.admit(chunks)) == ("always", 1)
     switch.read()
     assert recorder.value("admission_switched") == 0
@@ -91,21 +86,16 @@ def test_a_later_order_replaces_an_earlier_one_and_ended_ones_go() -> None:
     assert in_force(read_switches(bulk), OURS, now_s=NOW_S) == order("always")
 
 
-class Failing(MemoryStore):
-    def get_range(self, key: str, start: int, end: int) -> bytes | None:
-        raise StoreUnavailable("down")
-
-
 def test_without_an_answer_the_last_order_stays_in_force_until_its_end() -> None:
-    bulk, clock = MemoryStore(), Clock()
+    bulk, clock = FlakyStore(MemoryStore()), ManualClock(NOW_S)
     set_switch(bulk, order("never"))
     switch, recorder = replica(bulk, clock)
     switch.read()
-    switch._bulk = Failing()
+    bulk.fail_until_mended(StoreUnavailable("down"))
     switch.read()
     assert switch.mode == "never"
     assert recorder.value("admission_switch_errors") == 1
-    clock.now_s += 3600
+    clock.advance(3600)
     switch.read()
     assert switch.mode == "always"
 

@@ -65,21 +65,6 @@ def test_a_second_look_finds_nothing_left(run: Run, machine: Machine) -> None:
     assert run("rebuild").code == 0
 
 
-def test_apply_of_verify_needs_quarantine(run: Run, machine: Machine) -> None:
-    refused(run("verify", "--apply"), "--apply needs --quarantine")
-
-
-def test_a_look_says_when_apply_would_be_refused(run: Run, machine: Machine) -> None:
-    machine.fill()
-    for entry in list(machine.bulk.scan(f"{NAMESPACE}/")):
-        if entry.key.endswith(".safetensors"):
-            machine.bulk.delete(entry.key)
-    looked = run("verify", "--all", "--quarantine")
-    assert looked.code == 1
-    assert "--apply would be refused: the bulk store has none of the payloads" in looked.out
-    refused(run("verify", "--all", "--quarantine", "--apply"), "none of the payloads")
-
-
 def test_every_command_with_a_dry_look_calls_it_the_same() -> None:
     found = {
         path.removeprefix("objkv ")

@@ -1,12 +1,10 @@
 """``objkv diff``."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.keys.identity import Identity, identity_path
 from tests.cli.conftest import Machine, Run, refused
 from tests.support.samples import IDENTITY, NAMESPACE, save_identity
@@ -61,11 +59,6 @@ def test_a_namespace_that_is_not_there_is_2_with_those_that_are_close(
     far = run("diff", NAMESPACE, "0123456789abcdef" * 2)
     assert (far.code, far.err.count("\n")) == (2, 1)
     assert "a reader logs its identity instead of saving it" in far.err
-    for number in range(5):
-        chunk = ChunkEntry(f"{number}e" * 16, b"h" * 20, b"p" * 20, 0, 16)
-        two.index.publish(chunk, {"0.x": ShardRecord(1, 1, "none", False, "", 1)}, ttl_s=60)
-    far = run("diff", NAMESPACE, "ab" * 16)
-    assert re.search(r"\(in the index: \w+, \w+, \w+ and 3 more\)$", far.err)
     blind = run("diff", NAMESPACE, typo, "--index-url", NOWHERE)
     assert (blind.code, blind.out) == (2, "")
 

@@ -1,6 +1,5 @@
 """``objkv exporter``: one page for Prometheus, whatever the ends do; and an orderly end."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -16,8 +15,6 @@ from tests.cli.conftest import Machine, Run
 from tests.support.samples import IDENTITY, NAMESPACE
 
 UNREACHABLE = "redis://127.0.0.1:1/0"
-
-
 OURS = (IDENTITY.model, NAMESPACE, IDENTITY.tenant)
 
 
@@ -30,7 +27,9 @@ def samples(text: str) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_once_prints_the_page_and_ends(machine: Machine, run: Run) -> None:
+def test_once_prints_the_page_and_scans_only_where_it_is_asked_to(
+    machine: Machine, run: Run
+) -> None:
     machine.fill()
     ran = run("exporter", "--once")
     found = samples(ran.out)
@@ -39,9 +38,6 @@ def test_once_prints_the_page_and_ends(machine: Machine, run: Run) -> None:
     assert found["objkv_up", "bulk"] == found["objkv_up", "index"] == 1
     assert not [name for name, *_ in found if name.startswith("objkv_scan_")]
 
-
-def test_a_scan_is_made_only_where_it_is_asked_for(machine: Machine, run: Run) -> None:
-    machine.fill()
     found = samples(run("exporter", "--once", "--scan-every", "3600").out)
     assert found["objkv_scan_payloads", *OURS] == 6
 
@@ -63,16 +59,12 @@ def test_looking_makes_no_folder(home: Path, run: Run) -> None:
 
 
 @contextmanager
-def serving(home: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    own = {name: value for name, value in os.environ.items() if not name.startswith("OBJKV_")}
+def serving() -> Iterator[tuple[subprocess.Popen[str], str]]:
     process = subprocess.Popen(
         [sys.executable, "-m", "objkv.cli", "exporter", "--port", "0"],
-        env=own | {"XDG_CACHE_HOME": str(home)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A shell that runs the tests in the background makes its children ignore interrupts.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
         assert process.stdout is not None
@@ -84,12 +76,10 @@ def serving(home: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_serves_until_it_is_told_to_end(
-    machine: Machine, home: Path, number: signal.Signals
-) -> None:
+def test_it_serves_until_it_is_told_to_end(machine: Machine, number: signal.Signals) -> None:
     machine.fill()
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with serving(home) as (process, url):
+    with serving() as (process, url):
         assert url.startswith("http://127.0.0.1:")
         with opener.open(url, timeout=60) as response:
             found = samples(response.read().decode())

@@ -22,6 +22,7 @@ COMMANDS = {
     "ls": "ls {name} --json",
     "ls -n": "ls -n {name} --json",
     "ls --bulk": "ls --bulk {name} --json",
+    "ls --tree": "ls --tree {name} --json",
     "match": "match -n {name} --json",
     "pin": "pin {leaf} -n {name} --json",
     "pin --list": "pin --list -n {name} --json",

@@ -13,32 +13,27 @@ from objkv import __version__
 from tests.cli.conftest import Machine
 from tests.support.samples import CHUNK, NAMESPACE, TOKENS
 
+pytestmark = pytest.mark.usefixtures("home")
 OBJKV = Path(sys.executable).with_name("objkv")
 
 
-def objkv(home: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("OBJKV_")}
+def objkv(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(OBJKV), *arguments],
-        env={**environ, "XDG_CACHE_HOME": str(home)},
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=280,
+        [str(OBJKV), *arguments], input=stdin, capture_output=True, text=True, timeout=280
     )
 
 
 @pytest.mark.slow
 def test_from_an_empty_machine_to_a_served_prompt(home: Path) -> None:
-    first = objkv(home, "ls", "--json")
+    first = objkv("ls", "--json")
     assert (first.returncode, first.stderr) == (0, "")
     assert json.loads(first.stdout)["namespaces"] == []
 
     digest = Machine(home).fill()[2]
-    [namespace] = json.loads(objkv(home, "ls", "--json").stdout)["namespaces"]
+    [namespace] = json.loads(objkv("ls", "--json").stdout)["namespaces"]
     assert (namespace["namespace"], namespace["chunks"]) == (NAMESPACE, 3)
-    assert json.loads(objkv(home, "show", digest, "--json").stdout)["verdict"] == "ok"
-    matched = objkv(home, "match", "--json", stdin=json.dumps(TOKENS))
+    assert json.loads(objkv("show", digest, "--json").stdout)["verdict"] == "ok"
+    matched = objkv("match", "--json", stdin=json.dumps(TOKENS))
     assert json.loads(matched.stdout)["usable_tokens"] == 3 * CHUNK
 
 
@@ -62,11 +57,10 @@ finally:
 """
 
 
-def imported(home: Path, *arguments: str) -> set[str]:
+def imported(*arguments: str) -> set[str]:
     """The modules that a process imports in which a command succeeds."""
     ran = subprocess.run(
         [sys.executable, "-c", IMPORTED, *arguments],
-        env={**os.environ, "XDG_CACHE_HOME": str(home)},
         capture_output=True,
         text=True,
         timeout=280,
@@ -77,8 +71,8 @@ def imported(home: Path, *arguments: str) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("argument", ["--version", "--help"])
-def test_what_only_prints_imports_almost_nothing(home: Path, argument: str) -> None:
-    modules = imported(home, argument)
+def test_what_only_prints_imports_almost_nothing(argument: str) -> None:
+    modules = imported(argument)
     assert len(modules) <= MODULES_MAX
     assert not modules & SLOW
 
@@ -87,15 +81,15 @@ def test_what_only_prints_imports_almost_nothing(home: Path, argument: str) -> N
 @pytest.mark.parametrize(
     "name", ["access", "audit", "diff", "doctor", "ls", "match", "sweep", "verify", "warm"]
 )
-def test_the_help_of_a_command_opens_no_client(home: Path, name: str) -> None:
-    modules = imported(home, name, "--help")
+def test_the_help_of_a_command_opens_no_client(name: str) -> None:
+    modules = imported(name, "--help")
     assert len(modules) <= HELP_MODULES_MAX
     assert modules & HEAVY <= {"tokenizers"}
 
 
-def test_a_folder_and_a_file_need_no_client_of_a_server(home: Path) -> None:
-    Machine(home).fill()
-    assert not imported(home, "ls") & {"boto3", "botocore", "redis", "httpx", "jinja2", "torch"}
+def test_a_folder_and_a_file_need_no_client_of_a_server(machine: Machine) -> None:
+    machine.fill()
+    assert not imported("ls") & {"boto3", "botocore", "redis", "httpx", "jinja2", "torch"}
 
 
 @pytest.mark.parametrize("start", [("-m", "objkv"), ("-m", "objkv.cli")])
@@ -106,10 +100,9 @@ def test_python_runs_the_command_too(start: tuple[str, str]) -> None:
     assert (ran.returncode, ran.stdout) == (0, f"objkv {__version__}\n")
 
 
-def test_a_reader_that_goes_away_is_not_what_a_check_found(home: Path) -> None:
+def test_a_reader_that_goes_away_is_not_what_a_check_found() -> None:
     process = subprocess.Popen(
         [str(OBJKV), "doctor"],
-        env={**os.environ, "XDG_CACHE_HOME": str(home)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -121,16 +114,13 @@ def test_a_reader_that_goes_away_is_not_what_a_check_found(home: Path) -> None:
         assert process.stderr.read() == b""
 
 
-def test_an_interrupt_ends_with_130(home: Path) -> None:
+def test_an_interrupt_ends_with_130() -> None:
     process = subprocess.Popen(
         [str(OBJKV), "match"],
-        env={**os.environ, "XDG_CACHE_HOME": str(home)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A shell that runs the tests in the background makes its children ignore interrupts.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdin is not None
     # Its reading shows that it started: more than a pipe holds cannot be sent before that.
@@ -147,14 +137,11 @@ def test_an_interrupt_ends_with_130(home: Path) -> None:
     process.stdout.close()
 
 
-def ran_by_a_shell(
-    home: Path, arguments: str, **environ: str
-) -> subprocess.CompletedProcess[bytes]:
-    own = {name: value for name, value in os.environ.items() if not name.startswith("OBJKV_")}
+def ran_by_a_shell(arguments: str, **environ: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(  # noqa: S602  # what the shell leaves open is what is tested
         f"{OBJKV} {arguments}",
         shell=True,
-        env={**own, "XDG_CACHE_HOME": str(home), **environ},
+        env=os.environ | environ,
         capture_output=True,
         timeout=280,
     )
@@ -170,10 +157,8 @@ def ran_by_a_shell(
         ("match <&-", 2),
     ],
 )
-def test_streams_that_the_caller_has_closed_are_no_error(
-    home: Path, arguments: str, code: int
-) -> None:
-    ran = ran_by_a_shell(home, arguments)
+def test_streams_that_the_caller_has_closed_are_no_error(arguments: str, code: int) -> None:
+    ran = ran_by_a_shell(arguments)
     assert ran.returncode == code, ran.stderr
     assert ran.stderr == (b"objkv: the prompt is empty (no token ids)\n" if code else b"")
 
@@ -182,19 +167,17 @@ def test_streams_that_the_caller_has_closed_are_no_error(
 @pytest.mark.parametrize(
     ("encoding", "shown"), [("ascii", b"mod\\xe8le\\u2192"), ("latin-1", b"mod\xe8le\\u2192")]
 )
-def test_characters_that_the_output_lacks_are_escaped(
-    home: Path, encoding: str, shown: bytes
-) -> None:
+def test_characters_that_the_output_lacks_are_escaped(encoding: str, shown: bytes) -> None:
     environ = {"PYTHONIOENCODING": encoding, "OBJKV_MODEL_ID": "modèle→"}
-    ran = ran_by_a_shell(home, "doctor", **environ)
+    ran = ran_by_a_shell("doctor", **environ)
     assert ran.returncode == 0, ran.stderr
     assert shown in ran.stdout
 
 
-def test_input_that_is_no_text_is_said(home: Path, tmp_path: Path) -> None:
+def test_input_that_is_no_text_is_said(tmp_path: Path) -> None:
     (tmp_path / "tokens").write_bytes(b"\xff")
     strict = {"PYTHONIOENCODING": "utf-8:strict"}
-    ran = ran_by_a_shell(home, f"match < {tmp_path / 'tokens'}", **strict)
+    ran = ran_by_a_shell(f"match < {tmp_path / 'tokens'}", **strict)
     assert (ran.returncode, ran.stderr.split(b";")[0]) == (
         2,
         b"objkv: '\\udcff' is not a token id",

@@ -12,7 +12,6 @@ from objkv.index.base import ChunkEntry
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import Identity, sealed_extra
 from objkv.keys.prefix import root_hash
-from objkv.stores.local import LocalStore
 from tests.cli.conftest import Machine, Ran, Run
 from tests.codec.payloads import LAYERS, PROVENANCE, pages_of
 from tests.support.samples import CHUNK, IDENTITY, WHOLE, record_of, save_identity
@@ -45,6 +44,10 @@ def sealed_by(secret: bytes, key_id: str) -> Seal:
     return Seal([key], [key])
 
 
+FORGED = sealed_by(b"else" * 8, "ours")
+"""Nobody who reads has this key."""
+
+
 @pytest.fixture
 def keys(machine: Machine) -> dict[str, ChunkKey]:
     return {
@@ -63,27 +66,13 @@ def with_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OBJKV_ENCRYPTION_KEYS_FILE", str(file))
 
 
-def break_seal(bulk: LocalStore, identity: Identity, key: ChunkKey) -> None:
-    """Another payload in its place, whole and of that name, which nobody with a key has made."""
-    claim = Claim(key, root_hash(identity.namespace()), 0, CHUNK)
-    forged = encode(
-        claim,
-        LAYERS,
-        pages_of(LAYERS),
-        codec="none",
-        provenance=PROVENANCE,
-        seal=sealed_by(b"else" * 8, "ours"),
-    )
-    bulk.put(key.path(), forged)
-
-
 @pytest.mark.usefixtures("with_keys")
 def test_each_namespace_is_verified_as_it_is_sealed(
     run: Run, machine: Machine, keys: dict[str, ChunkKey]
 ) -> None:
     ran = run("verify", "--all", "--json")
     assert (ran.code, ran.document["ok"]) == (0, 3)
-    break_seal(machine.bulk, SEALED, keys["sealed"])
+    put(machine, SEALED, FORGED)
     ran = run("verify", "--all", "--json")
     assert ran.document["ok"] == 2
     (finding,) = ran.document["findings"]
@@ -115,7 +104,7 @@ def test_a_payload_is_shown_with_who_sealed_it(
         assert OURS.hex() not in ran.out + ran.err
     shown = run("show", keys["plain"].path(), "--json").document["payloads"][0]
     assert (shown["signed_by"], shown["seal_verified"]) == (None, None)
-    break_seal(machine.bulk, SEALED, keys["sealed"])
+    put(machine, SEALED, FORGED)
     assert run("show", keys["sealed"].path()).code == 1
 
 

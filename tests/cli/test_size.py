@@ -1,8 +1,5 @@
 """``objkv size``."""
 
-import json
-from pathlib import Path
-
 import pytest
 
 from tests.cli.conftest import Run
@@ -29,19 +26,6 @@ def test_settings_decide_about_chunks_and_their_life(
     assert document["sizing"]["chunk"]["tokens"] == 512
     assert document["load"]["ttl_s"] == 600
     assert run("size", *TINY, "--ttl", "60", "--json").document["load"]["ttl_s"] == 60
-
-
-def test_a_folder_is_read(run: Run, tmp_path: Path) -> None:
-    config = {
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "head_dim": 64,
-        "torch_dtype": "bfloat16",
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    document = run("size", "--model", str(tmp_path), "--json").document
-    assert document["sizing"]["chunk"]["raw_bytes"] == 4 * 2 * 128 * 2 * 256
-    assert document["sizing"]["source"] == str(tmp_path / "config.json")
 
 
 def test_models_known_by_name_are_listed(run: Run) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from objkv.assembly.backends import Backends, open_backends
 from objkv.assembly.seal import open_seal
+from objkv.cache.pins import Pin
 from objkv.config import load_config
 from objkv.errors import StoreDenied
 from objkv.index.shapes import SHAPES_HASH
@@ -148,9 +149,6 @@ def test_pinned_payloads_are_not_swept_although_their_record_is_gone(
     run: Run, ends: Backends
 ) -> None:
     planted = DamagedStore(ends).plant(Defects(good=6, orphan=1))
-    run("pin", "--help")  # fails unless the command is there
-    from objkv.cache.pins import Pin
-
     key = ChunkKey.parse(planted["orphan"][0])
     pin = Pin(NAMESPACE, (key.prefix_hash,), 16, int(time.time()) + 1000, 0)
     ends.bulk.put(pin.path(), pin.document())
@@ -180,7 +178,6 @@ def test_only_the_categories_that_were_named_are_swept(run: Run, ends: Backends)
     run("sweep", "--apply", "--grace", "0", "--only", "ghost", "--only", "old_epoch")
     left = found(run("sweep", "--grace", "0", "--json").document)
     assert left == {"orphan": planted["orphan"]}
-    assert run("sweep", "--only", "ghosts").code == 2
 
 
 def test_an_index_of_another_bucket_is_not_emptied(
@@ -252,6 +249,8 @@ def test_records_are_not_forgotten_because_the_bulk_store_is_another_one(
         for path in planted["good"][:count]:
             ends.bulk.delete(path)
         for how in (("--all",), ("--sample", "60")):
+            looked = run("verify", *how, "--quarantine")
+            assert (looked.code, "--apply would be refused: " in looked.out) == (1, True)
             refused = run("verify", *how, "--quarantine", "--apply", "--json")
             assert refused.code == 2, refused.out
             assert why in refused.err
@@ -312,34 +311,6 @@ def test_an_index_that_knows_little_is_no_fine_one(
     assert "8 more have no record" in ran.out
     assert run("rebuild", "--apply").code == 0
     assert run("verify", *options).code == 0
-
-
-@pytest.mark.parametrize("command", [("verify", "--all"), ("sweep",), ("rebuild",), ("ls",)])
-def test_what_reads_makes_no_folder(run: Run, tmp_path: Path, command: tuple[str, ...]) -> None:
-    index = ("--index-url", f"sqlite://{tmp_path}/index.sqlite")
-    ran = run(*command, "--bulk-url", f"file://{tmp_path}/none/zz", *index)
-    assert (ran.code, "no such folder" in ran.err) == (2, True), ran.out
-    assert not (tmp_path / "none").exists()
-    assert run(*command).code == 0
-    assert not (tmp_path / "objkv" / "chunks").exists()
-
-
-@pytest.mark.parametrize(
-    ("command", "first"),
-    [("verify", "_places"), ("sweep", "survey"), ("rebuild", "stored_namespaces")],
-)
-def test_an_interrupt_before_the_first_unit_shows_what_was_done(
-    run: Run, ends: Backends, monkeypatch: pytest.MonkeyPatch, command: str, first: str
-) -> None:
-    DamagedStore(ends).plant(Defects(good=4))
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(f"objkv.cli.{command}.{first}", interrupted)
-    ran = run(command)
-    assert ran.code == 130
-    assert "incomplete, interrupted" in ran.out
 
 
 def test_one_namespace_that_looks_wrong_does_not_stop_a_sweep(run: Run, ends: Backends) -> None:

@@ -2,19 +2,25 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import objkv
+from objkv.assembly.backends import Backends
 from objkv.client.matching import Matcher
 from objkv.errors import ConfigError, StoreUnavailable
+from objkv.index.base import ChunkEntry
 from objkv.index.memory import MemoryIndex
 from objkv.keys.prefix import PromptExtras
+from objkv.keys.topology import Shard
 from objkv.stores.memory import MemoryStore
-from tests.client.contract import ClientContract, SharedClientContract
+from tests.client.contract import ClientContract, SharedClientContract, announce
+from tests.contracts.clock import ManualClock
+from tests.contracts.flaky import FlakyStore
 from tests.ops.warm.test_chat import folder as tokenizer_folder
-from tests.support.samples import NAMESPACE, TOKENS, save, save_identity
+from tests.support.samples import LEFT, NAMESPACE, RIGHT, TOKENS, WHOLE, save, save_identity
 
 __all__ = ["tokenizer_folder"]
 
@@ -37,6 +43,23 @@ class TestSqlite(SharedClientContract):
             "bulk_url": f"file://{tmp_path}/chunks",
             "index_url": f"sqlite://{tmp_path}/index.sqlite",
         }
+
+    @pytest.mark.parametrize("shards", [(WHOLE,), (LEFT, RIGHT)], ids=["one rank", "two ranks"])
+    def test_hot_copies_are_counted(
+        self, client: objkv.Client, stores: Backends, shards: tuple[Shard, ...]
+    ) -> None:
+        save_identity(stores.bulk)
+        keys = save(stores.bulk, stores.index, shards=shards)
+        for prefix_hash in dict.fromkeys(key.prefix_hash for key in keys[: 2 * len(shards)]):
+            [record] = stores.index.lookup(NAMESPACE, [prefix_hash])
+            assert record is not None
+            hot = {name: replace(shard, hot=True) for name, shard in record.shards.items()}
+            place = (record.parent_hash, record.token_start, record.token_end)
+            stores.index.publish(ChunkEntry(NAMESPACE, prefix_hash, *place), hot, ttl_s=3_600)
+        announce(stores, *(f"0.{shard}" for shard in shards))
+        found = client.match(TOKENS)
+        assert (found.tokens, found.hot_tokens, found.bulk_tokens) == (48, 32, 16)
+        assert [chunk.hot for chunk in client.chunks()].count(True) == 2
 
 
 class TestFolderAlone(SharedClientContract):
@@ -97,29 +120,8 @@ def test_text_and_messages_become_the_model_s_tokens(
             client.match("hi")
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1e9
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class CountedStore(MemoryStore):
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads = 0
-        self.fails = False
-
-    def get_range(self, key: str, start: int, length: int) -> bytes | None:
-        self.reads += 1
-        if self.fails:
-            raise StoreUnavailable("gone")
-        return super().get_range(key, start, length)
-
-
 def test_names_are_kept_for_half_a_minute_and_while_the_store_fails() -> None:
-    bulk, index, clock = CountedStore(), MemoryIndex(), Clock()
+    bulk, index, clock = FlakyStore(MemoryStore()), MemoryIndex(), ManualClock()
     save_identity(bulk)
     save(bulk, index)
     matcher = Matcher(bulk, index, ttl_s=3_600, clock=clock)
@@ -128,14 +130,14 @@ def test_names_are_kept_for_half_a_minute_and_while_the_store_fails() -> None:
         return matcher.match(matcher.known("acme/tiny"), TOKENS, PromptExtras()).chunks
 
     assert chunks() == 3
-    read = bulk.reads
-    clock.now += 29
+    read = len(bulk.calls)
+    clock.advance(29)
     assert chunks() == 3
-    assert bulk.reads == read
-    clock.now += 2
-    bulk.fails = True
+    assert len(bulk.calls) == read
+    clock.advance(2)
+    bulk.fail_until_mended(StoreUnavailable("gone"))
     assert chunks() == 3
-    assert bulk.reads > read
+    assert len(bulk.calls) > read
     with pytest.raises(StoreUnavailable):
         matcher.known(NAMESPACE)
 
@@ -143,6 +145,8 @@ def test_names_are_kept_for_half_a_minute_and_while_the_store_fails() -> None:
 IMPORTS = """
 import sys
 import objkv
+assert not [name for name in sys.modules if name.startswith("objkv.")]
+assert not hasattr(objkv, "nothing")
 assert dir(objkv) == sorted(objkv.__all__)
 assert {"open", "warm", "Client", "Match", "StoreError"} <= set(dir(objkv))
 objkv.open(bulk_url="memory:", index_url="memory:").namespaces()

@@ -19,7 +19,7 @@ from objkv.codec.compress import CODECS, compress
 from objkv.codec.header import PARTS_MAX, digest
 from objkv.codec.payload import LayerSpec, frame_pages, open_payload
 from objkv.errors import PayloadError
-from tests.codec.payloads import CLAIM, PROVENANCE, join
+from tests.codec.payloads import CLAIM, PROVENANCE, join, reworked
 
 LAYER = LayerSpec("model.layers.0.attn", "BF16", (4, 8, 128, 256))
 """2 MiB, which the reader has room for."""
@@ -34,8 +34,6 @@ Document = dict[str, Any]
 
 
 class Stored(NamedTuple):
-    """One frame as it would be stored."""
-
     layer: LayerSpec
     codec: str
     content: bytes
@@ -73,8 +71,7 @@ def document_of(frames: Sequence[Stored]) -> Document:
 
 def payload_of(frames: Sequence[Stored]) -> bytes:
     """A payload of ``frames``, its header's checksum right."""
-    header = json.dumps(document_of(frames), separators=(",", ":")).encode()
-    return join(header, b"".join(frame.content for frame in frames))
+    return reworked(document_of(frames), b"".join(frame.content for frame in frames))
 
 
 @cache
@@ -174,7 +171,6 @@ def headers() -> Iterator[tuple[str, bytes]]:
 
 
 def claimed() -> Iterator[tuple[str, bytes]]:
-    """Yield (name, payload) for payloads that announce more than they should."""
     vast = LayerSpec("vast", "BF16", (1 << 11, 8, 128, 256))
     yield "a layer of 1 GiB", payload_of([Stored(vast, "blosc", _run(1, nbytes=1 << 30))])
     many = [LayerSpec(f"{number:x}", "BF16", vast.shape) for number in range(3_000)]

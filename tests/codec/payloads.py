@@ -1,14 +1,25 @@
 """Building blocks for payloads in the tests of the codec."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
+from typing import Any
 
 from hypothesis import strategies as st
 
 from objkv.codec.header import digest
-from objkv.codec.payload import DTYPE_BYTES, Claim, LayerSpec, Provenance, encode
-from objkv.codec.values import scales_text
+from objkv.codec.payload import (
+    DTYPE_BYTES,
+    Claim,
+    LayerSpec,
+    Provenance,
+    encode,
+    frame_pages,
+    open_payload,
+)
+from objkv.codec.seal import Seal
+from objkv.codec.values import CHECKSUM_AT, CHECKSUM_END, scales_text
+from objkv.errors import PayloadError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
 
@@ -45,13 +56,47 @@ def pages_of(layers: Sequence[LayerSpec]) -> list[bytes]:
     return [smooth(layer.nbytes, seed) for seed, layer in enumerate(layers)]
 
 
-def sample(codec: str) -> bytearray:
-    """A payload of ``LAYERS`` whose frames are all stored in ``codec``."""
-    return bytearray(encode(CLAIM, LAYERS, pages_of(LAYERS), codec=codec, provenance=PROVENANCE))
+def sample(
+    codec: str = "none",
+    layers: Sequence[LayerSpec] = LAYERS,
+    *,
+    claim: Claim = CLAIM,
+    pages: Sequence[bytes] | None = None,
+    provenance: Provenance = PROVENANCE,
+    seal: Seal | None = None,
+) -> bytes:
+    """A payload; with the default pages all frames are stored in ``codec``."""
+    pages = pages_of(layers) if pages is None else pages
+    return bytes(encode(claim, layers, pages, codec=codec, provenance=provenance, seal=seal))
 
 
-def split(payload: bytes | bytearray) -> tuple[dict[str, object], bytes]:
-    """The header as JSON values, and the frames."""
+def pages_read(
+    payload: bytes | bytearray,
+    seal: Seal | None = None,
+    claim: Claim = CLAIM,
+    layers: Sequence[LayerSpec] = LAYERS,
+) -> list[bytes]:
+    """Everything a loader does with a payload."""
+    header = open_payload(payload, claim, tuple(layers), seal=seal)
+    scratch = memoryview(bytearray(max(layer.nbytes for layer in layers)))
+    return [bytes(frame_pages(header, i, payload, scratch)) for i in range(len(layers))]
+
+
+def is_refused(
+    payload: bytes | bytearray,
+    seal: Seal | None = None,
+    claim: Claim = CLAIM,
+    layers: Sequence[LayerSpec] = LAYERS,
+) -> bool:
+    """Whether reading ends in a PayloadError; any other exception is the test's failure."""
+    try:
+        pages_read(payload, seal, claim, layers)
+    except PayloadError:
+        return True
+    return False
+
+
+def split(payload: bytes | bytearray) -> tuple[dict[str, Any], bytes]:
     end = 8 + int.from_bytes(payload[:8], "little")
     return json.loads(bytes(payload[8:end])), bytes(payload[end:])
 
@@ -59,7 +104,17 @@ def split(payload: bytes | bytearray) -> tuple[dict[str, object], bytes]:
 def join(header: bytes, frames: bytes = b"") -> bytes:
     """A payload with any JSON text as its header, padded, and its checksum put right."""
     header = header.ljust(-(-(len(header) + 8) // 4096) * 4096 - 8)
-    head = bytearray(len(header).to_bytes(8, "little") + header)
-    head[37:69] = b"0" * 32
-    head[37:69] = digest(head).encode()
-    return bytes(head) + frames
+    return rechecked(len(header).to_bytes(8, "little") + header) + frames
+
+
+def reworked(header: Mapping[str, Any], frames: bytes = b"") -> bytes:
+    """What can be made without a key: any JSON and any frames, the header's checksum right."""
+    return join(json.dumps(header, separators=(",", ":")).encode(), frames)
+
+
+def rechecked(header: bytes | bytearray) -> bytes:
+    """A whole header with its checksum put right."""
+    head = bytearray(header)
+    head[CHECKSUM_AT:CHECKSUM_END] = b"0" * 32
+    head[CHECKSUM_AT:CHECKSUM_END] = digest(head).encode()
+    return bytes(head)

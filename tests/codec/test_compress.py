@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from objkv.codec.compress import CODECS, compress, decompress_into
-from objkv.codec.payload import LayerSpec, encode, open_payload, read_header
+from objkv.codec.payload import open_payload, read_header
 from objkv.codec.values import is_scales, scales_text
 from objkv.errors import PayloadError
-from tests.codec.payloads import CLAIM, LAYERS, PROVENANCE, join, noise, pages_of, smooth, split
+from tests.codec.payloads import CLAIM, LAYERS, noise, reworked, sample, smooth, split
 
 COMPRESSED = [codec for codec in CODECS if codec != "none"]
 PAGES = smooth(1 << 16)
@@ -46,24 +46,9 @@ def test_a_frame_of_another_length_is_refused(codec: str, nbytes: int) -> None:
 
 
 @given(st.sampled_from(COMPRESSED), st.data())
-def test_a_damaged_frame_is_refused_or_decodes_within_its_buffer(
-    codec: str, data: st.DataObject
-) -> None:
-    frame = bytearray(FRAMES[codec])
-    at = data.draw(st.integers(0, len(frame) - 1))
-    frame[at] ^= data.draw(st.integers(1, 255))
-    decoded(codec, bytes(frame), len(PAGES))
-
-
-@given(st.sampled_from(COMPRESSED), st.data())
 def test_a_truncated_frame_is_refused(codec: str, data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(FRAMES[codec]) - 1))
     assert decoded(codec, FRAMES[codec][:cut], len(PAGES)) is None
-
-
-@given(st.sampled_from(COMPRESSED), st.binary(max_size=200))
-def test_a_frame_of_garbage_raises_nothing_but_payload_errors(codec: str, frame: bytes) -> None:
-    decoded(codec, frame, 64)
 
 
 def test_a_bomb_is_refused() -> None:
@@ -186,18 +171,6 @@ def test_many_threads_encode_and_decode_at_once(codec: str) -> None:
 
 PLAIN = tuple(replace(layer, dtype="F8_E4M3") for layer in LAYERS)
 SCALED = tuple(replace(layer, scales=scales_text(0.5, 2.0 + i)) for i, layer in enumerate(PLAIN))
-scales = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
-
-
-def payload_of(layers: tuple[LayerSpec, ...], codec: str = "none") -> bytes:
-    return bytes(encode(CLAIM, layers, pages_of(layers), codec=codec, provenance=PROVENANCE))
-
-
-@given(scales, scales)
-def test_numbers_come_back_exactly(k_scale: float, v_scale: float) -> None:
-    text = scales_text(k_scale, v_scale)
-    assert is_scales(text)
-    assert tuple(map(float, text.split())) == (k_scale, v_scale)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +193,7 @@ def test_what_nothing_can_be_divided_by_is_no_scale(number: float) -> None:
 
 @pytest.mark.parametrize("codec", ["none", "blosc"])
 def test_the_header_says_the_scales_of_each_layer(codec: str) -> None:
-    payload = payload_of(SCALED, codec)
+    payload = sample(codec, SCALED)
     assert open_payload(payload, CLAIM, SCALED).frames.layers == SCALED
     assert [layer.scales for layer in read_header(payload).frames.layers] == [
         "0.5 2.0",
@@ -238,33 +211,26 @@ def test_pages_of_other_scales_are_refused(layer: int, codec: str) -> None:
         others = (*SCALED[:layer], other, *SCALED[layer + 1 :])
         for written, expected in ((others, SCALED), (SCALED, others)):
             with pytest.raises(PayloadError, match="expected"):
-                open_payload(payload_of(written, codec), CLAIM, expected)
+                open_payload(sample(codec, written), CLAIM, expected)
 
 
 def test_who_does_not_know_a_layers_scales_takes_any() -> None:
     """A rank of another shape: the layer is not its own, and it reads others along with it."""
     unknown = (SCALED[0], replace(SCALED[1], scales=None), SCALED[2])
     for written in (SCALED, (SCALED[0], PLAIN[1], SCALED[2])):
-        assert open_payload(payload_of(written), CLAIM, unknown).frames.layers == written
+        assert open_payload(sample(layers=written), CLAIM, unknown).frames.layers == written
     with pytest.raises(PayloadError, match="expected"):
-        open_payload(payload_of(PLAIN), CLAIM, unknown)
+        open_payload(sample(layers=PLAIN), CLAIM, unknown)
 
 
 def test_without_scales_a_header_is_what_it_was_before_there_were_any() -> None:
-    header, _ = split(payload_of(PLAIN))
-    metadata = header["__metadata__"]
-    assert isinstance(metadata, dict)
-    assert not [name for name in metadata if name.startswith("scales")]
+    header, _ = split(sample(layers=PLAIN))
+    assert not [name for name in header["__metadata__"] if name.startswith("scales")]
 
 
 @pytest.mark.parametrize("text", ["", "1.0", "1.0 nan", "1.0 1.0 "])
 def test_malformed_scales_are_a_malformed_header(text: str) -> None:
-    import json
-
-    header, frames = split(payload_of(SCALED))
-    metadata = header["__metadata__"]
-    assert isinstance(metadata, dict)
-    metadata["scales.1"] = text
-    written = json.dumps(header, separators=(",", ":")).encode()
+    header, frames = split(sample(layers=SCALED))
+    header["__metadata__"]["scales.1"] = text
     with pytest.raises(PayloadError, match="malformed scales"):
-        read_header(join(written, frames))
+        read_header(reworked(header, frames))

@@ -19,17 +19,25 @@ from objkv.codec import payload as payload_module
 from objkv.codec.header import digest
 from objkv.codec.payload import (
     CODECS,
-    Claim,
     check_frames,
-    encode,
     frame_pages,
-    open_payload,
     read_header,
 )
 from objkv.codec.seal import Seal, SealKey
 from objkv.errors import PayloadError
-from tests.codec.payloads import CLAIM, LAYERS, PROVENANCE, noise, pages_of, split
-from tests.codec.seals import ENCRYPTER, KEYS, SEALS, other_seal, rechecked, reworked
+from tests.codec.payloads import (
+    CLAIM,
+    LAYERS,
+    is_refused,
+    noise,
+    pages_of,
+    pages_read,
+    rechecked,
+    reworked,
+    sample,
+    split,
+)
+from tests.codec.seals import ENCRYPTER, KEYS, SEALS, other_seal
 
 KINDS = sorted(SEALS)
 PAGES = pages_of(LAYERS)
@@ -37,29 +45,7 @@ OTHER_PAGES = [noise(layer.nbytes, 7 + i) for i, layer in enumerate(LAYERS)]
 OTHERS_KEY = SealKey("theirs", "theirs", b"t" * 32)
 
 
-def make(
-    seal: Seal | None, codec: str = "none", claim: Claim = CLAIM, pages: list[bytes] = PAGES
-) -> bytes:
-    return bytes(encode(claim, LAYERS, pages, codec=codec, provenance=PROVENANCE, seal=seal))
-
-
-def pages_read(payload: bytes | bytearray, seal: Seal, claim: Claim = CLAIM) -> list[bytes]:
-    """Everything a loader does with a payload."""
-    header = open_payload(payload, claim, LAYERS, seal=seal)
-    scratch = memoryview(bytearray(max(layer.nbytes for layer in LAYERS)))
-    return [bytes(frame_pages(header, i, payload, scratch)) for i in range(len(LAYERS))]
-
-
-def is_refused(payload: bytes | bytearray, seal: Seal, claim: Claim = CLAIM) -> bool:
-    """Whether reading ends in a PayloadError; any other exception is the test's failure."""
-    try:
-        pages_read(payload, seal, claim)
-    except PayloadError:
-        return True
-    return False
-
-
-SAMPLES = {(kind, codec): make(SEALS[kind], codec) for kind in KINDS for codec in CODECS}
+SAMPLES = {(kind, codec): sample(codec, seal=SEALS[kind]) for kind in KINDS for codec in CODECS}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -152,20 +138,11 @@ def test_nothing_that_a_payload_says_can_be_changed(name: str, kind: str, codec:
     document, frames = split(SAMPLES[kind, codec])
     (CLAIMED | TOLD)[name](document)
     forged = reworked(document, frames)
-    assert is_refused_by_all(forged, seal)
-
-
-def is_refused_by_all(payload: bytes, seal: Seal) -> bool:
-    """Whether reading raises PayloadError for a reader who expects the payload's own claim."""
-    scratch = memoryview(bytearray(1 << 16))
     try:
-        told = read_header(payload)
-        header = open_payload(payload, told.claim, told.frames.layers, seal=seal)
-        for index in range(len(header.frames)):
-            frame_pages(header, index, payload, scratch)
+        told = read_header(forged)
     except PayloadError:
-        return True
-    return False
+        return
+    assert is_refused(forged, seal, told.claim, told.frames.layers)
 
 
 def grafted(one: bytes, other: bytes) -> bytes:
@@ -177,7 +154,7 @@ def grafted(one: bytes, other: bytes) -> bytes:
 @pytest.mark.parametrize("kind", KINDS)
 def test_frames_cannot_be_swapped_between_two_payloads(kind: str) -> None:
     seal = SEALS[kind]
-    one, other = make(seal), make(seal, pages=OTHER_PAGES)
+    one, other = sample(seal=seal), sample(seal=seal, pages=OTHER_PAGES)
     assert pages_read(other, seal) == OTHER_PAGES
     assert is_refused(grafted(one, other), seal)
     # With all metadata of the other header's frames, but with the first one's signature.
@@ -200,7 +177,7 @@ def test_frames_cannot_be_swapped_between_two_payloads(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_frames_cannot_be_swapped_within_a_payload(kind: str) -> None:
     """All layers are of one size and one shape."""
-    document, frames = split(make(SEALS[kind]))
+    document, frames = split(sample(seal=SEALS[kind]))
     size = LAYERS[0].nbytes
     moved = frames[size : 2 * size] + frames[:size] + frames[2 * size :]
     assert is_refused(reworked(document, moved), SEALS[kind])
@@ -225,7 +202,7 @@ MOVES = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_payload_cannot_be_moved_to_another_name(kind: str, moved: str) -> None:
     seal, claim = SEALS[kind], MOVES[moved]
-    payload = make(seal)
+    payload = sample(seal=seal)
     assert is_refused(payload, seal, claim)
     document, frames = split(payload)
     document["__metadata__"] |= {
@@ -244,17 +221,17 @@ def test_another_tenants_payload_is_refused(kind: str) -> None:
     """By its keys, even if it is of the right name: their namespace was never the question."""
     keys = [[replace(OTHERS_KEY, id="x") for _ in some] for some in KEYS[kind]]
     theirs = Seal(*keys)
-    payload = make(theirs)
+    payload = sample(seal=theirs)
     assert pages_read(payload, theirs) == PAGES
     assert is_refused(payload, SEALS[kind])
     # And if they call their key as ours is called.
-    assert is_refused(make(other_seal(kind)), SEALS[kind])
+    assert is_refused(sample(seal=other_seal(kind)), SEALS[kind])
 
 
 def test_a_key_signs_under_its_own_id_only() -> None:
     first, second = SealKey("a", "*", b"a" * 32), SealKey("b", "*", b"b" * 32)
     both = Seal([first, second])
-    payload = make(both)
+    payload = sample(seal=both)
     assert read_header(payload, seal=both).marks.signed_by == "a"
     for other in (b"b", b"c", b"", b"*", b"a ", b" a", b"A"):
         head = payload.replace(b' a","format"', b' %s","format"' % other, 1)
@@ -270,18 +247,18 @@ def test_a_key_of_one_kind_is_none_of_the_other() -> None:
     ways = {"signed": Seal([key]), "encrypted": Seal((), [key]), "both": Seal([key], [key])}
     for made, maker in ways.items():
         for read, reader in ways.items():
-            assert is_refused(make(maker), reader) == (made != read)
+            assert is_refused(sample(seal=maker), reader) == (made != read)
     with pytest.raises(PayloadError, match="not encrypted"):
-        read_header(make(ways["signed"]), seal=ways["both"])
+        read_header(sample(seal=ways["signed"]), seal=ways["both"])
     with pytest.raises(PayloadError, match="has no encryption key"):
-        read_header(make(ways["both"]), seal=ways["signed"])
+        read_header(sample(seal=ways["both"]), seal=ways["signed"])
 
 
 @pytest.mark.parametrize("codec", ["none", "blosc"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_seal_cannot_be_taken_off(kind: str, codec: str) -> None:
     seal = SEALS[kind]
-    assert is_refused(make(None, codec), seal)
+    assert is_refused(sample(codec), seal)
     document, frames = split(SAMPLES[kind, codec])
     told = document["__metadata__"]
     for names in (["signature"], ["encryption"], ["signature", "encryption"]):
@@ -295,8 +272,8 @@ def test_a_seal_cannot_be_taken_off(kind: str, codec: str) -> None:
 
 def test_an_encrypted_frame_cannot_be_replaced_by_a_plain_one() -> None:
     for kind in ("encrypted", "signed and encrypted"):
-        document, frames = split(make(SEALS[kind]))
-        plain, plain_frames = split(make(None, pages=OTHER_PAGES))
+        document, frames = split(sample(seal=SEALS[kind]))
+        plain, plain_frames = split(sample(pages=OTHER_PAGES))
         size, name = LAYERS[0].nbytes, LAYERS[0].name
         document["__metadata__"]["frame.0"] = plain["__metadata__"]["frame.0"]
         document[name] = plain[name]
@@ -307,7 +284,7 @@ def test_an_encrypted_frame_cannot_be_replaced_by_a_plain_one() -> None:
 
 @pytest.mark.parametrize("text", ["", "00", "0" * 30, "g" * 32, "0" * 34])
 def test_a_tag_is_never_shorter_than_it_must_be(text: str) -> None:
-    document, frames = split(make(SEALS["encrypted"]))
+    document, frames = split(sample(seal=SEALS["encrypted"]))
     told = document["__metadata__"]
     told["frame.0"] = re.sub("[0-9a-f]{32}$", text, told["frame.0"])
     assert is_refused(reworked(document, frames), SEALS["encrypted"])
@@ -315,7 +292,7 @@ def test_a_tag_is_never_shorter_than_it_must_be(text: str) -> None:
 
 @pytest.mark.parametrize("salt", ["0" * 64, "", "0" * 62, "x" * 64])
 def test_another_salt_opens_nothing(salt: str) -> None:
-    document, frames = split(make(SEALS["encrypted"]))
+    document, frames = split(sample(seal=SEALS["encrypted"]))
     document["__metadata__"]["encryption"] = f"{salt} {ENCRYPTER.id}"
     assert is_refused(reworked(document, frames), SEALS["encrypted"])
 
@@ -340,21 +317,12 @@ def test_no_stretch_written_over_reaches_the_model(
 
 
 def test_a_header_with_two_signatures_is_refused() -> None:
-    payload = make(SEALS["signed"])
+    payload = sample(seal=SEALS["signed"])
     start = read_header(payload).data_start
     head = payload[:start].replace(b',"format"', b',"signature":"x","format"', 1)
     head = head[:8] + head[8:].rstrip(b" ").ljust(start - 8)
     with pytest.raises(PayloadError):
         read_header(rechecked(head), seal=SEALS["signed"])
-
-
-def test_frames_that_were_forged_are_found() -> None:
-    """``check_frames`` looks at what a signature vouches for, not at checksums."""
-    payload = bytearray(make(SEALS["signed"]))
-    header = read_header(payload, seal=SEALS["signed"])
-    payload[-1] ^= 1
-    with pytest.raises(PayloadError):
-        check_frames(header, payload)
 
 
 @pytest.mark.parametrize("codec", ["none", "blosc"])

@@ -4,7 +4,6 @@ import base64
 import hashlib
 import hmac
 import json
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from random import Random
@@ -39,33 +38,26 @@ from objkv.codec.seal import Seal, SealKey, keys_of, parse_keys
 from objkv.codec.seal_frames import AesFrames
 from objkv.codec.values import FramePlace, scales_text
 from objkv.errors import PayloadError
-from tests.codec.payloads import CLAIM, LAYERS, PROVENANCE, layer_lists, noise, pages_of, smooth
+from tests.codec.payloads import (
+    CLAIM,
+    LAYERS,
+    PROVENANCE,
+    layer_lists,
+    noise,
+    pages_of,
+    pages_read,
+    sample,
+    smooth,
+)
 from tests.codec.seals import ENCRYPTER, KEYS, SEALS, SIGNER
 
 KINDS = sorted(SEALS)
 
 
-def sealed(
-    kind: str,
-    codec: str = "none",
-    layers: Sequence[LayerSpec] = LAYERS,
-    provenance: Provenance = PROVENANCE,
-) -> bytes:
-    pages = pages_of(layers)
-    seal = SEALS[kind]
-    return bytes(encode(CLAIM, layers, pages, codec=codec, provenance=provenance, seal=seal))
-
-
-def pages_read(payload: bytes, seal: Seal | None, layers: Sequence[LayerSpec] = LAYERS) -> list:
-    header = open_payload(payload, CLAIM, tuple(layers), seal=seal)
-    scratch = memoryview(bytearray(max(layer.nbytes for layer in layers)))
-    return [bytes(frame_pages(header, i, payload, scratch)) for i in range(len(layers))]
-
-
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_sealed_comes_out_again(kind: str, codec: str) -> None:
-    payload = sealed(kind, codec)
+    payload = sample(codec, seal=SEALS[kind])
     assert pages_read(payload, SEALS[kind]) == pages_of(LAYERS)
     header = read_header(payload, seal=SEALS[kind])
     assert check_frames(header, payload) == len(LAYERS)
@@ -113,7 +105,7 @@ def test_both_ways_of_writing_and_reading_a_header_agree(
 def test_a_sealed_uncompressed_header_of_known_layers_is_read_without_json(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    payload, seal = memoryview(sealed(kind)), SEALS[kind]
+    payload, seal = memoryview(sample(seal=SEALS[kind])), SEALS[kind]
     parse_known(payload, CLAIM, LAYERS, seal)
     monkeypatch.setattr(header_module, "load_object", lambda _: pytest.fail("JSON was parsed"))
     assert parse_known(payload, CLAIM, LAYERS, seal).frames.layers is LAYERS
@@ -133,7 +125,7 @@ def test_no_header_is_longer_than_its_bound(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sealed_payload_is_a_safetensors_file(kind: str, tmp_path) -> None:
     file = tmp_path / "payload.safetensors"
-    file.write_bytes(sealed(kind))
+    file.write_bytes(sample(seal=SEALS[kind]))
     with safe_open(file, "numpy") as tensors:
         assert set(tensors.keys()) == {layer.name for layer in LAYERS}
         shapes = [tensors.get_slice(layer.name).get_shape() for layer in LAYERS]
@@ -142,8 +134,8 @@ def test_a_sealed_payload_is_a_safetensors_file(kind: str, tmp_path) -> None:
 
 
 def test_who_has_no_seal_reads_what_was_signed_but_not_what_was_encrypted() -> None:
-    assert pages_read(sealed("signed"), None) == pages_of(LAYERS)
-    payload = sealed("encrypted", "blosc")
+    assert pages_read(sample(seal=SEALS["signed"]), None) == pages_of(LAYERS)
+    payload = sample("blosc", seal=SEALS["encrypted"])
     header = read_header(payload)
     assert header.marks.encrypted_by == ENCRYPTER.id
     assert check_frames(header, payload) == len(LAYERS)  # damage shows without a key
@@ -151,30 +143,20 @@ def test_who_has_no_seal_reads_what_was_signed_but_not_what_was_encrypted() -> N
         pages_read(payload, None)
 
 
-def test_what_was_not_asked_for_is_byte_for_byte_what_it_was() -> None:
-    plain = encode(CLAIM, LAYERS, pages_of(LAYERS), codec="none", provenance=PROVENANCE)
-    assert b"signature" not in plain.tobytes()
-    assert read_header(plain).opened is None
-
-
 def test_every_key_that_is_known_opens_and_the_first_one_seals() -> None:
     old, new = SealKey("old", "*", b"o" * 32), SealKey("new", "*", b"n" * 32)
     before, during, after = Seal([old], [old]), Seal([new, old], [new, old]), Seal([new], [new])
-    pages = pages_of(LAYERS)
-    first, second = (
-        bytes(encode(CLAIM, LAYERS, pages, codec="none", provenance=PROVENANCE, seal=seal))
-        for seal in (before, during)
-    )
-    assert pages_read(first, during) == pages_read(second, during) == pages
-    assert pages_read(second, after) == pages
+    first, second = (sample(seal=seal) for seal in (before, during))
+    assert pages_read(first, during) == pages_read(second, during) == pages_of(LAYERS)
+    assert pages_read(second, after) == pages_of(LAYERS)
     for seal, payload in ((after, first), (before, second)):
         with pytest.raises(PayloadError, match="which this process does not have"):
             read_header(payload, seal=seal)
 
 
 def test_an_encrypted_payload_tells_nothing_that_a_guess_could_be_compared_with() -> None:
-    plain = encode(CLAIM, LAYERS, pages_of(LAYERS), codec="blosc", provenance=PROVENANCE)
-    one, other = sealed("encrypted", "blosc"), sealed("encrypted", "blosc")
+    plain = sample("blosc")
+    one, other = sample("blosc", seal=SEALS["encrypted"]), sample("blosc", seal=SEALS["encrypted"])
     first, second, clear = read_header(one), read_header(other), read_header(plain)
     start = first.data_start
     assert one[start:] != other[start:]
@@ -191,13 +173,13 @@ def test_an_encrypted_payload_tells_nothing_that_a_guess_could_be_compared_with(
 def test_token_ids_are_never_written_beside_encrypted_pages() -> None:
     told = Provenance("0" * 64, "w", 0, (1, 2))
     with pytest.raises(AssertionError, match="prompt"):
-        sealed("encrypted", provenance=told)
-    assert read_header(sealed("signed", provenance=told), seal=SEALS["signed"])
+        sample(provenance=told, seal=SEALS["encrypted"])
+    assert read_header(sample(provenance=told, seal=SEALS["signed"]), seal=SEALS["signed"])
 
 
 def test_no_key_is_in_what_is_shown() -> None:
     seal = SEALS["signed and encrypted"]
-    payload = sealed("signed and encrypted")
+    payload = sample(seal=SEALS["signed and encrypted"])
     header = open_payload(payload, CLAIM, LAYERS, seal=seal)
     assert header.opened is not None
     shown = repr([seal, SIGNER, header, header.opened, str(header.opened.cipher), vars(seal)])
@@ -209,7 +191,7 @@ def test_no_key_is_in_what_is_shown() -> None:
 
 
 def test_the_signature_is_the_documented_one() -> None:
-    payload = sealed("signed and encrypted")
+    payload = sample(seal=SEALS["signed and encrypted"])
     length = 8 + int.from_bytes(payload[:8], "little")
     assert payload[69:84] == b'","signature":"'
     assert payload[148:156] == b" sign-1" + b'"'
@@ -220,7 +202,7 @@ def test_the_signature_is_the_documented_one() -> None:
 
 
 def test_the_digest_of_a_signed_frame_is_the_documented_one() -> None:
-    payload = sealed("signed", "blosc")
+    payload = sample("blosc", seal=SEALS["signed"])
     length = 8 + int.from_bytes(payload[:8], "little")
     document = json.loads(payload[8:length])
     for number, layer in enumerate(LAYERS):
@@ -232,7 +214,7 @@ def test_the_digest_of_a_signed_frame_is_the_documented_one() -> None:
 @pytest.mark.parametrize("kind", ["encrypted", "signed and encrypted"])
 def test_encryption_is_the_documented_one(kind: str) -> None:
     """Read with other functions than those it was written with."""
-    payload = sealed(kind)
+    payload = sample(seal=SEALS[kind])
     length = 8 + int.from_bytes(payload[:8], "little")
     document = json.loads(payload[8:length])
     told = document["__metadata__"]

@@ -304,6 +304,12 @@ class IndexContract:
         assert not index.lease("x", "you", ttl_ms=LONG_S * 1000)
         assert index.lease("y", "you", ttl_ms=LONG_S * 1000)
 
+    def test_the_holder_of_a_lease_renews_it(self, index: PruneIndex, clock: ManualClock) -> None:
+        for seconds in (self.short_s, LONG_S):
+            assert index.lease("x", "me", ttl_ms=seconds * 1000)
+        self.pass_time(clock, self.short_s)
+        assert not index.lease("x", "you", ttl_ms=1000)
+
     def test_a_lease_ends_by_itself(self, index: PruneIndex, clock: ManualClock) -> None:
         assert index.lease("x", "me", ttl_ms=self.short_s * 1000)
         self.pass_time(clock, self.short_s)

@@ -30,9 +30,7 @@ from objkv.errors import ObjkvError
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.stores.local import LocalStore
-from objkv.transfer.loading.arena_lane import ArenaLane
-from objkv.transfer.loading.loader import Loader
-from objkv.transfer.loading.loads import LoadLimits
+from tests.agent.reader import load_by_agent
 from tests.crash.clients import Violation, payloads_of, verified
 from tests.support import samples
 from tests.support.agents import AgentProcess
@@ -40,7 +38,6 @@ from tests.support.paged_cache import (
     BLOCKS,
     HASHES,
     NAMESPACE,
-    PATIENCE_S,
     Replica,
     same_blocks,
     wait_until,
@@ -77,7 +74,6 @@ class AgentRounds:
         self._writer = Replica(store, index, seed=1).keep()  # type: ignore[arg-type]
         self._writer.save(range(CHUNKS))
         self._reader = Replica(store, index, seed=2).keep()  # type: ignore[arg-type]
-        self._reader.loader.close()
         payload = store.head(self._writer.path(0))
         assert payload is not None
         pages = -(-payload.nbytes // 4096) * 4096
@@ -92,18 +88,10 @@ class AgentRounds:
         self._open = partial(AgentProcess, settings, path=sockets / "s")
         self._agent = self._open()
         self._connect = partial(AgentConnection, self._agent.path, wants_arena=True)
-        limits = LoadLimits(64, PATIENCE_S, PATIENCE_S, join_s=PATIENCE_S)
-        self._reader.loader = Loader(  # type: ignore[assignment]
-            {0: self._reader.paged},
-            ArenaLane(),
-            self._connect,
-            limits=limits,
-            recorder=self._reader.recorder,
-        )
+        load_by_agent(self._reader, self._connect)
         stack.callback(self.close)
 
     def close(self) -> None:
-        """End everything."""
         for replica in (self._reader, self._writer):
             replica.saver.close(1.0)
             replica.loader.close()
@@ -247,7 +235,6 @@ class AgentRounds:
 
 
 def run_rounds(rounds: int, seed: int, *, quiet: bool = False) -> Counter[str]:
-    """So many rounds; what happened."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         work = AgentRounds(folder, seed, stack)
@@ -262,7 +249,6 @@ def run_rounds(rounds: int, seed: int, *, quiet: bool = False) -> Counter[str]:
 
 
 def main() -> int:
-    """The script."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)

@@ -78,7 +78,6 @@ def verified(payload: bytes) -> Header:
 
 
 def main() -> None:
-    """One client."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hold", nargs=2)
     parser.add_argument("--commit", nargs=2)

@@ -44,7 +44,6 @@ class Place:
 
     @property
     def view(self) -> BackendsView:
-        """For this process's own look."""
         return self.view_of(self.used)
 
     def view_of(self, backends: Backends) -> BackendsView:
@@ -68,7 +67,6 @@ class Place:
         raise NotImplementedError
 
     def close(self) -> None:
-        """End it."""
         self.used.close()
 
 
@@ -179,7 +177,6 @@ def folder_place(*, own_index: bool = False) -> Iterator[Place]:
 
 @contextmanager
 def quick_place() -> Iterator[Place]:
-    """Valkey and an S3 server in memory."""
     with (
         tempfile.TemporaryDirectory() as folder,
         valkey_server(Path(folder)) as valkey,
@@ -195,7 +192,6 @@ def quick_place() -> Iterator[Place]:
 
 @contextmanager
 def ceph_place() -> Iterator[Place]:
-    """Valkey and Ceph."""
     with (
         tempfile.TemporaryDirectory() as folder,
         valkey_server(Path(folder) / "valkey") as valkey,

@@ -12,6 +12,7 @@ from objkv.index.shapes import SHAPES_HASH
 from objkv.keys.identity import identity_path
 from objkv.ops.backends_view import record_keys
 from objkv.ops.runs import Counters
+from tests.crash.clients import Violation
 from tests.crash.places import LEASE_MS, Place
 from tests.crash.saving import (
     NAMESPACE,
@@ -27,10 +28,6 @@ from tests.crash.steps import NEVER, Child
 WRONG = ("corrupt", "foreign", "mismatch", "hot")
 SCENARIOS = {"save": 4, "moment": 2, "race": 2, "sweep": 2, "rebuild": 2, "server": 1}
 """And how often each, relative to the others."""
-
-
-class Violation(AssertionError):
-    """Something that must never be."""
 
 
 @dataclass

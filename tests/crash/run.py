@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from tests.crash.clients import Violation
 from tests.crash.places import Place, ceph_place, folder_place, quick_place
-from tests.crash.rounds import Rounds, Seen, Violation
+from tests.crash.rounds import Rounds, Seen
 
 Open = Callable[[], AbstractContextManager[Place]]
 _TELL_EVERY_S = 10.0
@@ -39,7 +40,6 @@ def run_place(
 
 
 def main() -> int:
-    """The script."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=1000, help="of all places together")
     parser.add_argument("--seed", type=int, default=1)

@@ -38,12 +38,10 @@ class Killer:
         self.steps = 0
 
     def start(self) -> None:
-        """From now on, in this thread and those it starts."""
         threading.setprofile(self._profile)
         sys.setprofile(self._profile)
 
     def stop(self) -> None:
-        """No more."""
         sys.setprofile(None)
         threading.setprofile(None)
 
@@ -78,7 +76,6 @@ class Child:
         os.close(write)
 
     def kill(self) -> None:
-        """End it at once, if it has not ended."""
         os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> tuple[str, Any]:

@@ -7,10 +7,7 @@ import pytest
 import torch
 
 from objkv.programs import gpu_facts
-from objkv.transfer.lanes import PagedLayers, Recast
-from tests.device import self_test
-from tests.device.self_test import LaneCase, run_self_test
-from tests.device.simulated import SimKernels
+from tests.device.self_test import run_self_test
 
 
 def test_every_layout_is_right_in_every_way(sim: ModuleType) -> None:
@@ -25,43 +22,6 @@ def test_every_layout_is_right_in_every_way(sim: ModuleType) -> None:
         "batches of copies",
         "check at start",
     }
-
-
-class Wrong(SimKernels):
-    """Kernels of the simulated device that do one thing wrong."""
-
-    def __init__(self, fault: str) -> None:
-        self._fault = fault
-
-    def scatter(
-        self, staged: torch.Tensor, layers: PagedLayers, ids: torch.Tensor, recast: Recast
-    ) -> None:
-        if self._fault == "first block":
-            recast = Recast(recast.heads, recast.block_size, 0, recast.blocks)
-        if self._fault == "beside":
-            super().scatter(staged, layers, ids - 1, recast)
-        super().scatter(staged, layers, ids, recast)
-
-    def gather(self, layers: PagedLayers, ids: torch.Tensor, staged: torch.Tensor) -> None:
-        super().gather(layers, ids.flip(0) if self._fault == "order" else ids, staged)
-
-
-@pytest.mark.parametrize(
-    ("fault", "detail"),
-    [
-        ("first block", "a scatter of part pages"),
-        ("beside", "a scatter of own pages"),
-        ("order", "a gather"),
-    ],
-)
-def test_a_way_that_is_wrong_is_found(
-    sim: ModuleType, monkeypatch: pytest.MonkeyPatch, fault: str, detail: str
-) -> None:
-    monkeypatch.setattr(self_test, "FORMS", self_test.FORMS[:1])
-    monkeypatch.setattr(sim.DRIVER, "kernels", Wrong(fault))
-    cases = list(run_self_test(torch.device("sim", 0)))
-    assert [case for case in cases if case.ok is False and detail in case.detail], cases
-    assert LaneCase("HND: PyTorch's kernels", True) == cases[1]
 
 
 def test_copies_are_compared_with_the_link_that_linux_reports(

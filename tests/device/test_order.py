@@ -15,20 +15,18 @@ import pytest
 import torch
 
 from objkv.connector.kv.metadata import StepPlan
-from tests.device import gpu_order
 from tests.device.gpu_order import SCENARIOS, run_scenarios
 from tests.device.mutants import (
     BY_NAME,
     MUTANTS,
     OWN,
-    Edit,
     delay,
     play,
     rounds_to_find,
 )
 from tests.device.ordering import agent
 from tests.device.ordering.agent import WAYS, agent_rig
-from tests.device.ordering.rig import OrderRig, Scenario
+from tests.device.ordering.rig import OrderRig
 from tests.device.ordering.setup import STRIDED, WHOLE, CacheLayout, Setup
 
 ROOT = Path(__file__).parents[2]
@@ -86,18 +84,6 @@ def test_every_missing_edge_is_found() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    ("place", "old"),
-    [
-        ("transfer.loading.loads:Loads.submit", "not in it"),
-        ("transfer.loading.loads:Loads.gone", "pass"),
-    ],
-)
-def test_a_mutant_of_code_that_has_changed_is_an_error(place: str, old: str) -> None:
-    with pytest.raises((AssertionError, AttributeError)), Edit(place, old, "pass").applied():
-        pass
-
-
 @pytest.mark.parametrize("layout", [STRIDED, WHOLE], ids=["strided", "whole"])
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=marks_of(way in (OWN, "registering"))) for way in (OWN, *WAYS)]
@@ -146,18 +132,3 @@ def test_a_step_without_work_does_not_call_the_driver(sim: ModuleType, plan: Ste
         for _ in range(3):
             rig.step(plan)
         assert not sim.counts()
-
-
-def test_the_program_fails_where_a_scenario_does(
-    sim: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(rig: OrderRig) -> bool:
-        """A scenario that fails"""
-        raise ValueError("first line\nsecond line")
-
-    monkeypatch.setattr(gpu_order, "SCENARIOS", SCENARIOS[:1])
-    assert gpu_order.main("sim", "own") == 0
-    monkeypatch.setattr(gpu_order, "SCENARIOS", (*SCENARIOS[:1], Scenario("fails", fail)))
-    assert gpu_order.main("sim", "own") == 1
-    told = "FAILED own, fails: A scenario that fails: ValueError: first line"
-    assert told in capsys.readouterr().out

@@ -10,7 +10,7 @@ The functions at the end are for ``Call`` steps: they run in the replica and tak
 
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,45 +138,17 @@ def hold_gets(_llm: Any, gate: str) -> None:
     """From now on, reading a payload from a folder waits until the file ``gate`` exists; whoever
     waits makes the file ``asked(gate)``."""
 
-    def wait() -> None:
-        while not Path(gate).exists():
-            asked(Path(gate)).touch()
-            time.sleep(0.005)
-
-    _before_gets(wait)
-
-
-def slow_gets(_llm: Any, seconds: float) -> None:
-    """From now on, reading a payload from a folder takes ``seconds`` longer."""
-    _before_gets(lambda: time.sleep(seconds))
-
-
-def _before_gets(wait: Callable[[], None]) -> None:
     from objkv.stores.local import LocalStore
 
     get = LocalStore.get_into
 
     def wait_and_get(*args: Any, **options: Any) -> Any:
-        wait()
+        while not Path(gate).exists():
+            asked(Path(gate)).touch()
+            time.sleep(0.005)
         return get(*args, **options)
 
     LocalStore.get_into = wait_and_get  # type: ignore[method-assign]
-
-
-def order_admission(llm: Any, words: list[str]) -> None:
-    """Run ``objkv admission`` with these words, and wait until this replica follows."""
-    from typer.testing import CliRunner
-
-    from objkv.cache import switch
-    from objkv.cli.app import app
-
-    ran = CliRunner().invoke(app, ["admission", *words])
-    assert ran.exit_code == 0, ran.output
-    vars(switch)["_INTERVAL_S"] = 0.2  # after the pause that has begun
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    followed = scheduler.connector.scheduler.switch
-    wanted = next((mode for mode in switch.MODES if mode in words), "always")
-    wait_until(lambda: followed.mode == wanted, f"the replica to follow {words}")
 
 
 def asked(gate: Path) -> Path:

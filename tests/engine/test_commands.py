@@ -1,4 +1,4 @@
-"""What operators say and ask: admission, ``objkv diff``, and stores that are not there."""
+"""``objkv diff`` of real replicas, and stores that are not there."""
 
 import json
 import re
@@ -9,57 +9,12 @@ from typing import Any
 
 import pytest
 
-from objkv.cache.admission import OBSERVATIONS_MIN, STEP_TOKENS_MIN
-from tests.engine.fleet import CHUNK, NUMBERS_TOLD, PATIENT, SharedStore, one_by_one
+from tests.engine.fleet import CHUNK, PATIENT, SharedStore, one_by_one
 from tests.engine.harness import ROOT, ReplicaFailed, run_replica
-from tests.engine.job import Call, Job, Step
+from tests.engine.job import Job
 from tests.engine.prompts import prompt_of
-from tests.engine.scenario import Values, scenario
 
 pytestmark = pytest.mark.slow
-LOADED = 4 * CHUNK
-STORED = [prompt_of(LOADED + 9, seed=seed) for seed in range(OBSERVATIONS_MIN + 2)]
-FRESH = [prompt_of(LOADED + 9, seed=100 + seed) for seed in range(OBSERVATIONS_MIN)]
-SLOW_S = 6.0
-"""Longer than even a busy machine takes to compute a prompt, but for the first, of which there are
-enough others."""
-
-
-def _orders(store: SharedStore) -> list[Step]:
-    """Prompts before an operator's order, under it, and after its end."""
-    at = ("--bulk-url", f"file://{store.bulk}", "--index-url", f"sqlite://{store.index_file}")
-
-    def order(*words: str) -> Call:
-        arguments = {"words": [*words, *at]}
-        return Call(function="tests.engine.fleet:order_admission", arguments=arguments)
-
-    before, under, after = (one_by_one([prompt]) for prompt in STORED[:3])
-    return [*before, order("never", "--for", "1h"), *under, order("clear"), *after]
-
-
-@scenario
-def admission(folder: Path) -> Values:
-    store = SharedStore(folder / "store")
-    values: Values = {"saved": run_replica(store.job(*one_by_one(STORED)), folder)}
-    slow = Call(function="tests.engine.fleet:slow_gets", arguments={"seconds": SLOW_S})
-    steps = (*one_by_one(FRESH), slow, *one_by_one(STORED), NUMBERS_TOLD)
-    values["auto"] = run_replica(store.job(*steps, admission="auto"), folder)
-    return values | {"ordered": run_replica(store.job(*_orders(store)), folder)}
-
-
-def test_a_store_slower_than_computing_is_measured_and_then_left_alone() -> None:
-    assert LOADED >= STEP_TOKENS_MIN
-    run, asked = admission()["auto"], slice(len(FRESH), len(FRESH) + len(STORED))
-    refused = len(STORED) - OBSERVATIONS_MIN
-    assert run.cached[asked] == [LOADED] * OBSERVATIONS_MIN + [0] * refused
-    assert run.tokens[asked] == admission()["saved"].tokens
-    assert run.metrics["vllm:objkv_admission_refused"] == refused
-    assert run.metrics["vllm:objkv_admission_refused_tokens"] == refused * LOADED
-
-
-def test_an_operators_order_goes_before_the_settings_of_a_running_replica() -> None:
-    assert admission()["ordered"].cached == [LOADED, 0, LOADED]
-    assert admission()["ordered"].tokens == admission()["saved"].tokens[:3]
 
 
 def diff(store: SharedStore, *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -109,7 +64,7 @@ def test_a_replica_without_its_stores_serves_or_refuses_and_says_why(tmp_path: P
     # In the environment, because vLLM prints the settings that it is given.
     names = ("S3_ACCESS_KEY_ID", "S3_SECRET_ACCESS_KEY", "REDIS_PASSWORD")
     environment = {"env": {f"OBJKV_{name}": SECRET for name in names}}
-    steps = one_by_one([prompt_of(LOADED), prompt_of(LOADED)])
+    steps = one_by_one([prompt_of(4 * CHUNK), prompt_of(4 * CHUNK)])
     store = SharedStore(tmp_path / "store")
     alone = run_replica(Job(steps=steps), tmp_path)
     job = store.job(*steps, drain_deadline_ms=3_000, **places).model_copy(update=environment)

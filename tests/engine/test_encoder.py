@@ -125,34 +125,6 @@ def test_an_image_that_the_kv_covers_is_neither_encoded_nor_loaded_and_another_i
     assert answer(covered)["tokens"] == answer(beside_kv()["alone"], 2)["tokens"]
 
 
-@scenario
-def apart(folder: Path) -> Values:
-    """One only encodes, another only reads; and each with what is not its to do."""
-    store, empty = folder / "store", folder / "empty"
-    kv = {"kv_connector": fleet.CONNECTOR, "kv_role": "kv_both"}
-    kv |= {"kv_connector_extra_config": extra(store)}
-    seen = job(SEEN, transfer=encoder(store, "ec_producer"), kv=kv)  # the settings of its fleet
-    values: Values = {
-        "producer": run_replica(seen, folder),
-        "saved": len(payloads(store)),
-        "consumer": run_replica(job(SEEN, TOLD, transfer=encoder(store, "ec_consumer")), folder),
-        "alone": run_replica(job(SEEN, TOLD, transfer=encoder(empty, "ec_consumer")), folder),
-    }
-    return values | {"empty": [str(path) for path in empty.glob("chunks/*")]}
-
-
-def test_a_consumer_reads_what_a_producer_saved_and_saves_nothing() -> None:
-    runs = apart()
-    assert runs["saved"] == answer(runs["producer"])["encoded"] == 2
-    assert runs["producer"].log.count("no KV cache to share") == 1
-    assert answer(runs["consumer"])["encoded"] == 0
-    assert answer(runs["consumer"])["tokens"] == answer(shared()["alone"])["tokens"]
-    assert answer(runs["alone"])["encoded"] == 2
-    assert answer(runs["alone"])["tokens"] == answer(shared()["alone"])["tokens"]
-    assert count(runs["alone"], "saves") == 0
-    assert runs["empty"] == []
-
-
 def test_the_plugin_knows_the_connector_by_name() -> None:
     from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 

@@ -3,7 +3,6 @@
 from typing import Any
 
 from tests.engine.fleet import BLOCK, PATIENT, SharedStore
-from tests.engine.job import Job, Step
 
 _SETTINGS = ("admission", "codec", "lookup_deadline_ms", "load_deadline_ms", "save_deadline_ms")
 
@@ -31,8 +30,3 @@ def offloading(
         "kv_role": "kv_both",
         "kv_connector_extra_config": extra,
     }
-
-
-def tiered(store: SharedStore, *steps: Step, **options: Any) -> Job:
-    """A replica on this store; ``options`` as for ``offloading``."""
-    return Job(steps=steps, connector=offloading(store, **options))

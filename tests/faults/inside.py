@@ -23,9 +23,9 @@ def begin(_llm: Any) -> None:
     from objkv.transfer.loading import loader
 
     repeats.KEEP_S = 0.0
-    save_crew._SHED_S = PAUSE_S / 3
-    loader._RETRY_MAX_S = PAUSE_S / 3
-    calls._RETRY_S = outbox._RETRY_S = PAUSE_S / 3
+    save_crew.SHED_S = PAUSE_S / 3
+    loader.RETRY_MAX_S = PAUSE_S / 3
+    calls.RETRY_S = outbox.RETRY_S = PAUSE_S / 3
 
 
 def tell(_llm: Any, control: int, word: str) -> None:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from objkv.keys.identity import GroupIdentity
-from tests.connector.kv.hybrid_engine import Answer, Engine, digest, next_token
+from tests.connector.kv.hybrid_engine import Answer, Engine, digest, said
 from tests.connector.kv.hybrid_layout import Layout
 from tests.faults.inside import core_of, is_attached
 from tests.support.paged_cache import forget_all
@@ -38,10 +38,7 @@ def prompt(seed: int) -> list[int]:
 
 def expected(tokens: list[int]) -> list[int]:
     """What the model says to a prompt, without any connector."""
-    said = list(tokens)
-    for _ in range(ANSWER_TOKENS):
-        said.append(next_token(said))
-    return said[len(tokens) :]
+    return said(tokens, ANSWER_TOKENS)
 
 
 class ShakenEngine(Engine):
@@ -65,11 +62,11 @@ class ShakenEngine(Engine):
 
     def is_idle(self) -> bool:
         """Whether nothing is being looked up, marked as used, or read in the background."""
-        lookups, loads = self.scheduler.connector.scheduler._lookups, self.worker.worker.loads
+        loads = self.worker.worker.loads
         core = core_of(loads)
         is_reading = loads.leased > 0
         is_fetching = core is not None and core.residents.leased() > 0
-        is_looking = lookups._slots._value < lookups._limits.queue_max
+        is_looking = self.scheduler.connector.scheduler.lookups.in_flight
         return not (is_looking or is_reading or is_fetching)
 
     def is_attached(self) -> bool:

@@ -20,11 +20,10 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from objkv.agent import fill, queue, residents
+from objkv.agent import connections, core, fill, queue, residents
 from objkv.agent.core import CoreLimits
 from objkv.agent.fill import Cuts
 from objkv.agent.memory import arena
-from objkv.agent.residents import Residents
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import frame_pages, open_payload, read_header
 from objkv.config import Config
@@ -39,7 +38,7 @@ from objkv.stores.base import PruneStore
 from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
-from objkv.transfer.loading import loader
+from objkv.transfer.loading import loader, loads
 from objkv.transfer.loading.loader import Loader
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.registration import DeviceFrames
@@ -47,10 +46,12 @@ from tests.fences.device import (
     GONE,
     Hands,
     Stream,
+    WatchedConnection,
     WatchedInside,
     WatchedLane,
+    WatchedLayouts,
     WatchedPool,
-    release_spoiled,
+    WatchedResidents,
 )
 from tests.fences.stage import Broken, Stage, the_stage
 from tests.fences.stores import GateStore, SharedIndex
@@ -161,7 +162,7 @@ class Engine:
         self.inner: PruneStore = MemoryStore() if knobs.folder is None else LocalStore(knobs.folder)
         self.store = GateStore(self.inner, knobs.faults_of_100, dice)
         self.index = SharedIndex(knobs.leased_of_100, dice)
-        _, self.caches = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=NUM_BLOCKS)
+        self.group, self.caches = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=NUM_BLOCKS)
         self.arrays = [c.view(torch.int16).numpy() for c in self.caches]
         self.free = list(range(1, NUM_BLOCKS))
         self.requests: dict[str, Request] = {}
@@ -496,6 +497,7 @@ class Engine:
                 (wiring, "InsideAgent", self._open_inside),
                 (wiring, "Loader", self._open_loader),
                 (wiring, "SlabPool", WatchedPool),
+                (loads, "PayloadLayouts", partial(WatchedLayouts, self.hands)),
                 (queue, "_processors", lambda: knobs.cores),
             ):
                 stack.enter_context(patch.object(module, name, value))
@@ -515,17 +517,6 @@ class Engine:
                 recorder=self.recorder,
                 kv_caches=dict(zip(GROUP.layers, self.caches, strict=True)),
             )
-        layouts = side._loader._layouts
-        spread = layouts.spread
-
-        def planned(plan: LoadPlan) -> LoadPlan:
-            """The moves that threads get, of which the blocks are whose they are now."""
-            plan = spread(plan)
-            for load in plan.moves:
-                self.hands.plan(load.move.block_ids)
-            return plan
-
-        layouts.spread = planned  # type: ignore[method-assign]
         self.sides.append(side)
 
     def _open_lane(self, name: str, *_: torch.device, loads: bool = False) -> WatchedLane:
@@ -602,7 +593,7 @@ class Engine:
 
     def _check_payload(self, payload: bytes) -> None:
         header = read_header(payload)
-        layers = self.sides[0]._saver._groups[0].layers
+        layers = self.group.layers
         open_payload(payload, header.claim, layers)
         epoch = int(header.claim.key.namespace, 16)
         chunk = header.claim.token_start // CHUNK
@@ -663,9 +654,10 @@ def play(stage: Stage, life: Callable[[Engine], None], knobs: Knobs, seed: int) 
         engine.shut_down()
 
     _TOLD.clear()
-    release = Residents._release if knobs.keeps else release_spoiled
     with ExitStack() as stack:
-        stack.enter_context(patch.object(Residents, "_release", release))
+        kept = partial(WatchedResidents, keeps=knobs.keeps)
+        stack.enter_context(patch.object(core, "Residents", kept))
+        stack.enter_context(patch.object(connections, "InsideConnection", WatchedConnection))
         stack.enter_context(patch.object(fill, "_HEADER_BYTES", _HEADER_BYTES))
         for module in (arena, residents, loader):
             stack.enter_context(patch.object(module, "BOARD_BYTES", _BOARD_BYTES))

@@ -156,7 +156,6 @@ class _Agent:
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
     def talk(self, messages: list[bytes]) -> str:
-        """One client's life."""
         server = self.node.server
         require(server is not None and server.threads > 0, "nobody accepts")
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
@@ -184,7 +183,6 @@ class _Agent:
         return "answered"
 
     def _read(self) -> None:
-        """An honest client's load."""
         leases = self.client.open(WANTED, deadline_s=_PATIENCE_S, urgency=Urgency.IN_STEP)
         for lease in leases:
             progress = ended(self.client, lease)
@@ -273,7 +271,6 @@ _liars: list[_Liar] = []
 
 
 def close_agents() -> None:
-    """End those that this process has started."""
     for agent in _agents:
         atexit.unregister(agent.node.close)
         agent.node.close()

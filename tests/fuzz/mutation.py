@@ -65,7 +65,6 @@ def changed_text(random: Random, before: str) -> str:
 
 
 def odd_value(random: Random) -> Any:
-    """Any value that JSON may have."""
     kind = random.randrange(6)
     if kind == 0:
         return [odd_value(random) for _ in range(random.randrange(3))]

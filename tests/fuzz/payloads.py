@@ -1,7 +1,6 @@
 """Targets: payloads, as codecs and loaders read them. Checksums are put right after every change,
 as an attacker would."""
 
-import json
 from random import Random
 from typing import Any
 
@@ -9,9 +8,9 @@ from objkv.codec.compress import CODECS, compress, decompress_into
 from objkv.codec.header import digest, load_object, parse
 from objkv.codec.known_header import parse_known
 from objkv.codec.payload import check_layers, frame_pages, header_bytes_needed, open_payload
-from objkv.codec.values import CHECKSUM_AT, CHECKSUM_END, is_scales, scales_text
+from objkv.codec.values import is_scales, scales_text
 from objkv.errors import PayloadError
-from tests.codec.payloads import CLAIM, LAYERS, join, sample, split
+from tests.codec.payloads import CLAIM, LAYERS, rechecked, reworked, sample, split
 from tests.fuzz.mutation import change_document, spoiled, text
 from tests.fuzz.target import Target, outcome, require
 
@@ -34,9 +33,7 @@ def mended(header: bytes) -> bytes:
     raw = bytearray(header)
     raw += b" " * (-len(raw) % 4096)
     raw[:8] = (len(raw) - 8).to_bytes(8, "little")
-    raw[CHECKSUM_AT:CHECKSUM_END] = b"0" * 32
-    raw[CHECKSUM_AT:CHECKSUM_END] = digest(raw).encode()
-    return bytes(raw)
+    return rechecked(raw)
 
 
 def _both_ways(payload: bytes) -> str:
@@ -74,7 +71,7 @@ def whole_payload(random: Random) -> bytes:
         _mend_frames(document, frames)
     if random.random() < 0.5:
         change_document(random, document)
-    return join(json.dumps(document, separators=(",", ":")).encode(), frames)
+    return reworked(document, frames)
 
 
 def _mend_frames(document: dict[str, Any], frames: bytes) -> None:

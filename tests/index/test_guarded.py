@@ -84,60 +84,15 @@ def test_what_operators_do_is_denied_to_readers_with_what_to_set() -> None:
         for_operators(None)
 
 
-class Place:
-    def __init__(self) -> None:
-        self.inner = FlakyIndex(MemoryIndex())
-        self.changes: list[bool] = []
-        breakers = Breakers(
-            "index",
-            Patience(failures=3, reset_s=3600),
-            NullRecorder(),
-            on_change=lambda change: self.changes.append(change.error is not None),
-        )
-        self.index = guarded(self.inner, breakers=breakers)
-
-    def fail(self, times: int) -> None:
-        self.inner.error = StoreUnavailable("down")
-        for _ in range(times):
-            with pytest.raises(StoreUnavailable, match="down"):
-                self.index.lookup(NAMESPACE, [])
-
-
-@pytest.fixture
-def place() -> Place:
-    return Place()
-
-
-def test_an_open_breaker_answers_without_asking(place: Place) -> None:
-    place.fail(3)
-    asked = len(place.inner.calls)
-    for call in (
-        lambda: place.index.lookup(NAMESPACE, []),
-        lambda: place.index.find(NAMESPACE, [], []),
-        lambda: next(place.index.scan(NAMESPACE)),
-        lambda: place.index.namespaces(),
-    ):
-        with pytest.raises(StoreUnavailable, match="circuit open"):
-            call()
-    assert len(place.inner.calls) == asked
-    assert place.changes == [True]
-
-
-def test_writes_that_are_denied_do_not_stop_reads(place: Place) -> None:
+def test_writes_that_are_denied_do_not_stop_reads(inner: FlakyIndex) -> None:
     """As those of a replica that may only read."""
-    place.inner.error = StoreDenied("no")
+    breakers = Breakers("index", Patience(failures=3, reset_s=3600), NullRecorder())
+    index = guarded(inner, breakers=breakers)
+    inner.error = StoreDenied("no")
     for _ in range(3):
         with pytest.raises(StoreDenied):
-            place.index.lease("x", "me", ttl_ms=1)
+            index.lease("x", "me", ttl_ms=1)
     with pytest.raises(StoreUnavailable, match="circuit open"):
-        place.index.touch(NAMESPACE, [], ttl_s=1)
-    place.inner.error = None
-    assert place.index.lookup(NAMESPACE, []) == []
-
-
-def test_checking_and_closing_ask_the_index_itself(place: Place) -> None:
-    assert repr(place.index).startswith("<GuardedIndex reads closed, writes closed, of <")
-    place.fail(3)
-    assert repr(place.index).startswith("<GuardedIndex reads open, writes closed, of <")
-    place.index.check()
-    place.index.close()
+        index.touch(NAMESPACE, [], ttl_s=1)
+    inner.error = None
+    assert index.lookup(NAMESPACE, []) == []

@@ -12,12 +12,6 @@ class TestMemoryIndex(IndexContract):
         return MemoryIndex(clock=clock)
 
 
-def test_repr_tells_how_much_it_holds() -> None:
-    index = MemoryIndex()
-    index.publish(chunk(), {FIELD: shard()}, ttl_s=10)
-    assert repr(index) == "<MemoryIndex 1 records, 0 leases>"
-
-
 def test_what_expired_is_removed_when_the_index_has_grown() -> None:
     clock = ManualClock()
     index = MemoryIndex(clock=clock)

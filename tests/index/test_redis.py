@@ -12,8 +12,6 @@ import redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis import exceptions
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import ChunkEntry, PruneIndex, Savings, Shards, Usage
@@ -39,7 +37,6 @@ from tests.support.servers.fixtures import flushed
 from tests.support.servers.redis import RedisServer, wait_until
 from tests.support.servers.round_trips import RoundTrips
 
-NEVER = Retry(NoBackoff(), 0)
 PATIENCE_S = 120
 """For a server on a machine that is busy with other things."""
 GOOD = {"parent": "00" * 20, "tokens": "0-256"}
@@ -157,13 +154,6 @@ def test_a_record_really_expires(client: redis.Redis) -> None:
     wait_until(lambda: get(index) is None, "the record to expire", bound_s=60)
 
 
-def test_the_holder_of_a_lease_renews_it(client: redis.Redis) -> None:
-    index = RedisIndex(client)
-    index.lease("x", "me", ttl_ms=1_000)
-    index.lease("x", "me", ttl_ms=60_000)
-    assert client.pttl("objkv:l:x") > 1_000
-
-
 THOUSAND = [prefix_hash(number) for number in range(1000)]
 AT_ONCE: dict[str, Callable[[RedisIndex], object]] = {
     "lookup": lambda index: index.lookup(NAMESPACE, THOUSAND),
@@ -266,35 +256,6 @@ def test_errors_say_who_can_act(error: Exception, kind: type[StoreError], words:
             call()
         assert type(caught.value) is kind
         assert caught.value.__cause__ is error
-
-
-def test_a_server_that_is_not_there_is_unavailable() -> None:
-    index = RedisIndex(redis.Redis(port=1, protocol=2, retry=NEVER))
-    with pytest.raises(StoreUnavailable):
-        get(index)
-    with pytest.raises(StoreUnavailable):
-        index.publish(chunk(), {FIELD: shard()}, ttl_s=1)
-
-
-def test_a_missing_password_is_denied(valkey: RedisServer) -> None:
-    def client(password: str | None) -> redis.Redis:
-        return redis.Redis(
-            port=valkey.port, password=password, retry=NEVER, socket_timeout=PATIENCE_S, protocol=2
-        )
-
-    admin = valkey.client()
-    admin.config_set("requirepass", "secret")
-    try:
-        with pytest.raises(StoreDenied, match="redis_username and redis_password"):
-            get(RedisIndex(client(None)))
-        with pytest.raises(StoreDenied, match="redis_username and redis_password"):
-            RedisIndex(client("wrong")).check()
-    finally:
-        admin.config_set("requirepass", "")
-
-
-def test_repr_tells_the_keys_but_no_server() -> None:
-    assert repr(RedisIndex(fakeredis.FakeRedis(), prefix="team-a")) == "<RedisIndex team-a:*>"
 
 
 RECORDS = f"objkv:i:{NAMESPACE}:"
@@ -529,12 +490,6 @@ def test_a_user_without_the_right_to_ask_so_is_asked_for_whole_records(
     with pytest.raises(StoreDenied, match=r"objkv access"):
         index.find(NAMESPACE, [prefix_hash(1)], fields)
     client.execute_command("ACL", "DELUSER", "old")
-
-
-def test_find_on_a_server_that_is_not_there() -> None:
-    index = RedisIndex(redis.Redis(port=1, protocol=2, retry=NEVER))
-    with pytest.raises(StoreUnavailable):
-        index.find(NAMESPACE, [prefix_hash(1)], [FIELD])
 
 
 TOTALS = "objkv:u:totals"

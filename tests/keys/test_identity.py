@@ -225,14 +225,3 @@ def test_in_stores_that_tenants_share_none_finds_what_another_saved(tenant: str)
     ):
         assert index.find(namespace, hashes, fields) == [None] * len(keys)
     assert list(bulk.scan(f"{namespace}/")) == []
-
-
-def test_a_salted_prompt_finds_nothing_of_the_unsalted_one() -> None:
-    bulk, index = MemoryStore(), MemoryIndex()
-    keys = save(bulk, index, TOKENS)
-    namespace, fields = keys[0].namespace, [keys[0].field]
-    plain = prefix_hashes(namespace, TOKENS, CHUNK)
-    assert None not in index.find(namespace, plain, fields)
-    for salt in ("", "red", "\x00"):
-        salted = prefix_hashes(namespace, TOKENS, CHUNK, PromptExtras(salt=salt))
-        assert index.find(namespace, salted, fields) == [None] * len(salted)

@@ -129,3 +129,4 @@ def serving(pages: Sequence[str]) -> Iterator[str]:
     finally:
         server.shutdown()
         server.server_close()
+        thread.join()

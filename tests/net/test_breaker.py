@@ -156,17 +156,6 @@ def test_a_server_that_is_back_for_a_moment_only_is_not_asked_ever_more_often() 
     assert len(server.asked_s) == asked
 
 
-def test_refusals_and_failures_in_a_row_count_together_and_the_last_one_is_told() -> None:
-    server = Server()
-    server.call()
-    server.call()
-    server.error = StoreDenied("credentials expired")
-    server.call()
-    [change] = server.changes
-    assert change.error is server.error
-    assert server.recorder.value("breaker_open_bulk_read") == 1
-
-
 @pytest.mark.parametrize("given_s", [0.0, 0.005, 0.9])
 def test_a_caller_with_too_little_time_says_nothing_of_the_server(given_s: float) -> None:
     server = Server()
@@ -231,31 +220,20 @@ def test_a_deadline_set_within_the_call_is_the_servers() -> None:
     assert server.breaker.is_open
 
 
-@pytest.mark.parametrize("error", [StoreUnavailable("reset"), StoreDenied("403"), StoreBusy("503")])
-def test_what_a_server_does_while_there_is_time_is_its_own_doing(error: StoreError) -> None:
-    server = Server()
-    server.error = error
-    for _ in range(PATIENCE.failures):
-        with EndsBy(server.clock.now_s + 0.1):
-            assert not server.call()
-    assert server.breaker.is_open
-
-
-def test_a_clock_of_pauses_that_is_another_says_nothing_of_deadlines() -> None:
-    server = Server()
-    server.breaker.clock = ManualClock(14_400.0)
-    with EndsBy(30.0):
-        for _ in range(PATIENCE.failures):
-            server.call()
-    assert server.breaker.is_open
-
-
-@pytest.mark.parametrize("error", [StoreDenied("403"), StoreBusy("503")])
-def test_an_answer_that_comes_late_is_an_answer(error: StoreError) -> None:
+@pytest.mark.parametrize(
+    ("error", "late_s"),
+    [
+        *((error, 0.0) for error in (StoreUnavailable("reset"), StoreDenied("403"))),
+        *((error, 0.1) for error in (StoreDenied("403"), StoreBusy("503"))),
+    ],
+)
+def test_what_a_server_does_in_time_or_answers_late_is_its_own_doing(
+    error: StoreError, late_s: float
+) -> None:
     server = Server()
 
     def answer() -> None:
-        server.clock.advance(0.1)
+        server.clock.advance(late_s)
         raise error
 
     for _ in range(PATIENCE.failures):

@@ -13,7 +13,6 @@ from objkv.index.base import SCAN_DENIED, Savings
 from objkv.index.memory import MemoryIndex
 from objkv.net.guard import CallPolicy
 from objkv.ops.audit.figures import LIST_PRICES
-from objkv.ops.audit.walk import AuditView
 from objkv.ops.doctor.lifecycle import check_lifecycle, judge_rules
 from objkv.stores.base import LifecycleRules
 from objkv.stores.memory import MemoryStore
@@ -121,4 +120,3 @@ def test_ghosts_that_this_user_cannot_see_are_in_the_report() -> None:
     assert report.totals.records == 2
     assert any("(ghosts) are not seen" in problem for problem in report.problems)
     assert not any("ghosts" in one for one in Auditor(bulk, MemoryIndex()).all().problems)
-    assert isinstance(Auditor(bulk, index).view, AuditView)

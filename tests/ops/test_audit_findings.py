@@ -12,17 +12,13 @@ from objkv.keys.identity import identity_path
 from objkv.ops.audit.audit import find_places
 from objkv.ops.audit.html.page import html_report
 from objkv.ops.audit.html.remarks import FAULTS
-from objkv.ops.audit.report import AuditReport
 from objkv.stores.base import Unfinished
 from objkv.stores.memory import MemoryStore
 from tests.contracts.clock import ManualClock
 from tests.contracts.damage import DamagedStore, Defects
+from tests.ops.test_audit import counts
 from tests.support.audit import Auditor, save_prompts, tokens_of
 from tests.support.samples import IDENTITY, NAMESPACE, WHOLE, save, save_identity
-
-
-def counts(report: AuditReport) -> dict[str, int]:
-    return {one.kind: one.count for one in report.findings.counts if one.count}
 
 
 def test_an_old_epoch_is_one_also_where_it_alone_is_audited() -> None:

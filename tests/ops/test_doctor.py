@@ -86,9 +86,6 @@ def test_an_end_that_cannot_be_opened_leaves_the_other_examined(ward: Ward) -> N
     assert report.verdict == "denied"
     assert [check.name for check in report.checks if check.area == "bulk"] == ["open"]
     assert sum(check.area == "index" for check in report.checks) > 1
-
-
-def test_an_index_that_cannot_be_reached_is_the_verdict(ward: Ward) -> None:
     ward.index_error = StoreUnavailable("refused")
     assert ward.examine().verdict == "unreachable"
 
@@ -98,9 +95,6 @@ def test_what_the_server_says_is_judged(ward: Ward) -> None:
     report = ward.examine()
     assert report.verdict == "warnings"
     assert "valkey 9.0.1, standalone" in [check.detail for check in report.checks]
-
-
-def test_a_server_that_does_not_describe_itself_is_told(ward: Ward) -> None:
     ward.facts = StoreUnavailable("gone")
     assert [c.status for c in ward.examine().checks if c.name == "server"] == ["unreachable"]
 

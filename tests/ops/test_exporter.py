@@ -2,7 +2,7 @@
 
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -17,6 +17,7 @@ from objkv.ops.exporter.scan import Scans
 from objkv.ops.exporter.server import ExporterServer
 from objkv.ops.exporter.watch import Asks, BackendsWatch
 from objkv.stores.memory import MemoryStore
+from tests.contracts.clock import ManualClock
 from tests.contracts.flaky import FlakyStore
 from tests.support.samples import IDENTITY, NAMESPACE, save, save_identity, view_of
 
@@ -24,21 +25,11 @@ Told = dict[str, dict[str, float]]
 WATCHED = Watched("1.2.3", "s3://bucket/kv", "redis://host", 3600, 1 << 30, namespaces_max=2)
 
 
-class Ticking:
-    """A clock for both readings, moved by hand."""
-
-    def __init__(self) -> None:
-        self.now = 1_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class World:
     """Both ends, which fail or hang when told."""
 
     def __init__(self) -> None:
-        self.clock = Ticking()
+        self.clock = ManualClock(1_000.0)
         self.bulk = MemoryStore()
         self.usage: list[Usage] = []
         self.errors: dict[str, StoreError] = {}
@@ -114,7 +105,7 @@ def test_an_end_that_fails_is_down_and_the_rest_is_told_as_before(
     world.usage = [Usage(NAMESPACE, 4_000, 7, 0)]
     world.ask()
     world.errors = {"index": StoreUnavailable("no answer"), "bulk": StoreDenied("403")}
-    world.clock.now += 60
+    world.clock.advance(60)
     for _ in range(3):
         world.ask()
     page = world.page()
@@ -138,7 +129,7 @@ def test_an_end_that_hangs_is_down_and_a_scrape_does_not_wait(world: World) -> N
 
     def scraped_meanwhile() -> None:
         for waited_s in (9.0, 2.0):
-            world.clock.now += waited_s
+            world.clock.advance(waited_s)
             seen.append(world.page()["objkv_up"]["index"])
 
     world.during = scraped_meanwhile
@@ -194,19 +185,6 @@ def test_a_scan_that_breaks_off_is_counted_and_the_last_whole_one_stays() -> Non
 # Serving.
 
 
-@pytest.fixture
-def healthy() -> list[bool]:
-    return [True]
-
-
-@pytest.fixture
-def server(world: World, healthy: list[bool]) -> Iterator[ExporterServer]:
-    registry = CollectorRegistry()
-    registry.register(StoreCollector(WATCHED, world.watch))
-    with ExporterServer(registry, "127.0.0.1", 0, is_healthy=lambda: healthy[0]) as served:
-        yield served
-
-
 def get(url: str, method: str = "GET") -> tuple[int, str]:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
@@ -216,30 +194,22 @@ def get(url: str, method: str = "GET") -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-def test_the_page_is_what_prometheus_parses(world: World, server: ExporterServer) -> None:
+def test_prometheus_parses_the_page_and_nothing_else_is_served_but_health(world: World) -> None:
     world.usage = [Usage('a"b\\c\nd', 5, 1, 0)]
     world.ask()
-    status, text = get(f"{server.url}/metrics")
-    assert status == 200
+    registry, healthy = CollectorRegistry(), True
+    registry.register(StoreCollector(WATCHED, world.watch))
+    with ExporterServer(registry, "127.0.0.1", 0, is_healthy=lambda: healthy) as server:
+        status, text = get(f"{server.url}/metrics")
+        assert (status, get(f"{server.url}/healthz")) == (200, (200, "ok\n"))
+        healthy = False
+        assert get(f"{server.url}/healthz")[0] == 503
+        assert get(f"{server.url}/metrics")[0] == 200
+        assert get(f"{server.url}/../etc/passwd")[0] == 404
+        assert get(f"{server.url}/metrics", "POST")[0] == 405
+        port = int(server.url.rpartition(":")[2])
+        with pytest.raises(ConfigError, match=f"listen on 127.0.0.1:{port}: Address already"):
+            ExporterServer(CollectorRegistry(), "127.0.0.1", port, is_healthy=lambda: True)
     families = {family.name: family for family in text_string_to_metric_families(text)}
     (sample,) = families["objkv_stored_bytes"].samples
     assert (sample.labels["namespace"], sample.value) == ('a"b\\c?d', 5)
-
-
-def test_health_is_whether_somebody_still_asks(server: ExporterServer, healthy: list[bool]) -> None:
-    assert get(f"{server.url}/healthz") == (200, "ok\n")
-    healthy[0] = False
-    assert get(f"{server.url}/healthz")[0] == 503
-    assert get(f"{server.url}/metrics")[0] == 200
-
-
-def test_nothing_else_is_served(server: ExporterServer) -> None:
-    assert get(f"{server.url}/../etc/passwd")[0] == 404
-    assert get(f"{server.url}/metrics", "POST")[0] == 405
-    assert get(f"{server.url}/")[1] == "objkv exporter: /metrics, /healthz\n"
-
-
-def test_an_address_that_is_taken_is_told_in_a_sentence(server: ExporterServer) -> None:
-    port = int(server.url.rpartition(":")[2])
-    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: Address already"):
-        ExporterServer(CollectorRegistry(), "127.0.0.1", port, is_healthy=lambda: True)

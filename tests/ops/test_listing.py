@@ -6,7 +6,7 @@ from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import identity_path
 from objkv.keys.prefix import prefix_hashes
-from objkv.ops.listing import Branch, count_bulk, list_namespaces, list_prefixes, list_tree
+from objkv.ops.listing import count_bulk, list_namespaces, list_prefixes, list_tree
 from objkv.stores.memory import MemoryStore
 from tests.support.samples import (
     CHUNK,
@@ -108,14 +108,10 @@ LONG = [*SHARED, *range(500, 500 + 3 * CHUNK)]
 SHORT = [*SHARED, *range(900, 900 + CHUNK)]
 
 
-def tree(index: MemoryIndex) -> list[Branch]:
-    return list_tree(index, NAMESPACE)
-
-
 def test_what_prompts_share_is_one_branch_that_forks(bulk: MemoryStore, index: MemoryIndex) -> None:
     for tokens in (SHORT, LONG):
         save(bulk, index, tokens)
-    shared, long, short = tree(index)
+    shared, long, short = list_tree(index, NAMESPACE)
     hashes = prefix_hashes(NAMESPACE, LONG, CHUNK)
     assert (shared.first, shared.last) == (hashes[0], hashes[1])
     assert (shared.level, shared.chunks, shared.branches, shared.leaves) == (0, 2, 2, 2)

@@ -69,9 +69,6 @@ def test_a_prompt_shorter_than_a_chunk_has_none(index: MemoryIndex) -> None:
 @pytest.mark.parametrize("text", ["[1, 2, 3]", "1 2 3", "1,2,3", "1, 2,\n3\n", " \n[1,2,3]"])
 def test_token_ids_are_read_as_json_or_separated(text: str) -> None:
     assert parse_tokens(text) == [1, 2, 3]
-
-
-def test_no_token_ids_are_an_empty_prompt() -> None:
     assert parse_tokens(" \n") == []
 
 
@@ -88,14 +85,6 @@ def test_what_is_no_token_id_is_refused(text: str) -> None:
     assert len(str(caught.value)) < 300
 
 
-def test_text_is_tokenized_without_a_network(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(models.WordLevel({"a": 5, "b": 6, "?": 0}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert tokenize("a b a", tmp_path) == [5, 6, 5]
-    assert tokenize("b", tmp_path / "tokenizer.json") == [6]
-
-
 def test_truncation_and_padding_saved_with_a_tokenizer_are_ignored_as_by_vllm(
     tmp_path: Path,
 ) -> None:
@@ -105,6 +94,7 @@ def test_truncation_and_padding_saved_with_a_tokenizer_are_ignored_as_by_vllm(
     tokenizer.enable_padding(length=9)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert tokenize("a b a", tmp_path) == [5, 6, 5]
+    assert tokenize("b", tmp_path / "tokenizer.json") == [6]
     tokenizers = Tokenizers(tmp_path)
     assert tokenizers.tokens("a b a", tokenizers.place_of("m")) == [5, 6, 5]
     assert LocalTokenizer(tmp_path).tokenize(WarmPrompt("p", text="a b a")) == [5, 6, 5]

@@ -11,7 +11,7 @@ from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import identity_path
 from objkv.ops.backends_view import HANDOFF_LAYOUT
-from objkv.ops.listing import find_namespace, named_namespaces
+from objkv.ops.listing import find_namespace
 from objkv.stores.memory import MemoryStore
 from tests.support.samples import IDENTITY, NAMESPACE, save_identity
 
@@ -103,9 +103,3 @@ def test_without_a_name_only_namespaces_with_kv_are_a_choice() -> None:
     save_identity(store)
     save_identity(store, replace(IDENTITY, page_layout=HANDOFF_LAYOUT))
     assert find_namespace(store, MemoryIndex(), None) == NAMESPACE
-
-
-def test_namespaces_without_a_document_have_no_model(bulk: MemoryStore) -> None:
-    found = {one.name: one.model for one in named_namespaces(bulk)}
-    assert found[STRAY] is None
-    assert found[QWEN] == "Qwen/Qwen3-8B"

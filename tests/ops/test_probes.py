@@ -1,12 +1,14 @@
 """Probes: what works, what is refused, what answers wrongly; and nothing stays behind."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
-from objkv.index.base import ChunkEntry, PruneIndex, ShardRecord
+from objkv.index.base import PruneIndex
 from objkv.index.guarded import INDEX_VERBS, GuardedIndex
 from objkv.index.memory import MemoryIndex
 from objkv.index.server import ServerFacts
@@ -19,7 +21,6 @@ from objkv.ops.doctor.probes import (
     probe_store_as,
 )
 from objkv.ops.doctor.server import judge_server
-from objkv.stores.base import Buffer
 from objkv.stores.guarded import GuardedStore
 from objkv.stores.memory import MemoryStore
 from tests.contracts.clock import ManualClock
@@ -31,6 +32,22 @@ BULK_STEPS = [
     "delete",
 ]  # fmt: skip
 INDEX_STEPS = ["check", "publish", "lookup", "touch", "forget", "lease"]
+
+
+def that(end: Any, **verbs: Callable[..., object]) -> Any:
+    """``end`` with other methods, which get it first."""
+    for name, verb in verbs.items():
+        setattr(end, name, partial(verb, end))
+    return end
+
+
+def overwrite(store: MemoryStore, key: str, value: bytes) -> bool:
+    store.put(key, value)
+    return True
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise StoreDenied("403")
 
 
 def statuses(checks: list[Check]) -> list[str]:
@@ -58,28 +75,12 @@ def test_an_index_that_keeps_its_promises_passes_and_is_left_as_it_was(index: Me
     assert index.namespaces() == []
 
 
-class _Overwriting(MemoryStore):
-    def put_if_absent(self, key: str, value: Buffer) -> bool:
-        self.put(key, value)
-        return True
-
-
-class _Lying(MemoryStore):
-    def get_range(self, key: str, start: int, end: int) -> bytes | None:
-        return self.get(key)
-
-
-class _Keeping(MemoryStore):
-    def delete(self, key: str) -> bool:
-        return True
-
-
 @pytest.mark.parametrize(
     ("store", "name", "fix"),
     [
-        (_Overwriting(), "put refused when present", "If-None-Match"),
-        (_Lying(), "get range", "Range"),
-        (_Keeping(), "delete", "retention"),
+        (that(MemoryStore(), put_if_absent=overwrite), "put refused when present", "If-None-Match"),
+        (that(MemoryStore(), get_range=lambda s, key, *_: s.get(key)), "get range", "Range"),
+        (that(MemoryStore(), delete=lambda *_: True), "delete", "retention"),
         (MemoryStore(clock=lambda: 0), "head", "NTP"),
     ],
 )
@@ -112,11 +113,7 @@ def test_after_a_call_that_fails_the_rest_is_skipped(
 
 
 def test_a_probe_that_fails_half_way_takes_its_key_back(bulk: MemoryStore) -> None:
-    class Deaf(MemoryStore):
-        def head(self, key: str) -> None:
-            raise StoreDenied("no HEAD")
-
-    store = Deaf()
+    store = that(MemoryStore(), head=refuse)
     assert only_bad(probe_store("bulk", store)).name == "head"
     assert list(store.scan("")) == []
 
@@ -124,33 +121,22 @@ def test_a_probe_that_fails_half_way_takes_its_key_back(bulk: MemoryStore) -> No
 def test_an_index_that_is_slow_keeps_its_promises_all_the_same() -> None:
     clock = ManualClock()
 
-    class Slow(MemoryIndex):
-        def lease(self, name: str, owner: str, *, ttl_ms: int) -> bool:
-            granted = super().lease(name, owner, ttl_ms=ttl_ms)
-            clock.advance(30)
-            return granted
+    def lease(index: MemoryIndex, *told: str, ttl_ms: int) -> bool:
+        granted = MemoryIndex.lease(index, *told, ttl_ms=ttl_ms)
+        clock.advance(30)
+        return granted
 
-    assert statuses(probe_index(Slow(clock=clock))) == ["ok"] * len(INDEX_STEPS)
-
-
-class _Forgetful(MemoryIndex):
-    def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
-        pass
-
-
-class _Careless(MemoryIndex):
-    def forget(self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord) -> bool:
-        return self.drop(namespace, prefix_hash)
-
-
-class _Generous(MemoryIndex):
-    def lease(self, name: str, owner: str, *, ttl_ms: int) -> bool:
-        return True
+    index = that(MemoryIndex(clock=clock), lease=lease)
+    assert statuses(probe_index(index)) == ["ok"] * len(INDEX_STEPS)
 
 
 @pytest.mark.parametrize(
     ("index", "name"),
-    [(_Forgetful(), "lookup"), (_Careless(), "forget"), (_Generous(), "lease")],
+    [
+        (that(MemoryIndex(), publish=lambda *_, **__: None), "lookup"),
+        (that(MemoryIndex(), forget=lambda index, *told: index.drop(*told[:2])), "forget"),
+        (that(MemoryIndex(), lease=lambda *_, **__: True), "lease"),
+    ],
 )
 def test_an_index_that_breaks_a_promise_is_told(index: PruneIndex, name: str) -> None:
     bad = [check for check in probe_index(index) if check.status != "ok"]
@@ -159,11 +145,7 @@ def test_an_index_that_breaks_a_promise_is_told(index: PruneIndex, name: str) ->
 
 
 def test_an_index_that_refuses_is_told_and_left_clean() -> None:
-    class Denying(MemoryIndex):
-        def touch(self, namespace: str, prefix_hashes: object, *, ttl_s: int) -> None:
-            raise StoreDenied("NOPERM")
-
-    index = Denying()
+    index = that(MemoryIndex(), touch=refuse)
     checks = probe_index(index)
     assert statuses(checks) == ["ok", "ok", "ok", "denied", "skipped", "skipped"]
     assert index.namespaces() == []
@@ -213,19 +195,6 @@ def test_an_error_in_the_settings_counts_as_denied() -> None:
     assert failure("bulk", "open", ConfigError("bad")).status == "denied"
 
 
-class _NoDeletes(MemoryStore):
-    def delete(self, key: str) -> bool:
-        raise StoreDenied("403")
-
-
-class _NoPuts(MemoryStore):
-    def put(self, key: str, value: Buffer) -> None:
-        raise StoreDenied("403")
-
-    def put_if_absent(self, key: str, value: Buffer) -> bool:
-        raise StoreDenied("403")
-
-
 @pytest.mark.parametrize("area", ["bulk", "hot"])
 def test_a_reader_is_well_without_writing(area: str) -> None:
     store = GuardedStore(MemoryStore(), guard_of(may_write=False))
@@ -240,7 +209,7 @@ def test_a_reader_is_well_without_writing(area: str) -> None:
 
 @pytest.mark.parametrize("area", ["bulk", "hot"])
 def test_a_sweeper_is_well_without_putting(area: str) -> None:
-    store = _NoPuts()
+    store = that(MemoryStore(), put=refuse, put_if_absent=refuse)
     checks = probe_store_as("sweeper", area, store)  # type: ignore[arg-type]
     assert {check.status for check in checks} == {"ok"}
     assert "delete nothing" in [check.name for check in checks]
@@ -248,15 +217,11 @@ def test_a_sweeper_is_well_without_putting(area: str) -> None:
 
 
 def test_a_writer_is_well_without_deleting() -> None:
-    checks = probe_store("bulk", _NoDeletes())
+    checks = probe_store("bulk", that(MemoryStore(), delete=refuse))
     assert [check.status for check in checks] == ["ok"] * 7 + ["skipped"]
     assert "not needed" in checks[-1].detail
 
 
 def test_what_comes_back_for_a_key_that_cannot_exist_is_told() -> None:
-    class Lying(MemoryStore):
-        def get(self, key: str) -> bytes | None:
-            return b"x"
-
-    checks = probe_store_as("reader", "bulk", Lying())
+    checks = probe_store_as("reader", "bulk", that(MemoryStore(), get=lambda *_: b"x"))
     assert [check.name for check in checks if check.status == "failed"] == ["get nothing"]

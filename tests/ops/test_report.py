@@ -8,7 +8,6 @@ from html import unescape
 import pytest
 
 from objkv.ops.audit.html.page import html_report
-from objkv.ops.audit.html.remarks import remarks
 from objkv.ops.audit.report import (
     FindingsAudit,
 )
@@ -72,22 +71,12 @@ def test_whatever_others_wrote_is_text() -> None:
     assert nodes[0]["text"].startswith("</script><script>alert(1)")
 
 
-def test_only_a_whole_audit_without_findings_says_that_both_ends_agree() -> None:
-    report = sample_report()
-    none = tuple(replace(count, count=0, young=0) for count in report.findings.counts)
-    clean = replace(report, findings=FindingsAudit(none, (), 0))
-    told = "Index and bulk store agree"
-    assert told in [remark.title for remark in remarks(clean)]
-    cut = replace(clean, ending="interrupted")
-    assert told not in [remark.title for remark in remarks(cut)]
-    assert told not in [remark.title for remark in remarks(report)]
-
-
 def test_a_report_that_is_not_complete_says_that_it_does_not_know() -> None:
     report = sample_report()
     none = tuple(replace(count, count=0, young=0) for count in report.findings.counts)
     clean = replace(report, findings=FindingsAudit(none, (), 0))
     assert "store agree<" in html_report(clean)
+    assert "store agree<" not in html_report(report)
     page = html_report(replace(clean, ending="deadline"))
     assert "The agreement of index and bulk store is unknown" in page
     assert "store agree<" not in page

@@ -54,10 +54,6 @@ def test_all_units_are_done_once_and_counted() -> None:
     assert set(work.done.values()) == {1}
     assert (pool.counters.counts["done"], pool.counters.nbytes["done"]) == (50, 50)
     assert (reports[0], reports[-1]) == ((0, None), (50, None))
-
-
-def test_a_unit_that_asks_for_no_interrupt_is_one_item() -> None:
-    reports: list[tuple[int, int | None]] = []
     units = [Unit(lambda counters, check: None, items=1) for _ in range(3)]
     WorkPool(workers=1).run(units, lambda done, total: reports.append((done, total)))
     assert reports[-1] == (3, 3)

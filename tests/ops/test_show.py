@@ -1,5 +1,7 @@
 """Inspection of a chunk's payloads, correct and damaged."""
 
+from collections.abc import Callable
+
 import pytest
 
 from objkv.codec.payload import CODECS
@@ -36,40 +38,27 @@ def test_a_flipped_bit_in_a_frame_is_found_and_located(bulk: MemoryStore) -> Non
     assert "l.1" in (report.problem or "")
 
 
-def test_a_flipped_bit_in_the_header_is_found(bulk: MemoryStore) -> None:
-    key = save(bulk, None)[0]
-    payload = bytearray(bulk.get(key.path()) or b"")
-    payload[200] ^= 1
-    bulk.put(key.path(), payload)
-    report = inspect_payload(bulk, key)
-    assert (report.verdict, report.frames) == ("corrupt", ())
-    assert (report.problem or "").startswith("header: ")
-
-
-@pytest.mark.parametrize("cut", [0, 1, 100, 4096, -1])
-def test_a_payload_cut_short_is_corrupt(bulk: MemoryStore, cut: int) -> None:
-    key = save(bulk, None)[0]
-    bulk.put(key.path(), (bulk.get(key.path()) or b"")[:cut])
-    assert inspect_payload(bulk, key).verdict == "corrupt"
-
-
-def test_bytes_after_the_end_are_found(bulk: MemoryStore) -> None:
-    key = save(bulk, None)[0]
-    bulk.put(key.path(), (bulk.get(key.path()) or b"") + b"x")
-    assert "but the header states" in (inspect_payload(bulk, key).problem or "")
-
-
-def test_another_chunks_payload_is_found_out(bulk: MemoryStore) -> None:
-    one, two, _ = save(bulk, None)
-    bulk.put(one.path(), bulk.get(two.path()) or b"")
+@pytest.mark.parametrize(
+    ("change", "verdict", "problem"),
+    [
+        (lambda own, other: own[:200] + bytes([own[200] ^ 1]) + own[201:], "corrupt", "header: "),
+        *((lambda own, other, n=n: own[:n], "corrupt", "") for n in (0, 1, 100, 4096, -1)),
+        (lambda own, other: own + b"x", "corrupt", "but the header states"),
+        (lambda own, other: other, "corrupt", "claims to be "),
+        (lambda own, other: None, "missing", ""),
+    ],
+)
+def test_every_damage_is_told(
+    bulk: MemoryStore, change: Callable[..., bytes | None], verdict: str, problem: str
+) -> None:
+    one, other, _ = save(bulk, None)
+    changed = change(bulk.get(one.path()), bulk.get(other.path()))
+    bulk.delete(one.path())
+    if changed is not None:
+        bulk.put(one.path(), changed)
     report = inspect_payload(bulk, one)
-    assert (report.verdict, report.problem) == ("corrupt", f"claims to be {two.path()}")
-
-
-def test_what_is_not_there_is_missing(bulk: MemoryStore) -> None:
-    key = save(bulk, None)[0]
-    bulk.delete(key.path())
-    assert inspect_payload(bulk, key).verdict == "missing"
+    assert report.verdict == verdict
+    assert problem in (report.problem or "")
 
 
 def test_payloads_are_found_by_the_beginning_of_their_hash(bulk: MemoryStore) -> None:

@@ -2,7 +2,7 @@
 quota. That it finds what is there: ``tests/cli/test_upkeep.py``."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -274,25 +274,12 @@ def test_a_put_under_way_is_left_alone_whatever_the_grace() -> None:
     assert discarded == ["old"]
 
 
-class LeftoversStore(MemoryStore):
-    """What killed writers left, by the folder that it lies in."""
-
-    def __init__(self, left: list[Unfinished]) -> None:
-        super().__init__()
-        self.left = left
-
-    def unfinished(self) -> Iterator[Unfinished]:
-        return iter(list(self.left))
-
-    def discard(self, unfinished: Unfinished) -> bool:
-        self.left.remove(unfinished)
-        return True
-
-
 def test_a_sweep_of_one_namespace_leaves_the_leftovers_of_others_alone() -> None:
     mine, other = "ab" * 16, "cd" * 16
     left = [Unfinished(f"{name}/00", f"~{name}", 1, 0.0) for name in (mine, other)]
-    bulk = LeftoversStore(left)
+    bulk = MemoryStore()
+    bulk.unfinished = lambda: list(left)
+    bulk.discard = lambda found: left.remove(found) is None
     quarantined = {
         name: f"quarantine/{name}/00/{'0' * 40}/0.x.safetensors" for name in (mine, other)
     }
@@ -307,4 +294,4 @@ def test_a_sweep_of_one_namespace_leaves_the_leftovers_of_others_alone() -> None
         f"{mine}/00/~{mine}", quarantined[mine],
     }  # fmt: skip
     assert [entry.key for entry in bulk.scan("quarantine/")] == [quarantined[other]]
-    assert [one.key for one in bulk.left] == [f"{other}/00"]
+    assert [one.key for one in left] == [f"{other}/00"]

@@ -11,7 +11,7 @@ from objkv.cache.switch import SWITCH_PATH
 from objkv.codec.payload import Claim, read_header
 from objkv.config import Config, Role
 from objkv.index.base import ChunkEntry, Usage
-from objkv.index.redis.index import RedisIndex
+from objkv.index.redis.find import Finder
 from objkv.index.shapes import SHAPES_HASH
 from objkv.keys.identity import identity_path
 from objkv.telemetry import MemoryRecorder
@@ -186,13 +186,15 @@ def _sweep_index(ends: Backends) -> None:
 def _finds_in_one_trip(config: Config) -> None:
     """Also without the rights for that chunks are found, but by slower commands."""
     if config.index_url.startswith("redis"):
-        index = RedisIndex(connect_redis(config.index_url, config), prefix=config.redis_prefix)
+        client = connect_redis(config.index_url, config)
+        finder = Finder(client)
         place = f"{config.redis_prefix}:i:{NAMESPACE}:"
         try:
             for fields in ([FIELD], [FIELD, "0.other"]):
-                assert index._finder.find(place, [HASH], fields) is not None
+                assert finder.find(place, [HASH], fields) is not None
         finally:
-            index.close()
+            finder.close()
+            client.close()
 
 
 WORK: dict[Role, Callable[[Config], None]] = {"reader": read, "writer": write, "sweeper": sweep}

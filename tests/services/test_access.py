@@ -24,7 +24,7 @@ from objkv.telemetry import MemoryRecorder, NullRecorder
 from scripts.write_rights import FILE
 from tests.codec.payloads import CLAIM
 from tests.contracts.index_contract import LONG_S, chunk, shard
-from tests.services.access_roles import FIELD, HASH, NAMESPACE, WORK, load, save
+from tests.services.access_roles import FIELD, HASH, NAMESPACE, WORK, save
 from tests.support.servers.fixtures import PATIENT
 from tests.support.servers.redis import RedisServer, valkey_server, wait_until
 
@@ -219,21 +219,6 @@ def test_no_role_of_a_tenant_reads_or_writes_anothers(server: Place, role: Role)
     if role == "sweeper":
         assert index.namespaces() == []
     index.close()
-
-
-def test_two_prefixes_on_one_server_share_nothing(server: Place) -> None:
-    """Also without rights, if the operator only forgot to separate tenants by ACL."""
-    server.prepare(tenant="a")
-    ours = server.settings(redis_prefix="objkv-a")
-    with open_backends(ours, MemoryRecorder()) as ends:
-        assert load(ends, MemoryRecorder())
-    for prefix in ("objkv", "objkv-b", "objkv-"):
-        with open_backends(server.settings(redis_prefix=prefix), MemoryRecorder()) as ends:
-            assert not load(ends, MemoryRecorder())
-            assert ends.index.namespaces() == []
-            assert ends.index.usage() == []
-            assert ends.hot is not None
-            assert list(ends.hot.scan("")) == []
 
 
 def test_rights_that_are_taken_away_are_misses_until_they_are_back(server: Place) -> None:

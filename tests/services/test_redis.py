@@ -68,24 +68,11 @@ def works(call: Callable[[], Any]) -> bool:
     return True
 
 
-class OnRedis(IndexContract):
+class TestRedisIndexOnCluster(IndexContract):
     def put_garbage(self, index: PruneIndex, number: int) -> None:
         assert isinstance(index, RedisIndex)
         index.client.set(f"objkv:i:{NAMESPACE}:{prefix_hash(number).hex()}", "theirs")
 
-
-class TestRedisIndexOnRedis(OnRedis):
-    @pytest.fixture
-    def clock(self, redis_alone: RedisServer) -> ManualClock:
-        return flushed(redis_alone)
-
-    @pytest.fixture
-    def index(self, redis_alone: RedisServer, clock: ManualClock) -> PruneIndex:
-        client = connect_redis(redis_alone.url, Config(index_url=redis_alone.url, **PATIENT))
-        return RedisIndex(client, clock=clock)
-
-
-class TestRedisIndexOnCluster(OnRedis):
     @pytest.fixture
     def clock(self, cluster: ServerGroup) -> ManualClock:
         return flushed(*cluster.primaries)
@@ -202,14 +189,6 @@ def test_a_full_server_still_answers_lookups(mortal: RedisServer) -> None:
     with pytest.raises(StoreUnavailable, match="raise the server's maxmemory"):
         index.publish(chunk(2), {FIELD: shard()}, ttl_s=LONG_S)
     assert get(index) is not None
-
-
-def test_a_replica_is_unavailable_for_writing(
-    mortal: RedisServer, redis_alone: RedisServer
-) -> None:
-    mortal.client().replicaof("127.0.0.1", redis_alone.port)
-    with pytest.raises(StoreUnavailable, match=r"READONLY|read only|MASTERDOWN|LOADING"):
-        index_at(mortal.url).publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
 
 
 def test_lookup_and_touch_are_one_round_trip_to_each_primary(cluster: ServerGroup) -> None:

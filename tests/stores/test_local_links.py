@@ -194,18 +194,6 @@ def test_a_folder_that_becomes_a_link_is_followed(store: LocalStore, root: Path)
     assert store.delete(KEY)
 
 
-def test_no_descriptor_is_left_open(store: LocalStore, root: Path, outside: Path) -> None:
-    (root / "ns" / "aa" / "hash").symlink_to(outside)
-    before = len(os.listdir("/proc/self/fd"))
-    for use in BELOW.values():
-        with pytest.raises(StoreDenied):
-            use(store)
-    (root / "ns" / "aa" / "hash").unlink()
-    for use in BELOW.values():
-        use(store)
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
 def test_a_private_folder_is_made_for_this_user_alone_and_left_as_it_is(tmp_path: Path) -> None:
     private = tmp_path / "cache" / "objkv"
     old = os.umask(0o022)

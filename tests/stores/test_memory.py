@@ -10,9 +10,3 @@ class TestMemoryStore(StoreContract):
     @pytest.fixture
     def store(self) -> MemoryStore:
         return MemoryStore()
-
-
-def test_repr_is_a_status_line() -> None:
-    store = MemoryStore()
-    store.put("a", b"")
-    assert repr(store) == "<MemoryStore 1 values>"

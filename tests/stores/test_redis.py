@@ -21,14 +21,6 @@ TTL_S = 3_600
 """No test outlives it."""
 
 
-class TestRedisStoreOnFakeredis(StoreContract):
-    scans_in_order = False
-
-    @pytest.fixture
-    def store(self) -> RedisStore:
-        return RedisStore(fakeredis.FakeRedis(), prefix="objkv:[p]*:", ttl_s=TTL_S)
-
-
 @pytest.fixture
 def store(client: redis.Redis) -> RedisStore:
     return RedisStore(client, prefix="objkv:p:", ttl_s=TTL_S)

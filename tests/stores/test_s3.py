@@ -108,23 +108,6 @@ class TestS3StoreByTheClientAlone(StoreContract):
     test_scan_passes_page_boundaries = None  # slow, and no other than above
 
 
-class TestS3StoreWithoutConditions(StoreContract):
-    """On a server that refuses ``If-None-Match``, which then does not decide between writers."""
-
-    @pytest.fixture
-    def store(self, client: Any, prefix: str, on: Register) -> S3Store:
-        on("PutObject", _refuse)
-        return S3Store(client, bucket=BUCKET, prefix=prefix, multipart_bytes=PART)
-
-    test_of_many_writers_exactly_one_wins = None
-    test_scan_passes_page_boundaries = None  # slow, and no other than above
-
-
-def _refuse(params: dict[str, Any], **_: object) -> None:
-    if "If-None-Match" in params["headers"]:
-        raise failure(501, "NotImplemented", "PutObject")
-
-
 def failure(status: int, code: str, operation: str = "GetObject") -> ClientError:
     answer: Any = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
     return ClientError(answer, operation)
@@ -368,21 +351,11 @@ def test_a_missing_bucket_is_denied(client: Any) -> None:
 
 
 def test_the_client_is_made_as_the_settings_say() -> None:
-    client = open_s3_client(
-        Config(
-            s3_endpoint_url="https://s3.test:1", s3_addressing="path", bulk_calls_max=7,
-            s3_ranges_max=5,
-            load_deadline_ms=20_000, **KEYS,
-        )
-    )  # fmt: skip
-    config = client.meta.config
-    assert client.meta.region_name == "us-east-1"
+    given = {"bulk_calls_max": 7, "s3_ranges_max": 5, "load_deadline_ms": 20_000, **KEYS}
+    config = open_s3_client(Config.model_validate(given)).meta.config
     assert config.max_pool_connections == 7 + 5
-    assert config.retries == {"mode": "standard", "total_max_attempts": 3}
-    # One attempt comes before those of the client.
+    # One attempt comes before the client's three.
     assert (1 + 3) * (config.connect_timeout + config.read_timeout) == pytest.approx(18)
-    assert config.s3 == {"addressing_style": "path", "payload_signing_enabled": False}
-    assert "objkv/" in config.user_agent_extra
 
 
 @pytest.mark.parametrize(

@@ -319,28 +319,6 @@ def test_a_fault_is_a_right_value_or_an_error_never_wrong_bytes(
     assert whole
 
 
-@pytest.mark.parametrize("ranges_max", [0, 3])
-def test_what_was_put_through_faults_is_whole(near: QuickS3, ranges_max: int) -> None:
-    put = 0
-    with (
-        s3_store(near.url) as right,
-        SpoilS3(near.address) as far,
-        s3_store(far.url, client=IMPATIENT, multipart_bytes=MIB, ranges_max=ranges_max) as store,
-    ):
-        far.spoil(*faults({"reset": 0.1, "unanswered": 0.1, "error": 0.15}, 3))
-        for number, nbytes in enumerate([100, MIB, 3 * MIB + 1] * 3):
-            value = pattern(nbytes, number)
-            try:
-                store.put(f"k{number}", value)
-                put += 1
-            except StoreError:
-                assert right.get(f"k{number}") in (None, value)
-            else:
-                assert right.get(f"k{number}") == value
-        assert far.spoiled
-    assert put
-
-
 @pytest.mark.parametrize("is_client_needed", [False, True])
 def test_what_broke_off_goes_on_where_it_was(is_client_needed: bool) -> None:
     """Reported bytes are not written again, because the caller may have verified them."""

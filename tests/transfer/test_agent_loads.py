@@ -14,12 +14,11 @@ from objkv.errors import StoreUnavailable, TransferError
 from objkv.transfer.lanes import Lane
 from objkv.transfer.loading import arena_lane
 from objkv.transfer.loading import loader as module
-from objkv.transfer.loading.arena_lane import ArenaLane
 from objkv.transfer.loading.job import LoadJob
-from objkv.transfer.loading.loader import Loader
-from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.plan import LoadMove, LoadPlan
+from tests.agent.reader import load_by_agent
 from tests.agent.world import Node, WatchedStore
+from tests.support.arenas import LossyConnection
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import BLOCKS, NAMESPACE, Replica, same_blocks
 from tests.support.waiting import PATIENCE_S, at_once, wait_until
@@ -39,22 +38,12 @@ class World:
         self.reader = self.open()
 
     def open(self, lane: Lane | None = None, *, verify: bool = False, **limits: Any) -> Replica:
-        """A replica that loads by the agent."""
         replica = Replica(self.node.store, self.node.index, seed=2)
-        replica.loader.close()
-        bounds = LoadLimits(64, PATIENCE_S, PATIENCE_S, join_s=PATIENCE_S)
-        replica.loader = Loader(  # type: ignore[assignment]
-            {0: replica.paged},
-            lane or ArenaLane(),
-            self.connect,
-            verify=verify,
-            limits=replace(bounds, **limits),
-            recorder=replica.recorder,
-        )
+        load_by_agent(replica, self.connect, lane, verify=verify, **limits)
         return replica
 
     def connect(self) -> AgentConnection:
-        return AgentConnection(self.node.path, wants_arena=True, call_s=PATIENCE_S)
+        return LossyConnection(self.node.path, wants_arena=True, call_s=PATIENCE_S)
 
     @property
     def store(self) -> WatchedStore:
@@ -68,7 +57,6 @@ class World:
         return same_blocks(self.writer.caches, [1 + n for n in ids], mine, [first + n for n in ids])
 
     def restart(self) -> None:
-        """Another agent at the same place."""
         assert self.node.server is not None
         self.node.core.close(PATIENCE_S)
         self.node.server.close()
@@ -269,7 +257,6 @@ def test_where_copies_wait_for_the_interpreter_the_rest_is_read_at_once(
 
 
 def reading(world: World, lane: Lane) -> Replica:
-    """A replica whose lane reads four payloads."""
     slow = world.open(lane)
     slow.loader.submit(slow.load_plan(range(4), 1))
     wait_until(lambda: slow.loader.leased == 4 and slow.loader.in_flight == 0)
@@ -376,7 +363,7 @@ def test_a_device_that_fails_while_it_reads_keeps_the_memory(world: World, is_lo
 def test_loads_are_misses_while_there_is_no_agent_and_go_on_with_the_next(
     world: World, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_RETRY_MAX_S", 0.1)
+    monkeypatch.setattr(module, "RETRY_MAX_S", 0.1)
     if moment == "within":
         gate = threading.Event()
         world.store.on_get = lambda key: gate.wait(PATIENCE_S) and None  # type: ignore[func-returns-value]
@@ -413,7 +400,7 @@ def test_a_load_of_nothing_is_over_when_its_agent_is_lost(world: World) -> None:
     loader = world.reader.loader
     with loader._lock:  # the thread finds it together with the loss
         assert loader.agent is not None
-        loader.agent._is_lost = True  # type: ignore[attr-defined]
+        loader.agent.is_lost = True  # type: ignore[attr-defined]
         loader._came.append((LoadJob(nothing, [], 1e9, lambda: 0.0), 0))
     loader.cancel("none")
     wait_until(lambda: not loader._came)

@@ -39,8 +39,6 @@ def depth(frame: FrameType | None) -> list[str]:
 
 
 class WatchedLane(HostLane):
-    """Remembers how deep each of its copies was."""
-
     deepest: list[str]
 
     def scatter(

@@ -1,6 +1,6 @@
 """The fence around one load's blocks, on a clock of its own."""
 
-from threading import Thread, Timer
+from threading import Event, Thread, Timer
 from time import monotonic
 
 import pytest
@@ -13,17 +13,14 @@ from tests.contracts.clock import ManualClock
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import CHUNK, HASHES, NAMESPACE
 from tests.support.waiting import at_once, wait_until
+from tests.transfer.test_saver import HungMark
 
 pytestmark = ON_HOST
 LAYERS = 2
 LANE = HostLane()
 
 
-def job_of_one_chunk(clock: ManualClock, *, sync: bool) -> LoadJob:
-    return job_of(1, clock, sync=sync)
-
-
-def job_of(chunks: int, clock: ManualClock, *, sync: bool) -> LoadJob:
+def job_of(clock: ManualClock, *, sync: bool, chunks: int = 1) -> LoadJob:
     moves = []
     for c in range(chunks):
         parent = HASHES[c - 1] if c else root_hash(NAMESPACE)
@@ -39,28 +36,10 @@ def write_all_layers(job: LoadJob) -> None:
     job.done(0)
 
 
-class LateMark:
-    """A copy that is under way until the test says so."""
-
-    def __init__(self, number: int = 1) -> None:
-        self.number = number
-        self.passed = False
-        self.held = False
-
-    def done(self) -> bool:
-        return self.passed
-
-    def wait(self) -> None:
-        raise AssertionError("a device that hangs would hold this thread for ever")
-
-    def hold_compute(self) -> None:
-        self.held = True
-
-
 def test_a_layer_that_was_computed_without_its_blocks_counts_as_not_loaded() -> None:
     """A write under way at the deadline still ends, but attention did not wait for it."""
     clock = ManualClock()
-    job = job_of_one_chunk(clock, sync=True)
+    job = job_of(clock, sync=True)
     assert job.enter(0)
     clock.advance(6.0)
     assert job.wait_layer(0, 0) == []
@@ -72,7 +51,7 @@ def test_a_layer_that_was_computed_without_its_blocks_counts_as_not_loaded() -> 
 @pytest.mark.parametrize("sync", [False, True])
 def test_nothing_is_written_after_the_deadline(*, sync: bool) -> None:
     clock = ManualClock()
-    job = job_of_one_chunk(clock, sync=sync)
+    job = job_of(clock, sync=sync)
     clock.advance(5.0)
     assert not job.wanted(0)
     assert not job.enter(0)
@@ -82,7 +61,7 @@ def test_nothing_is_written_after_the_deadline(*, sync: bool) -> None:
 
 @pytest.mark.parametrize("is_layer", [False, True])
 def test_nobody_waits_longer_than_the_deadline(*, is_layer: bool) -> None:
-    plan = job_of_one_chunk(ManualClock(), sync=True).plan
+    plan = job_of(ManualClock(), sync=True).plan
     job = LoadJob(plan, [range(LAYERS)], monotonic() + 0.05, monotonic)
     try:
         at_once(lambda: job.wait_layer(0, 0) if is_layer else job.wait_over())
@@ -93,7 +72,7 @@ def test_nobody_waits_longer_than_the_deadline(*, is_layer: bool) -> None:
 
 def test_a_write_under_way_at_the_deadline_counts_between_steps() -> None:
     clock = ManualClock()
-    job = job_of_one_chunk(clock, sync=False)
+    job = job_of(clock, sync=False)
     assert job.enter(0)
     clock.advance(6.0)
     write_all_layers(job)
@@ -102,7 +81,7 @@ def test_a_write_under_way_at_the_deadline_counts_between_steps() -> None:
 
 def test_a_move_of_which_a_layer_is_missing_is_not_loaded() -> None:
     """Only a bug could bring it about; then it is a miss, and ends at once."""
-    job = job_of_one_chunk(ManualClock(), sync=True)
+    job = job_of(ManualClock(), sync=True)
     assert job.enter(0)
     job.leave(0, range(1, 2), LANE, HostMark())
     job.done(0)
@@ -112,7 +91,7 @@ def test_a_move_of_which_a_layer_is_missing_is_not_loaded() -> None:
 
 def test_a_load_is_over_when_what_is_left_of_it_is_of_no_use() -> None:
     """Chunks behind one that failed may still wait for a thread."""
-    job = job_of(3, ManualClock(), sync=False)
+    job = job_of(ManualClock(), sync=False, chunks=3)
     job.fail(1, rejected=False)
     assert not job.is_over(), "the first one is of use by itself"
     assert job.enter(0)
@@ -122,7 +101,7 @@ def test_a_load_is_over_when_what_is_left_of_it_is_of_no_use() -> None:
 
 
 def test_a_layer_is_waited_for_of_all_chunks_in_whatever_order_they_come() -> None:
-    job, came = job_of(4, ManualClock(), sync=True), []
+    job, came = job_of(ManualClock(), sync=True, chunks=4), []
 
     def computing() -> None:
         job.wait_layer(0, 0)
@@ -142,7 +121,7 @@ def test_a_layer_is_waited_for_of_all_chunks_in_whatever_order_they_come() -> No
 
 
 def test_what_a_lane_could_not_mark_was_not_written() -> None:
-    job = job_of_one_chunk(ManualClock(), sync=False)
+    job = job_of(ManualClock(), sync=False)
     assert job.enter(0)
     job.leave(0, range(LAYERS), LANE, None)
     job.done(0)
@@ -150,7 +129,7 @@ def test_what_a_lane_could_not_mark_was_not_written() -> None:
 
 
 def test_closing_waits_for_a_write_under_way_and_no_other_begins() -> None:
-    job = job_of_one_chunk(ManualClock(), sync=False)
+    job = job_of(ManualClock(), sync=False)
     assert job.enter(0)
     closing = Thread(target=job.close)
     closing.start()
@@ -163,49 +142,48 @@ def test_closing_waits_for_a_write_under_way_and_no_other_begins() -> None:
 
 def test_a_cancelled_load_has_no_outcome_while_it_writes_and_copies() -> None:
     """Its blocks go to somebody else with that."""
-    job, mark = job_of_one_chunk(ManualClock(), sync=False), LateMark()
+    job, ended = job_of(ManualClock(), sync=False), Event()
     assert job.enter(0)
     job.cancel()
     assert job.poll() is None
-    job.leave(0, range(1), LANE, mark)
+    job.leave(0, range(1), LANE, HungMark(ended.is_set))
     assert not job.enter(0)
     assert job.poll() is None
-    mark.passed = True
+    ended.set()
     assert (outcome := job.poll()) is not None
     assert outcome.failed_blocks == {3, 4}
 
 
 def test_closing_waits_for_copies_but_not_for_a_device_that_hangs() -> None:
-    job, mark = job_of_one_chunk(ManualClock(), sync=False), LateMark()
+    job, ended = job_of(ManualClock(), sync=False), Event()
     assert job.enter(0)
-    job.leave(0, range(1), LANE, mark)
-    Timer(0.05, lambda: setattr(mark, "passed", True)).start()
+    job.leave(0, range(1), LANE, HungMark(ended.is_set))
+    Timer(0.05, ended.set).start()
     assert job.close().failed
-    assert mark.passed
-    job, mark = job_of_one_chunk(ManualClock(), sync=False), LateMark()
+    assert ended.is_set()
+    job, ended = job_of(ManualClock(), sync=False), Event()
     assert job.enter(0)
-    job.leave(0, range(1), LANE, mark)
+    job.leave(0, range(1), LANE, HungMark(ended.is_set))
     assert job.close(0.01).failed
-    assert not mark.passed
+    assert not ended.is_set()
 
 
 def test_within_a_step_the_compute_stream_waits_for_copies_and_the_forward_thread_does_not() -> (
     None
 ):
-    job, mark = job_of_one_chunk(ManualClock(), sync=True), LateMark()
+    job, mark = job_of(ManualClock(), sync=True), HungMark()
     assert job.enter(0)
     job.leave(0, range(LAYERS), LANE, mark)
     job.done(0)
     assert not job.close().failed
-    assert mark.held
-    assert not mark.passed
+    assert mark.is_held
 
 
 def test_an_outcome_tells_when_the_first_and_the_last_bytes_came() -> None:
-    nothing = job_of_one_chunk(ManualClock(), sync=False).close()
+    nothing = job_of(ManualClock(), sync=False).close()
     assert (nothing.nbytes, nothing.seconds, nothing.first_s) == (0, 0.0, None)
     clock = ManualClock()
-    job = job_of_one_chunk(clock, sync=False)
+    job = job_of(clock, sync=False)
     clock.advance(1.0)
     job.began()
     clock.advance(0.5)

@@ -37,7 +37,6 @@ needs_triton = pytest.mark.skipif(
 
 @pytest.fixture(scope="module", autouse=True)
 def _triton() -> Iterator[None]:
-    """Triton is found by the tests of this file."""
     with pytest.MonkeyPatch.context() as patch:
         if find_spec("triton") is None:
             patch.syspath_prepend(TRITON)
@@ -111,7 +110,6 @@ class Paged:
         self.layers = PagedLayers([cache[..., self.padding : end] for cache in caches])
 
     def twin(self) -> "Paged":
-        """Layers with the same bytes in memory of their own."""
         return Paged(self.layout, self.shape, self.dtype, self.padding, self.seed)
 
 
@@ -400,7 +398,6 @@ def access_bytes(assembly: str) -> Counter[int]:
 
 
 def compiled_access(paged: Paged, folder: Path) -> list[Counter[int]]:
-    """``access_bytes`` of all kernels for these layers."""
     TritonKernels().prepare(paged.layers)
     listings = [*folder.rglob("*.ptx"), *folder.rglob("*.amdgcn")]
     assert len(listings) == 3

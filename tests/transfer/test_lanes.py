@@ -43,7 +43,6 @@ def one_layer(cache: torch.Tensor) -> PagedLayers:
 
 
 def write(lane: Lane, pages: torch.Tensor, cache: torch.Tensor, ids: Sequence[int]) -> None:
-    """Scatter pages of one layer, and wait for the copies."""
     layers = one_layer(cache)
     memory = host_bytes(pages).view(layers.caches[0].dtype).view(*pages.shape[:3], -1)
     lane.follow(lane.mark_compute())

@@ -34,6 +34,7 @@ from tests.support.paged_cache import (
     stores,
 )
 from tests.support.waiting import PATIENCE_S, at_once, wait_until
+from tests.transfer.test_fetch import MINE, THEIRS, promised_hot
 from tests.transfer.test_saver import HungLane, HungMark
 
 
@@ -261,9 +262,6 @@ def test_how_many_requests_a_payload_costs(*, sync: bool, cuts: Cuts, requests: 
     assert len(set(store.requests)) == requests
 
 
-MINE, THEIRS = [9, 10], [1, 2]
-
-
 class BreaksOff(MemoryStore):
     """Has given all but the last bytes when it fails."""
 
@@ -292,10 +290,8 @@ def test_what_bulk_writes_over_a_hot_copy_that_broke_off_is_not_copied_unverifie
     payload[read_header(payload).frames[0].offset] ^= 1
     store.put(path, payload)
     before = replica.snapshot()
-    (load,) = (plan := replica.load_plan(range(1), MINE[0], sync=sync)).moves
-    records = tuple((field, replace(record, hot=True)) for field, record in load.records)
-    replica.loader.submit(replace(plan, moves=(replace(load, records=records),)))
-    (outcome,) = replica.loader.take_finished(sync=True) if sync else [replica.outcome()]
+    plan = promised_hot(replica.load_plan(range(1), MINE[0], sync=sync))
+    outcome = replica.outcome(plan)
     replica.close()
     if not outcome.failed:
         assert same_blocks(replica.caches, MINE, replica.caches, THEIRS)
@@ -355,16 +351,3 @@ def test_a_hot_copy_that_has_rotted_costs_one_miss_also_where_nobody_who_saves_h
     for _ in range(3):
         assert promises_hot(reader)
         assert not reader.load(range(1), first_block=9).failed
-
-
-@pytest.mark.parametrize("sync", [False, True])
-@pytest.mark.parametrize("codec", ["none", "blosclz4"])
-def test_a_small_chunk_comes_from_the_hot_store(codec: str, *, sync: bool) -> None:
-    (store, index), hot = stores(), MemoryStore()
-    writer = Replica(store, index, seed=1, codec=codec, hot=hot)
-    reader = Replica(store, index, seed=2, hot=hot)
-    writer.save(range(1))
-    assert hot.get(writer.path(0)) == store.get(writer.path(0))
-    store.delete(writer.path(0))
-    assert not reader.load(range(1), first_block=9, sync=sync).failed
-    assert same_blocks(writer.caches, [1, 2], reader.caches, [9, 10])

@@ -132,8 +132,6 @@ def test_auto_compresses_for_a_slow_network_and_never_without_one(
 
 
 class Switch:
-    """Room as a test says."""
-
     def __init__(self) -> None:
         self.is_there = True
         self.added = 0
@@ -283,9 +281,13 @@ class HungMark(HostMark):
 
     def __init__(self, done: Callable[[], bool] = lambda: False) -> None:
         self.done = done  # type: ignore[method-assign]
+        self.is_held = False
 
     def wait(self) -> None:
         raise AssertionError("a device that hangs would hold this thread for ever")
+
+    def hold_compute(self) -> None:
+        self.is_held = True
 
 
 class HungLane(HostLane):

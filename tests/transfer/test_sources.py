@@ -27,17 +27,31 @@ from tests.support.waiting import PATIENCE_S
 MODEL = Model(heads=8, layers=4)
 
 
-def all_loaded(
-    model: Model, writer: ShapeOfReplica, reader: ShapeOfReplica, *, sync: bool = False
-) -> None:
-    """Every rank of ``reader`` has what it would have computed, of what ``writer`` saved."""
+def saved(model: Model, writer: ShapeOfReplica) -> tuple[MemoryStore, MemoryIndex]:
+    """What a replica has computed and saved."""
     store, index = MemoryStore(), MemoryIndex()
     with ShapedReplica(model, writer, store, index) as one:
         one.compute_and_save()
+    return store, index
+
+
+def all_loaded(model: Model, writer: ShapeOfReplica, reader: ShapeOfReplica) -> None:
+    """Every rank of ``reader`` has what it would have computed, of what ``writer`` saved."""
+    all_read(model, reader, *saved(model, writer))
+
+
+def all_read(model: Model, reader: ShapeOfReplica, store: MemoryStore, index: MemoryIndex) -> None:
     with ShapedReplica(model, reader, store, index) as other:
         for rank in other.ranks:
-            assert not rank.load(index, sync=sync).failed
+            assert not rank.load(index).failed
             assert same(rank.loaded(), rank.expected())
+
+
+def none_read(model: Model, reader: ShapeOfReplica, store: MemoryStore, index: MemoryIndex) -> None:
+    with ShapedReplica(model, reader, store, index) as other:
+        for rank in other.ranks:
+            assert rank.load(index).failed
+            assert bool((rank.loaded().view(torch.int32) == -1).all())
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -107,11 +121,8 @@ def test_replicated_heads_are_saved_once_and_read_by_all() -> None:
         saves = [int(rank.recorder.drain().get("saves", 0)) for rank in one.ranks]
     assert sum(saves) == 2 * model.chunks
     assert len(list(store.scan(""))) == 2 * model.chunks
-    for shape in (ShapeOfReplica(tp=1), ShapeOfReplica(tp=8), ShapeOfReplica(tp=2)):
-        with ShapedReplica(model, shape, store, index) as other:
-            for rank in other.ranks:
-                assert not rank.load(index).failed
-                assert same(rank.loaded(), rank.expected())
+    for tp in (1, 8, 2):
+        all_read(model, ShapeOfReplica(tp=tp), store, index)
 
 
 DCP = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4)]
@@ -130,14 +141,8 @@ def test_dcp_that_deals_out_several_tokens_is_read_by_the_same(interleave: int) 
     model = Model(heads=1)
     shape = ShapeOfReplica(tp=4, dcp=2, interleave=interleave)
     all_loaded(model, shape, replace(shape, tp=2))
-    store, index = MemoryStore(), MemoryIndex()
-    with ShapedReplica(model, shape, store, index) as one:
-        one.compute_and_save()
     for other in (ShapeOfReplica(), replace(shape, interleave=1)):
-        with ShapedReplica(model, other, store, index) as two:
-            for rank in two.ranks:
-                assert rank.load(index).failed
-                assert bool((rank.loaded().view(torch.int32) == -1).all())
+        none_read(model, other, *saved(model, shape))
 
 
 @pytest.mark.parametrize(
@@ -152,12 +157,7 @@ def test_pages_that_are_not_canonical_are_refused_in(
     writer: ShapeOfReplica, reader: ShapeOfReplica
 ) -> None:
     model = Model(heads=1, divisible=False)
-    store, index = MemoryStore(), MemoryIndex()
-    with ShapedReplica(model, writer, store, index) as one:
-        one.compute_and_save()
-    with ShapedReplica(model, reader, store, index) as other:
-        assert other.ranks[0].load(index).failed
-        assert bool((other.ranks[0].loaded().view(torch.int32) == -1).all())
+    none_read(model, reader, *saved(model, writer))
 
 
 def test_a_dcp_rank_that_is_missing_is_a_miss() -> None:
@@ -208,9 +208,7 @@ def test_any_shape_reads_any_other_from_any_block_on(
 ) -> None:
     """If a block of the reader has as many slots as there are ranks that fill it."""
     model = Model(heads=heads if writer.dcp == reader.dcp == 1 else 1)
-    store, index = MemoryStore(), MemoryIndex()
-    with ShapedReplica(model, writer, store, index) as one:
-        one.compute_and_save()
+    store, index = saved(model, writer)
     fits = reader.block_size % max(1, writer.dcp // reader.dcp) == 0
     with ShapedReplica(model, reader, store, index) as other:
         for rank in other.ranks:
@@ -227,10 +225,8 @@ def test_any_shape_reads_any_other_from_any_block_on(
 def test_a_flipped_bit_of_what_a_rank_needs_is_never_loaded(
     writer: ShapeOfReplica, reader: ShapeOfReplica, data: st.DataObject
 ) -> None:
-    store, index = MemoryStore(), MemoryIndex()
     model = MODEL if writer.dcp == reader.dcp == 1 else Model(heads=1)
-    with ShapedReplica(model, writer, store, index) as one:
-        one.compute_and_save()
+    store, index = saved(model, writer)
     path = data.draw(st.sampled_from(sorted(entry.key for entry in store.scan(""))))
     payload = bytearray(store.get(path) or b"")
     bit = data.draw(st.integers(0, 8 * len(payload) - 1))
@@ -260,9 +256,7 @@ def partly(now: torch.Tensor, right: torch.Tensor, before: torch.Tensor) -> bool
 
 
 def test_a_chunk_of_which_a_shard_is_missing_is_not_loaded() -> None:
-    store, index = MemoryStore(), MemoryIndex()
-    with ShapedReplica(MODEL, ShapeOfReplica(tp=2), store, index) as one:
-        one.compute_and_save()
+    store, index = saved(MODEL, ShapeOfReplica(tp=2))
     gone = next(e.key for e in store.scan("") if MODEL.hashes[1].hex() in e.key)
     store.delete(gone)
     with ShapedReplica(MODEL, ShapeOfReplica(tp=1), store, index) as other:
@@ -275,9 +269,7 @@ def test_a_chunk_of_which_a_shard_is_missing_is_not_loaded() -> None:
 
 
 def test_a_chunk_in_several_payloads_takes_one_place_in_the_queue() -> None:
-    store, index = MemoryStore(), MemoryIndex()
-    with ShapedReplica(MODEL, ShapeOfReplica(tp=8), store, index) as one:
-        one.compute_and_save()
+    store, index = saved(MODEL, ShapeOfReplica(tp=8))
     queue_max = MODEL.chunks
     with ShapedReplica(MODEL, ShapeOfReplica(), store, index, queue_max=queue_max) as other:
         (rank,) = other.ranks
@@ -300,26 +292,17 @@ def test_a_rank_without_a_layer_of_a_group_has_nothing_to_load_of_it() -> None:
         replica.compute_and_save()
         assert not rank.load(index).failed
         moves = [replace(one, move=replace(one.move, group=1)) for one in rank.plan(index).moves]
-        rank.loader.submit(LoadPlan("r", NAMESPACE, moves, sync=False))
-        (outcome,) = rank.loader.take_finished(sync=False)
-    assert not outcome.failed
+        assert not rank.outcome(LoadPlan("r", NAMESPACE, moves, sync=False)).failed
 
 
 def test_an_index_that_promises_shards_that_cannot_be_is_not_believed() -> None:
-    store, index = MemoryStore(), MemoryIndex()
-    with ShapedReplica(MODEL, ShapeOfReplica(tp=2), store, index) as one:
-        one.compute_and_save()
-        for record in index.lookup(NAMESPACE, MODEL.hashes):
-            assert record is not None
-            assert set(record.shards) == {"0.L0-4_H0-4", "0.L0-4_H4-8"}
+    store, index = saved(MODEL, ShapeOfReplica(tp=2))
     lied = MemoryIndex()
     for record in index.scan(NAMESPACE):
+        assert set(record.shards) == {"0.L0-4_H0-4", "0.L0-4_H4-8"}
         entry = ChunkEntry(
             NAMESPACE, record.prefix_hash, record.parent_hash, record.token_start, record.token_end
         )
         some = next(iter(record.shards.values()))
         lied.publish(entry, {"0.L0-99_H0-99": some, "0.nonsense": some}, ttl_s=60)
-    with ShapedReplica(MODEL, ShapeOfReplica(tp=1), store, lied) as other:
-        (rank,) = other.ranks
-        assert rank.load(lied).failed
-        assert bool((rank.loaded().view(torch.int32) == -1).all())
+    none_read(MODEL, ShapeOfReplica(), store, lied)

@@ -429,6 +429,11 @@ class SchedulerSide:
         return self._namespace.open
 
     @property
+    def lookups(self) -> LookupService:
+        """Its lookups, for who watches them."""
+        return self._lookups
+
+    @property
     def requests_under_way(self) -> tuple[str, ...]:
         """Ids of the requests that have not ended."""
         return self._requests.ids()

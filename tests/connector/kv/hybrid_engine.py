@@ -65,6 +65,14 @@ def next_token(tokens: Sequence[int]) -> int:
     return 3 + digest(tokens)[0] % 50
 
 
+def said(prompt: Sequence[int], count: int) -> list[int]:
+    """What the model answers, without any cache."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
 class Engine:
     """One replica on the stores in ``folder``. A context manager."""
 

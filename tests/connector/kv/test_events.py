@@ -37,6 +37,7 @@ from objkv.keys.identity import GroupIdentity
 from objkv.stores.memory import MemoryStore
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from tests.contracts.clock import ManualClock
+from tests.index.flaky_index import FlakyIndex
 
 NAMESPACE = "0" * 32
 CHUNK = 64
@@ -63,16 +64,8 @@ def prefix_hash(chunk: int) -> bytes:
 
 
 def move(chunk: int, group: int) -> ChunkMove:
-    return ChunkMove(
-        chunk=chunk,
-        group=group,
-        prefix_hash=prefix_hash(chunk),
-        parent_hash=bytes(20),
-        token_start=chunk * CHUNK,
-        token_end=(chunk + 1) * CHUNK,
-        first_block=0,
-        block_ids=(1,),
-    )
+    tokens = chunk * CHUNK, (chunk + 1) * CHUNK
+    return ChunkMove(chunk, group, prefix_hash(chunk), bytes(20), *tokens, 0, (1,))
 
 
 def shown(request: Request) -> list[Any]:
@@ -89,16 +82,15 @@ class World:
         self.log = EventLog(geometry, blocks, clock=self.clock, **({"ttl_s": 60} | limits))
         self.request = request(unit=unit)
         self.believed: set[tuple[int, Any]] = set()
-        self.events: list[Any] = []
 
     def _find(self, request_id: str) -> Any:
         tracked = type("TrackedRequest", (), {"request": self.request})
         return tracked if request_id == self.request.request_id else None
 
-    def save(self, *chunks: int, groups: tuple[int, ...] | None = None) -> None:
+    def save(self, *chunks: int) -> None:
         """A step plans to save these chunks."""
-        numbers = range(len(self.geometry.groups)) if groups is None else groups
-        moves = [SaveMove(move(chunk, group), "", None) for chunk in chunks for group in numbers]
+        groups = range(len(self.geometry.groups))
+        moves = [SaveMove(move(chunk, group), "", None) for chunk in chunks for group in groups]
         plan = SavePlan(self.request.request_id, NAMESPACE, tuple(moves))
         self.log.planned(StepPlan(saves=(plan,)), self._find)
 
@@ -138,7 +130,6 @@ class World:
             else:
                 assert blocks <= self.believed
                 self.believed -= blocks
-        self.events += events
         return events
 
     def blocks(self, chunk: int, group: int) -> set[tuple[int, Any]]:
@@ -218,8 +209,6 @@ def test_a_group_is_told_once_all_its_shards_are_stored_in_whatever_order(
 
 
 ACTIONS = ("save", "store", "reject", "load", "fail", "reset", "wait")
-
-
 steps = st.tuples(st.sampled_from(ACTIONS), st.integers(0, 3), st.booleans())
 
 
@@ -334,11 +323,8 @@ def test_what_was_announced_is_in_the_next_report(backends: Backends) -> None:
 
 
 def test_what_could_not_be_announced_is_not_told() -> None:
-    class Broken(MemoryIndex):
-        def publish(self, *args: Any, **kwargs: Any) -> None:
-            raise StoreUnavailable("gone")
-
-    index = PublishedIndex(Broken())
+    index = PublishedIndex(broken := FlakyIndex(MemoryIndex()))
+    broken.error = StoreUnavailable("gone")
     with pytest.raises(StoreUnavailable):
         index.publish(entry(1), {"0.a": RECORD}, ttl_s=60)
     assert index.take() == set()

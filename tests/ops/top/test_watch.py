@@ -6,6 +6,7 @@ import httpx
 
 from objkv.ops.top.scrape import MetricsSource
 from objkv.ops.top.watch import FleetWatch
+from tests.contracts.clock import ManualClock
 
 EXPORTER = """\
 # TYPE objkv_up gauge
@@ -19,17 +20,7 @@ objkv_namespaces 2
 """
 
 
-class Clock:
-    """Two seconds later at each look."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def source(name: str, clock: Clock, text: Callable[[], str]) -> MetricsSource:
+def source(name: str, clock: ManualClock, text: Callable[[], str]) -> MetricsSource:
     def handler(request: httpx.Request) -> httpx.Response:
         told = text()
         if not told:
@@ -49,11 +40,11 @@ def counters(queries: float, hits: float) -> str:
 
 
 def test_rates_are_from_one_look_to_the_next() -> None:
-    clock, told = Clock(), {"a": counters(0, 0), "b": counters(0, 0)}
+    clock, told = ManualClock(0.0), {"a": counters(0, 0), "b": counters(0, 0)}
     sources = [source(name, clock, lambda name=name: told[name]) for name in told]
     with FleetWatch(sources, clock=clock) as watch:
         assert [row.state for row in watch.tick().rows] == ["new", "new"]
-        clock.now, told["a"], told["b"] = 2.0, counters(100, 50), counters(100, 0)
+        clock.now_s, told["a"], told["b"] = 2.0, counters(100, 50), counters(100, 0)
         view = watch.tick()
     assert [row.flow.hit_rate for row in view.rows] == [0.5, 0.0]
     assert (view.total.tokens, view.total.hit_rate) == (100, 0.25)
@@ -61,7 +52,7 @@ def test_rates_are_from_one_look_to_the_next() -> None:
 
 
 def test_the_exporter_tells_what_is_stored_and_which_ends_answer() -> None:
-    clock = Clock()
+    clock = ManualClock(0.0)
     exporter = source("exporter", clock, lambda: EXPORTER)
     with FleetWatch([source("a", clock, lambda: counters(0, 0))], exporter, clock=clock) as watch:
         view = watch.tick()

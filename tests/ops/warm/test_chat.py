@@ -156,11 +156,3 @@ def test_what_cannot_be_rendered_here_is_named(
     with pytest.raises(ConfigError, match=r"^p: ") as raised:
         LocalTokenizer(folder).tokenize(to_prompt(request_of, "p"))
     assert words in str(raised.value)
-
-
-def test_what_is_no_tokenizer_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is not a file: name a tokenizer"):
-        LocalTokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"is not a valid tokenizer\.json"):
-        LocalTokenizer(tmp_path)

@@ -1,10 +1,8 @@
 """One endpoint: what is sent, and what is made of its answers."""
 
 import socket
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import suppress
-from threading import Thread
 
 import pytest
 
@@ -14,25 +12,9 @@ from objkv.ops.warm import endpoint as endpoint_module
 from objkv.ops.warm.endpoint import EndpointLimits, PrefillEndpoint
 from objkv.ops.warm.prefill import PrefillError, PrefillRequest
 from objkv.stores.memory import MemoryStore
-from tests.ops.warm.fake_vllm import FakeVllm, Fault, Handler, Place, status
+from tests.ops.warm.fake_vllm import FakeVllm, Handler, Place, status
 
 ASK = PrefillRequest([1, 2, 3], "salt", None)
-BOUND_S = 120
-"""Against a hang; nothing takes this long."""
-
-
-def beside(work: Callable[[], object]) -> "Future[object]":
-    """What ``work`` comes to, in a thread that nobody waits for at the end."""
-    found: Future[object] = Future()
-
-    def run() -> None:
-        try:
-            found.set_result(work())
-        except PrefillError as exc:
-            found.set_exception(exc)
-
-    Thread(target=run, daemon=True).start()
-    return found
 
 
 @pytest.fixture
@@ -116,14 +98,8 @@ def test_a_call_that_waits_ends_when_the_endpoint_is_closed(
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("ftp://host", "endpoint: write http://HOST:PORT or https://HOST:PORT"),
-        ("http://", "each host must be HOST or HOST:PORT"),
         ("http://me:secret@host", "must not contain a password"),
         ("ftp://me:secret@host", "endpoint: write http://HOST:PORT"),
-        ("http://me:secret@[::1", "each host"),
-        ("http://[::1", "an IPv6 address in brackets"),
-        ("http://host:port", "each host"),
-        ("http://host/v1?x=1", "a query"),
         ("http://a\u2028b", "a space or a control character"),
         ("http://gpu-7.example.com:8000", "would cross the network unencrypted"),
     ],
@@ -146,31 +122,27 @@ def test_a_check_does_not_wait_as_long_as_an_answer(monkeypatch: pytest.MonkeyPa
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = PrefillEndpoint(f"http://127.0.0.1:{silent.getsockname()[1]}", EndpointLimits())
         with pytest.raises(PrefillError, match="no answer within the time limit"):
-            beside(endpoint.check).result(BOUND_S)
+            endpoint.check()
         endpoint.close()
 
 
-def trickling(start: bytes, piece: bytes) -> Fault:
-    """Answers with ``start`` and then ``piece`` again and again, until nobody listens."""
-
-    def fault(handler: Handler) -> bool:
-        handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n")
-        handler.wfile.write(b"Transfer-Encoding: chunked\r\n\r\n" + start)
-        with suppress(OSError):
-            while True:
-                handler.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
-                handler.wfile.flush()
-        handler.close_connection = True
-        return True
-
-    return fault
+def endless(handler: Handler) -> bool:
+    """Answers until nobody listens."""
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n")
+    handler.wfile.write(b"Transfer-Encoding: chunked\r\n\r\n")
+    with suppress(OSError):
+        while True:
+            handler.wfile.write(b"400\r\n%s\r\n" % (b"x" * 1024))
+            handler.wfile.flush()
+    handler.close_connection = True
+    return True
 
 
 def test_an_answer_without_an_end_is_not_kept(
     server: FakeVllm, endpoint: PrefillEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(endpoint_module, "_ANSWER_BYTES_MAX", 1 << 16, raising=False)
-    server.every = trickling(b"", b"x" * 1024)
+    server.every = endless
     with pytest.raises(PrefillError, match="longer than 65536 bytes") as raised:
-        beside(lambda: endpoint.ask(ASK)).result(BOUND_S)
+        endpoint.ask(ASK)
     assert raised.value.trouble == "failed"

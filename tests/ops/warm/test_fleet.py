@@ -1,12 +1,13 @@
 """Who is asked next, and who is left alone."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 
 from objkv.ops.warm.fleet import PrefillFleet
 from objkv.ops.warm.prefill import PrefillError, PrefillReply, PrefillRequest
 from objkv.ops.warm.prompts import WarmPrompt
+from tests.contracts.clock import ManualClock
 
 
 @dataclass
@@ -27,22 +28,13 @@ class Nobody:
     def close(self) -> None: ...
 
 
-@dataclass
-class Clock:
-    now: float = 100.0
-    seats: list[str] = field(default_factory=list)
-
-    def __call__(self) -> float:
-        return self.now
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def fleet(clock: Clock) -> PrefillFleet:
+def fleet(clock: ManualClock) -> PrefillFleet:
     return PrefillFleet([Nobody("one"), Nobody("two")], clock=clock, first_pause_s=1.0)
 
 
@@ -63,15 +55,15 @@ def test_when_its_own_is_full_a_prompt_goes_to_another(fleet: PrefillFleet) -> N
 
 
 def test_one_that_does_not_answer_is_left_to_the_others_until_it_passes_a_check(
-    fleet: PrefillFleet, clock: Clock
+    fleet: PrefillFleet, clock: ManualClock
 ) -> None:
     seat = fleet.take(b"a")
     fleet.failed(seat, PrefillError("down", "refused"))
     assert {taken(fleet, b"a"), taken(fleet, b"a")} == {"one", "two"} - {seat.asker.name}
     assert not fleet.has_room()
-    clock.now += 0.9
+    clock.advance(0.9)
     assert fleet.to_check() == []
-    clock.now += 0.2
+    clock.advance(0.2)
     assert fleet.to_check() == [seat]
     assert not fleet.has_room()  # not before it has passed
     fleet.passed(seat)
