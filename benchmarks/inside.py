@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from objkv.agent.connections import InsideAgent
+
 from objkv.agent.core import CoreLimits
 from objkv.cache.chunks import ChunkCache
 from objkv.telemetry import Recorder

@@ -105,9 +105,6 @@ def cases(fleet: Fleet, costs: Costs) -> Iterator[Case]:
         "reused, disk 4 TB of read payloads": agents("reused", 4, disk_keeps="read"),
         "reused, disk 4 TB": agents("reused", 4),
         "reused, disk 8 TB, chunks of 512": changed(agents("reused", 8), chunk_tokens=512),
-        "reused without requests": agents("unrequested"),
-        "reused without requests, disk 4 TB": agents("unrequested", 4),
-        "reused, never waiting, disk 4 TB": agents("reused", 4, wait_max_s=0.0),
     }
     for name, case in found.items():
         yield Case("agents", name, case)

@@ -96,7 +96,6 @@ class Node:
     """Wear: a drive's price over the terabytes that it may be written."""
     arena_bytes_s: float
     """Of one worker that loads from the arena."""
-    ask_s: float
     source: str
 
 

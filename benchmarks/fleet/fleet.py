@@ -7,7 +7,7 @@ from benchmarks.fleet.costs import Costs
 from benchmarks.fleet.trace import BLOCK_TOKENS
 
 Routing = Literal["random", "affine"]
-Policy = Literal["all", "reused", "unrequested"]
+Policy = Literal["all", "reused"]
 """What agents put into the bucket, see ``Agents``."""
 Admission = Literal["auto", "always", "never", "alone"]
 """``alone`` is not objkv's: ``auto`` that ignores who waits behind a request."""
@@ -47,11 +47,7 @@ class Agents:
     disk_keeps: Literal["read", "all"] = "all"
     """Of what memory gives up."""
     save_to_bucket: Policy = "all"
-    """``reused``: what is committed twice, read after a commit, or wanted by a lookup while only
-    another node has it. ``unrequested``: without the last."""
-    wait_max_s: float = 5.0
-    """With ``reused``: a request that could be computed waits for what was requested as long as
-    loading it saves time, and at most so long."""
+    """``reused``: what is committed twice, or read after a commit."""
     processes: int = 8
     """Each with the connections, the threads and the speed that a worker would have."""
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from benchmarks.fleet.saving import put
 from benchmarks.fleet.tiers import Held, Lane
-from benchmarks.fleet.world import Job, Replica, Unit, World
+from benchmarks.fleet.world import Job, Unit, World
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,41 +49,8 @@ def lookup(world: World, job: Job, now: float) -> tuple[int, float]:
         since_s = store.has(unit.key, now)
         answers.append(since_s is not None and since_s <= now)
         if not answers[-1] and world.fleet.agents:
-            answers[-1] = _held_by_agents(world, job, unit, now) and all(answers[:-1])
+            answers[-1] = job.replica.host.cache.find(unit.key) is not None
     return _leading(answers), took_s
-
-
-def waits_until(world: World, job: Job, now: float) -> float:
-    """When a request that is next is looked at again, because other nodes put what it wants; not
-    after ``now``: it waits no longer."""
-    agents = world.fleet.agents
-    if agents is None or agents.save_to_bucket != "reused":
-        return now
-    here, tokens, first = job.replica.cache.match(job.private), 0, None
-    ready_s = now
-    for unit in job.units[: job.stored]:
-        start, tokens = tokens, tokens + unit.chunks * world.settings.chunk_tokens
-        since_s = world.store.has(unit.key, now)
-        if (
-            tokens > here
-            and since_s
-            and since_s > now
-            and not job.replica.host.cache.find(unit.key)
-        ):
-            first = start if first is None else first
-            ready_s = max(ready_s, since_s + world.costs.node.ask_s)
-    if first is None:
-        return now
-    if job.wait_end_s is None:
-        load_bytes = (tokens - max(here, first)) * world.model.token_bytes
-        load_s = load_bytes / (world.costs.client.load_bytes_s * world.width())
-        spare_s = max(0.0, world.model.prefill_s(max(here, first), tokens) - load_s)
-        job.wait_end_s = now + min(agents.wait_max_s, spare_s)
-        world.counts.waits += 1
-    until_s = min(ready_s, job.wait_end_s)
-    world.counts.waited_s += max(0.0, until_s - now)
-    world.counts.given_up += until_s <= now
-    return until_s
 
 
 def load(world: World, job: Job, now: float, stored: int) -> float:
@@ -114,13 +81,10 @@ def _leading(answers: list[bool]) -> int:
 
 def _present(world: World, job: Job, now: float, stored: int) -> int:
     """Leading units that can still be loaded."""
-    waits = world.fleet.agents is not None and world.fleet.agents.save_to_bucket == "reused"
     for i, unit in enumerate(job.units[:stored]):
         if job.replica.host.cache.find(unit.key):
             continue
         since_s = world.store.has(unit.key, now)
-        if since_s is not None and since_s > now and waits:
-            return i
         if since_s is None or since_s > now:
             world.counts.ghosts += 1
             return i
@@ -283,30 +247,3 @@ def _share(world: World, job: Job, now: float, what: Load, ready_s: float) -> No
         cache.read(unit.key, ready_s)
         if world.store.has(unit.key, now) is None:
             put(world, job.replica, unit, now)
-
-
-def _held_by_agents(world: World, job: Job, unit: Unit, now: float) -> bool:
-    """Whether the node has a unit that is not in the bucket, or another node will put it."""
-    agents = world.fleet.agents
-    if job.replica.host.cache.find(unit.key):
-        return True
-    if agents is None or agents.save_to_bucket != "reused":
-        return False
-    if world.store.has(unit.key, now) is None and world.sighted.get(unit.key, 0.0) > now:
-        for other in world.replicas:
-            if other.host.cache.find(unit.key):
-                _put_from(world, other, unit, now + world.costs.node.ask_s)
-                break
-    return world.store.has(unit.key, now) is not None
-
-
-def _put_from(world: World, holder: Replica, unit: Unit, now: float) -> None:
-    """Have the holder's node put a unit, which it may have to read from its disk."""
-    held = holder.host.cache.find(unit.key)
-    assert held is not None
-    nbytes = unit.chunks * world.chunk_bytes
-    if not held[1]:
-        now = holder.host.reads.take(now, nbytes / world.costs.node.disk_bytes_s)
-    holder.host.cache.read(unit.key, now)
-    if put(world, holder, unit, now):
-        world.counts.asked += unit.chunks

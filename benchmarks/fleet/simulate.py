@@ -14,7 +14,7 @@ from functools import partial
 
 from benchmarks.fleet.costs import Costs
 from benchmarks.fleet.fleet import Fleet
-from benchmarks.fleet.loading import load, lookup, waits_until
+from benchmarks.fleet.loading import load, lookup
 from benchmarks.fleet.saving import save
 from benchmarks.fleet.trace import (
     BLOCK_TOKENS,
@@ -113,10 +113,6 @@ class Replay:
         job.replica.waiting.append(job)
         self._wake(job.replica, now)
 
-    def _again(self, job: Job, now: float) -> None:
-        job.replica.waiting.appendleft(job)
-        self._wake(job.replica, now)
-
     def _loaded(self, job: Job, now: float) -> None:
         job.replica.loaded.append(job)
         self._wake(job.replica, now)
@@ -151,9 +147,6 @@ class Replay:
         world = self._world
         while replica.waiting:
             job = replica.waiting.popleft()
-            if (until_s := waits_until(world, job, now)) > now:
-                self._at(until_s, partial(self._again, job))
-                continue
             ready_s = load(world, job, now, job.stored)
             job.computed = job.reused
             work_s = world.model.prefill_s(job.reused, job.arrival.tokens)

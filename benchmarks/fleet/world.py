@@ -50,12 +50,6 @@ class Counts:
     saved: int = 0
     dropped: int = 0
     leased: int = 0
-    asked: int = 0
-    """Chunks that another node put because a lookup wanted them."""
-    waits: int = 0
-    """Requests that waited for such; likewise those that gave up, and the seconds of all."""
-    given_up: int = 0
-    waited_s: float = 0.0
     compute_s: float = 0.0
     ttft_s: list[float] = field(default_factory=list)
 
@@ -125,8 +119,6 @@ class Job:
     units: list[Unit]
     stored: int = 0
     """Leading units that the index had."""
-    wait_end_s: float | None = None
-    """Until when it waits at most for what other nodes put; None: it has not waited."""
     reused: int = 0
     """Tokens that it need not compute."""
     computed: int = 0

@@ -14,9 +14,9 @@ from time import monotonic, sleep
 
 import numpy as np
 import torch
+from objkv.agent.connections import InsideAgent
 from protocol import Bytes, Case, Servers, Worker, serve
 
-from objkv.agent.connections import InsideAgent
 from objkv.agent.core import CoreLimits
 from objkv.assembly.backends import open_backends
 from objkv.cache.chunks import CacheSettings, ChunkCache

@@ -36,7 +36,7 @@ DOCUMENT_BYTES_MAX: Final = 32_768
 _PREFETCH_MAX = 1024
 """Chunks in a call, which fit into a message."""
 _DOCUMENT = re.compile(rf"[0-9a-f]{{32}}/identity\.json|{re.escape(SWITCH_PATH)}")
-_RETRY_S = 1.0
+RETRY_S = 1.0
 _FAILURES = ("StoreUnavailable", "StoreDenied", "StoreBusy", "LeftAlone")
 _INVALID = (
     ArithmeticError,
@@ -276,7 +276,7 @@ class AgentCalls:
         try:
             agent = self._own.agent = self._connect()
         except ObjkvError:
-            self._retry_at = self._clock() + _RETRY_S
+            self._retry_at = self._clock() + RETRY_S
             raise
         with self._lock:
             self._open.append(agent)

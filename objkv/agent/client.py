@@ -94,7 +94,7 @@ class AgentConnection:
         self._known: dict[bytes, tuple[int, FoundBlock]] = {}
         self.alarm: Alarm | None = None
         """Rings when a payload that is being filled makes progress."""
-        sock = self._sock = _socket(call_s)
+        sock = self._sock = open_socket(call_s)
         try:
             sock.connect(str(path))
             hello = pack_hello(Hello(VERSION, wants_arena, outbox >= 0))
@@ -171,9 +171,10 @@ class AgentConnection:
         forgotten, and this copy is not served any more."""
         self._send(pack_rejection(wanted))
 
-    def commit(self, offset: int, nbytes: int) -> CommitStatus:
-        """Hand over a payload in the outbox. Its memory may be reused when this returns."""
-        answer = self._call(pack_commit(offset, nbytes))
+    def commit(self, offset: int, nbytes: int, *, puts: bool = False) -> CommitStatus:
+        """Hand over a payload in the outbox. Its memory may be reused when this returns. ``puts``:
+        whether it is to be saved at once, and not held back."""
+        answer = self._call(pack_commit(offset, nbytes, puts=puts))
         return self._read(partial(unpack_committed, answer))
 
     def find(
@@ -312,7 +313,7 @@ def is_listening(path: Path) -> bool:
     return True
 
 
-def _socket(call_s: float) -> socket.socket:
+def open_socket(call_s: float) -> socket.socket:
     """Return a socket whose calls wait ``call_s`` at most. Raises ``TransferError``."""
     try:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)

@@ -17,18 +17,12 @@ from objkv.agent.residents import MissReason
 from objkv.codec.payload import Claim
 from objkv.errors import ObjkvError, TransferError
 from objkv.index.base import Shards
-from objkv.index.fields import (
-    COMING,
-    COMING_TEXT,
-    WrittenShards,
-    decode_shard,
-    encode_shard,
-)
+from objkv.index.fields import WrittenShards, decode_shard, encode_shard
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.keys.topology import Shard
 
-VERSION: Final = 3
+VERSION: Final = 4
 MESSAGE_BYTES_MAX: Final = 65_536
 OPEN_MAX: Final = 256
 """Payloads in one ``open``."""
@@ -112,7 +106,7 @@ class OpenAnswer(NamedTuple):
 
 
 _HELLO = struct.Struct("<BHBB")
-_COMMIT = struct.Struct("<BQQ")
+_COMMIT = struct.Struct("<BQQB")
 _OPENING = struct.Struct(f"<BBI{_NAMESPACE_CHARS}sHH")
 _ENTRY = struct.Struct(f"<{PREFIX_HASH_BYTES}s{PREFIX_HASH_BYTES}sIIB")
 _OPENED = struct.Struct("<BBIIQQ")
@@ -254,17 +248,20 @@ def unpack_release(message: bytes) -> tuple[int, ...]:
     return struct.unpack_from(f"<{count}I", message, 1)
 
 
-def pack_commit(offset: int, nbytes: int) -> bytes:
-    """Return the message that a payload is at ``offset`` of the outbox."""
-    return _COMMIT.pack(MessageKind.COMMIT, offset, nbytes)
+def pack_commit(offset: int, nbytes: int, *, puts: bool = False) -> bytes:
+    """Return the message that a payload is at ``offset`` of the outbox. ``puts``: whether it is to
+    be saved at once, and not held back."""
+    return _COMMIT.pack(MessageKind.COMMIT, offset, nbytes, puts)
 
 
-def unpack_commit(message: bytes) -> tuple[int, int]:
-    """Read offset and length."""
+def unpack_commit(message: bytes) -> tuple[int, int, bool]:
+    """Read offset, length and whether to save it at once."""
     if len(message) != _COMMIT.size:
         raise ProtocolError("a commit of another length")
-    _, offset, nbytes = _COMMIT.unpack(message)
-    return offset, nbytes
+    _, offset, nbytes, puts = _COMMIT.unpack(message)
+    if puts > 1:
+        raise ProtocolError("a commit with an unknown flag")
+    return offset, nbytes, bool(puts)
 
 
 def pack_committed(status: CommitStatus) -> bytes:
@@ -331,12 +328,7 @@ def read_block(text: bytes, count: int, fields: tuple[str, ...]) -> tuple[Shards
     if len(texts) != count * len(fields):
         raise ProtocolError(f"{len(texts)} records for {count} chunks")
     rows = zip(*[iter(texts)] * len(fields), strict=True)
-    return tuple(
-        [
-            (COMING if row[0] == COMING_TEXT else WrittenShards(fields, row)) if any(row) else None
-            for row in rows
-        ]
-    )
+    return tuple([WrittenShards(fields, row) if any(row) else None for row in rows])
 
 
 def pack_failure(error: ObjkvError) -> bytes:

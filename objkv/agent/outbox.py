@@ -25,7 +25,7 @@ from objkv.stores.base import Buffer
 logger = logging.getLogger(__name__)
 _PAUSE_S = 5.0
 """How long nothing is saved after the agent reported that its store is full."""
-_RETRY_S = 1.0
+RETRY_S = 1.0
 """Pause between attempts to reach an agent."""
 
 
@@ -85,6 +85,8 @@ class AgentSaves:
         self._base, self._end = memory.ctypes.data, memory.ctypes.data + memory.nbytes
         self._memory = memory
         self._in_flight = InFlightSaves()
+        self._puts = set[str]()
+        """Payloads that were begun with ``puts``."""
         self._lock = Lock()
         self._agent: AgentConnection | None = None
         self._full_until = self._retry_at = -1.0
@@ -93,25 +95,32 @@ class AgentSaves:
         """Whether to save anything at all."""
         return self._clock() >= self._full_until
 
-    def begin_save(self, key: ChunkKey) -> bool:
+    def begin_save(self, key: ChunkKey, *, puts: bool = False) -> bool:
         """Whether a payload is not being saved, nor was just saved. The caller then calls
-        ``end_save``."""
-        return self._in_flight.begin(key.path())
+        ``end_save``. ``puts``: whether the agent must not hold it back, also if it does so
+        already."""
+        path = key.path()
+        if puts:
+            self._in_flight.forget(path)
+            self._puts.add(path)
+        return self._in_flight.begin(path)
 
     def end_save(self, key: ChunkKey) -> None:
         """A save has ended, with or without success."""
+        self._puts.discard(key.path())
         self._in_flight.end(key.path())
 
     def save(self, claim: Claim, payload: Buffer, header: Header) -> SaveOutcome:
         """Hand ``payload``, which is in the outbox, to the agent. When this returns, the agent has
-        a copy, and saves it, or keeps it in memory until it is seen again, even if this process
-        ends.
+        a copy, and saves it, or unless it was begun with ``puts`` keeps it in memory until it is
+        seen again, even if this process ends.
 
         Raises ``StoreBusy`` if the agent's store is overloaded, and ``TransferError``.
         """
         view = np.frombuffer(payload, np.uint8)
         assert self._base <= view.ctypes.data <= self._end - view.nbytes
-        status = self._reach().commit(view.ctypes.data - self._base, view.nbytes)
+        puts, offset = claim.key.path() in self._puts, view.ctypes.data - self._base
+        status = self._reach().commit(offset, view.nbytes, puts=puts)
         if status is CommitStatus.ACCEPTED:
             self._in_flight.keep(claim.key.path())
             if self._accepted is not None:
@@ -148,6 +157,6 @@ class AgentSaves:
             try:
                 self._agent = self._connect(self._outbox.fd)
             except ObjkvError:
-                self._retry_at = self._clock() + _RETRY_S
+                self._retry_at = self._clock() + RETRY_S
                 raise
             return self._agent

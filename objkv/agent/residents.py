@@ -6,7 +6,7 @@ moved, evicted or reused, and a lease ends only by a release or with its holder'
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from threading import Condition, Lock
@@ -146,6 +146,9 @@ class Residents:
 
     def __len__(self) -> int:
         return len(self._by_key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._by_key))
 
     def seen(self, keys: Iterable[str]) -> list[Resident | None]:
         """Return the payloads that are resident or being filled. They are not leased: any of them

@@ -103,10 +103,11 @@ class NodeSaves:
             cache, self._unsaved, self._save_due, lambda: self._has_turns, recorder
         )
 
-    def commit(self, payload: memoryview) -> CommitStatus:
+    def commit(self, payload: memoryview, *, puts: bool = False) -> CommitStatus:
         """Take a copy of an uncompressed, unsealed payload, and save it.
 
-        ``payload`` may change at any time: only the copy is trusted, once it is verified.
+        ``payload`` may change at any time: only the copy is trusted, once it is verified. ``puts``:
+        whether to save it now in any case, as one that is seen again.
         """
         try:
             header, text = self._claimed(payload)
@@ -115,12 +116,12 @@ class NodeSaves:
             return CommitStatus.REFUSED
         key = header.claim.key
         was_held_back = key.path() in self._unsaved
-        if self._limits.holds_back:
-            if was_held_back and self.residents.holds([key.path()])[0]:
-                if self._unsaved.seen_again(key.path()) or key.path() not in self._unsaved:
-                    return CommitStatus.ACCEPTED
-                return CommitStatus.KEPT
-        elif (refusal := self._refusal()) is not CommitStatus.ACCEPTED:
+        holds_back = self._limits.holds_back and not puts
+        if self._limits.holds_back and was_held_back and self.residents.holds([key.path()])[0]:
+            if self._unsaved.seen_again(key.path()) or key.path() not in self._unsaved:
+                return CommitStatus.ACCEPTED
+            return CommitStatus.KEPT
+        if not holds_back and (refusal := self._refusal()) is not CommitStatus.ACCEPTED:
             return refusal
         if not self._cache.begin_save(key):
             self._recorder.count("save_repeats")
@@ -134,7 +135,7 @@ class NodeSaves:
                 self._recorder.count("save_drops")
         if resident is None:
             return status
-        if self._limits.holds_back:
+        if holds_back:
             if is_new and not was_held_back:
                 return self._hold_back(resident, header)
             if (refusal := self._refusal()) is not CommitStatus.ACCEPTED:
@@ -202,10 +203,6 @@ class NodeSaves:
         self.drain(drain_s)
         self._sightings.close()
         self._pool.close(max(0.0, end - monotonic()), self._give_up)
-
-    def announce(self, holder: str) -> None:
-        """From now on name ``holder`` as the one that puts held-back payloads at request."""
-        self._sightings.holder = holder
 
     @property
     def waiting(self) -> int:

@@ -44,7 +44,6 @@ from objkv.agent.outbox import join_outbox
 from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason
 from objkv.agent.saves import NodeSaves
-from objkv.agent.unsaved.requests import PutRequests
 from objkv.background import JOIN_S, join_all
 from objkv.errors import StoreError, TransferError
 from objkv.index.base import Shards
@@ -109,8 +108,6 @@ class AgentParts:
     arena: Arena
     lookups: NodeLookups
     calls: NodeCalls
-    requests: PutRequests | None = None
-    """None if nothing is requested of other nodes."""
 
 
 class AgentServer:
@@ -320,10 +317,11 @@ class AgentServer:
             self._core.reject(wanted)
 
     def _commit(self, client: AgentSession, message: bytes) -> bytes:
-        offset, nbytes = unpack_commit(message)
+        offset, nbytes, puts = unpack_commit(message)
         if offset + nbytes > len(client.outbox):
             raise ProtocolError("a commit of bytes outside of the outbox")
-        return pack_committed(self._parts.saves.commit(client.outbox[offset : offset + nbytes]))
+        payload = client.outbox[offset : offset + nbytes]
+        return pack_committed(self._parts.saves.commit(payload, puts=puts))
 
     def _call(self, client: AgentSession, message: bytes) -> bytes:
         try:
@@ -335,11 +333,10 @@ class AgentServer:
         namespace, hashes, fields = unpack_find(message)
         if not 0 < len(hashes) <= PREFIX_HASH_BYTES * find_max(len(fields)):
             raise ProtocolError(f"a lookup of {len(hashes)} bytes of hashes")
-        requests, unsaved = self._parts.requests, self._core.residents.unsaved
+        unsaved = self._core.residents.unsaved
 
         def complete(some: Sequence[bytes], look_up: LookUp) -> Sequence[Shards | None]:
-            found = unsaved.find(namespace, some, fields, look_up)
-            return requests.complete(namespace, some, fields, found) if requests else found
+            return unsaved.find(namespace, some, fields, look_up)
 
         answer = pack_found(self._parts.lookups.find(namespace, hashes, fields, complete))
         if answer is None:

@@ -11,7 +11,6 @@ from threading import Event
 from time import monotonic, time
 from types import TracebackType
 from typing import Self
-from uuid import uuid4
 
 from objkv.agent.calls import NodeCalls, NodeLookups
 from objkv.agent.core import Core, CoreLimits
@@ -23,8 +22,6 @@ from objkv.agent.prefetch import Prefetches
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentParts, AgentServer
 from objkv.agent.spill.disk import Disk, DiskFolder
-from objkv.agent.unsaved.requested import RequestedPuts
-from objkv.agent.unsaved.requests import PutRequests
 from objkv.assembly.backends import check_backends, is_far, open_backends, open_room
 from objkv.assembly.launch import AgentRuns, AgentSocket
 from objkv.assembly.seal import open_seal
@@ -81,7 +78,6 @@ class NodeAgent:
         ``StoreError``."""
         self._config, self._path = config, path
         self._trouble = Trouble(logger, "connections of new clients")
-        self._requested: RequestedPuts | None = None
         self._open(path, recorder, replace)
         self.saves = NodeSaves(self._cache, self.core.residents, self._save_limits(), recorder)
         self.lookups = NodeLookups(
@@ -91,19 +87,12 @@ class NodeAgent:
         index = self._backends.index
         prefetches = Prefetches(self.core, index, self._backends.bulk)
         calls = NodeCalls(index, self._backends.bulk, prefetches, ttl_s=config.ttl_s)
-        requests = self._open_requests(recorder) if _holds_back(config) else None
-        parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls, requests)
+        parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls)
         self.server = AgentServer(self._socket.listener, parts)
         self.numbers = AgentNumbers(recorder)
         self._http: AgentHttp | None = None
         self._http = self._open_http(path, prefetches)
         logger.info("agent ready socket=%s arena_bytes=%d", path, self.arena.nbytes)
-
-    def _open_requests(self, recorder: Recorder) -> PutRequests:
-        """Put payloads that other nodes request, and request theirs."""
-        index, name = self._backends.index, uuid4().hex[:16]
-        self._requested = RequestedPuts(self.core, index, name, self.saves.announce, recorder)
-        return PutRequests(index, name, recorder)
 
     def _open_http(self, path: Path, prefetches: Prefetches) -> AgentHttp:
         config = self._config
@@ -231,14 +220,10 @@ class NodeAgent:
         end = monotonic() + self._config.drain_deadline_ms / 1000
         if self._http is not None:
             self._http.close()
-        if self._requested is not None:
-            self._requested.stop()
         self.server.stop_accepting()
         if self.core.spill is not None:  # the next agent needs the folder
             self.core.spill.close(JOIN_S)
         self._socket.close()
-        if self._requested is not None:
-            self._requested.close()
         self.core.drain()
         if not self.server.drain(end - monotonic()):
             logger.warning("clients dropped at shutdown count=%d", self.server.clients)

@@ -54,7 +54,7 @@ class AgentSocket:
         ``AgentRuns`` or ``ConfigError``."""
         self._path, self._replaces = path, replace
         self._locks: list[int] = []
-        self.listener = _new_socket()
+        self.listener = new_socket()
         self._inode = -1
         changing = f"{path}.next.lock"
         try:
@@ -111,7 +111,7 @@ class AgentSocket:
             lock = Path(f"{self._path}.lock")
             if not lock.exists() or lock.stat().st_ino != os.fstat(self._locks[-1]).st_ino:
                 self._locks.append(self._take(str(lock)))
-            self.listener = _new_socket()
+            self.listener = new_socket()
             self._listen()
         except OSError as exc:  # such as no descriptor: it is tried again
             if self.listener is not before:
@@ -184,7 +184,7 @@ class AgentSocket:
             sleep(_POLL_S)
 
 
-def _new_socket() -> socket.socket:
+def new_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
 
 

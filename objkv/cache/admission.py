@@ -135,15 +135,6 @@ class AdmissionPolicy:
             self._recorder.count("admission_refused" if admitted == 0 else "admission_cut")
         return admitted
 
-    def spare_s(self, tokens: int, token_bytes: float) -> float | None:
-        """Return how much longer computing ``tokens`` takes than loading them from the bulk store,
-        at least 0. None after few measurements of computing."""
-        token_s, bulk = self.seconds_per_token, self._tiers["bulk"]
-        if token_s is None:
-            return None
-        byte_s = bulk.moving.seconds_per_unit or 0.0
-        return max(0.0, tokens * (token_s - token_bytes * byte_s) - bulk.latency_s)
-
     def describe(self) -> dict[str, float]:
         """Return the measurements so far: bytes and tokens per second, and seconds of latency."""
         out: dict[str, float] = {}

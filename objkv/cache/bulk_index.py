@@ -24,7 +24,6 @@ from objkv.index.base import (
     ShardRecord,
     Shards,
     Usage,
-    WithoutRequests,
 )
 from objkv.index.shapes import SHAPES_HASH, shape_path
 from objkv.keys.chunk import ChunkKey
@@ -37,7 +36,7 @@ _NOT_READ = "none"
 """Placeholder for a codec whose header has not been read."""
 
 
-class BulkIndex(WithoutRequests):
+class BulkIndex:
     """Implements ``PruneIndex`` over the payloads of ``store``, which it closes.
 
     ``find`` returns only values from a payload's file: ``raw_bytes`` is its length, and
@@ -146,7 +145,7 @@ class BulkIndex(WithoutRequests):
     def release(self, name: str, owner: str) -> None:
         """Does nothing: leases exclude no other process."""
 
-    def sight(self, names: Sequence[str], *, ttl_s: int, holder: str = "") -> list[bool]:
+    def sight(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
         """Return False for all: a folder keeps no sightings."""
         return [False] * len(names)
 

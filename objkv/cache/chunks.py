@@ -261,9 +261,10 @@ class ChunkCache:
         """Whether to save anything at all: False above the quota."""
         return self._room.has_room()
 
-    def begin_save(self, key: ChunkKey) -> bool:
+    def begin_save(self, key: ChunkKey, *, puts: bool = False) -> bool:
         """Return whether to save ``key``: False if this process is saving it or has just done so.
-        If True, the caller must call ``end_save``."""
+        If True, the caller must call ``end_save``. ``puts``: whether its save must not be held
+        back, which matters to agents."""
         return self.in_flight.begin(key.path())
 
     def end_save(self, key: ChunkKey) -> None:
@@ -292,13 +293,13 @@ class ChunkCache:
         except StoreError:
             self._recorder.count("lease_errors")
 
-    def sight(self, paths: Sequence[str], holder: str = "") -> list[bool]:
+    def sight(self, paths: Sequence[str]) -> list[bool]:
         """Record that payloads were made, and return for each whether one of the fleet had made it
         before, see ``WriteIndex.sight``. If the index fails, none was."""
         if not paths:
             return []
         try:
-            return self._index.sight(paths, ttl_s=self._settings.ttl_s, holder=holder)
+            return self._index.sight(paths, ttl_s=self._settings.ttl_s)
         except StoreError:
             self._recorder.count("agent_sighting_drops", len(paths))
             return [False] * len(paths)

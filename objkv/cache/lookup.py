@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from itertools import islice, takewhile
 from math import inf
 from threading import BoundedSemaphore, Event
 from time import monotonic
@@ -18,7 +17,6 @@ from typing import Any, Generic, Protocol, TypeVar
 from objkv.background import Pool
 from objkv.errors import StoreError
 from objkv.index.base import ReadIndex, Shards
-from objkv.index.fields import COMING
 from objkv.telemetry import Recorder, Trouble
 from objkv.tracing import NO_TRACING, Span, Tracing
 
@@ -33,8 +31,6 @@ _CLOSE_S_MAX = 5.0
 _IN_TIME_S = 10.0
 """Lookups work again when none was late for this time: otherwise two lines per request would say
 that some are late."""
-_REPEAT_S = 0.05
-"""How often a lookup is repeated while chunks are coming."""
 
 
 class Hashes(Protocol):
@@ -69,18 +65,10 @@ class _Memo:
     future: Future[list[Shards | None]] | None = None
     answer: Records | None = None
     answered_at: float = 0.0
-    coming: int = 0
-    """Number of chunks after the found ones that another node was requested to put."""
 
     @property
     def no_match(self) -> Records:
         return self.known + (None,) * (self.count - len(self.known))
-
-    @property
-    def found(self) -> int:
-        """Number of leading chunks that were found."""
-        answer = self.answer or ()
-        return next((place for place, one in enumerate(answer) if one is None), len(answer))
 
 
 class _Job(Generic[T]):
@@ -145,25 +133,6 @@ class LookupService:
             self._poll(memo)
         return memo.answer
 
-    def coming(self, request_id: str) -> range:
-        """Return the chunks that follow the found ones of the last answer, and that another node
-        was requested to put. Empty for most answers."""
-        memo = self._memos.get(request_id)
-        if memo is None or not memo.coming:
-            return range(0)
-        found = memo.found
-        return range(found, found + memo.coming)
-
-    def repeat(
-        self, request_id: str, namespace: str, hashes: Hashes, trace: str | None = None
-    ) -> None:
-        """Look up the chunks again that were not found, if the last answer is older than
-        ``_REPEAT_S``. If that fails, those that were found remain."""
-        memo = self._memos.get(request_id)
-        if memo is None or memo.answer is None or self._clock() - memo.answered_at < _REPEAT_S:
-            return
-        self._start(request_id, namespace, hashes, memo.answer[: memo.found], trace=trace)
-
     def forget(self, request_id: str) -> None:
         """Forget a request. Cancels a queued lookup; a running one finishes unused."""
         memo = self._memos.pop(request_id, None)
@@ -190,6 +159,11 @@ class LookupService:
                 self._recorder.count("background_errors")
 
         return self._submit(run) is not None
+
+    @property
+    def in_flight(self) -> int:
+        """Jobs that wait or run."""
+        return self._pool.waiting + self._pool.busy
 
     def wait(self, seconds: float) -> None:
         """Block until a job ends, for at most ``seconds``. Returns at once if one has ended since
@@ -283,9 +257,7 @@ class LookupService:
         if error is None:
             if self._clock() - self._late_at >= _IN_TIME_S:
                 self._trouble.worked()
-            found = future.result()
-            self._answer(memo, memo.known + tuple([None if r is COMING else r for r in found]))
-            memo.coming = _count_coming(found)
+            self._answer(memo, memo.known + tuple(future.result()))
             return
         self._recorder.count("lookup_errors")
         self._answer(memo, memo.no_match)
@@ -294,14 +266,6 @@ class LookupService:
 
     def _answer(self, memo: _Memo, answer: Records) -> None:
         memo.answer, memo.answered_at, memo.future = answer, self._clock(), None
-
-
-def _count_coming(found: Sequence[Shards | None]) -> int:
-    """Return how many chunks are coming directly after the leading ones that were found."""
-    first = next((place for place, one in enumerate(found) if one is None or one is COMING), None)
-    if first is None:
-        return 0
-    return sum(1 for _ in takewhile(lambda one: one is COMING, islice(found, first, None)))
 
 
 def _decode(found: Sequence[Shards | None]) -> None:

@@ -22,7 +22,7 @@ from objkv.telemetry import Recorder, Trouble
 
 logger = logging.getLogger(__name__)
 
-_SHED_S = 0.1
+SHED_S = 0.1
 """How long saves pause after the store refused one."""
 
 
@@ -53,7 +53,7 @@ class SaveTarget(Protocol):
     def has_room(self) -> bool:
         """See ``ChunkCache``."""
 
-    def begin_save(self, key: ChunkKey) -> bool:
+    def begin_save(self, key: ChunkKey, *, puts: bool = False) -> bool:
         """See ``ChunkCache``."""
 
     def end_save(self, key: ChunkKey) -> None:
@@ -190,7 +190,7 @@ class SavePool(Generic[Item]):
         if isinstance(error, LeftAlone | StoreBusy):  # logged by the circuit breaker
             self._recorder.count("saves_shed")
             if not self.is_shedding:
-                self._shed_until = self._clock() + _SHED_S
+                self._shed_until = self._clock() + SHED_S
             return
         self._recorder.count("save_errors")
         if isinstance(error, ObjkvError):

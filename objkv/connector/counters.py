@@ -58,8 +58,6 @@ COUNTERS = {
     "lookup_errors": "Lookups that failed in the index.",
     "lookup_deadlines": "Lookups that exceeded their deadline.",
     "lookup_refused": "Lookups not made because the queue was full.",
-    "put_waits": "Requests that waited for payloads that another node was requested to put.",
-    "put_waits_given_up": "Of those, requests that stopped waiting before all had come.",
     "limits_ignored": "Invalid transfer parameters of requests, such as max_load_tokens.",
     "hints_prefetched": "KV hints in requests that the node agent acted on with a prefetch.",
     "hints_unused": "KV hints in requests without effect: unknown, invalid, failed or too many.",

@@ -16,10 +16,6 @@ SCAN_DENIED: Final = (
     "`objkv access --role sweeper` prints"
 )
 """Part of the message of a ``StoreDenied`` for a scan that only the sweeper may do."""
-REQUESTS_S: Final = 15
-"""How long requests are left for a holder that does not read them."""
-REQUESTS_MAX: Final = 1000
-"""The most requests that wait for a holder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,55 +194,13 @@ class WriteIndex(ReadIndex, Protocol):
     def release(self, name: str, owner: str) -> None:
         """Give back a lease early. Does nothing if ``owner`` does not hold it."""
 
-    def sight(self, names: Sequence[str], *, ttl_s: int, holder: str = "") -> list[bool]:
+    def sight(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
         """Record that payloads were made, and return for each whether that was recorded before.
 
         A sighting is forgotten ``ttl_s`` seconds after the last one of the same name. It is no
-        record: nothing is stored, found or counted by it. ``holder``: the agent that holds the
-        payloads back, if it reads requests; the first sighting keeps it. Takes one pipelined round
-        trip (one per node on a cluster). An index that keeps no sightings returns False for all.
+        record: nothing is stored, found or counted by it. Takes one pipelined round trip (one per
+        node on a cluster). An index that keeps no sightings returns False for all.
         """
-
-    def holders(self, names: Sequence[str]) -> list[str]:
-        """Return the holder that each payload was first sighted with, empty if there is none.
-
-        Takes one pipelined round trip. An index without requests returns no holder.
-        """
-
-    def let_go(self, names: Sequence[str], holder: str) -> None:
-        """Record that ``holder`` no longer has these payloads. They stay sighted. Does nothing for
-        payloads of other holders."""
-
-    def request(self, holder: str, text: bytes) -> bool:
-        """Leave a request for ``holder``, the oldest of many are dropped. Return False if it has
-        not read its requests for a while, or this index carries none."""
-
-    def requests(self, holder: str, *, wait_s: float) -> list[bytes] | None:
-        """Return the requests to ``holder`` since its last call, after at most ``wait_s`` if there
-        is none: at most a second. None, at once, if this index carries no requests.
-
-        Requests are left only for a holder that has called this within ``REQUESTS_S``.
-        """
-
-
-class WithoutRequests:
-    """The part of an index that carries no requests between nodes, since one agent serves all who
-    share it."""
-
-    def holders(self, names: Sequence[str]) -> list[str]:
-        """Return no holder."""
-        return [""] * len(names)
-
-    def let_go(self, names: Sequence[str], holder: str) -> None:
-        """Do nothing, see ``holders``."""
-
-    def request(self, holder: str, text: bytes) -> bool:
-        """Return False."""
-        return False
-
-    def requests(self, holder: str, *, wait_s: float) -> list[bytes] | None:
-        """Return None."""
-        return None
 
 
 class PruneIndex(WriteIndex, Protocol):

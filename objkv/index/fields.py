@@ -7,8 +7,6 @@ compares the written bytes. ``docs/indexes.md`` specifies the form.
 import re
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from itertools import compress
-from types import MappingProxyType
-from typing import Final
 
 import xxhash
 
@@ -25,13 +23,6 @@ line end."""
 _VALUE = re.compile(
     rf'\[({_NUMBER}),({_NUMBER}),"({_NAME})",([01]),"({_NAME})",({_NUMBER})\]'.encode("ascii")
 )
-
-
-COMING: Final[Shards] = MappingProxyType({})
-"""In the answer of an agent: a chunk that is not stored yet, and that another node was requested to
-put. Compare by identity."""
-COMING_TEXT: Final = b"coming"
-"""Its text, in place of its first shard."""
 
 
 def encode_shard(shard: ShardRecord) -> bytes:
@@ -127,7 +118,6 @@ def written_rows(found: Iterable[Shards | None], fields: tuple[str, ...]) -> lis
     """Return the encoded shards of each chunk, as ``WrittenShards.written`` does. A chunk that was
     not found has only empty ones."""
     absent = b"\n" * (len(fields) - 1)
-    coming = COMING_TEXT + absent
     # The first branches take no call: a microsecond a chunk would be most of a lookup.
     return [
         absent
@@ -135,8 +125,6 @@ def written_rows(found: Iterable[Shards | None], fields: tuple[str, ...]) -> lis
         else (
             shards.written(fields)
             if shards.__class__ is WrittenShards
-            else coming
-            if shards is COMING
             else b"\n".join([encode_shard(s) if (s := shards.get(n)) else b"" for n in fields])
         )
         for shards in found

@@ -41,9 +41,6 @@ INDEX_VERBS: Final[Mapping[str, Verb]] = {
         verb: Verb("write", _CALLS)
         for verb in ("publish", "touch", "credit", "forget", "lease", "release", "sight")
     },
-    "holders": Verb("read", _CALLS),
-    "let_go": Verb("write", _CALLS),
-    "request": Verb("write", _CALLS),
 }
 """The counters of an index's guard: ``index_calls`` and ``index_errors`` over all verbs except
 scans, ``index_records_found`` and ``index_records_missing`` over all lookups. A scan is guarded and
@@ -53,8 +50,8 @@ counted per record."""
 class GuardedIndex:
     """``inner`` behind ``guard``. Closing this index closes ``inner``.
 
-    A ``WriteIndex``: operators change the inner index directly. ``check``, ``requests`` and
-    ``close`` skip the guard too. In the read-only role, writes do nothing and no lease is granted,
+    A ``WriteIndex``: operators change the inner index directly. ``check`` and ``close``
+    skip the guard too. In the read-only role, writes do nothing and no lease is granted,
     so savers do not save. This is not an error, because a replica writes only hints to an index.
     """
 
@@ -138,34 +135,11 @@ class GuardedIndex:
         if self._guard.may_write:
             self._guard.call("release", self._inner.release, name, owner)
 
-    def sight(self, names: Sequence[str], *, ttl_s: int, holder: str = "") -> list[bool]:
+    def sight(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
         """See ``WriteIndex``. The read-only role records nothing."""
         if not self._guard.may_write:
             return [False] * len(names)
-        return self._guard.call("sight", self._inner.sight, names, ttl_s=ttl_s, holder=holder)
-
-    def holders(self, names: Sequence[str]) -> list[str]:
-        """See ``WriteIndex``."""
-        return self._guard.call("holders", self._inner.holders, names)
-
-    def let_go(self, names: Sequence[str], holder: str) -> None:
-        """See ``WriteIndex``."""
-        if self._guard.may_write:
-            self._guard.call("let_go", self._inner.let_go, names, holder)
-
-    def request(self, holder: str, text: bytes) -> bool:
-        """See ``WriteIndex``. The read-only role requests nothing."""
-        return self._guard.may_write and self._guard.call(
-            "request", self._inner.request, holder, text
-        )
-
-    def requests(self, holder: str, *, wait_s: float) -> list[bytes] | None:
-        """See ``WriteIndex``. Mostly waits, so the guard only bounds it. Even a full server
-        answers it, which must not close the circuit of writes."""
-        if not self._guard.may_write:
-            return None
-        with self._guard.deadline():
-            return self._inner.requests(holder, wait_s=wait_s)
+        return self._guard.call("sight", self._inner.sight, names, ttl_s=ttl_s)
 
 
 def for_operators(admin: PruneIndex | None) -> PruneIndex:

@@ -1,14 +1,12 @@
 """An index in this process's memory, for ``memory:`` and for tests. No other process sees it."""
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from threading import Condition, Lock
+from threading import Lock
 
 from objkv.index.base import (
-    REQUESTS_MAX,
-    REQUESTS_S,
     ChunkEntry,
     Record,
     Savings,
@@ -32,11 +30,8 @@ class MemoryIndex:
         self._records: dict[tuple[str, bytes], tuple[Record, float]] = {}
         self.leases: dict[str, tuple[str, float]] = {}
         self._savings: Counter[str] = Counter()
-        self._sightings: dict[str, tuple[float, str]] = {}
-        """Until when each is remembered, and its holder."""
-        self._mail: dict[str, tuple[float, deque[bytes]]] = {}
-        """Requests by holder, and until when there may be more."""
-        self._came = Condition(self._lock)
+        self._sightings: dict[str, float] = {}
+        """Until when each is remembered."""
         self._purge_at = _PURGE_AT_LEAST
 
     def __repr__(self) -> str:
@@ -154,52 +149,15 @@ class MemoryIndex:
             if self.leases.get(name, (None, 0.0))[0] == owner:
                 del self.leases[name]
 
-    def sight(self, names: Sequence[str], *, ttl_s: int, holder: str = "") -> list[bool]:
+    def sight(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
         """See ``WriteIndex``."""
         now, seen = self._clock(), []
         with self._lock:
             for name in names:
-                ends_s, first = self._sightings.get(name, (0.0, ""))
-                seen.append(ends_s > now)
-                self._sightings[name] = (now + ttl_s, first if ends_s > now else holder)
+                seen.append(self._sightings.get(name, 0.0) > now)
+                self._sightings[name] = now + ttl_s
             self._purge()
         return seen
-
-    def holders(self, names: Sequence[str]) -> list[str]:
-        """See ``WriteIndex``."""
-        now = self._clock()
-        with self._lock:
-            found = [self._sightings.get(name, (0.0, "")) for name in names]
-        return [holder if ends_s > now else "" for ends_s, holder in found]
-
-    def let_go(self, names: Sequence[str], holder: str) -> None:
-        """See ``WriteIndex``."""
-        with self._lock:
-            for name in names:
-                ends_s, first = self._sightings.get(name, (0.0, ""))
-                if ends_s and first == holder:
-                    self._sightings[name] = (ends_s, "")
-
-    def request(self, holder: str, text: bytes) -> bool:
-        """See ``WriteIndex``."""
-        with self._lock:
-            ends_s, texts = self._mail.get(holder, (0.0, deque()))
-            if ends_s <= self._clock():
-                self._mail.pop(holder, None)
-                return False
-            texts.append(text)
-            self._came.notify_all()
-        return True
-
-    def requests(self, holder: str, *, wait_s: float) -> list[bytes] | None:
-        """See ``WriteIndex``."""
-        with self._lock:
-            mine = self._mail.get(holder, (0.0, deque[bytes](maxlen=REQUESTS_MAX)))[1]
-            self._mail[holder] = (self._clock() + REQUESTS_S, mine)
-            self._came.wait_for(lambda: mine, wait_s)
-            found = list(mine)
-            mine.clear()
-        return found
 
     def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
         """See ``PruneIndex``."""
@@ -241,7 +199,7 @@ class MemoryIndex:
         now = self._clock()
         self._records = {key: kept for key, kept in self._records.items() if kept[1] > now}
         self.leases = {name: kept for name, kept in self.leases.items() if kept[1] > now}
-        self._sightings = {name: one for name, one in self._sightings.items() if one[0] > now}
+        self._sightings = {name: one for name, one in self._sightings.items() if one > now}
         self._purge_at = max(_PURGE_AT_LEAST, 2 * self._size())
 
     def _size(self) -> int:

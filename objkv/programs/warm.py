@@ -17,7 +17,7 @@ from threading import Condition, Thread
 from typing import IO, Any
 
 from objkv.connector.model.weights import adapter_digest, adapter_files
-from objkv.ops.warm.prefill import PrefillError, PrefillReply, PrefillRequest
+from objkv.ops.warm.prefill import TRANSFER_PARAMS, PrefillError, PrefillReply, PrefillRequest
 from objkv.ops.warm.prompts import Chat, WarmPrompt
 
 CONNECTOR = {"kv_connector": "ObjKVConnector", "kv_role": "kv_both"}
@@ -156,7 +156,8 @@ class LlmAsker:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
-        params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+        extra = {"kv_transfer_params": TRANSFER_PARAMS}
+        params = SamplingParams(temperature=0, max_tokens=1, detokenize=False, extra_args=extra)
         prompt: dict[str, Any] = {"prompt_token_ids": list(ask.tokens)}
         if ask.salt is not None:
             prompt["cache_salt"] = ask.salt

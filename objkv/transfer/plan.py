@@ -449,6 +449,8 @@ class SavePlan:
     request_id: str
     namespace: str
     moves: tuple[SaveMove, ...]
+    puts: bool = False
+    """Whether an agent is to save them at once, and not to hold them back."""
 
 
 @dataclass(frozen=True, slots=True)

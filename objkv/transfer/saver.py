@@ -45,7 +45,7 @@ class SaveTarget(Protocol):
     def has_room(self) -> bool:
         """See ``AgentSaves``."""
 
-    def begin_save(self, key: ChunkKey) -> bool:
+    def begin_save(self, key: ChunkKey, *, puts: bool = False) -> bool:
         """See ``AgentSaves``."""
 
     def end_save(self, key: ChunkKey) -> None:
@@ -140,7 +140,7 @@ class Saver:
                     self._recorder.count("save_over_quota")
                 elif self.is_shedding:  # not a drop either, for the same reason
                     self._recorder.count("saves_shed")
-                elif not self._target.begin_save(key):
+                elif not self._target.begin_save(key, puts=plan.puts):
                     self._recorder.count("save_repeats")
                 elif room > 0 and (chunk := self._take(plan, save, key)) is not None:
                     taken.setdefault(key.group, []).append(chunk)

@@ -1,9 +1,12 @@
 """Names of other libraries that objkv uses without being promised them are listed in one table per
-library, and the installed version has each of them."""
+library, and the installed version has each of them. Tests of one floor use no private names of
+another one."""
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import lz4.block
@@ -14,7 +17,7 @@ from urllib3.connectionpool import HTTPConnectionPool
 from objkv.codec import compress
 from objkv.net import resp
 from objkv.stores.s3 import client as s3
-from scripts.checks import ROOT
+from scripts.checks import ROOT, name_of, tracked
 from tests.support.servers.s3_stores import s3_client
 
 Table = dict[str, tuple[str, ...]]
@@ -27,6 +30,12 @@ TABLES: dict[str, Table] = {
     "config": {},
 }
 """By the packages that use them."""
+OTHERS = {
+    ("tests/engine/endings.py", "_finalizer"): "vLLM's",
+    ("tests/engine/preloaded.py", "_threads"): "torch's",
+    ("tests/support/nursery.py", "_shutdown"): "Python's",
+}
+"""Names in tests that are private names of objkv as well, and here whose they are."""
 
 
 def owners() -> Iterator[tuple[str, str, Table, str, Any]]:
@@ -62,18 +71,49 @@ def findings() -> Iterator[str]:
         listed = {name for names in table.values() for name in names}
         for name in sorted(unlisted(folder) - listed):
             yield f"objkv/{folder}:1: {name} is not ours: list it in PRIVATE_NAMES"
+    yield from reached()
+
+
+def reached() -> Iterator[str]:
+    """Each private name that a test takes from another floor's objects."""
+    floors = defaultdict[str, set[str]](set)
+    for path in tracked("objkv/*.py"):
+        for name in defined(ast.parse(path.read_text())):
+            floors[name].add(_floor(path))
+    for path in tracked("tests/*.py"):
+        file, tree = name_of(path), ast.parse(path.read_text())
+        foreign = {name for name, own in floors.items() if _floor(path) not in own} - defined(tree)
+        for node in ast.walk(tree):
+            match node:
+                case ast.Attribute(value=ast.Name(id="self" | "cls")):
+                    pass
+                case ast.Attribute(attr=name) if name in foreign and (file, name) not in OTHERS:
+                    where = f"{file}:{node.lineno}"
+                    yield f"{where}: {name} is private to {min(floors[name])}: use what is public"
+
+
+def _floor(path: Path) -> str:
+    return name_of(path).split("/")[1].removeprefix("test_").removesuffix(".py")
+
+
+def defined(tree: ast.AST) -> set[str]:
+    """The private names that a module gives to something, or uses by themselves."""
+    found = set[str]()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                found.add(name)
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                found.add(name)
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
 
 
 def unlisted(folder: str) -> set[str]:
     """The names with an underscore that a package uses, and that no module of it defines."""
     trees = [ast.parse(path.read_text()) for path in (ROOT / "objkv" / folder).rglob("*.py")]
-    used, ours = set[str](), {"_replace"}
+    used, ours = set[str](), {"_replace"}.union(*map(defined, trees))
     for node in (node for tree in trees for node in ast.walk(tree)):
         match node:
-            case ast.Name(id=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                ours.add(name)
-            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
-                ours.add(name)
             case ast.Attribute(attr=name):
                 used.add(name)
             case ast.Call(

@@ -152,7 +152,7 @@ def test_an_agent_without_a_descriptor_for_its_socket_goes_on_and_tries_again(
 ) -> None:
     monkeypatch.setattr("objkv.assembly.agent._LOOK_S", 0.02)
     ended, refused = threading.Event(), threading.Event()
-    new_socket = launch._new_socket
+    new_socket = launch.new_socket
 
     def too_many() -> socket.socket:
         if not refused.is_set():
@@ -163,7 +163,7 @@ def test_an_agent_without_a_descriptor_for_its_socket_goes_on_and_tries_again(
     with NodeAgent(config, path, MemoryRecorder()) as agent:
         running = threading.Thread(target=agent.run, args=(ended,))
         running.start()
-        monkeypatch.setattr(launch, "_new_socket", too_many)
+        monkeypatch.setattr(launch, "new_socket", too_many)
         path.unlink()
         assert refused.wait(PATIENCE_S)
         wait_until(lambda: is_listening(path))
@@ -245,7 +245,8 @@ def test_an_agent_runs_on_all_cores_and_shares_them_with_its_replicas(
     finally:
         os.sched_setaffinity(0, everywhere)
     wait_until(lambda: is_listening(path))
-    pid = launch._agent_at(path)
+    with closing(AgentSocket(path, replace=True)) as ours:
+        pid = ours.replaced
     assert os.sched_getaffinity(pid) >= everywhere
     assert b"GOMP_CPU_AFFINITY" not in Path(f"/proc/{pid}/environ").read_bytes()
     assert os.getsid(pid) == os.getsid(0), "Linux divides processors between sessions"

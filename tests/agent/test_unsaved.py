@@ -52,9 +52,9 @@ class Holder(Node):
         self.desk, self.taken = Desk(self), list[ChunkKey]()
         self.desk.saves.accepted = self.taken.append
 
-    def commit(self, made: Sequence[bytes]) -> list[SaveOutcome]:
+    def commit(self, made: Sequence[bytes], *, puts: bool = False) -> list[SaveOutcome]:
         """Hand payloads over, as a worker does; waits until the fleet has counted them."""
-        outcomes = [self.desk.hand_over(payload) for payload in made]
+        outcomes = [self.desk.hand_over(payload, puts=puts) for payload in made]
         assert self.saves.drain(PATIENCE_S)
         return outcomes
 
@@ -258,6 +258,16 @@ def test_what_one_node_makes_twice_is_stored(make: Callable[..., Holder]) -> Non
     assert [key.path() for key in node.taken] == paths(made[:1])
 
 
+def test_a_commit_that_says_so_is_stored_at_once(make: Callable[..., Holder]) -> None:
+    node, made = make(memory=3 * 8192), payloads()
+    node.commit(made[:2])
+    node.commit(made[1:], puts=True)
+    assert node.stored == set(paths(made)), "a beginning that was held back is due with its end"
+    assert [key.path() for key in node.taken] == paths(made[1:])
+    assert not node.unsaved
+    assert node.count("save_repeats") == 0
+
+
 def test_what_was_evicted_unread_is_stored_when_it_is_made_again(
     make: Callable[..., Holder],
 ) -> None:
@@ -360,10 +370,10 @@ def test_payloads_that_come_together_share_a_round_trip(make: Callable[..., Hold
     node, made = make(), payloads(list(range(16 * 9)))
     sight, gate, sizes = node.index.sight, threading.Event(), list[int]()
 
-    def slow(names: Sequence[str], *, ttl_s: int, holder: str = "") -> list[bool]:
+    def slow(names: Sequence[str], *, ttl_s: int) -> list[bool]:
         sizes.append(len(names))
         assert gate.wait(PATIENCE_S)
-        return sight(names, ttl_s=ttl_s, holder=holder)
+        return sight(names, ttl_s=ttl_s)
 
     node.index.sight = slow  # type: ignore[method-assign]
     node.desk.hand_over(made[0])

@@ -7,10 +7,8 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from threading import Event, Lock
-from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -29,8 +27,6 @@ from objkv.agent.residents import Resident
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentParts, AgentServer, ServerLimits
 from objkv.agent.spill.disk import Disk
-from objkv.agent.unsaved.requested import RequestedPuts
-from objkv.agent.unsaved.requests import PutRequests
 from objkv.cache.chunks import CacheSettings, ChunkCache, SaveOutcome
 from objkv.codec.payload import Claim, Header, frame_pages, read_header
 from objkv.codec.seal import Seal
@@ -46,7 +42,6 @@ from tests.support.samples import NAMESPACE, TOKENS, save
 PATIENCE_S = 60.0
 FAR_S = 1e12
 """No time since the epoch is as late."""
-_numbers = count()
 MEMORY = 1 << 20
 
 
@@ -96,8 +91,6 @@ class Node:
         keeps_all: bool = False,
         holds_back: bool = False,
         saves_max: int = 100,
-        requests: bool = False,
-        clock: Callable[[], float] = monotonic,
     ) -> None:
         self.store: Any = store or WatchedStore()
         self.index, self.recorder = index or MemoryIndex(), MemoryRecorder()
@@ -116,25 +109,11 @@ class Node:
         self.lookups = NodeLookups(self.index, AnswerBoard.create(), ttl_s=30.0)
         self.lookups.board.vouch(FAR_S)
         self.core.on_rejected = self.lookups.invalidate
-        self.name = ""
-        """Under which others may request what it holds back."""
-        self.requests: PutRequests | None = None
-        self.requested: RequestedPuts | None = None
-        if requests:
-            name = f"node-{next(_numbers)}"
-            self.requests = PutRequests(self.index, name, self.recorder, clock=clock)
-            self.requested = RequestedPuts(
-                self.core, self.index, name, self._announce, self.recorder
-            )
         self.folder = Path(tempfile.mkdtemp(prefix="objkv-", dir="/tmp"))
         self.path = path or self.folder / "s"
         self.http = Path(f"{self.path}.http")
         self.server: AgentServer | None = None
         self.clients: list[AgentConnection] = []
-
-    def _announce(self, name: str) -> None:
-        self.saves.announce(name)
-        self.name = name
 
     def listen(self, limits: ServerLimits | None = None) -> "Node":
         """Serve the socket."""
@@ -143,7 +122,7 @@ class Node:
         listener.listen(64)
         prefetches = Prefetches(self.core, self.index, self.store)
         calls = NodeCalls(self.index, self.store, prefetches, ttl_s=3600)
-        parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls, self.requests)
+        parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls)
         self.server = AgentServer(listener, parts, limits)
         return self
 
@@ -173,8 +152,6 @@ class Node:
         return wanted_of(self.index, keys)
 
     def close(self) -> None:
-        if self.requested is not None:
-            self.requested.close()
         self.core.close(PATIENCE_S)
         for client in self.clients:
             client.close()
@@ -274,14 +251,19 @@ class Desk:
             clock=lambda: self.now,
         )
 
-    def hand_over(self, payload: bytes, header: Header | None = None) -> SaveOutcome:
+    def hand_over(
+        self, payload: bytes, header: Header | None = None, *, puts: bool = False
+    ) -> SaveOutcome:
         """Have a payload saved. ``header``: what the worker takes it for."""
         header = header or read_header(payload)
         place = self.memory[100 : 100 + len(payload)]
         place[:] = np.frombuffer(payload, np.uint8)
+        if puts:
+            assert self.saves.begin_save(header.claim.key, puts=True)
         try:
             return self.saves.save(header.claim, place.data, header)
         finally:
+            self.saves.end_save(header.claim.key)
             self.memory[:] = 0xEE  # free from now on
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from objkv.cache.lookup import LookupLimits, LookupService
 from objkv.cache.match import usable_chunks
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry, ShardRecord, Shards
-from objkv.index.fields import COMING, WrittenShards, encode_shard
+from objkv.index.fields import WrittenShards, encode_shard
 from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity
 from objkv.telemetry import MemoryRecorder
@@ -337,89 +337,3 @@ def test_a_failing_background_job_is_counted(
 def test_its_repr_is_a_status_line(service: LookupService) -> None:
     service.ask("r", NS, HASHES)
     assert repr(service) == "<LookupService 1 pending, 1 remembered>"
-
-
-# Chunks that another node puts.
-
-
-class ComingIndex(MemoryIndex):
-    """Its chunks that are not found yet are coming, at most ``count`` of them."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.count = count
-        self.asked: list[int] = []
-        self.error: Exception | None = None
-
-    def find(
-        self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
-    ) -> list[Shards | None]:
-        self.asked.append(len(prefix_hashes))
-        if self.error is not None:
-            raise self.error
-        found, left = super().find(namespace, prefix_hashes, fields), self.count
-        for place, one in enumerate(found):
-            if one is None and left:
-                found[place], left = COMING, left - 1
-        return found
-
-    def store(self, number: int) -> None:
-        """Publish a chunk."""
-        chunk = ChunkEntry(NS, HASHES[number], b"p" * 20, 0, 64)
-        self.publish(chunk, {FIELD: SHARD}, ttl_s=3600)
-
-
-@pytest.fixture
-def coming() -> ComingIndex:
-    index = ComingIndex(2)
-    index.store(0)
-    return index
-
-
-@pytest.fixture
-def looking(coming: ComingIndex, clock: Clock, recorder: MemoryRecorder) -> Iterator[LookupService]:
-    service = LookupService(coming, [FIELD], recorder, LIMITS, clock=clock)
-    yield service
-    service.close()
-
-
-def test_chunks_that_are_coming_are_missing_until_a_repeated_lookup_finds_them(
-    looking: LookupService, coming: ComingIndex, clock: Clock
-) -> None:
-    assert answer(lambda: looking.ask("r", NS, HASHES)) == ({FIELD: SHARD}, None, None)
-    assert looking.coming("r") == range(1, 3)
-    looking.repeat("r", NS, HASHES)
-    assert looking.ask("r", NS, HASHES) is not None, "it was answered just now"
-    coming.store(1)
-    clock.now += 0.1
-    looking.repeat("r", NS, HASHES)
-    assert answer(lambda: looking.ask("r", NS, HASHES)) == ({FIELD: SHARD}, {FIELD: SHARD}, None)
-    assert looking.coming("r") == range(2, 3)
-    coming.store(2)
-    clock.now += 0.1
-    looking.repeat("r", NS, HASHES)
-    answer(lambda: looking.ask("r", NS, HASHES))
-    assert not looking.coming("r")
-    assert coming.asked == [3, 2, 1], "what was found is not looked up again"
-
-
-def test_a_repeated_lookup_that_fails_keeps_what_was_found(
-    looking: LookupService, coming: ComingIndex, clock: Clock
-) -> None:
-    answer(lambda: looking.ask("r", NS, HASHES))
-    coming.error = StoreUnavailable("down")
-    clock.now += 0.1
-    looking.repeat("r", NS, HASHES)
-    assert answer(lambda: looking.ask("r", NS, HASHES)) == ({FIELD: SHARD}, None, None)
-    assert not looking.coming("r")
-
-
-def test_a_request_that_ended_has_nothing_coming(
-    looking: LookupService, coming: ComingIndex, clock: Clock
-) -> None:
-    answer(lambda: looking.ask("r", NS, HASHES))
-    clock.now += 0.1
-    looking.forget("r")
-    looking.repeat("r", NS, HASHES)
-    assert not looking.coming("r")
-    assert coming.asked == [3]

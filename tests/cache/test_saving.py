@@ -40,7 +40,7 @@ class Target:
     def has_room(self) -> bool:
         return True
 
-    def begin_save(self, key: ChunkKey) -> bool:
+    def begin_save(self, key: ChunkKey, *, puts: bool = False) -> bool:
         return True
 
     def end_save(self, key: ChunkKey) -> None:

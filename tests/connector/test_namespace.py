@@ -33,24 +33,17 @@ def test_the_document_is_stored_once_and_only_one_try_is_on_its_way() -> None:
 
 
 def test_after_a_reset_two_replicas_do_not_share_by_counting_alike() -> None:
-    namespaces = [
+    """One that left blocks in use closes the namespace until one that did not."""
+    one, other = (
         ReplicaNamespace(IDENTITY, MemoryStore(), Jobs().submit, writes=True) for _ in range(2)
-    ]
-    assert namespaces[0].name == namespaces[1].name
-    for namespace in namespaces:
-        assert namespace.renew(clean=True)
-    assert len({IDENTITY.namespace(), *(namespace.name for namespace in namespaces)}) == 3
-    assert all(namespace.open for namespace in namespaces)
-
-
-def test_a_reset_that_left_blocks_in_use_closes_the_namespace_until_one_that_did_not() -> None:
-    namespace = ReplicaNamespace(IDENTITY, MemoryStore(), Jobs().submit, writes=True)
-    assert not namespace.renew(clean=False)
-    assert not namespace.open
-    assert namespace.name == IDENTITY.namespace()
-    assert namespace.renew(clean=True)
-    assert namespace.open
-    assert namespace.name != IDENTITY.namespace()
+    )
+    assert not one.renew(clean=False)
+    assert not one.open
+    assert one.name == other.name == IDENTITY.namespace()
+    assert one.renew(clean=True)
+    assert other.renew(clean=True)
+    assert one.open
+    assert len({IDENTITY.namespace(), one.name, other.name}) == 3
 
 
 @pytest.mark.parametrize("writes", [False, True])

@@ -32,16 +32,11 @@ def test_encoder_outputs_are_shared_by_who_holds_the_keys(kind: str, codec: str)
         assert stranger.count("load_corrupt") == 1
 
 
-def key_file(folder: Path, secret: str) -> str:
+def settings(folder: Path, secret: str) -> dict[str, Any]:
     file = folder / f"keys-{secret[:4]}"
     file.write_text(f"k * {secret}\n")
     file.chmod(0o600)
-    return str(file)
-
-
-def settings(folder: Path, secret: str) -> dict[str, Any]:
-    file = key_file(folder, secret)
-    return {"signing_keys_file": file, "encryption_keys_file": file}
+    return {"signing_keys_file": str(file), "encryption_keys_file": str(file)}
 
 
 def encrypted(folder: Path) -> list[bool]:
@@ -75,13 +70,11 @@ def test_rows_of_the_tier_are_found_by_who_holds_the_keys(tmp_path: Path) -> Non
     writer, reader, stranger = (
         tiering.Engine(tmp_path, settings(tmp_path, secret)) for secret in (OURS, OURS, THEIRS)
     )
-    key = tiering.offload_key(1)
-    writer.compute(writer.begin(), {key: tiering.row(1)})
-    writer.settle()
+    writer.save(1)
     assert encrypted(tmp_path) == [True]
-    asked = reader.begin()
+    asked, key = reader.begin(), tiering.offload_key(1)
     assert reader.find(asked, [key]) == [LookupResult.HIT]
     assert reader.read(asked, key) == tiering.row(1)
-    assert stranger.find(stranger.begin(), [key]) == [LookupResult.MISS]
+    assert stranger.ask(1) == [LookupResult.MISS]
     for engine in (writer, reader, stranger):
         engine.close()

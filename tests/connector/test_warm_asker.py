@@ -21,13 +21,6 @@ class EngineDeadError(Exception):
 
 
 @dataclass
-class Output:
-    request_id: str
-    finished: bool = True
-    num_cached_tokens: int = 0
-
-
-@dataclass
 class Engine:
     """An engine that answers at once, until it dies in a step."""
 
@@ -41,11 +34,12 @@ class Engine:
             raise self.refuses
         self.names.append(name)
 
-    def step(self) -> list[Output]:
+    def step(self) -> list[SimpleNamespace]:
         if self.dies:
             raise self.of("EngineCore encountered an issue")
         names, self.names = self.names, []
-        return [Output(name) for name in names]
+        answered = {"finished": True, "num_cached_tokens": 0}
+        return [SimpleNamespace(request_id=name, **answered) for name in names]
 
     def abort_request(self, names: list[str]) -> None:
         """Nothing is left to abort."""

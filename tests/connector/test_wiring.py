@@ -23,8 +23,6 @@ from objkv.transfer.sources import frame_bytes_max
 from tests.support.paged_cache import GROUP, paged_group
 
 CHUNK = 4096
-
-
 RANK = Rank(0, "w", 1)
 
 

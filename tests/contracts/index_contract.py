@@ -24,8 +24,9 @@ from objkv.index.base import (
 )
 from objkv.index.shapes import SHAPES_HASH
 from tests.contracts.clock import ManualClock
-from tests.contracts.request_contract import LONG_S, RequestContract
 
+LONG_S = 1_000
+"""A time to live that outlasts every test."""
 NAMESPACE = "0123456789abcdef0123456789abcdef"
 OTHER = "fedcba9876543210fedcba9876543210"
 FIELD = "0.L0-2_H0-4"
@@ -90,8 +91,20 @@ def at_once(calls: list[Callable[[], object]]) -> list[object]:
         return list(pool.map(run, calls))
 
 
-class IndexContract(RequestContract):
+class IndexContract:
     """Every ``PruneIndex`` passes all of these tests."""
+
+    short_s = 100
+    """A time to live that ends within ``pass_time``, but not during any other part of a test."""
+
+    @pytest.fixture
+    def clock(self) -> ManualClock:
+        """The time that the index under test uses."""
+        return ManualClock()
+
+    def pass_time(self, clock: ManualClock, seconds: float) -> None:
+        """Let ``seconds`` pass for the index."""
+        clock.advance(seconds)
 
     def put_garbage(self, index: PruneIndex, number: int) -> None:
         """Store something under chunk ``number`` that objkv never writes, if other programs could

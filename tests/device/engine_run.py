@@ -105,20 +105,25 @@ class Witness:
         self._plans: dict[str, LoadPlan] = {}
         self.compared = self.wrong = 0
 
-    def watch(self, loader: Loads, saver: Saver) -> None:
+    def open_saver(self, target: Any, groups: Any, *given: Any, lane: Any, **named: Any) -> Saver:
+        """Make the saver of what is watched."""
+        self._layers = {g: group.shape.layers for g, group in groups.items()}
+        self.target, self._lane = target, lane
+        self._saver = Saver(target, groups, *given, lane=lane, **named)
+        return self._saver
+
+    def watch(self, loader: Loads) -> None:
         """Look at all plans and outcomes from now on. Mutants replace methods of the classes, so
         this replaces those of the objects."""
-        lane: Any = saver._lane
-        self._layers = {g: group.shape.layers for g, group in saver._groups.items()}
 
         def gather(plans: tuple[SavePlan, ...]) -> Any:
             for move in (save.move for plan in plans for save in plan.moves):
                 for place, page in self._pages(move):
                     self._saved[place].add(page)
             if plans:
-                with torch.get_device_module(_DEVICE).stream(lane.stream):
+                with torch.get_device_module(_DEVICE).stream(self._lane.stream):
                     simulated.sleep(SAVE_US)
-            return Saver.gather(saver, plans)
+            return Saver.gather(self._saver, plans)
 
         def submit(plan: LoadPlan, *args: Any) -> None:
             self._plans[plan.request_id] = plan
@@ -133,7 +138,7 @@ class Witness:
             return outcomes
 
         vars(loader).update(submit=submit, take_finished=take_finished)
-        vars(saver).update(gather=gather)
+        vars(self._saver).update(gather=gather)
 
     def _compare(self, plan: LoadPlan, outcome: LoadOutcome) -> None:
         for move in (load.move for load in plan.moves):
@@ -173,6 +178,7 @@ class Engine:
         with (
             patch.object(runner, "allocate_kv_cache", allocate),
             patch.object(ObjKVConnector, "register_kv_caches", register_on_device),
+            patch.object(wiring, "Saver", self.witness.open_saver),
             patch.object(wiring, "copies_are_synchronous", lambda: False),  # as if not on a CPU
         ):
             self._llm = vllm.LLM(**_arguments(agent))
@@ -182,8 +188,8 @@ class Engine:
         self._scheduler: Any = self._engine.engine_core.engine_core.scheduler
         connector: Any = get_kv_transfer_group()
         self._worker = connector.worker
-        self.witness.watch(self._worker.loads, self._worker._saver)
-        target = self._worker._target
+        self.witness.watch(self._worker.loads)
+        target = self.witness.target
         known = target.accepted
         target.accepted = lambda key: (self._accepted.add(key.path()), known(key))
         self._params = vllm.SamplingParams(temperature=0, ignore_eos=True, detokenize=False)

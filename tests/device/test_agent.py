@@ -50,8 +50,7 @@ def test_two_slabs_are_enough_for_any_load_and_a_hung_device_is_a_miss(sim: Modu
         stream: Any = rig.load_lane
         sim.hold(stream.stream)
         rig.step(StepPlan(loads=(rig.load_plan(range(4), 8),)))
-        job = rig.loader._jobs["r"]
-        rig.wait_until(job.is_over)
+        rig.wait_until(lambda: rig.loader.in_flight == 0)
         assert rig.load_slabs.leased == 2
         sim.hold(stream.stream, False)
         rig.until_received()
@@ -63,17 +62,23 @@ def test_two_slabs_are_enough_for_any_load_and_a_hung_device_is_a_miss(sim: Modu
 def test_a_device_that_hangs_keeps_its_arena_registered_and_mapped(
     sim: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept: list[Any] = []
+    kept, undos, pin = list[Any](), list[Any](), sim.DRIVER.pin_read_only
     monkeypatch.setattr(loader, "_KEPT", kept)
+
+    def pinned(*place: int) -> Any:
+        undos.append(pin(*place))
+        return undos[-1]
+
+    monkeypatch.setattr(sim.DRIVER, "pin_read_only", pinned)
     setup = Setup(deadline_s=0.3)
     with agent_rig("registered")(torch.device(DEVICE), delay, setup) as rig:
         stream: Any = rig.load_lane
-        arena, windows = rig.agent.arena, rig.on_device._windows
+        arena = rig.agent.arena
         sim.hold(stream.stream)
         rig.step(StepPlan(loads=(rig.load_plan(range(4), 8),)))
         rig.wait_until(lambda: rig.loader.leased == 4)
         rig.wait_until(lambda: bool(rig.recorder.value("load_bytes")))
-        rig.agent._is_lost = True
+        rig.agent.is_lost = True
         rig.loader.cancel("unknown")
         rig.wait_until(lambda: bool(kept))
         assert arena.fd >= 0, "mapped"
@@ -83,6 +88,6 @@ def test_a_device_that_hangs_keeps_its_arena_registered_and_mapped(
         rig.synchronize()
         assert not sim.take_error(), "its copies still had memory"
         (agent,) = kept
-        for undo in windows._undo.values():  # as the end of the process does
+        for undo in undos:  # as the end of the process does
             undo()
         agent.close()

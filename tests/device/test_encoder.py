@@ -104,9 +104,8 @@ def stored(place: Place, name: str) -> torch.Tensor:
 
 
 def copies_of(one: Replica) -> DeviceCopies:
-    copies = one.saver._copies
-    assert isinstance(copies, DeviceCopies)
-    return copies
+    assert isinstance(one.copies, DeviceCopies)
+    return one.copies
 
 
 def calls(counts: Counter[tuple[str, str]], thread: str) -> dict[str, int]:
@@ -130,7 +129,7 @@ def test_loaded_outputs_are_right_and_the_forward_thread_waits_for_nothing(
     copies, cache = DeviceCopies(torch.device(DEVICE)), dict[str, torch.Tensor]()
     side, plan = worker(copies), loading(NAMES)
     simulated.slow(api.current_stream(), *compute)
-    simulated.slow(copies._stream, *saves)
+    simulated.slow(copies.stream, *saves)
     simulated.counts()
     side.load(plan, cache)
     for load in plan.loads:
@@ -193,7 +192,7 @@ def test_saved_outputs_are_right_and_the_forward_thread_waits_for_nothing(
         # PyTorch hands out a few in turn, so a new one may be the one that loads are copied on.
         later.setattr(api, "Stream", None)
         simulated.slow(api.current_stream(), *compute)
-        simulated.slow(copies_of(one)._stream, *saves)
+        simulated.slow(copies_of(one).stream, *saves)
         simulated.counts()
         encode(one, *NAMES)
         assert one.saver.drain(ANSWERS_S)
@@ -212,7 +211,7 @@ def test_rows_that_do_not_follow_each_other_are_saved_in_order(place: Place) -> 
     rows = output_of("x")
     apart = torch.stack([rows, torch.zeros_like(rows)], dim=1).to(DEVICE)[:, 0]
     with started(place) as one:
-        simulated.slow(copies_of(one)._stream, *LATE)
+        simulated.slow(copies_of(one).stream, *LATE)
         seen = request("a", "x", embeds=ROWS)
         one.wait(seen)
         one.side.allocate(seen, 0)
@@ -225,7 +224,7 @@ def test_rows_that_do_not_follow_each_other_are_saved_in_order(place: Place) -> 
 
 def test_the_model_does_not_wait_for_saves(place: Place, api: Any) -> None:
     with started(place) as one:
-        with held(copies_of(one)._stream):
+        with held(copies_of(one).stream):
             encode(one, "x")
             computed = api.Event()
             computed.record(api.current_stream())
@@ -242,7 +241,7 @@ def test_a_device_that_hangs_costs_the_save(place: Place, monkeypatch: pytest.Mo
     """Its copy may end later, and its memory is not reused before."""
     monkeypatch.setattr(encoder_copies, "_COPY_S_MAX", 0.01)
     with started(place) as one:
-        with held(copies_of(one)._stream):
+        with held(copies_of(one).stream):
             encode(one, "x")
             assert one.saver.drain(10)
             assert (one.count("saves"), one.count("save_errors")) == (0, 1)

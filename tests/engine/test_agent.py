@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from objkv.index.redis.index import RedisIndex
 from objkv.index.sqlite.index import SqliteIndex
 from tests.engine.fleet import CHUNK, SAVED, SharedStore
 from tests.engine.harness import ReplicaFailed, run_replica, run_replicas
@@ -15,8 +14,7 @@ from tests.engine.job import Call, Generate, Job, ResetPrefixCache, Settle, Step
 from tests.engine.prompts import prompt_of
 from tests.engine.ranks import on_ranks
 from tests.engine.scenario import Values, scenario
-from tests.support.agents import AgentProcess, agent_folder, await_names
-from tests.support.servers.redis import valkey_server
+from tests.support.agents import AgentProcess, agent_folder
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -132,30 +130,6 @@ def held_back(folder: Path) -> Values:
         }
 
 
-@scenario
-def held_back_elsewhere(folder: Path) -> Values:
-    """Two nodes: the second one's replica needs what the first one's agent holds back."""
-    store = SharedStore(folder / "store")
-    with valkey_server(folder / "valkey") as server:
-        shared = settings(store) | {"index_url": f"{server.url}/0", "save_to_bucket": "reused"}
-        shared |= {"lookup_deadline_ms": "20000"}
-        with AgentProcess(shared) as first, AgentProcess(shared) as second:
-            with closing(RedisIndex(server.client())) as index:
-                await_names(index, first, second)
-            made = run_replica(job(store, first, *GENERATE, SAVED), folder)
-            once = len(store.payloads())
-            patient = job(store, second, *GENERATE, admission="always")
-            found = run_replica(patient, folder)
-            return {
-                "once": once,
-                "made": made,
-                "found": found,
-                "payloads": len(store.payloads()),
-                "first": first.end(),
-                "second": second.end(),
-            }
-
-
 def kill_agent(llm: Any, pid: int) -> None:
     """Kill the agent from within the replica, between two prompts."""
     import os
@@ -211,14 +185,6 @@ def test_what_was_saved_is_read_from_memory_and_stored_once() -> None:
     assert runs["before"]["fills"] == 0
     assert runs["before"]["hits"] == 3 * CHUNKS
     assert runs["before"]["saves"] == CHUNKS == runs["payloads"]
-
-
-def test_a_replica_of_another_node_loads_what_was_held_back() -> None:
-    values = held_back_elsewhere()
-    assert values["once"] == 0
-    assert values["found"].cached == LOADED
-    assert values["found"].tokens == values["made"].tokens
-    assert values["payloads"] == CHUNKS == values["first"]["saves"] == values["second"]["fills"]
 
 
 def test_after_a_restart_each_payload_is_fetched_once() -> None:

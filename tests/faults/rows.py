@@ -270,46 +270,4 @@ ROWS: tuple[Row, ...] = (
 )
 
 
-@dataclass(frozen=True)
-class HeldRow:
-    """One fault while a lookup misses payloads that another node holds back, and has them put."""
-
-    name: str
-    what: str
-    lookup: Cell
-    """A ``hit`` is one of some chunks: those that came."""
-
-    @property
-    def waits(self) -> bool:
-        """Whether the request waits until its own bound."""
-        return self.lookup.counted == _GIVEN_UP
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether the other node gets the request. If not, nothing is waited for."""
-        return self.lookup.counted != _NOT_WRITTEN
-
-
-_GIVEN_UP, _NOT_WRITTEN = "put_waits_given_up", "agent_put_request_errors"
-_NOT_COME = Cell("miss", _GIVEN_UP, beside=AWAY)
-_NOT_ASKED = Cell("miss", _NOT_WRITTEN)
-HELD_ROWS: tuple[HeldRow, ...] = (
-    HeldRow(
-        "holder-killed", "the other node's agent is killed before it reads the request", _NOT_COME
-    ),
-    HeldRow("holder-killed-putting", "it is killed while it puts the first payload", _NOT_COME),
-    HeldRow(
-        "holder-killed-between",
-        "it is killed after it has put the first payload",
-        Cell("hit", _GIVEN_UP, beside=AWAY),
-    ),
-    HeldRow("holder-frozen", "it hangs (it is frozen)", _NOT_COME),
-    HeldRow("holder-refused", "its store refuses puts", Cell("miss", "agent_puts_refused")),
-    HeldRow(
-        "request-reset", "the index resets the connection that carries the request", _NOT_ASKED
-    ),
-    HeldRow("request-unanswered", "the index takes the request, its response is lost", _NOT_ASKED),
-    HeldRow("request-index-killed", "the index is killed while the request is written", _NOT_ASKED),
-)
-
 BY_NAME = {row.name: row for row in ROWS}

@@ -14,10 +14,9 @@ import torch
 from safetensors.torch import save_file
 
 from objkv.keys.identity import GroupIdentity
-from tests.connector.kv.hybrid_engine import Answer, Engine, digest, next_token
+from tests.connector.kv.hybrid_engine import Answer, Engine, digest, said
 from tests.connector.kv.hybrid_layout import Layout
-from tests.faults.inside import core_of, is_attached
-from tests.support.paged_cache import forget_all
+from tests.faults.inside import is_attached
 
 LAYOUT = Layout((("full", 0),), (4,), chunk_tokens=8)
 LARGE = replace(LAYOUT, head_size=2048)
@@ -38,10 +37,7 @@ def prompt(seed: int) -> list[int]:
 
 def expected(tokens: list[int]) -> list[int]:
     """What the model says to a prompt, without any connector."""
-    said = list(tokens)
-    for _ in range(ANSWER_TOKENS):
-        said.append(next_token(said))
-    return said[len(tokens) :]
+    return said(tokens, ANSWER_TOKENS)
 
 
 class ShakenEngine(Engine):
@@ -59,17 +55,15 @@ class ShakenEngine(Engine):
 
     def answer(self, tokens: list[int]) -> Answer:
         """The answer to one prompt. What its own memory holds of earlier ones is forgotten."""
-        if (core := core_of(self.worker.worker.loads)) is not None:
-            forget_all(core.residents)
+        if self.agent is not None:
+            self.agent.forget()
         return self.run([tokens], max_tokens=ANSWER_TOKENS)[0]
 
     def is_idle(self) -> bool:
         """Whether nothing is being looked up, marked as used, or read in the background."""
-        lookups, loads = self.scheduler.connector.scheduler._lookups, self.worker.worker.loads
-        core = core_of(loads)
-        is_reading = loads.leased > 0
-        is_fetching = core is not None and core.residents.leased() > 0
-        is_looking = lookups._slots._value < lookups._limits.queue_max
+        is_reading = self.worker.worker.loads.leased > 0
+        is_fetching = self.agent is not None and self.agent.core.residents.leased() > 0
+        is_looking = self.scheduler.connector.scheduler.lookups.in_flight
         return not (is_looking or is_reading or is_fetching)
 
     def is_attached(self) -> bool:

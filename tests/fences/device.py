@@ -13,13 +13,15 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from objkv.agent.connections import ArenaLease, InsideAgent, InsideConnection
 
-from objkv.agent.residents import Resident, Residents
-from objkv.errors import TransferError
+from objkv.agent.residents import Resident
 from objkv.transfer.lanes import BlockRuns, HostLane, PagedLayers, Pages, Recast
+from objkv.transfer.plan import LoadPlan
 from objkv.transfer.slabs import Slab, SlabPool
+from objkv.transfer.sources import PayloadLayouts
 from tests.fences.stage import Broken, the_stage
+from tests.support.arenas import CanBeLost, SpoilingResidents
+from tests.support.inside import InsideAgent, InsideConnection
 
 GONE = -1
 """The generation of a block whose memory is not there."""
@@ -222,6 +224,20 @@ class WatchedLane:
         return Mark(self.stream, self.stream.given, self._compute)
 
 
+class WatchedLayouts(PayloadLayouts):
+    """Layouts of plans whose blocks are whose they are when they are spread."""
+
+    def __init__(self, hands: Hands, *groups: Any) -> None:
+        super().__init__(*groups)
+        self._hands = hands
+
+    def spread(self, plan: LoadPlan) -> LoadPlan:
+        plan = super().spread(plan)
+        for load in plan.moves:
+            self._hands.plan(load.move.block_ids)
+        return plan
+
+
 class WatchedPool(SlabPool):
     """Slabs that are spoiled when they are given back, and know how often they were."""
 
@@ -260,29 +276,29 @@ class WatchedPool(SlabPool):
         return None
 
 
-class WatchedConnection(InsideConnection):
+class WatchedConnection(CanBeLost, InsideConnection):
     """A connection that can be lost, as one to another process."""
 
-    is_lost = False
 
-    @property
-    def is_open(self) -> bool:
-        return super().is_open and not self.is_lost
+class WatchedResidents(SpoilingResidents):
+    """Payloads that are found by their place."""
 
-    def open(self, *wanted: Any, **how: Any) -> list[ArenaLease]:
-        self._check()
-        return super().open(*wanted, **how)
+    def __init__(self, *given: Any, **how: Any) -> None:
+        super().__init__(*given, **how)
+        self._placed: dict[int, Resident] = {}
 
-    def release(self, leases: Sequence[int]) -> None:
-        self._check()
-        super().release(leases)
+    def allot(self, one: Resident, *room: int) -> memoryview | None:
+        taken = super().allot(one, *room)
+        if taken is not None:
+            self._placed[one.offset] = one
+        return taken
 
-    def wait(self, seconds: float, also: Any) -> bool:
-        return not self.is_lost and super().wait(seconds, also)
-
-    def _check(self) -> None:
-        if self.is_lost:
-            raise TransferError("the connection is lost")
+    def leased_at(self, offset: int) -> Resident | None:
+        """The payload there, if it is leased."""
+        for one in self._placed.values():
+            if one.leases and one.offset <= offset < one.offset + one.nbytes:
+                return one
+        return None
 
 
 class WatchedInside(InsideAgent):
@@ -301,12 +317,12 @@ class WatchedInside(InsideAgent):
         self.connections: list[WatchedConnection] = []
         WatchedInside._all.append(self)
 
-    def connect(self) -> WatchedConnection:
+    def connect(self, *, wants_arena: bool = False, outbox: int = -1) -> Any:
         """See ``InsideAgent``."""
-        usual = super().connect()
-        usual._holder.alarm.close()
-        self.connections.append(WatchedConnection(usual.core, self.arena, usual._ended))
-        return self.connections[-1]
+        connection = super().connect(wants_arena=wants_arena, outbox=outbox)
+        if wants_arena:
+            self.connections.append(connection)
+        return connection
 
     def register(self, address: int, nbytes: int) -> Callable[[], None]:
         """The device may read this part."""
@@ -340,19 +356,4 @@ class WatchedInside(InsideAgent):
         known = sum(max(0, min(end, to) - max(start, at)) for at, to in self.registered)
         if not self._is_in_place and known < end - start:
             return None
-        offset = start - self.base
-        for one in self.core.residents._at.values():
-            if one.offset <= offset < one.offset + one.nbytes:
-                return one if one.leases else None
-        return None
-
-
-_release = Residents._release
-
-
-def release_spoiled(self: Residents, one: Resident) -> None:
-    """Instead of ``Residents._release``: memory is spoiled when its last lease ends."""
-    if one.leases == 1 and one.offset >= 0:
-        self.view(one)[:] = bytes([0xEE]) * one.nbytes
-        self._unlist(one)
-    _release(self, one)
+        return self.core.residents.leased_at(start - self.base)

@@ -11,7 +11,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,10 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from objkv.agent import fill, queue, residents
+from objkv.agent import core, fill, residents
 from objkv.agent.core import CoreLimits
 from objkv.agent.fill import Cuts
 from objkv.agent.memory import arena
-from objkv.agent.residents import Residents
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import frame_pages, open_payload, read_header
 from objkv.config import Config
@@ -39,7 +38,7 @@ from objkv.stores.base import PruneStore
 from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
-from objkv.transfer.loading import loader
+from objkv.transfer.loading import loader, loads
 from objkv.transfer.loading.loader import Loader
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.registration import DeviceFrames
@@ -47,13 +46,16 @@ from tests.fences.device import (
     GONE,
     Hands,
     Stream,
+    WatchedConnection,
     WatchedInside,
     WatchedLane,
+    WatchedLayouts,
     WatchedPool,
-    release_spoiled,
+    WatchedResidents,
 )
 from tests.fences.stage import Broken, Stage, the_stage
 from tests.fences.stores import GateStore, SharedIndex
+from tests.support import inside as in_test
 from tests.support.paged_cache import paged_group
 
 BLOCK, CHUNK, BLOCKS = 4, 8, 2
@@ -108,13 +110,11 @@ class Knobs:
     """How a device reads the arena: in place, registering, or refused."""
     register_s: float = 0.0
     """How long it takes to register a page."""
-    cores: int = 2
-    """Of the host: half as many threads load at once while each is quick."""
-    save_threads: int = 1
     drain_ms: int = 5_000
     save_ms: int = 60_000
     """After which saves are given up."""
     codec: str = "none"
+    """With which the agent saves."""
     spans: int = 1
     faults_of_100: int = 0
     leased_of_100: int = 0
@@ -161,7 +161,7 @@ class Engine:
         self.inner: PruneStore = MemoryStore() if knobs.folder is None else LocalStore(knobs.folder)
         self.store = GateStore(self.inner, knobs.faults_of_100, dice)
         self.index = SharedIndex(knobs.leased_of_100, dice)
-        _, self.caches = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=NUM_BLOCKS)
+        self.group, self.caches = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=NUM_BLOCKS)
         self.arrays = [c.view(torch.int16).numpy() for c in self.caches]
         self.free = list(range(1, NUM_BLOCKS))
         self.requests: dict[str, Request] = {}
@@ -261,6 +261,7 @@ class Engine:
         if self.awake:
             self.sides[-1].close()
         self._lose_memory()
+        self.insides[-1].close(1000.0)
         for lane in self.lanes:
             lane.stream.end()
         self.compute.end()
@@ -484,49 +485,47 @@ class Engine:
 
     def _open(self) -> None:
         knobs = self.knobs
-        settings = CacheSettings("w", ttl_s=3600, lease_ms=600_000, hot_save_bytes_max=0)
-        cache = ChunkCache(
-            self.store, None, self.index, settings, self.recorder, clock=lambda: the_stage().now
-        )
-        self.keys.append(cache)
+        agent = self.insides[-1] if self.insides else self._open_agent()
         with ExitStack() as stack:
             for module, name, value in (
                 (wiring, "open_lane", partial(self._open_lane, "save lane")),
                 (wiring, "ArenaLane", partial(self._open_lane, "load lane", loads=True)),
-                (wiring, "InsideAgent", self._open_inside),
                 (wiring, "Loader", self._open_loader),
                 (wiring, "SlabPool", WatchedPool),
-                (queue, "_processors", lambda: knobs.cores),
+                (loads, "PayloadLayouts", partial(WatchedLayouts, self.hands)),
             ):
                 stack.enter_context(patch.object(module, name, value))
             side = make_worker_side(
                 Config(
                     pinned_bytes_max=1 << 20,
-                    load_threads=knobs.load_threads,
-                    save_threads=knobs.save_threads,
                     save_queue_max=4,
-                    codec=knobs.codec,  # type: ignore[arg-type]
                     drain_deadline_ms=knobs.drain_ms,
                     save_deadline_ms=knobs.save_ms,
                 ),
                 GEOMETRY,
                 Rank(0, "w", batches_in_flight=1, writes_early=knobs.writes_early),
-                cache,
+                agent.connect,
                 recorder=self.recorder,
                 kv_caches=dict(zip(GROUP.layers, self.caches, strict=True)),
             )
-        layouts = side._loader._layouts
-        spread = layouts.spread
-
-        def planned(plan: LoadPlan) -> LoadPlan:
-            """The moves that threads get, of which the blocks are whose they are now."""
-            plan = spread(plan)
-            for load in plan.moves:
-                self.hands.plan(load.move.block_ids)
-            return plan
-
-        layouts.spread = planned  # type: ignore[method-assign]
         self.sides.append(side)
+
+    def _open_agent(self) -> WatchedInside:
+        knobs = self.knobs
+        settings = CacheSettings("w", ttl_s=3600, lease_ms=600_000, hot_save_bytes_max=0)
+        cache = ChunkCache(
+            self.store, None, self.index, settings, self.recorder, clock=lambda: the_stage().now
+        )
+        self.keys.append(cache)
+        return WatchedInside(
+            cache,
+            (knobs.arena_pages or 8) * PAGE,
+            CoreLimits(knobs.load_threads, 64, cuts=Cuts(knobs.spans, part_bytes_min=1)),
+            self.recorder,
+            knobs.codec,
+            is_in_place=not self._has_device_frames,
+            register_s=knobs.register_s,
+        )
 
     def _open_lane(self, name: str, *_: torch.device, loads: bool = False) -> WatchedLane:
         knobs = self.knobs
@@ -535,30 +534,12 @@ class Engine:
         self.lanes.append(lane)
         return lane
 
-    def _open_inside(
-        self, cache: ChunkCache, nbytes: int, limits: CoreLimits, recorder: MemoryRecorder
-    ) -> WatchedInside:
-        knobs = self.knobs
-        nbytes = knobs.arena_pages * PAGE or nbytes
-        limits = replace(limits, cuts=Cuts(parts_max=knobs.spans, part_bytes_min=1))
-        is_in_place = not self._has_device_frames
-        return WatchedInside(
-            cache,
-            nbytes,
-            limits,
-            recorder,
-            is_in_place=is_in_place,
-            register_s=knobs.register_s,
-        )
-
-    def _open_loader(self, *given: Any, inside: WatchedInside, **named: Any) -> Loader:
+    def _open_loader(self, *given: Any, **named: Any) -> Loader:
         if self._has_device_frames:
             slabs = WatchedPool("load", count=2, slab_bytes=PAGE)
-            pin = inside.register if self.knobs.frames == "registering" else _refuse
-            frames = named["on_device"] = DeviceFrames(slabs, pin, window_bytes=PAGE)
-            # Windows are registered while loads read them, as with a node's agent.
-            frames.prepare = lambda: None  # type: ignore[method-assign]
-        return Loader(*given, inside=inside, **named)
+            pin = self.insides[-1].register if self.knobs.frames == "registering" else _refuse
+            named["on_device"] = DeviceFrames(slabs, pin, window_bytes=PAGE)
+        return Loader(*given, **named)
 
     @property
     def _has_device_frames(self) -> bool:
@@ -602,7 +583,7 @@ class Engine:
 
     def _check_payload(self, payload: bytes) -> None:
         header = read_header(payload)
-        layers = self.sides[0]._saver._groups[0].layers
+        layers = self.group.layers
         open_payload(payload, header.claim, layers)
         epoch = int(header.claim.key.namespace, 16)
         chunk = header.claim.token_start // CHUNK
@@ -663,9 +644,10 @@ def play(stage: Stage, life: Callable[[Engine], None], knobs: Knobs, seed: int) 
         engine.shut_down()
 
     _TOLD.clear()
-    release = Residents._release if knobs.keeps else release_spoiled
     with ExitStack() as stack:
-        stack.enter_context(patch.object(Residents, "_release", release))
+        kept = partial(WatchedResidents, keeps=knobs.keeps)
+        stack.enter_context(patch.object(core, "Residents", kept))
+        stack.enter_context(patch.object(in_test, "InsideConnection", WatchedConnection))
         stack.enter_context(patch.object(fill, "_HEADER_BYTES", _HEADER_BYTES))
         for module in (arena, residents, loader):
             stack.enter_context(patch.object(module, "BOARD_BYTES", _BOARD_BYTES))

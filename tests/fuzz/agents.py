@@ -59,7 +59,7 @@ REQUESTS = [
     m.pack_release([1]),
     m.pack_find(NAMESPACE, HASHES, FIELDS[:1]),
     m.pack_find(NAMESPACE, HASHES, FIELDS),
-    m.pack_commit(0, 4096),
+    m.pack_commit(0, 4096, puts=True),
     *(m.pack_call(text) for text in CALLS),
 ]
 HELLO = m.pack_hello(m.Hello(m.VERSION, wants_arena=False))
@@ -99,7 +99,8 @@ def _again(message: bytes) -> None:
         again = m.unpack_find(m.pack_find(namespace, parts, fields))
         require(again == question, "another question")
     elif kind is m.MessageKind.COMMIT:
-        require(m.pack_commit(*m.unpack_commit(message)) == message, "another commit")
+        offset, nbytes, puts = m.unpack_commit(message)
+        require(m.pack_commit(offset, nbytes, puts=puts) == message, "another commit")
     elif kind is m.MessageKind.HELLO:
         hello = m.unpack_hello(message)
         require(m.unpack_hello(m.pack_hello(hello)) == hello, "another greeting")

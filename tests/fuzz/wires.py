@@ -24,12 +24,14 @@ _ROUNDS_MAX = 10_000
 class Wire:
     """In place of a ``RespConnection``: takes what is sent, and hands out prepared pieces."""
 
-    def __init__(self, pieces: list[bytes], answer_to: Any = None) -> None:
+    def __init__(self, pieces: list[bytes]) -> None:
         self.tls = self.clean = False
+        self.sent = bytearray()
         self._pieces = pieces
         self._rounds = 0
 
     def offer(self, data: memoryview) -> int:
+        self.sent += data
         return len(data)
 
     def wait_to_receive(self) -> bool:
@@ -104,8 +106,9 @@ def check_find(example: tuple[int, tuple[str, ...], list[bytes], bool]) -> str:
     pieces = list(pieces)
     wire = Wire(pieces)
     question = _Question(wire, "p:", [bytes([n]) * 20 for n in range(count)], fields)  # type: ignore[arg-type]
-    if ends:
-        pieces.append(question._mark)
+    question.push()
+    if ends:  # by what the last command, a PING, is answered
+        pieces.append(bytes(wire.sent[-len(b"$16\r\n0123456789abcdef\r\n") :]))
     found = question.answers()
     require(wire.clean, "a connection of nobody knows what state")
     require(len(found) == count, "another number of answers")

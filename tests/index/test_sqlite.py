@@ -62,8 +62,6 @@ for number in range(int(sys.argv[2]), int(sys.argv[2]) + 50):
 
 
 class TestSqliteIndex(IndexContract):
-    carries_requests = False
-
     @pytest.fixture
     def index(self, tmp_path: Path, clock: ManualClock) -> PruneIndex:
         return SqliteIndex(tmp_path / "deeper" / "index.sqlite", clock=clock, busy_ms=240_000)

@@ -144,8 +144,8 @@ def test_a_chunk_has_the_bytes_of_its_layers(name: str) -> None:
 
 def test_methods_are_those_of_the_connector() -> None:
     assert WITHOUT_KV == drafts.WITHOUT_KV
-    assert tuple(stages._SOURCES) == KINDS_FROM
-    assert set(WITH_KV) == {"draft_model", *drafts._LIKE_EAGLE}
+    assert tuple(stages.SOURCES) == KINDS_FROM
+    assert set(WITH_KV) == {"draft_model", *drafts.LIKE_EAGLE}
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,6 @@ def provider() -> Tokens:
 @pytest.fixture
 def tokens(valkey: RedisServer) -> Iterator[Tokens]:
     TOKENS.__init__()  # type: ignore[misc]  # the provider of a process is made once
-    credentials._shared.cache_clear()
     with valkey.client() as admin:
         admin.flushall()
         rotate(admin, TOKENS, TOKENS.token)

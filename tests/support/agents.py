@@ -18,7 +18,6 @@ from typing import Self
 
 from objkv.agent.client import is_listening
 from objkv.agent.http.metrics import PREFIX
-from objkv.index.redis.index import RedisIndex
 from tests.support.nursery import Fork, Nursery
 from tests.support.servers.process import freeze
 from tests.support.waiting import PATIENCE_S, wait_until
@@ -126,20 +125,6 @@ class AgentProcess:
     ) -> None:
         self.kill()
         shutil.rmtree(self.folder)
-
-
-def await_names(index: RedisIndex, *agents: AgentProcess) -> None:
-    """Wait until all agents over this index have read from their streams of requests: only then do
-    they give their names to what they hold back."""
-
-    def have_read() -> bool:
-        streams = list(index.client.scan_iter("objkv:q:*"))
-        for name in streams:
-            index.request(name.decode().rpartition(":")[2], b"not a request")
-        refused = [agent.metrics().get("requests_invalid_total", 0.0) for agent in agents]
-        return len(streams) == len(agents) and min(refused) > 0
-
-    wait_until(have_read)
 
 
 def _environment() -> dict[str, str]:

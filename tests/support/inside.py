@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import ClassVar, cast
 
+from objkv import background
 from objkv.agent.client import AgentConnection
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.fill import Wanted
@@ -12,7 +13,7 @@ from objkv.agent.memory.arena import Arena
 from objkv.agent.messages import CommitStatus
 from objkv.agent.outbox import join_outbox
 from objkv.agent.queue import Urgency
-from objkv.background import Alarm, wait_for
+from objkv.background import Alarm
 from objkv.cache.chunks import ChunkCache, SaveOutcome
 from objkv.codec.payload import Claim, Header, encode, read_header
 from objkv.errors import StoreBusy, TransferError
@@ -39,7 +40,7 @@ class InsideAgent:
         self.arena = Arena.create(nbytes)
         self.core = Core(cache, self.arena, limits, _OfAgent(recorder))
         self.saves = InsideSaves(cache, recorder, codec)
-        self.connections = 0
+        self._open = 0
         self._closed = False
         self.opened.append(self)
 
@@ -54,11 +55,13 @@ class InsideAgent:
         if self in self.opened:
             self.opened.remove(self)
         ended = self.core.close(seconds)
-        self.unmap()
+        self.count(0)
         return ended
 
-    def unmap(self) -> None:
-        if self._closed and not self.connections and not self.core.threads:
+    def count(self, more: int) -> None:
+        """Note a connection that began or ended."""
+        self._open += more
+        if self._closed and not self._open and not self.core.threads:
             self.arena.close()
 
 
@@ -71,13 +74,17 @@ class InsideConnection:
         self._outbox = memoryview(b"")
         if outbox >= 0:
             self._outbox = memoryview(join_outbox(os.dup(outbox)))
-        agent.connections += 1
-        self.is_open = True
+        agent.count(1)
+        self._is_closed = False
+
+    @property
+    def is_open(self) -> bool:
+        return not self._is_closed
 
     def has_ended(self) -> bool:
         return not self.is_open
 
-    def commit(self, offset: int, nbytes: int) -> CommitStatus:
+    def commit(self, offset: int, nbytes: int, *, puts: bool = False) -> CommitStatus:
         payload = bytes(self._outbox[offset : offset + nbytes])
         header = read_header(payload)
         try:
@@ -100,14 +107,13 @@ class InsideConnection:
         self.core.reject(wanted)
 
     def wait(self, seconds: float, also: Alarm) -> bool:
-        return wait_for([self._holder.alarm, also], seconds)
+        return background.wait_for([self._holder.alarm, also], seconds)
 
     def close(self) -> None:
-        if self.is_open:
-            self.is_open = False
+        if not self._is_closed:
+            self._is_closed = True
             self._holder.end_all()
-            self._agent.connections -= 1
-            self._agent.unmap()
+            self._agent.count(-1)
 
 
 class _OfAgent:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from objkv.agent.core import CoreLimits
@@ -32,6 +33,8 @@ GEOMETRY = Geometry((ONE_LAYER,), SIZE, SIZE, tp_size=1)
 FIELD = "0.L0-1_H0-1"
 IDENTITY = Identity("m", "w", None, "bfloat16", (ONE_LAYER,), "canonical", SIZE, 0, "default")
 RECORD = ShardRecord(9, 9, "none", False, "0" * 32, 1)
+OPENED: list[SchedulerSide | WorkerSide] = []
+"""They are closed at the end of their test."""
 PATIENCE_MS = 120_000
 """For other threads to come, on a machine that is busy with other things."""
 
@@ -73,13 +76,13 @@ def step(scheduled: Mapping[str, int], blocks: Sequence[int], *, sync_loads: boo
     )
 
 
-def publish_prompt(index: MemoryIndex, tokens: Sequence[int]) -> None:
+def publish_prompt(index: MemoryIndex, tokens: Sequence[int], record: ShardRecord = RECORD) -> None:
     namespace = IDENTITY.namespace()
     hashes = prefix_hashes(namespace, tokens, SIZE)
     parents = [root_hash(namespace), *hashes]
     for i, (name, parent) in enumerate(zip(hashes, parents, strict=False)):
         entry = ChunkEntry(namespace, name, parent, i * SIZE, (i + 1) * SIZE)
-        index.publish(entry, {FIELD: RECORD}, ttl_s=3600)
+        index.publish(entry, {FIELD: record}, ttl_s=3600)
 
 
 def ask(side: SchedulerSide, one: Any, computed: int = 0) -> tuple[int | None, bool]:
@@ -89,10 +92,17 @@ def ask(side: SchedulerSide, one: Any, computed: int = 0) -> tuple[int | None, b
     return side.match(one, computed)
 
 
+def breaks(fault: pytest.MonkeyPatch, owner: object, *names: str) -> None:
+    """Have some methods raise, its own and those of its parts."""
+    for name in names:
+        part, _, method = name.rpartition(".")
+        target = getattr(owner, part) if part else owner
+        fault.setattr(target, method, lambda *_, **__: 1 / 0)
+
+
 def scheduler_side(
     index: Any = None,
     *,
-    bulk: Any = None,
     roles: Mapping[str, Any] | None = None,
     prefetch: Any = None,
     geometry: Geometry = GEOMETRY,
@@ -102,16 +112,18 @@ def scheduler_side(
     """A scheduler's side of a model with one layer; ``settings`` of ``Config``."""
     plain = {"chunk_tokens": SIZE, "lookup_deadline_ms": PATIENCE_MS}
     does = {"loads": True, "saves": True, "copies_are_synchronous": True, "steps_in_flight": 1}
-    return make_scheduler_side(
+    side = make_scheduler_side(
         Config.model_validate(plain | settings),
         Roles(**(does | dict(roles or {}))),
         geometry,
         IDENTITY,
-        bulk=bulk or MemoryStore(),
+        bulk=MemoryStore(),
         index=index if index is not None else MemoryIndex(),
         recorder=recorder or MemoryRecorder(),
         prefetch=prefetch,
     )
+    OPENED.append(side)
+    return side
 
 
 def worker_side(
@@ -132,7 +144,7 @@ def worker_side(
     if caches is None:
         _, tensors = paged_group(group, chunk_tokens=CHUNK, num_blocks=32, seed=2)
         caches = dict(zip(group.layers, tensors, strict=True))
-    return make_worker_side(
+    side = make_worker_side(
         Config(pinned_bytes_max=1 << 20),
         geometry or Geometry((group,), CHUNK, group.block_size, tp_size=1),
         rank or Rank(0, "w", batches_in_flight=1),
@@ -140,3 +152,5 @@ def worker_side(
         recorder=recorder,
         kv_caches=caches,
     )
+    OPENED.append(side)
+    return side

@@ -18,6 +18,7 @@ from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.plan import LoadMove, LoadPlan
 from tests.agent.reader import load_by_agent
 from tests.agent.world import Node, WatchedStore
+from tests.support.arenas import LossyConnection
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import BLOCKS, NAMESPACE, Replica, same_blocks
 from tests.support.waiting import PATIENCE_S, at_once, wait_until
@@ -42,7 +43,7 @@ class World:
         return replica
 
     def connect(self) -> AgentConnection:
-        return AgentConnection(self.node.path, wants_arena=True, call_s=PATIENCE_S)
+        return LossyConnection(self.node.path, wants_arena=True, call_s=PATIENCE_S)
 
     @property
     def store(self) -> WatchedStore:
@@ -362,7 +363,7 @@ def test_a_device_that_fails_while_it_reads_keeps_the_memory(world: World, is_lo
 def test_loads_are_misses_while_there_is_no_agent_and_go_on_with_the_next(
     world: World, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_RETRY_MAX_S", 0.1)
+    monkeypatch.setattr(module, "RETRY_MAX_S", 0.1)
     if moment == "within":
         gate = threading.Event()
         world.store.on_get = lambda key: gate.wait(PATIENCE_S) and None  # type: ignore[func-returns-value]
@@ -399,7 +400,7 @@ def test_a_load_of_nothing_is_over_when_its_agent_is_lost(world: World) -> None:
     loader = world.reader.loader
     with loader._lock:  # the thread finds it together with the loss
         assert loader.agent is not None
-        loader.agent._is_lost = True  # type: ignore[attr-defined]
+        loader.agent.is_lost = True  # type: ignore[attr-defined]
         loader._came.append((LoadJob(nothing, [], 1e9, lambda: 0.0), 0))
     loader.cancel("none")
     wait_until(lambda: not loader._came)

@@ -47,8 +47,6 @@ class _Unsaved:
     text: bytes
     """The record, as answers carry it."""
     is_due: bool = False
-    is_requested: bool = False
-    """Whether another node has requested it."""
     is_leased: bool = False
     """Whether another process was saving it when its save was last tried: it is not lost then, and
     the next read finds it stored."""
@@ -67,9 +65,6 @@ class UnsavedPayloads:
         calls ``dropped`` when the disk loses it, until ``has_again`` is called."""
         self.has_again: Callable[[str], None] = lambda path: None
         """Called for each payload that is complete in the arena."""
-        self.on_not_put: Callable[[str], None] = lambda path: None
-        """Called for a requested payload that could not be saved, is not in the arena, or is lost.
-        Must not wait."""
         self._recorder, self._clock = recorder, clock
         self._lock = Lock()
         self._by_path: dict[str, _Unsaved] = {}
@@ -94,30 +89,16 @@ class UnsavedPayloads:
         """The paths that they would have in the bulk store."""
         return list(self._by_path)
 
-    def get(self, path: str) -> tuple[Claim, ShardRecord] | None:
-        """Return claim and record of a held-back payload."""
-        one = self._by_path.get(path)
-        return None if one is None else (one.claim, one.record)
-
     def add(self, claim: Claim, record: ShardRecord, *, is_due: bool) -> None:
         """Add a payload. ``record``: of ``unsaved_record``. ``is_due``: whether it is being saved
         already, and not held back."""
         key, one = claim.key, _Unsaved(claim, record, encode_shard(record), is_due)
         with self._lock:
-            if (before := self._remove(key.path())) is not None:
-                one.is_requested = before.is_requested
+            self._remove(key.path())
             self._by_path[key.path()] = one
             chunks = self._by_chunk.setdefault(key.namespace, {})
             chunks.setdefault(key.prefix_hash, {})[key.field] = one
             self._nbytes += record.nbytes
-
-    def requested(self, path: str) -> bool:
-        """Another node has requested a payload, see ``on_not_put``. Returns whether it is held
-        back."""
-        one = self._by_path.get(path)
-        if one is not None:
-            one.is_requested = True
-        return one is not None
 
     def seen_again(self, path: str) -> bool:
         """A held-back payload was read or made again: it and those before it in its prompt become
@@ -163,14 +144,12 @@ class UnsavedPayloads:
             if (one := self._by_path.get(path)) is not None:
                 pause_s = 0.0 if one.is_leased else _RETRY_S
                 one.is_due, one.retry_at = False, self._clock() + pause_s
-        self._not_put(path, one)
 
     def absent(self, path: str) -> None:
         """A due payload is not in the arena: it is due again as soon as it is seen there."""
         with self._lock:
             if (one := self._by_path.get(path)) is not None:
                 one.is_due = False
-        self._not_put(path, one)
 
     def saved(self, path: str) -> None:
         """A payload is stored and published."""
@@ -191,7 +170,6 @@ class UnsavedPayloads:
         if one is not None and not one.is_leased:
             self._recorder.count("agent_unsaved_dropped")
             self._recorder.count("agent_unsaved_dropped_bytes", one.record.nbytes)
-        self._not_put(path, one)
 
     def find(
         self, namespace: str, hashes: Sequence[bytes], fields: tuple[str, ...], find: Find
@@ -230,10 +208,6 @@ class UnsavedPayloads:
 
     def __repr__(self) -> str:
         return f"<UnsavedPayloads {len(self._by_path)} payloads, {self._nbytes} B>"
-
-    def _not_put(self, path: str, one: _Unsaved | None) -> None:
-        if one is not None and one.is_requested:
-            self.on_not_put(path)
 
     def _record(self, namespace: str, prefix_hash: bytes, record: Record | None) -> Record | None:
         with self._lock:

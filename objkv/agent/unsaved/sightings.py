@@ -36,8 +36,6 @@ class Sightings:
         returns True. After that, ``wake`` must be called when there is room again."""
         self._cache, self._unsaved, self._save, self._has_room = cache, unsaved, save, has_room
         self._recorder = recorder
-        self.holder = ""
-        """This agent's name if it reads requests to put, else empty."""
         self._lock = Lock()
         self._new: deque[str] = deque()
         self._pool: Pool[None] = Pool("objkv-sight", 1, self._run)
@@ -76,7 +74,7 @@ class Sightings:
                 names = [self._new.popleft() for _ in range(min(len(self._new), _BATCH))]
             if not names:
                 return
-            seen = self._cache.sight(names, self.holder)
+            seen = self._cache.sight(names)
             for name, is_seen in zip(names, seen, strict=True):
                 if is_seen:
                     self._recorder.count("agent_sighted_before")

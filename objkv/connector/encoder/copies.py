@@ -80,7 +80,7 @@ class DeviceCopies:
         self._api = torch.get_device_module(device)
         # One for all saves: PyTorch deals out a few streams in turn, and one per save would soon
         # be the stream that another part of objkv loads on.
-        self._stream = self._api.Stream(device)
+        self.stream = self._api.Stream(device)
         self._warned = False
 
     def adopt_thread(self) -> None:
@@ -104,11 +104,11 @@ class DeviceCopies:
     def to_host(self, tensor: torch.Tensor, computed: Any, room: int) -> memoryview:
         """See ``OutputCopies.to_host``."""
         memory = torch.empty(room + tensor.nbytes, dtype=torch.uint8, pin_memory=True)
-        with self._api.stream(self._stream):
-            computed.wait(self._stream)
+        with self._api.stream(self.stream):
+            computed.wait(self.stream)
             memory[room:].copy_(_bytes_of(tensor.contiguous()), non_blocking=True)
             copied = self._driver.event()
-            copied.record(self._stream)
+            copied.record(self.stream)
         end = monotonic() + _COPY_S_MAX
         while not copied.query():
             if monotonic() >= end:  # the copy may go on: nothing else gets its memory before

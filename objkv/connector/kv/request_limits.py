@@ -26,6 +26,8 @@ Locality = Literal["LOCAL", "REMOTE"]
 _MEDIUM = "STORAGE"
 _MEDIA, _LOCALITIES = ("CPU", _MEDIUM), ("LOCAL", "REMOTE")
 _LOADS, _SAVES, _TIERS = "max_load_tokens", "max_offload_tokens", "kv_load_tiers"
+PUTS: Final = "objkv_put"
+"""objkv's own: the agent is not to hold the request's payloads back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,8 @@ class RequestLimits:
     """Most leading tokens to save. None: all."""
     loads: bool = True
     """Whether the shared store is among the tiers to load from."""
+    puts: bool = False
+    """Whether a node's agent puts what is saved at once, and what it holds back already."""
 
 
 NO_LIMITS = RequestLimits()
@@ -66,10 +70,13 @@ class LimitReader:
     def read(self, request: "Request") -> RequestLimits:
         """Return the limits of a request."""
         params = getattr(request, "kv_transfer_params", None)
-        if not isinstance(params, Mapping) or not {_LOADS, _SAVES, _TIERS} & params.keys():
+        if not isinstance(params, Mapping) or not {_LOADS, _SAVES, _TIERS, PUTS} & params.keys():
             return NO_LIMITS
         return RequestLimits(
-            self._number(params, _LOADS), self._number(params, _SAVES), self._allows(params)
+            self._number(params, _LOADS),
+            self._number(params, _SAVES),
+            self._allows(params),
+            self._puts(params),
         )
 
     def _number(self, params: Mapping[str, Any], name: str) -> int | None:
@@ -78,6 +85,12 @@ class LimitReader:
             return value
         self._ignore(name, "not a non-negative integer")
         return None
+
+    def _puts(self, params: Mapping[str, Any]) -> bool:
+        value = params.get(PUTS)
+        if value is not None and type(value) is not bool:
+            self._ignore(PUTS, "neither true nor false")
+        return value is True
 
     def _allows(self, params: Mapping[str, Any]) -> bool:
         """Whether any listed tier is the shared store. No valid entry of some means any tier."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from objkv.agent.unsaved.payloads import is_unsaved
 from objkv.cache.lookup import LookupService, Records
 from objkv.connector.kv.coverage import Coverage
 from objkv.connector.kv.request_limits import (
@@ -28,6 +29,7 @@ from objkv.connector.kv.request_limits import (
 from objkv.connector.model.adapters import Adapters, UnknownAdapterError
 from objkv.connector.model.groups import Geometry
 from objkv.connector.model.weights import DigestCache
+from objkv.index.base import Shards
 from objkv.keys.prefix import MultimodalItem, PrefixChain, PromptExtras
 from objkv.telemetry import Recorder
 
@@ -240,6 +242,11 @@ class TrackedRequest:
         headers = getattr(self.request, "trace_headers", None)
         return headers.get("traceparent") if headers else None
 
+    def is_to_be_put(self, shards: Shards) -> bool:
+        """Whether a chunk is saved again although it was found: the request is not to be held back,
+        and the node's agent may hold some of it."""
+        return self.limits.puts and any(map(is_unsaved, shards.values()))
+
     def due(self, computed: int) -> list[int]:
         """Return the chunks to save after ``computed`` leading chunks are complete, each once."""
         if computed <= self.planned and not self.again:
@@ -384,8 +391,9 @@ class RequestTracker:
         records = self._lookups.ask(name, tracked.namespace, hashes, trace)
         if records is not None and records is not tracked.records:
             tracked.records = records
-            complete = self.coverage.is_complete
-            tracked.stored |= {i for i, r in enumerate(records) if r and complete(r)}
+            complete, to_put = self.coverage.is_complete, tracked.is_to_be_put
+            stored = (i for i, r in enumerate(records) if r and complete(r) and not to_put(r))
+            tracked.stored |= set(stored)
         return records
 
     def hashing(self, tracked: TrackedRequest) -> bool:

@@ -230,7 +230,8 @@ class SavePlanner:
         )
         if not moves:
             return None
-        return SavePlan(request.request_id, tracked.namespace, tuple(moves))
+        puts = tracked.limits.puts
+        return SavePlan(request.request_id, tracked.namespace, tuple(moves), puts)
 
     def _computed(self, output: "SchedulerOutput", tracked: TrackedRequest) -> Computed:
         request, state = tracked.request, output.kv_connector_block_state
@@ -255,7 +256,9 @@ class SavePlanner:
             if chunk in again or chunk >= len(tracked.records):
                 return False
             shards = tracked.records[chunk]
-            return shards is not None and self._requests.coverage.is_readable(shards, group)
+            if shards is None or tracked.is_to_be_put(shards):
+                return False
+            return self._requests.coverage.is_readable(shards, group)
 
         return is_stored
 

@@ -24,7 +24,7 @@ from objkv.connector.kv.metadata import StepPlan, StepReport
 from objkv.connector.kv.planning import BlockTable, load_moves
 from objkv.connector.kv.requests import RequestTracker, TrackedRequest, Usable
 from objkv.connector.kv.saves import BlockTrust, SavePlanner
-from objkv.connector.kv.timing import PutWaits, Timing
+from objkv.connector.kv.timing import Timing
 from objkv.connector.model.groups import Geometry
 from objkv.connector.namespace import ReplicaNamespace
 from objkv.connector.pacing import EmptySteps
@@ -174,7 +174,6 @@ class SchedulerSide:
         self._saves = SavePlanner(config, geometry, requests, self._trust, loads=roles.loads)
         self._hits, self._loads = HitCounters(recorder), ReliedLoads(geometry.block_tokens)
         self._sync_gate = SyncGate(config.step_load_deadline_ms / 1000)
-        self._put_waits = PutWaits(lookups, timing, geometry.chunk_tokens, recorder)
         self._held, self._sync_loads, self._is_delayed, self._waiting = set[str](), False, False, -1
         steps = EmptySteps(roles.steps_in_flight, has_peers=roles.has_peers)
         self._wait_left_s, self._steps = _MATCH_WAIT_S, steps
@@ -244,7 +243,7 @@ class SchedulerSide:
         if not self._may_load(tracked) or computed % self._geometry.block_tokens:
             return None if self._roles.saves and self._requests.hashing(tracked) else 0, False
         records = self._requests.records(tracked)
-        if records is None or self._put_waits.holds(tracked, computed):
+        if records is None:
             return None, False
         usable = self._usable(tracked, records, computed)
         if usable.end <= computed:
@@ -406,7 +405,6 @@ class SchedulerSide:
         self._loads.forget(request.request_id)
         self._timing.request_ended(request.request_id)
         self._hits.ended(request.request_id)
-        self._put_waits.forget(request.request_id)
         tracked = self._requests.end(request.request_id)
         return tracked is not None and tracked.saved
 
@@ -429,6 +427,11 @@ class SchedulerSide:
     def open(self) -> bool:
         """Whether requests may load and save. False while vLLM has blocks of old weights."""
         return self._namespace.open
+
+    @property
+    def lookups(self) -> LookupService:
+        """Its lookups, for who watches them."""
+        return self._lookups
 
     @property
     def requests_under_way(self) -> tuple[str, ...]:

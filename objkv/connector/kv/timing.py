@@ -11,23 +11,16 @@ in ``v1/core/sched/scheduler.py``, which takes every step's events, and ``step_w
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from math import inf
 from time import gmtime, monotonic, strftime, time
 
 from objkv.cache.admission import STEP_TOKENS_MIN, AdmissionPolicy, ChunkSize, LoadTime, Tier
-from objkv.cache.lookup import LookupService
 from objkv.connector.kv.coverage import Coverage
 from objkv.connector.kv.metadata import StepReport
-from objkv.connector.kv.requests import TrackedRequest
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import Savings, Shards
-from objkv.telemetry import Recorder
 from objkv.transfer.plan import LoadPlan
 
 _LOADS_MAX = 4096
-_WAIT_S_MAX = 5.0
-_WAIT_S_UNMEASURED = 0.5
-"""As long as it is not known how fast this replica computes."""
 _HOT: Tier = "hot"
 _BULK: Tier = "bulk"
 
@@ -170,14 +163,6 @@ class Timing:
         admitted = self._admission.admit(chunks, waiting=waiting)
         return end if admitted == len(chunks) else max(computed, (first + admitted) * size)
 
-    def spare_s(self, tokens: int) -> float | None:
-        """Return how much longer computing ``tokens`` takes than loading them, by the measurements
-        so far and the size of chunks seen last. None if not known. 0 if nothing may be loaded, and
-        infinite if everything is."""
-        if (decided := self._admission.decided) is not None:
-            return inf if decided else 0.0
-        return self._admission.spare_s(tokens, self._token_bytes)
-
     def _chunk(self, shards: Shards, start: int, end: int) -> ChunkSize:
         nbytes, hot = self._coverage.size(shards)
         self._token_bytes = nbytes / max(1, end - start)
@@ -191,71 +176,6 @@ class Timing:
         """
         hot, bulk = plan.moves.nbytes(self._coverage.fetched_fields)
         return (_BULK, bulk / (bulk + hot)) if bulk else (_HOT, 1.0)
-
-
-class PutWaits:
-    """Holds requests back for a moment, while another node puts what they need. For the scheduler's
-    thread only. Never waits itself.
-
-    A lookup may answer that chunks are coming (``objkv.agent.unsaved.requests``). A request waits
-    at most as long as loading those chunks would save. So if they do not come, its prompt takes at
-    most twice as long as computing it, and at most ``_WAIT_S_MAX`` longer. vLLM schedules other
-    requests meanwhile.
-    """
-
-    def __init__(
-        self,
-        lookups: LookupService,
-        timing: Timing,
-        chunk_tokens: int,
-        recorder: Recorder,
-        *,
-        clock: Callable[[], float] = monotonic,
-    ) -> None:
-        self._lookups, self._timing = lookups, timing
-        self._chunk_tokens, self._recorder, self._clock = chunk_tokens, recorder, clock
-        self._until: dict[str, float] = {}
-        """Until when each waiting request may wait."""
-        self._ended: set[str] = set()
-        """Requests that wait no more."""
-
-    def __len__(self) -> int:
-        return len(self._until)
-
-    def holds(self, tracked: TrackedRequest, computed: int) -> bool:
-        """Whether a request whose lookup has answered should wait for chunks beyond its
-        ``computed`` tokens. The lookup is repeated meanwhile."""
-        request_id, hashes = tracked.request.request_id, tracked.hashes
-        if request_id in self._ended or hashes is None:
-            return False
-        coming, now = self._lookups.coming(request_id), self._clock()
-        tokens = coming.stop * self._chunk_tokens - max(computed, coming.start * self._chunk_tokens)
-        if not coming or tokens <= 0:
-            self._end(request_id)
-            return False
-        if request_id not in self._until:
-            spare_s = self._timing.spare_s(tokens)
-            wait_s = _WAIT_S_UNMEASURED if spare_s is None else min(spare_s, _WAIT_S_MAX)
-            if not wait_s:
-                return False
-            self._until[request_id] = now + wait_s
-            self._recorder.count("put_waits")
-            tracked.awaited = False  # they may have come while it was queued
-        if now >= self._until[request_id]:
-            self._recorder.count("put_waits_given_up")
-            self._end(request_id)
-            return False
-        self._lookups.repeat(request_id, tracked.namespace, hashes, tracked.traceparent)
-        return True
-
-    def forget(self, request_id: str) -> None:
-        """Forget a request that ended."""
-        self._until.pop(request_id, None)
-        self._ended.discard(request_id)
-
-    def _end(self, request_id: str) -> None:
-        if self._until.pop(request_id, None) is not None:
-            self._ended.add(request_id)
 
 
 def _prompt_tokens(scheduled: Collection[int]) -> int:

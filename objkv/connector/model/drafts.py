@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 """Methods that keep no KV of their own."""
-_LIKE_EAGLE = ("eagle", "eagle3", "mtp", "dflash", "dspark")
+LIKE_EAGLE = ("eagle", "eagle3", "mtp", "dflash", "dspark")
 """Methods that continue the target's hidden states."""
 _INSTEAD = "run it without the objkv connector, or"
 _NUMBERS = 1 << 30
@@ -84,10 +84,10 @@ def has_draft_kv(vllm_config: "VllmConfig") -> bool:
     if speculative is None or speculative.method in WITHOUT_KV:
         return False
     method = speculative.method
-    if method != "draft_model" and method not in _LIKE_EAGLE:
+    if method != "draft_model" and method not in LIKE_EAGLE:
         raise ConfigError(
             f"objkv does not support speculative decoding with {method!r}: {_INSTEAD} use one of "
-            f"{', '.join(('draft_model', *_LIKE_EAGLE, *WITHOUT_KV))}"
+            f"{', '.join(('draft_model', *LIKE_EAGLE, *WITHOUT_KV))}"
         )
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
@@ -117,7 +117,7 @@ def read_draft(vllm_config: "VllmConfig", weights: str) -> Draft:
     return Draft(
         method=speculative.method,
         tokens=speculative.num_speculative_tokens,
-        lags=speculative.method in _LIKE_EAGLE,
+        lags=speculative.method in LIKE_EAGLE,
         target_layers=int(vllm_config.model_config.get_total_num_hidden_layers()),
         heads=int(model.get_total_num_kv_heads()),
         latent=bool(model.use_mla),

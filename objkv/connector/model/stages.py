@@ -92,7 +92,7 @@ def _kimi(settings: Mapping[str, Any], total: int) -> list[str]:
     return _listed([layer - 1 for layer in settings["full_attn_layers"]], total)
 
 
-_SOURCES: dict[str, Callable[[Any, int], list[str]]] = {
+SOURCES: dict[str, Callable[[Any, int], list[str]]] = {
     "layer_types": lambda value, _: list(value),
     "layers_block_type": lambda value, _: list(value),
     "hybrid_override_pattern": lambda value, _: [_LETTERS.get(kind, kind) for kind in value],
@@ -107,14 +107,14 @@ _SOURCES: dict[str, Callable[[Any, int], list[str]]] = {
 def _kinds(vllm_config: "VllmConfig", total: int) -> list[str]:
     """Return the kind of each layer of a hybrid model."""
     text = vllm_config.model_config.hf_text_config
-    for name, read in _SOURCES.items():
+    for name, read in SOURCES.items():
         if (value := getattr(text, name, None)) is not None:
             kinds = read(value, total)
             if len(kinds) == total:
                 return kinds
     raise ConfigError(
         "objkv cannot derive the layers of other pipeline stages, because the model has several KV "
-        f"cache groups, and its configuration has no {', '.join(_SOURCES)} of as many layers: "
+        f"cache groups, and its configuration has no {', '.join(SOURCES)} of as many layers: "
         f"{_ONE_STAGE}"
     )
 

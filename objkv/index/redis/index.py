@@ -37,12 +37,10 @@ from objkv.index.fields import (
     sighting_name,
 )
 from objkv.index.redis.find import Finder
-from objkv.index.redis.mailboxes import Mailboxes
 from objkv.index.redis.scripts import (
     DROP,
     FORGET,
     LEASE,
-    LET_GO,
     PIN,
     PUBLISH,
     RELEASE,
@@ -267,7 +265,6 @@ class RedisIndex:
         self._finder = Finder(client)
         self._totals = PendingTotals(f"{prefix}:u:totals")
         self._savings = PendingTotals(f"{prefix}:u:savings")
-        self._mailboxes = Mailboxes(client, f"{prefix}:q:")
         self._key = re.compile(
             rf"{re.escape(prefix)}:i:([^:]+):([0-9a-f]{{{2 * PREFIX_HASH_BYTES}}})".encode("ascii")
         )
@@ -409,36 +406,11 @@ class RedisIndex:
         """See ``WriteIndex``."""
         self._run("release", RELEASE, f"{self._prefix}:l:{name}", owner)
 
-    def sight(self, names: Sequence[str], *, ttl_s: int, holder: str = "") -> list[bool]:
+    def sight(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
         """See ``WriteIndex``; one pipelined round trip."""
-        replies = self._run_all("sight", SIGHT, self._sighted(names), ttl_s * 1000, holder)
+        keys = [f"{self._prefix}:s:{sighting_name(name)}" for name in names]
+        replies = self._run_all("sight", SIGHT, keys, ttl_s * 1000)
         return [reply == 1 for reply in replies]
-
-    def holders(self, names: Sequence[str]) -> list[str]:
-        """See ``WriteIndex``; one pipelined round trip."""
-        replies = self._pipelined([("GET", key) for key in self._sighted(names)])
-        for reply in replies:
-            if isinstance(reply, Exception) and not str(reply).startswith("WRONGTYPE"):
-                with translated("holders"):
-                    raise reply
-        return [one.decode("utf-8", "replace") if type(one) is bytes else "" for one in replies]
-
-    def let_go(self, names: Sequence[str], holder: str) -> None:
-        """See ``WriteIndex``; one pipelined round trip."""
-        self._run_all("let go", LET_GO, self._sighted(names), holder)
-
-    def request(self, holder: str, text: bytes) -> bool:
-        """See ``WriteIndex``."""
-        with translated("request"):
-            return self._mailboxes.send(holder, text)
-
-    def requests(self, holder: str, *, wait_s: float) -> list[bytes] | None:
-        """See ``WriteIndex``. Takes a connection while it waits."""
-        with translated("requests"):
-            return self._mailboxes.receive(holder, wait_s)
-
-    def _sighted(self, names: Sequence[str]) -> list[str]:
-        return [f"{self._prefix}:s:{sighting_name(name)}" for name in names]
 
     def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
         """See ``PruneIndex``."""

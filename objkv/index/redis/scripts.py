@@ -117,18 +117,11 @@ return 0
 """ARGV: owner, time to live in ms."""
 
 SIGHT = Script("""\
-if redis.call('SET', KEYS[1], ARGV[2], 'NX', 'PX', ARGV[1]) then return 0 end
+if redis.call('SET', KEYS[1], '', 'NX', 'PX', ARGV[1]) then return 0 end
 redis.call('PEXPIRE', KEYS[1], ARGV[1])
 return 1
 """)
-"""ARGV: time to live in ms, holder or an empty text. Returns whether the key existed."""
-
-LET_GO = Script("""\
-if redis.pcall('GET', KEYS[1]) ~= ARGV[1] then return 0 end
-redis.call('SET', KEYS[1], '', 'PX', math.max(1, redis.call('PTTL', KEYS[1])))
-return 1
-""")
-"""ARGV: holder. Empties the value, and keeps the time to live."""
+"""ARGV: time to live in ms. Returns whether the key existed."""
 
 RELEASE = Script("""\
 if redis.pcall('GET', KEYS[1]) ~= ARGV[1] then return 0 end

@@ -16,7 +16,6 @@ from objkv.index.base import (
     ShardRecord,
     Shards,
     Usage,
-    WithoutRequests,
 )
 from objkv.index.fields import (
     decode_shard,
@@ -92,7 +91,7 @@ ON CONFLICT (name) DO UPDATE SET ends_s = excluded.ends_s
 """
 
 
-class SqliteIndex(WithoutRequests):
+class SqliteIndex:
     """Implements ``PruneIndex``. The first write creates the file and its folder.
 
     ``busy_ms`` bounds how long a call waits for another process's write. ``clock`` returns seconds
@@ -253,8 +252,8 @@ class SqliteIndex(WithoutRequests):
         with self._file.write() as connection:
             connection.execute("DELETE FROM leases WHERE name = ? AND owner = ?", (name, owner))
 
-    def sight(self, names: Sequence[str], *, ttl_s: int, holder: str = "") -> list[bool]:
-        """See ``WriteIndex``; one transaction. Keeps no holder, see ``request``."""
+    def sight(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
+        """See ``WriteIndex``; one transaction."""
         now, seen = self._clock(), []
         with self._file.write() as connection:
             for name in names:

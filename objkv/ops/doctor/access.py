@@ -41,7 +41,6 @@ _INDEX: Final[dict[Role, tuple[str, ...]]] = {
     ),
 }
 _INDEX["sweeper"] = (*_INDEX["writer"], "scan")
-_INDEX["writer"] += ("xadd", "xread")  # requests between node agents
 _HOT: Final[dict[Role, tuple[str, ...]]] = {
     "reader": ("get", "exists", "getrange"),
     "writer": ("get", "exists", "getrange", "set", "strlen", "pttl"),

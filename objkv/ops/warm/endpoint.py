@@ -17,7 +17,7 @@ import httpx
 from objkv.config.aws import is_plain
 from objkv.config.urls import Url, parse_endpoint
 from objkv.errors import ConfigError
-from objkv.ops.warm.prefill import PrefillError, PrefillReply, PrefillRequest
+from objkv.ops.warm.prefill import TRANSFER_PARAMS, PrefillError, PrefillReply, PrefillRequest
 from objkv.ops.warm.prompts import WarmPrompt
 
 T = TypeVar("T")
@@ -184,6 +184,7 @@ class PrefillEndpoint:
             "prompt": list(ask.tokens),
             "max_tokens": 1,
             "temperature": 0,
+            "kv_transfer_params": TRANSFER_PARAMS,
         }
         if ask.salt is not None:
             request["cache_salt"] = ask.salt

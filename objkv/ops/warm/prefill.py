@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 from objkv.errors import ObjkvError
 from objkv.ops.warm.prompts import WarmPrompt
 
 Trouble = Literal["busy", "down", "failed", "refused"]
+TRANSFER_PARAMS: Final = {"objkv_put": True}
+"""Of each request: node agents put its chunks at once, see ``connector.kv.request_limits``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,9 @@ from typing import Any
 
 from objkv.errors import ConfigError, StoreError
 from objkv.ops.warm.fleet import PrefillFleet, Seat
-from objkv.ops.warm.lookup import ChunkRequests, Found, PromptLookup
+from objkv.ops.warm.lookup import Found, PromptLookup
 from objkv.ops.warm.prefill import PrefillError, PrefillReply, PrefillRequest
 from objkv.ops.warm.report import EndpointReport, WarmReport
-
-_HELD_BACK = "; a node agent may hold them back: set its save_to_bucket to all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +194,6 @@ class _Under:
     """A prompt in progress."""
 
     turn: Turn
-    requests: ChunkRequests
     attempts: int = 0
     busy: int = 0
     stored: int = 0
@@ -347,8 +344,7 @@ class Warming:
                 continue
             else:
                 _, found = self._find(turn.number)
-                requests = ChunkRequests(self._lookup, self._clock)
-                under = _Under(turn, requests, stored=found.usable)
+                under = _Under(turn, stored=found.usable)
                 self._under[turn.number] = under
                 if found.is_all:  # stored by another client meanwhile
                     self._finish(under, found)
@@ -411,20 +407,17 @@ class Warming:
         self._looked_s = self._clock()
         left = []
         every = list(self._finders.map(self._find, self._saving))
-        for number, (hashes, found) in zip(self._saving, every, strict=True):
+        for number, (_, found) in zip(self._saving, every, strict=True):
             under = self._under.get(number)
             if under is None:  # after an interrupt
                 continue
             if found.is_all:
                 self._finish(under, found)
-            elif why := under.requests.send(hashes[found.usable :]):
-                self._fail(under, why)
             elif self._clock() < under.saved_by_s:
                 left.append(number)
             else:
                 count = f"{found.usable} of {found.chunks} chunks were stored"
                 why = f"{count} {self._patience.save_s:.0f} s after it was computed"
-                why += _HELD_BACK if found.usable == under.stored else ""
                 self._retry(under, PrefillError("failed", why))
         if len(left) == len(self._saving):
             self._paused_s = min(1.5 * self._paused_s, 10 * self._patience.pause_s)

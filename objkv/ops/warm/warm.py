@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from time import monotonic, sleep
 
 from objkv.errors import ConfigError, StoreUnavailable
-from objkv.index.base import WriteIndex
+from objkv.index.base import ReadIndex
 from objkv.keys.identity import Identity
 from objkv.ops.backends_view import BackendsView
 from objkv.ops.warm.chat import LocalTokenizer
 from objkv.ops.warm.endpoint import PrefillEndpoint
 from objkv.ops.warm.fleet import PrefillFleet
-from objkv.ops.warm.lookup import ChunkRequests, PromptLookup, known_identities
+from objkv.ops.warm.lookup import PromptLookup, known_identities
 from objkv.ops.warm.prefill import Prefiller, PrefillError, PrefillRequest
 from objkv.ops.warm.prepare import AskingTokenizer, Names, Prepared, Tokenize, prepare
 from objkv.ops.warm.prompts import WarmPrompt
@@ -40,7 +40,7 @@ class Probe:
     """
 
     bulk: ReadStore
-    index: WriteIndex
+    index: ReadIndex
     wait_s: float
     clock: Callable[[], float] = monotonic
     sleep: Callable[[float], None] = sleep
@@ -65,8 +65,6 @@ class Probe:
     def _of(self, asker: Prefiller, tokens: Sequence[int]) -> Identity:
         salt = SALT + secrets.token_hex(8)
         asked: list[int] = []
-        requests: dict[str, ChunkRequests] = {}
-        """By namespace."""
         longest = 0
         """The longest chunk requested so far; longer ones need another request."""
         ends_s = self.clock() + self.wait_s
@@ -83,14 +81,10 @@ class Probe:
                 first = lookup.hashes(asked[: identity.chunk_tokens], salt)
                 if first and any(lookup.find(first).nbytes):
                     return identity
-                own = requests.setdefault(lookup.namespace, ChunkRequests(lookup, self.clock))
-                if why := own.send(first):
-                    raise ConfigError(f"{asker.name}: {why}")
             if self.clock() >= ends_s:
                 raise ConfigError(
                     f"{asker.name} saved nothing here within {self.wait_s:.0f} s: check that it "
-                    "uses the objkv connector, that it may save (kv_role, role, quota), that its "
-                    "node agent does not hold payloads back (set save_to_bucket to all), and that "
+                    "uses the objkv connector, that it may save (kv_role, role, quota), and that "
                     "its bulk_url and index_url are those of this command; objkv doctor shows "
                     "them here, the line 'objkv ready' in the server's log shows them there"
                 )

@@ -43,7 +43,7 @@ _NOTHING = memoryview(b"")
 _LOOK_S = 3e-4
 """How often the device is polled while it reads leased memory."""
 _IDLE_S = 5.0
-_RETRY_S, _RETRY_MAX_S = 0.1, 5.0
+_RETRY_S, RETRY_MAX_S = 0.1, 5.0
 """Pauses between attempts to reach an agent."""
 WINDOW, _WINDOW_BYTES = 64, 512 << 20
 """Payloads open at once, so that one long prompt does not lease the whole arena."""
@@ -342,7 +342,7 @@ class Loader(Loads):
         except ObjkvError as exc:
             self._trouble.failed(exc)
             self._retry_at = monotonic() + self._retry_s
-            self._retry_s = min(2 * self._retry_s, _RETRY_MAX_S)
+            self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
             return None
         if before is not None:
             self._leave(before)

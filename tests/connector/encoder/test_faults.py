@@ -153,17 +153,3 @@ def test_a_full_queue_is_a_miss(place: Place) -> None:
         assert second.count("load_refused") == 2
         gate.set()
         place.store.mend()
-
-
-def test_no_more_is_held_than_there_is_memory_for(place: Place) -> None:
-    saved(place, "x", "y", "z")
-    room = len(place.store.get(place.payloads()[0]) or b"") * 2
-    with replica(place, limits=Limits(held_bytes_max=room)) as second:
-        seen = request("b", "x", "y", "z")
-        second.wait(seen)
-        assert sum(second.side.has_items(seen)) == 2
-        assert second.count("load_refused") == 1
-        assert second.fetcher.held_bytes == room
-        assert len(second.see(seen)) == 1
-        assert second.fetcher.held_bytes == 0
-        assert second.see(request("c", "new")) == ["new"]

@@ -1,6 +1,5 @@
 """Which replicas' encoder outputs are the same, as vLLM's configuration says it."""
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ from objkv.connector.encoder.identity import read_encoder_identity, read_form
 from objkv.errors import ConfigError
 from tests.connector.encoder.engine import engine, make_model
 
+DEEP = SimpleNamespace(vision_config=SimpleNamespace(deepstack_visual_indexes=[5, 11, 17]))
 CONFIG = Config(bulk_url="memory:", index_url="memory:")
 
 
@@ -53,6 +53,9 @@ def test_what_only_the_kv_cache_depends_on_does_not_matter(folder: Path) -> None
         {"media_io_kwargs": {"video": {"num_frames": 9}}},
         {"mm_encoder_attn_dtype": "fp8"},
         {"video_pruning_rate": 0.5},
+        {"config": CONFIG.model_copy(update={"tenant": "other"})},
+        {"config": CONFIG.model_copy(update={"weights_epoch": 1})},
+        {"config": CONFIG.model_copy(update={"model_id": "x"})},
     ],
     ids=lambda more: next(iter(more)),
 )
@@ -77,11 +80,6 @@ def test_the_files_of_model_and_processor_matter(folder: Path, name: str, conten
     assert namespace(folder) != before
 
 
-@pytest.mark.parametrize("change", [{"tenant": "other"}, {"weights_epoch": 1}, {"model_id": "x"}])
-def test_the_operator_can_keep_them_apart(folder: Path, change: dict[str, Any]) -> None:
-    assert namespace(folder, CONFIG.model_copy(update=change)) != namespace(folder)
-
-
 @pytest.mark.parametrize(
     ("more", "told"),
     [({"multimodal_config": None}, "has no image"), ({"is_encoder_decoder": True}, "decoder")],
@@ -97,32 +95,19 @@ def form_of(folder: Path, **more: Any) -> Any:
     return read_form(engine(folder, **more), item_bytes_max=1 << 20)
 
 
-def width(folder: Path) -> Callable[..., int | None]:
-    return lambda modality="image", **more: form_of(folder, **more).width(modality)
-
-
-def test_who_encodes_counts_on_what_was_measured(folder: Path) -> None:
-    of = width(folder)
-    assert of(widths={"image": 1024}) == 1024
-    assert of("video", widths={"image": 1024}) is None
-
-
-def test_who_does_not_encode_counts_on_the_configuration(folder: Path) -> None:
-    of = width(folder)
-    assert of(role="ec_consumer", widths={}) == 256
-    deep = SimpleNamespace(vision_config=SimpleNamespace(deepstack_visual_indexes=[5, 11, 17]))
-    assert of(role="ec_consumer", widths={}, hf_config=deep) == 4 * 256
-
-
-def test_fp8_encoders_share_by_what_their_scales_are(folder: Path, tmp_path: Path) -> None:
-    def of(scales: str, name: str) -> str:
-        path = tmp_path / name
-        path.write_text(scales)
-        fp8 = {"mm_encoder_attn_dtype": "fp8", "mm_encoder_fp8_scale_path": str(path)}
-        assert form_of(folder, **fp8).media_named
-        return namespace(folder, **fp8)
-
-    assert of("{}", "a") == of("{}", "b") != of('{"layers": {}}', "a")
+@pytest.mark.parametrize(
+    ("modality", "more", "width"),
+    [
+        ("image", {"widths": {"image": 1024}}, 1024),
+        ("video", {"widths": {"image": 1024}}, None),
+        ("image", {"role": "ec_consumer", "widths": {}}, 256),
+        ("image", {"role": "ec_consumer", "widths": {}, "hf_config": DEEP}, 4 * 256),
+    ],
+)
+def test_who_encodes_counts_on_what_was_measured_and_others_on_the_configuration(
+    folder: Path, modality: str, more: dict[str, Any], width: int | None
+) -> None:
+    assert form_of(folder, **more).width(modality) == width
 
 
 def test_fp8_encoders_whose_scales_follow_images_share_nothing(folder: Path) -> None:

@@ -57,17 +57,15 @@ class Place:
         return [name for name in names if name.endswith(".safetensors")]
 
 
-def image(identifier: str, offset: int = 2, length: int = 7, modality: str = "image") -> Any:
-    """One of vLLM's ``mm_features``."""
-    place = SimpleNamespace(offset=offset, length=length)
-    return SimpleNamespace(identifier=identifier, mm_position=place, modality=modality)
-
-
 def request(name: str, *identifiers: str, embeds: int = EMBEDS, **more: Any) -> Any:
     """vLLM's ``Request``, whose images follow each other."""
     plain: dict[str, Any] = {"request_id": name, "cache_salt": None, "resumable": False}
     plain |= {"lora_request": None, "get_num_encoder_embeds": lambda index: embeds}
-    features = [image(one, 2 + 8 * i) for i, one in enumerate(identifiers)]
+    places = [SimpleNamespace(offset=2 + 8 * i, length=7) for i in range(len(identifiers))]
+    features = [
+        SimpleNamespace(identifier=one, mm_position=place, modality="image")
+        for one, place in zip(identifiers, places, strict=True)
+    ]
     return SimpleNamespace(**(plain | {"mm_features": features} | more))
 
 
@@ -83,16 +81,14 @@ class Replica:
     def __init__(
         self,
         place: Place,
-        roles: EncoderRoles | None = None,
         *,
         limits: Limits | None = None,
         form: OutputForm = FORM,
-        identity: EncoderIdentity = IDENTITY,
         seal: Seal | None = None,
         device: str = "cpu",
     ) -> None:
         limits = limits or Limits()
-        copies = open_copies(torch.device(device))
+        self.copies = open_copies(torch.device(device))
         self.clock = ManualClock()
         self.recorder = MemoryRecorder()
         self.worker_recorder = MemoryRecorder()
@@ -109,9 +105,9 @@ class Replica:
             clock=self.clock,
         )
         self.side = EncoderSchedulerSide(
-            roles or EncoderRoles(loads=True, saves=True),
+            EncoderRoles(loads=True, saves=True),
             form,
-            identity,
+            IDENTITY,
             self.fetcher,
             bulk=place.store,
             recorder=self.recorder,
@@ -127,11 +123,11 @@ class Replica:
                 "w",
             ),
             self.worker_recorder,
-            copies=copies,
+            copies=self.copies,
             clock=self.clock,
         )
         self.worker = EncoderWorkerSide(
-            copies, form.dtype, self.saver, self.worker_recorder, drain_s=ANSWERS_S
+            self.copies, form.dtype, self.saver, self.worker_recorder, drain_s=ANSWERS_S
         )
         self.cache: dict[str, torch.Tensor] = {}
         self.encoded: list[str] = []

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,35 +78,24 @@ def prompts(
     )
 
 
-@dataclass
-class ModelConfig:
+def model_config(model: str, *, latent: bool) -> SimpleNamespace:
     """As ``VllmConfig.model_config``."""
-
-    model: str
-    use_mla: bool = False
-    dtype: torch.dtype = torch.float32
-    revision: str | None = None
-    quantization: str | None = None
-    seed: int | None = 0
-    max_model_len: int = 512
-    values: dict[str, Any] = field(default_factory=lambda: {"rope_theta": 10_000.0})
-
-    @property
-    def hf_config(self) -> SimpleNamespace:
-        return SimpleNamespace(to_dict=lambda: self.values)
-
-    @property
-    def hf_text_config(self) -> SimpleNamespace:
-        return SimpleNamespace(num_hidden_layers=LAYERS)
-
-    def get_total_num_kv_heads(self) -> int:
-        return HEADS
-
-    def get_head_size(self) -> int:
-        return LATENT if self.use_mla else SIZE
-
-    def get_hidden_size(self) -> int:
-        return HIDDEN
+    config = SimpleNamespace(
+        model=model,
+        use_mla=latent,
+        dtype=torch.float32,
+        revision=None,
+        quantization=None,
+        seed=0,
+        max_model_len=512,
+        values={"rope_theta": 10_000.0},
+        hf_text_config=SimpleNamespace(num_hidden_layers=LAYERS),
+        get_total_num_kv_heads=lambda: HEADS,
+        get_head_size=lambda: LATENT if latent else SIZE,
+        get_hidden_size=lambda: HIDDEN,
+    )
+    config.hf_config = SimpleNamespace(to_dict=lambda: config.values)
+    return config
 
 
 def model_folder(folder: Path, *, weights: float = 8.0) -> None:
@@ -129,7 +118,7 @@ def engine_config(
         "save_deadline_ms": 120_000,
     }
     return SimpleNamespace(
-        model_config=ModelConfig(str(folder / "model"), use_mla=latent),
+        model_config=model_config(str(folder / "model"), latent=latent),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         parallel_config=SimpleNamespace(tensor_parallel_size=tp_size),
         load_config=SimpleNamespace(load_format="auto"),

@@ -103,18 +103,6 @@ def relabel(layers: list[LayerSpec], index: int, **change: Any) -> list[LayerSpe
         lambda layers: layers[:3],
         lambda layers: layers[1:],
     ],
-    ids=[
-        "dtype",
-        "state-dtype",
-        "heads",
-        "order",
-        "width",
-        "layer",
-        "state",
-        "swap",
-        "no-state",
-        "no-layer",
-    ],
 )
 def test_a_valid_payload_of_something_else_is_a_miss(
     folder: Path, change: Callable[[list[LayerSpec]], list[LayerSpec]]
@@ -320,7 +308,6 @@ def test_a_rank_that_lost_the_others_asks_them_no_more(monkeypatch: pytest.Monke
         torch.zeros(20, 2, 12),
         SimpleNamespace(tensors={"hidden_states": torch.zeros(20, 24)}),
     ],
-    ids=["width", "few", "dtype", "shape", "between"],
 )
 def test_states_of_another_form_are_not_sent(folder: Path, states: Any) -> None:
     engine = Engine(folder)

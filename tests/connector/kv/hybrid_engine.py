@@ -27,6 +27,7 @@ from tests.connector.kv.hybrid_layout import (
     kv_cache_config,
     layers_of,
 )
+from tests.support.served import ServedAgent
 
 _PATIENCE_S = 120.0
 
@@ -65,6 +66,14 @@ def next_token(tokens: Sequence[int]) -> int:
     return 3 + digest(tokens)[0] % 50
 
 
+def said(prompt: Sequence[int], count: int) -> list[int]:
+    """What the model answers, without any cache."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
 class Engine:
     """One replica on the stores in ``folder``. A context manager."""
 
@@ -85,6 +94,12 @@ class Engine:
 
         self.layout = layout
         self._config = self._configured(folder, settings)
+        extra = self._config.kv_transfer_config.kv_connector_extra_config
+        self.agent: ServedAgent | None = None
+        """Its own; None if the settings name one."""
+        if "agent" not in settings:
+            self.agent = ServedAgent(extra)
+            extra["agent"] = self.agent.url
         self._kv = kv_cache_config(layout)
         own = load_config(self._config.kv_transfer_config.kv_connector_extra_config)
         self.geometry = read_geometry(self._config, self._kv, own)
@@ -122,6 +137,8 @@ class Engine:
         for worker in self.workers:
             worker.shutdown()
         self.scheduler.shutdown()
+        if self.agent is not None:
+            self.agent.close()
 
     @property
     def worker(self) -> Any:
@@ -131,9 +148,11 @@ class Engine:
     def _configured(self, folder: Path, settings: dict[str, Any]) -> Any:
         return engine_config(self.layout, folder, settings)
 
-    def run(self, prompts: Sequence[Sequence[int]], *, max_tokens: int = 3) -> list[Answer]:
-        """Answers to prompts that arrive at once."""
-        answers = {self._add(prompt, max_tokens): Answer() for prompt in prompts}
+    def run(
+        self, prompts: Sequence[Sequence[int]], *, max_tokens: int = 3, **transfer: Any
+    ) -> list[Answer]:
+        """Answers to prompts that arrive at once. ``transfer``: their ``kv_transfer_params``."""
+        answers = {self._add(prompt, max_tokens, transfer): Answer() for prompt in prompts}
         deadline = time.monotonic() + _PATIENCE_S
         while self.scheduler.has_unfinished_requests():
             assert time.monotonic() < deadline
@@ -141,8 +160,10 @@ class Engine:
         return list(answers.values())
 
     def save_all(self) -> None:
-        """Wait until everything that was taken out is stored."""
+        """Wait until everything that was taken out is stored, or with an agent of another process
+        handed over."""
         assert all(worker.worker.drain_saves(_PATIENCE_S) for worker in self.workers)
+        assert self.agent is None or self.agent.node.saves.drain(_PATIENCE_S)
 
     def forget(self) -> None:
         """Drop the replica's own prefix cache."""
@@ -150,7 +171,7 @@ class Engine:
             self._step({})
         assert self.scheduler.reset_prefix_cache()
 
-    def _add(self, prompt: Sequence[int], max_tokens: int) -> str:
+    def _add(self, prompt: Sequence[int], max_tokens: int, transfer: dict[str, Any]) -> str:
         from vllm import SamplingParams
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -159,7 +180,10 @@ class Engine:
         hash_function = get_hash_fn_by_name("sha256")
         init_none_hash(hash_function)
         name = f"r{next(self._numbers)}"
-        params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens)
+        extra = {"kv_transfer_params": transfer}
+        params = SamplingParams(
+            temperature=0, ignore_eos=True, max_tokens=max_tokens, extra_args=extra
+        )
         params.update_from_generation_config({}, None)
         hasher = get_request_block_hasher(self._sizes[1], hash_function)
         self.scheduler.add_request(Request(name, list(prompt), params, None, block_hasher=hasher))

@@ -1,6 +1,5 @@
 """The connector as vLLM calls it: asleep, nothing touches its paged cache."""
 
-from collections.abc import Iterator
 from copy import copy
 from types import SimpleNamespace
 from typing import Any
@@ -62,13 +61,10 @@ class World:
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
     world = World(monkeypatch)
     world.connector.register_kv_caches(world.caches)
-    yield world
-    world.writer.close()
-    for side in world.opened:
-        side.close()
+    return world
 
 
 def bytes_of(world: World) -> bytes:
@@ -232,4 +228,3 @@ def test_blocks_that_failed_are_evicted_whatever_else_fails(
     output = KVConnectorOutput(kv_connector_worker_meta=report, invalid_block_ids={4})
     connector.update_connector_output(output)
     assert evicted == [{4}]
-    side.close()

@@ -1,6 +1,7 @@
 """What raises each counter of loads, failures, queries and hits, and what does not."""
 
 from collections.abc import Callable
+from threading import Event
 from typing import Any
 
 import pytest
@@ -12,13 +13,14 @@ from objkv.index.memory import MemoryIndex
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 from tests.contracts.flaky import FlakyStore
-from tests.support.paged_cache import BLOCKS, PATIENCE_S, Replica, StuckStore, wait_until
+from tests.support.paged_cache import BLOCKS, Replica, wait_until
 from tests.support.sides import ask, publish_prompt, request, scheduler_side, worker_side
 
 LOADS = {name for name in COUNTERS if name == "loads" or name.startswith("load_")} - {"load_bytes"}
 QUERIES = {name for name in COUNTERS if name.startswith(("quer", "hit", "local_hit"))}
 CHUNKS = 3
 Counted = dict[str, float]
+LATER = Event()
 
 
 def counted(recorder: MemoryRecorder, names: set[str]) -> Counted:
@@ -29,95 +31,70 @@ def counted(recorder: MemoryRecorder, names: set[str]) -> Counted:
 # Loads.
 
 
-def is_corrupt(writer: Replica, store: Any) -> None:
-    payload = bytearray(store.get(writer.path(1)))
+def is_corrupt(writer: Replica, store: FlakyStore) -> None:
+    payload = bytearray(store.get(writer.path(1)) or b"")
     payload[-1] ^= 1
     store.put(writer.path(1), payload)
 
 
-FAILED = {"loads": 1.0, "load_failures": 1.0}
+def is_down(_writer: Replica, store: FlakyStore) -> None:
+    store.fail_until_mended(StoreUnavailable("down"))
+
+
+def failed(chunks: int, **why: int) -> Counted:
+    return {"loads": 1.0, "load_failures": 1.0, "load_failed_blocks": chunks * BLOCKS, **why}
 
 
 @pytest.mark.parametrize(
-    ("spoil", "expected"),
+    ("spoil", "chunks", "options", "expected"),
     [
-        (lambda *_: None, {"loads": 1}),
-        (is_corrupt, {**FAILED, "load_failed_blocks": 2 * BLOCKS, "load_corrupt": 1}),
-        (
-            lambda writer, store: store.delete(writer.path(1)),
-            {**FAILED, "load_failed_blocks": 2 * BLOCKS, "load_ghosts": 1},
-        ),
+        (lambda *_: None, CHUNKS, {}, {"loads": 1}),
+        (is_corrupt, CHUNKS, {}, failed(2, load_corrupt=1)),
+        (lambda w, store: store.delete(w.path(1)), CHUNKS, {}, failed(2, load_ghosts=1)),
+        (is_down, 1, {}, failed(1, load_errors=1)),
+        (lambda *_: None, CHUNKS, {"queue_max": 1}, failed(2, load_refused=2)),
+        (lambda _, store: store.hold(LATER), 1, {"deadline_s": 0.05}, failed(1, load_given_up=1)),
     ],
+    ids=["whole", "corrupt", "ghost", "down", "full queue", "late"],
 )
 def test_a_load_is_counted_by_how_it_ended(
-    spoil: Callable[[Replica, Any], None], expected: Counted
+    spoil: Callable[[Replica, Any], None], chunks: int, options: dict[str, Any], expected: Counted
 ) -> None:
-    store, index = MemoryStore(), MemoryIndex()
-    writer, reader = Replica(store, index, seed=1), Replica(store, index, seed=2, threads=1)
+    LATER.clear()
+    store, index = FlakyStore(MemoryStore()), MemoryIndex()
+    writer = Replica(store, index, seed=1)
+    reader = Replica(store, index, seed=2, threads=1, **options)
     writer.save(range(CHUNKS))
     spoil(writer, store)
-    reader.load(range(CHUNKS), first_block=9)
+    reader.load(range(chunks), first_block=9)
+    LATER.set()
     wait_until(lambda: reader.leased == 0)
     found = counted(reader.recorder, LOADS)
-    found.pop("load_given_up", None)  # of a later chunk, if it was on its way
+    if chunks > 1:
+        found.pop("load_given_up", None)  # of a later chunk, if it was on its way
     assert found == expected
 
 
-def test_a_store_that_fails_and_a_full_queue_are_counted_as_such() -> None:
-    store = FlakyStore(MemoryStore())
-    index = MemoryIndex()
-    writer, reader = Replica(store, index, seed=1), Replica(store, index, seed=2, queue_max=1)
-    writer.save(range(CHUNKS))
-    store.fail_until_mended(StoreUnavailable("gone"))
-    reader.load(range(1), first_block=9)
-    down = counted(reader.recorder, LOADS)
-    assert down == {**FAILED, "load_failed_blocks": BLOCKS, "load_errors": 1}
-    store.mend()
-    reader.load(range(CHUNKS), first_block=9)
-    full = counted(reader.recorder, LOADS)
-    assert full == {**FAILED, "load_failed_blocks": 2 * BLOCKS, "load_refused": 2}
-
-
-def test_a_load_that_is_late_is_a_failure_and_no_error() -> None:
-    store, index = StuckStore(), MemoryIndex()
-    reader = Replica(store, index, seed=1, deadline_s=0.05)
-    reader.save(range(1))
-    reader.load(range(1), first_block=9)
-    store.go.set()
-    wait_until(lambda: reader.leased == 0)
-    found = counted(reader.recorder, LOADS)
-    assert found == {**FAILED, "load_failed_blocks": BLOCKS, "load_given_up": 1}
-
-
-def test_a_request_that_ends_while_its_prefix_loads_is_no_failure() -> None:
-    """Such as one whose client has left. The store is healthy, and nothing is recomputed."""
-    store, index, recorder = StuckStore(), MemoryIndex(), MemoryRecorder()
-    writer = Replica(store, index, seed=1)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_load_of_a_request_that_ends_has_failed_only_if_it_had_before(*, fails: bool) -> None:
+    """Its client may have left: the store is healthy, and nothing is recomputed."""
+    store, recorder, gate = FlakyStore(MemoryStore()), MemoryRecorder(), Event()
+    writer = Replica(store, index := MemoryIndex(), seed=1)
     writer.save(range(CHUNKS))
     worker = worker_side(store, index, recorder=recorder)
+    store.arrived.clear()
+    if fails:
+        is_down(writer, store)
+    else:
+        store.hold(gate)
     worker.start_loads(StepPlan(loads=(writer.load_plan(range(CHUNKS), 9),)))
-    assert store.asked.wait(PATIENCE_S)
+    wait_until(lambda: worker.loads.in_flight == 0 if fails else store.arrived.is_set())
     assert worker.results(StepPlan(), {"r"}).received == {"r"}
     assert worker.take_failed_blocks() == set(range(9, 9 + CHUNKS * BLOCKS))
-    store.go.set()
+    gate.set()
     worker.close()
-    found = counted(recorder, LOADS)
-    assert found.pop("load_given_up", 0) <= CHUNKS
-    assert found == {"loads": 1}
-
-
-def test_a_load_that_failed_before_its_request_ended_is_a_failure() -> None:
-    index, recorder = MemoryIndex(), MemoryRecorder()
-    store = FlakyStore(MemoryStore())
-    writer = Replica(store, index, seed=1)
-    writer.save(range(CHUNKS))
-    worker = worker_side(store, index, recorder=recorder)
-    store.fail_until_mended(StoreUnavailable("down"))
-    worker.start_loads(StepPlan(loads=(writer.load_plan(range(CHUNKS), 9),)))
-    wait_until(lambda: worker.loads.in_flight == 0)
-    assert worker.results(StepPlan(), {"r"}).received == {"r"}
-    worker.close()
-    assert counted(recorder, {"loads", "load_failures"}) == {"loads": 1, "load_failures": 1}
+    found = counted(recorder, {"loads", "load_failures", "load_failed_blocks"})
+    assert found == (failed(CHUNKS) if fails else {"loads": 1})
 
 
 # Queries and hits. Two of the prompt's chunks of 32 tokens are stored.
@@ -149,5 +126,4 @@ def test_queries_are_the_requests_that_may_load(
     tokens, _ = ask(side, one)
     side.plan_load(one, ([1, 2, 3],), tokens or 0)
     side.plan_load(one, ([1, 2, 3],), 0)  # as after a load between steps
-    side.close()
     assert counted(recorder, QUERIES) == expected

@@ -9,13 +9,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from objkv.connector.model import identity
 from tests.connector.kv.hybrid_engine import Engine
 from tests.connector.kv.hybrid_layout import Layout
-from tests.connector.kv.test_hybrid_world import ask, best_end, damage, place, prompts
+from tests.connector.kv.test_hybrid_world import ask, best_end, place
 
 CHUNK = 16
 LATENT = Layout((("mla", 0),), (4,), chunk_tokens=CHUNK)
@@ -80,24 +78,3 @@ def test_tokens_that_are_dealt_in_pairs_are_shared_with_the_like_only() -> None:
             with Engine(shape, folder) as one:
                 (answer,) = ask(one, asked)
                 assert answer.loaded == loaded
-
-
-@settings(max_examples=3)
-@given(
-    st.sampled_from(FLEETS).flatmap(
-        lambda fleet: st.lists(st.sampled_from(fleet), min_size=2, max_size=3)
-    ),
-    prompts(),
-    st.randoms(use_true_random=False),
-)
-def test_a_fleet_of_shapes_answers_as_without_a_cache(
-    shapes: list[Layout], asked: list[list[int]], source: random.Random
-) -> None:
-    """By turns, after payloads were lost or spoilt, and after a replica forgot its own cache."""
-    with place() as folder:
-        for shape in shapes:
-            with Engine(shape, folder) as one:
-                ask(one, asked)
-                one.forget()
-                damage(folder, source)
-                ask(one, asked)

@@ -29,14 +29,9 @@ ONE = [1] * (5 * CHUNK)
 def gaps() -> DraftGaps:
     """After a load of ``ONE`` whose draft was stored up to the end of the second chunk."""
     gaps = DraftGaps(SHAPE)
-    gaps.lost(tracked(ONE), 2 * CHUNK)
+    gaps.lost(one := tracked(ONE), 2 * CHUNK)
+    assert not gaps.is_complete(one, 4), "the request itself stores nothing"
     return gaps
-
-
-def test_the_request_itself_stores_nothing(gaps: DraftGaps) -> None:
-    one = tracked(ONE)
-    gaps.lost(one, 2 * CHUNK)
-    assert not gaps.is_complete(one, 4)
 
 
 @pytest.mark.parametrize(
@@ -54,9 +49,6 @@ def test_nor_by_prompts_that_go_on_differently(gaps: DraftGaps, shared: int) -> 
     """They may share blocks inside the chunk with the gap."""
     other = ONE[:shared] + [2] * (5 * CHUNK - shared)
     assert gaps.is_complete(tracked(other, shared), 4) is (shared == 2 * CHUNK)
-
-
-def test_another_prefix_is_complete(gaps: DraftGaps) -> None:
     assert gaps.is_complete(tracked([3] * 5 * CHUNK, 4 * CHUNK), 4)
 
 

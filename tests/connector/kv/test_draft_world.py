@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objkv.cache.match import ends_within, keeps_all, needed_from, stored_blocks
+from objkv.cache.match import ends_within, needed_from
 from objkv.connector.kv.coverage import Coverage
 from objkv.connector.kv.drafts import draft_blanks
 from objkv.connector.kv.planning import Computed, load_moves, save_moves
@@ -222,19 +222,3 @@ def test_a_draft_that_is_missing_from_some_chunk_on_is_blank_from_there() -> Non
     store.save(shape, tokens[: 2 * CHUNK])
     assert load(store, shape, tokens, 0) == (4 * CHUNK - BLOCK, 2 * CHUNK - BLOCK)
     assert load(store, shape, tokens, 3 * CHUNK) == (4 * CHUNK - BLOCK, 3 * CHUNK)
-
-
-@given(windows, st.integers(1, 6), st.integers(0, CHUNK // BLOCK - 1))
-def test_payloads_hold_every_end_that_is_said_to_be_within(
-    window: int | None, chunks: int, blocks: int
-) -> None:
-    identity = group(window, "any")
-    end = chunks * CHUNK - blocks * BLOCK
-    size = stored_blocks(identity, CHUNK) * BLOCK
-    held = {
-        at
-        for chunk in range(chunks)
-        for at in range((chunk + 1) * CHUNK - size, (chunk + 1) * CHUNK)
-    }
-    needed = range(needed_from(identity, end), end)
-    assert ends_within(identity, CHUNK, end) == (keeps_all(identity) or held.issuperset(needed))

@@ -28,6 +28,7 @@ from objkv.connector.kv.events import (
 from objkv.connector.kv.metadata import StepPlan, StepReport
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ShardRecord
+from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from tests.contracts.clock import ManualClock
@@ -57,16 +58,8 @@ def prefix_hash(chunk: int) -> bytes:
 
 
 def move(chunk: int, group: int) -> ChunkMove:
-    return ChunkMove(
-        chunk=chunk,
-        group=group,
-        prefix_hash=prefix_hash(chunk),
-        parent_hash=bytes(20),
-        token_start=chunk * CHUNK,
-        token_end=(chunk + 1) * CHUNK,
-        first_block=0,
-        block_ids=(1,),
-    )
+    tokens = chunk * CHUNK, (chunk + 1) * CHUNK
+    return ChunkMove(chunk, group, prefix_hash(chunk), bytes(20), *tokens, 0, (1,))
 
 
 def shown(request: Request) -> list[Any]:
@@ -83,16 +76,15 @@ class World:
         self.log = EventLog(geometry, blocks, clock=self.clock, **({"ttl_s": 60} | limits))
         self.request = request(unit=unit)
         self.believed: set[tuple[int, Any]] = set()
-        self.events: list[Any] = []
 
     def _find(self, request_id: str) -> Any:
         tracked = type("TrackedRequest", (), {"request": self.request})
         return tracked if request_id == self.request.request_id else None
 
-    def save(self, *chunks: int, groups: tuple[int, ...] | None = None) -> None:
+    def save(self, *chunks: int) -> None:
         """A step plans to save these chunks."""
-        numbers = range(len(self.geometry.groups)) if groups is None else groups
-        moves = [SaveMove(move(chunk, group), "", None) for chunk in chunks for group in numbers]
+        groups = range(len(self.geometry.groups))
+        moves = [SaveMove(move(chunk, group), "", None) for chunk in chunks for group in groups]
         plan = SavePlan(self.request.request_id, NAMESPACE, tuple(moves))
         self.log.planned(StepPlan(saves=(plan,)), self._find)
 
@@ -132,7 +124,6 @@ class World:
             else:
                 assert blocks <= self.believed
                 self.believed -= blocks
-        self.events += events
         return events
 
     def blocks(self, chunk: int, group: int) -> set[tuple[int, Any]]:
@@ -212,8 +203,6 @@ def test_a_group_is_told_once_all_its_shards_are_stored_in_whatever_order(
 
 
 ACTIONS = ("save", "store", "reject", "load", "fail", "reset", "wait")
-
-
 steps = st.tuples(st.sampled_from(ACTIONS), st.integers(0, 3), st.booleans())
 
 

@@ -5,12 +5,11 @@ there.
 """
 
 import random
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import lcm
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +20,7 @@ from objkv.cache.match import stored_blocks
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import PromptExtras, prefix_hashes
 from objkv.transfer.plan import LoadOutcome
-from tests.connector.kv.hybrid_engine import Answer, Engine, next_token
+from tests.connector.kv.hybrid_engine import Answer, Engine, said
 from tests.connector.kv.hybrid_layout import Layout
 
 PROMPT_MAX, NEW_TOKENS = 60, 5
@@ -51,26 +50,15 @@ MIXES = (
 @contextmanager
 def place() -> Iterator[Path]:
     """A folder for stores; hypothesis runs a test many times with one ``tmp_path``."""
-    folder = Path(tempfile.mkdtemp(prefix="objkv-hybrid-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def said(prompt: Sequence[int]) -> list[int]:
-    """What the model answers, without any cache."""
-    tokens = list(prompt)
-    for _ in range(NEW_TOKENS):
-        tokens.append(next_token(tokens))
-    return tokens[len(prompt) :]
+    with TemporaryDirectory(prefix="objkv-hybrid-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 def ask(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[Answer]:
     """Run prompts at once; their answers must be right."""
     answers = engine.run(prompts, max_tokens=NEW_TOKENS)
     for prompt, answer in zip(prompts, answers, strict=True):
-        assert (answer.tokens, answer.reason) == (said(prompt), "length")
+        assert (answer.tokens, answer.reason) == (said(prompt, NEW_TOKENS), "length")
     engine.save_all()
     return answers
 

@@ -18,18 +18,17 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from objkv.connector.kv.metadata import StepPlan
-from objkv.connector.kv.worker import Rank, WorkerSide
+from objkv.connector.kv.worker import Rank
 from objkv.connector.model.groups import Geometry
 from objkv.connector.model.stages import whole_groups
 from objkv.errors import ConfigError
-from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import token_digest
 from objkv.keys.topology import Topology, pp_layers
-from objkv.stores.memory import MemoryStore
+from objkv.ops.size.model import LayerShape, ModelShape
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from tests.connector.kv.hybrid_layout import plain_config
-from tests.support.paged_cache import BLOCKS, CHUNK, HASHES, NAMESPACE, TOKENS, stores
+from tests.support.paged_cache import CHUNK, HASHES, NAMESPACE, TOKENS, stores
 from tests.support.servers.redis import wait_until
 from tests.support.sides import RECORD, worker_side
 
@@ -99,6 +98,17 @@ def test_every_stage_means_the_groups_of_the_whole_model(mix: str, pp_size: int)
         assert [group.layer_names for group in found] == [group.layer_names for group in whole]
         for g in range(len(whole)):
             assert counts[g] == tuple(len(stage[g].layer_names) for stage in stages)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_objkv_size_groups_layers_as_vllm_does(mix: str) -> None:
+    shapes = {"full_attention": LayerShape("full", 2, 16)}
+    shapes["sliding_attention"] = LayerShape("sliding_window", 2, 16, 64)
+    model = ModelShape("x", tuple(shapes[kind] for kind in MIXES[mix]), "bfloat16", "a test")
+    theirs = of_vllm(MIXES[mix], 1)[0]
+    assert sorted(tuple(one.layer_names) for one in theirs) == sorted(
+        one.layers for one in model.groups(16)
+    )
 
 
 def test_without_a_pipeline_groups_are_as_vllm_gives_them() -> None:
@@ -228,92 +238,24 @@ def test_layers_named_another_way_are_refused_in_a_pipeline(naming: str) -> None
         whole_groups(engine(2, ["full_attention"] * 4), [KVCacheGroupSpec(names, FULL)])
 
 
-# Two workers of a pipeline, and two of another replica.
-
-GROUPS = (
-    GroupIdentity("full", None, ("l0", "l1", "l2"), heads=2, content=16, block_size=32),
-    GroupIdentity("full", None, ("m0",), heads=2, content=16, block_size=32),
-)
-GEOMETRY = Geometry(GROUPS, CHUNK, 32, tp_size=1, stages=((2, 1), (0, 1)))
-"""The first stage has no layer of the second group."""
-Caches = dict[str, torch.Tensor]
-
-
-def _worker(
-    store: MemoryStore, index: MemoryIndex, pp_rank: int, seed: int
-) -> tuple[WorkerSide, Caches]:
-    generator = torch.Generator().manual_seed(2 * seed + pp_rank)
-    caches = {
-        name: torch.randn((32, 2, 32, 16), generator=generator).to(torch.bfloat16)
-        for name in (("l0", "l1"), ("l2", "m0"))[pp_rank]
-    }
-    rank = Rank(0, f"w{seed}-{pp_rank}", batches_in_flight=2, pp_rank=pp_rank)
-    worker = worker_side(store, index, geometry=GEOMETRY, rank=rank, caches=caches)
-    return worker, caches
-
-
-def _load(worker: WorkerSide, load: LoadPlan) -> None:
-    received: set[str] = set()
-
-    def told() -> bool:
-        received.update(worker.results(StepPlan(), set()).received)
-        return bool(received)
-
-    worker.start_loads(StepPlan(loads=(load,)))
-    wait_until(told, "the load to end")
-
-
-def _moves(first_block: int) -> list[ChunkMove]:
-    blocks = tuple(range(first_block, first_block + BLOCKS))
-    return [
-        ChunkMove(0, group, HASHES[0], bytes(20), 0, CHUNK, first_block=0, block_ids=blocks)
-        for group in range(len(GROUPS))
-    ]
-
-
-def test_every_stage_saves_and_loads_its_own_layers() -> None:
-    store, index = stores()
-    workers = [_worker(store, index, pp_rank, seed) for seed in (0, 1) for pp_rank in (0, 1)]
-    saves = tuple(SaveMove(move, token_digest(tuple(TOKENS[:CHUNK])), None) for move in _moves(1))
-    for worker, _ in workers[:2]:
-        plan = StepPlan(saves=(SavePlan("r", NAMESPACE, saves),))
-        worker.end_forward(plan)
-        assert worker.take_report() is None
-
-    def shards() -> dict[str, Any]:
-        (record,) = index.lookup(NAMESPACE, [HASHES[0]])
-        return dict(record.shards) if record else {}
-
-    wait_until(lambda: set(shards()) == GEOMETRY.all_fields(), "all shards to be there")
-    loads = tuple(LoadMove(move, tuple(shards().items())) for move in _moves(9))
-    load = LoadPlan("q", NAMESPACE, loads, sync=False)
-    for worker, _ in workers[2:]:
-        _load(worker, load)
-        assert worker.take_failed_blocks() == set()
-        report = worker.take_report()
-        assert report is not None
-        assert not report.failed
-    for (_, saved), (_, loaded) in zip(workers[:2], workers[2:], strict=True):
-        for name, cache in saved.items():
-            assert torch.equal(cache[1 : 1 + BLOCKS], loaded[name][9 : 9 + BLOCKS])
-    for worker, _ in workers:
-        worker.close()
-
-
 def test_a_stage_without_anything_to_share_starts_and_reports_loads_as_ended() -> None:
     """Such as one of local attention alone, which starts anew at the end of every chunk. vLLM waits
     for all ranks."""
-    local = GroupIdentity("chunked_local", CHUNK, ("c0",), heads=2, content=16, block_size=32)
-    geometry = Geometry((GROUPS[1], local), CHUNK, 32, tp_size=1, stages=((1, 0), (0, 1)))
+    groups = tuple(
+        GroupIdentity(kind, window, (name,), heads=2, content=16, block_size=32)
+        for kind, window, name in (("full", None, "m0"), ("chunked_local", CHUNK, "c0"))
+    )
+    geometry = Geometry(groups, CHUNK, 32, tp_size=1, stages=((1, 0), (0, 1)))
     cache = {"c0": torch.zeros((32, 2, 32, 16), dtype=torch.bfloat16)}
     rank = Rank(0, "w", batches_in_flight=2, pp_rank=1)
     worker = worker_side(*stores(), geometry=geometry, rank=rank, caches=cache)
-    [move] = [replace(move, group=0) for move in _moves(9) if move.group == 1]
+    move = ChunkMove(0, 0, HASHES[0], bytes(20), 0, CHUNK, first_block=0, block_ids=(9, 10))
     save = SaveMove(move, token_digest(tuple(TOKENS[:CHUNK])), None)
     worker.end_forward(StepPlan(saves=(SavePlan("r", NAMESPACE, (save,)),)))
     shards = tuple((field, RECORD) for field in geometry.fields(0))
-    _load(worker, LoadPlan("q", NAMESPACE, (LoadMove(move, shards),), sync=False))
+    load = LoadPlan("q", NAMESPACE, (LoadMove(move, shards),), sync=False)
+    worker.start_loads(StepPlan(loads=(load,)))
+    wait_until(lambda: bool(worker.results(StepPlan(), set()).received), "the load to end")
     assert worker.take_failed_blocks() == set()
     report = worker.take_report()
     assert report is None or not report.failed
-    worker.close()

@@ -1,7 +1,7 @@
 """What a request's sender asks for is read as vLLM's own connector reads it."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, closing
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,7 +19,16 @@ from objkv.errors import StoreUnavailable
 from objkv.index.memory import MemoryIndex
 from objkv.keys.prefix import PromptExtras, prefix_hashes
 from objkv.telemetry import MemoryRecorder
-from tests.support.sides import SIZE, Jobs, ask, publish_prompt, request, scheduler_side, step
+from tests.support.sides import (
+    RECORD,
+    SIZE,
+    Jobs,
+    ask,
+    publish_prompt,
+    request,
+    scheduler_side,
+    step,
+)
 from tests.support.waiting import wait_until
 
 
@@ -34,8 +43,9 @@ def test_a_request_without_limits_has_none(params: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [True, -1, 1.5, "5", [5], {}])
-@pytest.mark.parametrize("name", ["max_load_tokens", "max_offload_tokens"])
-def test_an_invalid_number_is_ignored_and_counted(name: str, value: Any) -> None:
+@pytest.mark.parametrize("name", ["max_load_tokens", "max_offload_tokens", "objkv_put"])
+def test_an_invalid_value_is_ignored_and_counted(name: str, value: Any) -> None:
+    value = 1 if (name, value) == ("objkv_put", True) else value
     recorder = MemoryRecorder()
     assert read({name: value}, recorder) == NO_LIMITS
     assert recorder.drain() == {"limits_ignored": 1}
@@ -156,13 +166,12 @@ def test_a_request_brings_its_hint_to_the_agent() -> None:
     one.track(prompt)
     wait_until(lambda: bool(asked))
     assert asked == [(one.namespace, prefix_hashes(one.namespace, [7] * 2 * SIZE, SIZE))]
-    one.close()
 
 
-def side(stored: int) -> AbstractContextManager[SchedulerSide]:
+def side(stored: int) -> SchedulerSide:
     """A replica whose stores have this many chunks of the prompt of every request."""
     publish_prompt(index := MemoryIndex(), [7] * stored * SIZE)
-    return closing(scheduler_side(index, admission="always"))
+    return scheduler_side(index, admission="always")
 
 
 @pytest.mark.parametrize(
@@ -181,9 +190,8 @@ def side(stored: int) -> AbstractContextManager[SchedulerSide]:
 def test_no_more_is_loaded_than_is_allowed(
     asked: dict[str, Any], computed: int, loaded: int
 ) -> None:
-    with side(3) as one:
-        prompt = request(3 * SIZE + 2, kv_transfer_params=asked)
-        assert ask(one, prompt, computed)[0] == loaded
+    prompt = request(3 * SIZE + 2, kv_transfer_params=asked)
+    assert ask(side(3), prompt, computed)[0] == loaded
 
 
 @pytest.mark.parametrize(
@@ -192,8 +200,21 @@ def test_no_more_is_loaded_than_is_allowed(
     ids=str,
 )
 def test_no_more_is_saved_than_is_allowed(asked: dict[str, Any], saved: int) -> None:
-    with side(0) as one:
-        ask(one, prompt := request(3 * SIZE, kv_transfer_params=asked))
-        one.plan_load(prompt, (), 0)
-        plans = one.plan_step(step({"r": 3 * SIZE}, [3, 4, 5, 6, 7, 8])).saves
-        assert sum(len(plan.moves) for plan in plans) == saved
+    ask(one := side(0), prompt := request(3 * SIZE, kv_transfer_params=asked))
+    one.plan_load(prompt, (), 0)
+    plans = one.plan_step(step({"r": 3 * SIZE}, [3, 4, 5, 6, 7, 8])).saves
+    assert sum(len(plan.moves) for plan in plans) == saved
+
+
+@pytest.mark.parametrize("puts", [False, True])
+def test_what_an_agent_holds_back_is_saved_again_by_a_request_to_put_it(puts: bool) -> None:
+    unsaved = replace(RECORD, header_checksum="unsaved:" + RECORD.header_checksum)
+    publish_prompt(index := MemoryIndex(), [7] * SIZE, unsaved)
+    one = scheduler_side(index, admission="always")
+    prompt = request(2 * SIZE + 1, kv_transfer_params={"objkv_put": puts})
+    assert ask(one, prompt, SIZE)[0] == 0, "vLLM has that chunk"
+    one.plan_load(prompt, (), 0)
+    prompt.num_computed_tokens = SIZE
+    (plan,) = one.plan_step(step({"r": SIZE + 1}, list(range(1, 9)))).saves
+    assert plan.puts is puts
+    assert [save.move.chunk for save in plan.moves] == ([0, 1] if puts else [1])

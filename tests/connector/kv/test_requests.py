@@ -174,23 +174,19 @@ def adapter(*, in_place: bool = False) -> Any:
     return SimpleNamespace(lora_path="/nowhere", lora_int_id=1, load_inplace=in_place)
 
 
-def test_a_session_whose_prompt_changes_while_it_runs_is_left_alone(
-    tracker: RequestTracker, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("more", [{"resumable": True}, {"lora_request": adapter(in_place=True)}])
+def test_what_may_change_while_it_runs_is_left_alone(
+    tracker: RequestTracker, caplog: pytest.LogCaptureFixture, more: dict[str, Any]
 ) -> None:
-    """vLLM takes tokens back and adds images to it; hashes made before would name other KV."""
+    """vLLM takes tokens of a session back and adds images to it; an adapter's file says what it is
+    now. Hashes made before would name other KV."""
     caplog.set_level("INFO", "objkv")
     for name in ("a", "b"):
-        tracked = tracker.add(request(name=name, resumable=True), NAMESPACE)
+        tracked = tracker.add(request(name=name, **more), NAMESPACE)
         assert (tracked.may_load, tracked.may_save) == (False, False)
         assert tracker.records(tracked) == ()
-    assert caplog.text.count("sessions with streaming input are not shared") == 1
-
-
-def test_an_adapter_that_was_replaced_in_place_is_not_shared(tracker: RequestTracker) -> None:
-    """Its file says what it is now, not what blocks in this engine were computed with."""
-    tracked = tracker.add(request(lora_request=adapter(in_place=True)), NAMESPACE)
-    assert (tracked.may_load, tracked.may_save) == (False, False)
-    assert tracker.records(tracked) == ()
+    told = caplog.text.count("sessions with streaming input are not shared")
+    assert told == ("resumable" in more)
 
 
 def test_a_request_waits_for_an_adapter_no_longer_than_for_a_lookup() -> None:

@@ -198,7 +198,6 @@ def test_a_request_that_generates_is_examined_when_it_completes_a_chunk(
         engine.generate("r1", 1)
         engine.step({"r1": 1})
     assert looked == [2 * SIZE - 1, 3 * SIZE - 1]
-    engine.side.close()
 
 
 def test_a_request_that_ended_is_not_kept_until_it_would_have_been_examined() -> None:
@@ -212,7 +211,6 @@ def test_a_request_that_ended_is_not_kept_until_it_would_have_been_examined() ->
     engine.step({})
     gc.collect()
     assert pixels() is None
-    engine.side.close()
 
 
 def test_a_request_whose_save_cannot_be_planned_stops_no_other_save(
@@ -231,7 +229,6 @@ def test_a_request_whose_save_cannot_be_planned_stops_no_other_save(
     monkeypatch.setattr(side._saves, "_plan", failing)
     saves = side.plan_step(step(dict.fromkeys(names, SIZE), [1])).saves
     assert {save.request_id for save in saves} == {"a", "c"}
-    side.close()
 
 
 # Whether the next step may give blocks of running requests to others.
@@ -293,4 +290,3 @@ def test_a_plan_tells_whether_blocks_may_be_reused_and_whose_are() -> None:
     del output.preempted_req_ids  # in a version of vLLM that does not tell, any may be preempted
     plan = side.plan_step(output)
     assert (plan.may_reuse, plan.reused) == (False, {"a"})
-    side.close()

@@ -27,6 +27,7 @@ from tests.support.sides import (
     PATIENCE_MS,
     RECORD,
     ask,
+    breaks,
     publish_prompt,
     request,
     scheduler_side,
@@ -100,7 +101,6 @@ def test_while_the_gate_is_closed_loads_are_planned_between_steps() -> None:
     assert loads_between_steps(side, "between")
     side.update(KVConnectorOutput(finished_recving={"between"}))
     assert not loads_between_steps(side, "within again")
-    side.close()
 
 
 @pytest.mark.parametrize(("mode", "tokens"), [("layerwise", 32), ("async", 64)])
@@ -108,7 +108,6 @@ def test_a_load_within_a_step_leaves_a_token_to_compute(mode: str, tokens: int) 
     publish_prompt(index := MemoryIndex(), [7] * 64)
     side = scheduler_side(index, load_mode=mode)
     assert ask(side, request(64)) == (tokens, mode == "async")
-    side.close()
 
 
 def test_a_request_that_was_preempted_loads_what_vllm_has_no_more() -> None:
@@ -123,7 +122,6 @@ def test_a_request_that_was_preempted_loads_what_vllm_has_no_more() -> None:
     side.plan_load(one, [[11, 12, 13, 14, 15]], 96)
     (again,) = side.plan_step(step({}, ())).loads
     assert [load.move.block_ids for load in again.moves] == [(12,), (13,), (14,)]
-    side.close()
 
 
 def test_blocks_of_a_draft_that_is_not_stored_are_zeroed() -> None:
@@ -139,7 +137,6 @@ def test_blocks_of_a_draft_that_is_not_stored_are_zeroed() -> None:
     ask(side, one := request(70))
     side.plan_load(one, [[1, 2, 3]], 64)
     assert side.plan_step(step({}, ())).loads[0].blanks == (Blank(1000, (1, 2)),)
-    side.close()
 
 
 @pytest.mark.parametrize("mode", ["layerwise", "async"])
@@ -177,7 +174,6 @@ def test_a_prompt_with_an_image_that_only_has_a_number_is_neither_loaded_nor_sav
     wait_until(lambda: side.match(one, 0)[0] is not None)
     side.plan_load(one, (), 0)
     assert bool(side.plan_step(whole([3, 4])).saves) is shared
-    side.close()
 
 
 # Where tokens come from.
@@ -249,10 +245,8 @@ def open_side(index: MemoryIndex, *, loads: bool = True) -> SchedulerSide:
 
 
 @pytest.fixture
-def side() -> Iterator[SchedulerSide]:
-    side = open_side(MemoryIndex())
-    yield side
-    side.close()
+def side() -> SchedulerSide:
+    return open_side(MemoryIndex())
 
 
 def admit(side: SchedulerSide, one: Any) -> None:
@@ -309,7 +303,6 @@ def test_what_was_missing_is_looked_up_again_once_its_save_is_planned() -> None:
         index.publish(entry, {FIELD: RECORD}, ttl_s=3600)
     side.finish(one, ([3, 4],))
     assert ask(side, request(name="other"))[0] == 64
-    side.close()
 
 
 def test_what_was_refused_is_looked_up_again() -> None:
@@ -328,7 +321,6 @@ def test_what_was_refused_is_looked_up_again() -> None:
     side.plan_load(one, (), 0)
     plan = side.plan_step(step({"one": 70}, (1, 2, 3)))
     assert [save.move.chunk for of_one in plan.saves for save in of_one.moves] == [0, 1]
-    side.close()
 
 
 def test_a_replica_that_only_saves_waits_for_hashes_and_for_no_index() -> None:
@@ -338,7 +330,6 @@ def test_a_replica_that_only_saves_waits_for_hashes_and_for_no_index() -> None:
     admit(side, request())
     assert [save.move.chunk for save in side.plan_step(whole([3, 4])).saves[0].moves] == [0, 1]
     index.gate.set()
-    side.close()
 
 
 # A new request whose lookup is not back is awaited for a moment, while nobody else is delayed.
@@ -369,7 +360,6 @@ def hanging() -> Iterator[tuple[SchedulerSide, HangingIndex]]:
     side = open_side(index)
     yield side, index
     index.gate.set()
-    side.close()
 
 
 def run_another(side: SchedulerSide, *, in_flight: bool) -> None:
@@ -449,20 +439,11 @@ def loaded(side: SchedulerSide, name: str = "r") -> Any:
     return one
 
 
-def breaks(fault: pytest.MonkeyPatch, side: SchedulerSide, broken: str) -> None:
-    """Have one of its methods raise."""
-    owner, _, name = broken.rpartition(".")
-    target = getattr(side, owner) if owner else side
-    fault.setattr(target, name, lambda *_, **__: 1 / 0)
-
-
 @pytest.fixture(params=["async", "layerwise"])
-def stored(request: pytest.FixtureRequest) -> Iterator[SchedulerSide]:
+def stored(request: pytest.FixtureRequest) -> SchedulerSide:
     publish_prompt(index := MemoryIndex(), [7] * 70)
     roles = {"copies_are_synchronous": False}
-    side = scheduler_side(index, roles=roles, load_mode=request.param, admission="always")
-    yield side
-    side.close()
+    return scheduler_side(index, roles=roles, load_mode=request.param, admission="always")
 
 
 @pytest.mark.parametrize("broken", ["_plan_load", "_hits.planned", "_trust.add", "_saves.add"])
@@ -491,7 +472,6 @@ def test_only_blocks_that_nobody_computed_are_lost(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(side, "_plan_load", lambda *_: 1 / 0)
     side.plan_load(one, [[5, 6, 0]], 32)
     assert [load.blocks for load in side.plan_step(step({}, ())).lost] == [{6}]
-    side.close()
 
 
 @pytest.mark.parametrize(
@@ -567,4 +547,3 @@ def test_only_an_empty_step_in_which_a_request_waits_for_its_lookup_waits_too(
     side.plan_step(step({}, ()))
     side.plan_step(step({}, ()))
     assert len(waited) <= 4
-    side.close()

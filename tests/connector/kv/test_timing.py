@@ -1,6 +1,5 @@
 """How steps and loads are timed, and where an admitted load ends."""
 
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -42,9 +41,8 @@ class Notes:
         return min(self.limit, len(chunks))
 
 
-def timing_of(notes: Notes, *, tp_size: int = 1, heads: int = 2, **clocks: Any) -> Timing:
-    group = replace(GROUP, heads=heads)
-    geometry = Geometry((group,), chunk_tokens=64, block_tokens=16, tp_size=tp_size)
+def timing_of(notes: Notes, *, tp_size: int = 1, **clocks: Any) -> Timing:
+    geometry = Geometry((GROUP,), chunk_tokens=64, block_tokens=16, tp_size=tp_size)
     return Timing(cast("AdmissionPolicy", notes), geometry, steps_in_flight=2, **clocks)
 
 
@@ -115,7 +113,9 @@ def test_a_load_is_credited_with_the_computing_that_it_replaced(notes: Notes) ->
     def load(request_id: str, *, planned: int, sync: bool = False) -> None:
         timing.load_planned(request_id, planned)
         timing.step_planned([0], [plan(request_id, COLD, sync=sync)])
-        told(timing, {request_id: LoadTime(100, 0.25, 0.1)})
+        timing.reported(StepReport(loaded={request_id: LoadTime(100, 0.25, 0.1)}))
+        if not sync:  # else it was over when it was reported
+            timing.received(request_id)
 
     load("unmeasured", planned=48)
     notes.seconds_per_token = 0.01
@@ -179,12 +179,6 @@ def test_a_worker_that_ends_its_part_in_an_earlier_step_does_not_speak_for_the_s
     assert notes.loads == [("bulk", slow)]
 
 
-def test_a_load_within_the_step_is_over_when_it_is_reported(notes: Notes, timing: Timing) -> None:
-    timing.step_planned([512], [plan("r", COLD, sync=True)])
-    timing.reported(StepReport(loaded={"r": LoadTime(100, 1.0, 0.5)}))
-    assert notes.loads == [("bulk", LoadTime(100, 1.0, 0.5))]
-
-
 @pytest.mark.parametrize(
     ("limit", "computed", "end", "expected"),
     [
@@ -212,14 +206,3 @@ def test_ranks_share_a_chunks_bytes_and_one_cold_shard_makes_it_bulk(notes: Note
     for other, tier in ((HOT, "hot"), (COLD, "bulk")):
         timing.admit([{"0.L0-1_H0-1": HOT, "0.L0-1_H1-2": other}], 0, 64)
         assert notes.asked == [ChunkSize(100, 64, cast("Tier", tier))]
-
-
-@pytest.mark.parametrize(("heads", "expected"), [(1, 800), (4, 200), (8, 100)])
-def test_what_several_ranks_hold_alike_each_of_them_loads(
-    heads: int, expected: int, notes: Notes
-) -> None:
-    timing = timing_of(notes, tp_size=8, heads=heads)
-    fields = [f"0.L0-1_H{head}-{head + 1}" for head in range(heads)]
-    shard = ShardRecord(800 // heads, 1, "none", False, "0" * 32, 1)
-    timing.admit([dict.fromkeys(fields, shard)], 0, 64)
-    assert notes.asked == [ChunkSize(expected, 64, "bulk")]

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from objkv.connector.kv import wiring
 from objkv.connector.kv import worker as worker_module
-from objkv.connector.kv.metadata import LostLoad, StepPlan
+from objkv.connector.kv.metadata import LostLoad, StepPlan, StepReport
 from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.pacing import EMPTY_STEP_S
 from objkv.keys.identity import GroupIdentity
@@ -29,7 +28,7 @@ from tests.support.paged_cache import (
     stores,
     wait_until,
 )
-from tests.support.sides import worker_side
+from tests.support.sides import breaks, worker_side
 
 
 def without_its_payload(
@@ -47,11 +46,15 @@ def without_its_payload(
 
 
 @pytest.fixture
-def spoilt() -> Iterator[tuple[WorkerSide, LoadPlan]]:
+def spoilt() -> tuple[WorkerSide, LoadPlan]:
     """The same, of a load within the step."""
-    worker, plan = without_its_payload(sync=True)
-    yield worker, plan
-    worker.close()
+    return without_its_payload(sync=True)
+
+
+def told(worker: WorkerSide) -> StepReport:
+    report = worker.take_report()
+    assert report is not None
+    return report
 
 
 def save_of(chunk_of: LoadPlan) -> SavePlan:
@@ -79,9 +82,7 @@ def test_a_load_that_failed_within_a_step_is_told_in_that_step(
     if speculating:
         worker.end_forward(plan)
     assert worker.take_failed_blocks() == set()
-    report = worker.take_report()
-    assert report is not None
-    assert report.dropped == {("s", 0)}  # computed from blocks that were not loaded
+    assert told(worker).dropped == {("s", 0)}  # computed from blocks that were not loaded
 
 
 def test_a_step_with_nothing_to_compute_waits_for_loads_and_no_other_step_does(
@@ -126,18 +127,15 @@ def _fail(group: GroupIdentity) -> tuple[set[str], set[str], set[int]]:
     received: set[str] = set()
     failed: set[str] = set()
 
-    def told() -> bool:
+    def ended() -> bool:
         results = worker.results(StepPlan(), set())
         received.update(results.received)
         failed.update(results.failed)
         return bool(received)
 
-    try:
-        worker.start_loads(StepPlan(loads=(load,)))
-        wait_until(told)
-        return received, failed, worker.take_failed_blocks()
-    finally:
-        worker.close()
+    worker.start_loads(StepPlan(loads=(load,)))
+    wait_until(ended)
+    return received, failed, worker.take_failed_blocks()
 
 
 @pytest.mark.parametrize("closed", [False, True])
@@ -155,13 +153,6 @@ def test_blank_blocks_are_zeroed_unless_the_cache_may_be_unmapped(*, closed: boo
         assert worker.take_failed_blocks() == set(range(9, 9 + BLOCKS))
     zeroed = {at for cache in caches for at, block in enumerate(cache) if not block.any()}
     assert zeroed == (set() if closed else {20, 22})
-    worker.close()
-
-
-def breaks(fault: pytest.MonkeyPatch, owner: object, *names: str) -> None:
-    """Have some methods raise."""
-    for name in names:
-        fault.setattr(owner, name, lambda *_, **__: 1 / 0)
 
 
 @pytest.mark.parametrize("group", [GROUP, WINDOW])
@@ -180,11 +171,8 @@ def test_a_load_that_could_not_be_planned_has_failed(
         assert (results.failed, worker.take_failed_blocks()) == (set(), blocks)
     else:
         assert (results.failed, worker.take_failed_blocks()) == ({"r"}, set())
-    report = worker.take_report()
-    assert report is not None
-    assert report.failed == {"r"}
+    assert told(worker).failed == {"r"}
     assert worker.results(StepPlan(), set()).received == set()
-    worker.close()
 
 
 def test_a_load_within_the_step_that_could_not_be_planned_has_failed_in_it() -> None:
@@ -196,10 +184,8 @@ def test_a_load_within_the_step_that_could_not_be_planned_has_failed_in_it() -> 
     worker.end_forward(plan)
     assert worker.results(plan, set()).received == set()
     assert worker.take_failed_blocks() == {9}
-    report = worker.take_report()
-    assert report is not None
+    report = told(worker)
     assert (report.failed, report.dropped) == ({"r"}, {("s", 0)})
-    worker.close()
 
 
 @pytest.mark.parametrize("broken", ["wait_layer", "take_finished"])
@@ -219,12 +205,9 @@ def test_if_waiting_for_a_layer_fails_the_loads_of_the_step_have_failed(
     worker.end_forward(plan)
     worker.results(plan, set())
     assert worker.take_failed_blocks() == set(range(9, 9 + BLOCKS))
-    report = worker.take_report()
-    assert report is not None
-    assert report.failed == {load.request_id}
+    assert told(worker).failed == {load.request_id}
     worker.results(StepPlan(), set())
     assert worker.take_failed_blocks() == set()
-    worker.close()
 
 
 @pytest.mark.parametrize("sync", [True, False])
@@ -240,7 +223,6 @@ def test_loads_that_cannot_be_ordered_after_earlier_work_are_not_started(
     worker.end_forward(plan)
     assert worker.results(plan, set()).received == (set() if sync else {load.request_id})
     assert worker.take_failed_blocks() == set(range(9, 9 + BLOCKS))
-    worker.close()
 
 
 @pytest.mark.parametrize("broken", ["loads.cancel", "_saver.forget", "_saver.left_device"])
@@ -249,13 +231,12 @@ def test_the_end_of_a_load_is_reported_whatever_else_fails(
 ) -> None:
     """vLLM waits for it for ever."""
     worker, load = spoilt
-    owner, name = broken.split(".")
-    breaks(monkeypatch, getattr(worker, owner), name)
+    breaks(monkeypatch, worker, broken)
     worker.start_loads(StepPlan(loads=(replace(load, sync=False),)))
     worker.loads.wait_over(300)
     results = worker.results(StepPlan(held=frozenset({"h"})), {"f", "h"})
     assert results.received == {load.request_id}
-    assert results.sent == (set() if name == "left_device" else {"h"})
+    assert results.sent == (set() if broken == "_saver.left_device" else {"h"})
 
 
 def test_if_computing_cannot_be_held_for_saves_the_device_is_awaited(
@@ -271,7 +252,6 @@ def test_if_computing_cannot_be_held_for_saves_the_device_is_awaited(
     worker.before_reuse(StepPlan(reused=frozenset({"r"})))
     assert awaited == ["device"]
     worker.end_forward(StepPlan())
-    worker.close()
 
 
 class LateMark:
@@ -311,36 +291,33 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateLane]:
     lane.is_done = True
 
 
-@contextmanager
 def saving(
     *, group: GroupIdentity = GROUP, writes_early: bool = False, may_reuse: bool = True
-) -> Iterator[WorkerSide]:
+) -> WorkerSide:
     """A worker after a step that saved a chunk of the request "s"."""
     rank = Rank(0, "w", batches_in_flight=2, writes_early=writes_early)
     worker, load = without_its_payload(group, rank=rank)
     worker.end_forward(StepPlan(saves=(save_of(load),), may_reuse=may_reuse))
-    yield worker
-    worker.close()
+    return worker
 
 
 def test_the_model_waits_for_saves_of_preempted_requests_alone(late: LateLane) -> None:
-    with saving() as worker:
-        worker.before_reuse(StepPlan())
-        worker.before_reuse(StepPlan(reused=frozenset({"of another", "that saved nothing"})))
-        assert late.held == 0
-        worker.before_reuse(StepPlan(reused=frozenset({"s", "of another"})))
-        assert late.held == 1
-        late.is_done = True
-        worker.before_reuse(StepPlan(reused=frozenset({"s"})))
-        assert late.held == 1
+    worker = saving()
+    worker.before_reuse(StepPlan())
+    worker.before_reuse(StepPlan(reused=frozenset({"of another", "that saved nothing"})))
+    assert late.held == 0
+    worker.before_reuse(StepPlan(reused=frozenset({"s", "of another"})))
+    assert late.held == 1
+    late.is_done = True
+    worker.before_reuse(StepPlan(reused=frozenset({"s"})))
+    assert late.held == 1
 
 
 def test_the_model_waits_for_all_saves_if_blocks_leave_windows(late: LateLane) -> None:
-    with saving(group=WINDOW) as worker:
-        assert late.held == 0
-        worker.before_reuse(StepPlan())
-        assert late.held == 1
-        late.is_done = True
+    worker = saving(group=WINDOW)
+    assert late.held == 0
+    worker.before_reuse(StepPlan())
+    assert late.held == 1
 
 
 @pytest.mark.parametrize("may_reuse", [False, True])
@@ -349,17 +326,15 @@ def test_the_model_waits_at_the_end_of_a_step_if_the_runner_may_write_before_the
     late: LateLane, *, writes_early: bool, may_reuse: bool
 ) -> None:
     """vLLM's second model runner zeroes and copies blocks before it reports that a step begins."""
-    with saving(writes_early=writes_early, may_reuse=may_reuse):
-        assert late.held == int(writes_early and may_reuse)
-        late.is_done = True
+    saving(writes_early=writes_early, may_reuse=may_reuse)
+    assert late.held == int(writes_early and may_reuse)
 
 
 def test_the_model_waits_at_the_end_of_a_step_whose_loads_failed_too(late: LateLane) -> None:
     """Nothing is saved in such a step, but saves of earlier ones may still read their blocks."""
     failed = LostLoad("another", sync=True, blocks=frozenset({20}))
-    with saving(writes_early=True, may_reuse=False) as worker:
-        plan = StepPlan(lost=(failed,), may_reuse=True)
-        worker.start_loads(plan)
-        worker.end_forward(plan)
-        assert late.held == 1
-        late.is_done = True
+    worker = saving(writes_early=True, may_reuse=False)
+    plan = StepPlan(lost=(failed,), may_reuse=True)
+    worker.start_loads(plan)
+    worker.end_forward(plan)
+    assert late.held == 1

@@ -67,6 +67,8 @@ def test_an_adapter_is_what_it_holds_wherever_it_lies(
     shutil.copytree(ada, tmp_path / "moved")
     shutil.copytree(ada, tmp_path / "other")
     exchange(tmp_path / "other", b"other")
+    (tmp_path / "moved" / "README.md").write_text("moved")
+    (tmp_path / "moved" / "subfolder.json").mkdir()
     first = ask(known, jobs, "a", lora(ada))
     assert ask(known, jobs, "b", lora(tmp_path / "moved", 2)) == first
     assert ask(known, jobs, "c", lora(tmp_path / "other", 3)) != first

@@ -84,14 +84,6 @@ def test_a_state_of_an_unknown_kind_is_shared_among_replicas_of_as_many_ranks() 
     assert read(replace(STATE, tp_replicated=True)).heads == 1
 
 
-def test_each_rank_holds_its_own_state() -> None:
-    geometry = Geometry((read(STATE),), 160, 160, tp_size=2)
-    assert geometry.all_fields() == {"0.L0-2_H0-8", "0.L0-2_H8-16"}
-    shape = geometry.shape(0, 1)
-    assert shape is not None
-    assert (shape.blocks, shape.block_size) == (1, 1)
-
-
 @pytest.mark.parametrize(
     ("spec", "cache", "what"),
     [

@@ -34,15 +34,12 @@ def settings(
     lora_config: Any = None,
     **more: Any,
 ) -> dict[str, str]:
-    plain = {"dtype": "torch.bfloat16", "hf_overrides": {}, "multimodal_config": None}
-    plain |= {"max_model_len": max_model_len, "hf_config_path": None, "quantization_config": None}
-    text = SimpleNamespace(rope_parameters=rope or {})
-    vllm_config = SimpleNamespace(
-        model_config=SimpleNamespace(**(plain | {"hf_text_config": text} | more)),
-        cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=list(skip_layers)),
-        lora_config=lora_config,
+    more = {"multimodal_config": None} | more
+    vllm_config = engine(
+        Path(), max_model_len=max_model_len, rope=rope or {}, lora=lora_config, **more
     )
-    return dict(further_settings(cast("Any", vllm_config)))
+    vllm_config.cache_config.kv_cache_dtype_skip_layers = list(skip_layers)
+    return dict(further_settings(vllm_config))
 
 
 def config_elsewhere(theta: int, version: str = "5.0") -> dict[str, Any]:
@@ -75,20 +72,17 @@ def test_settings_that_change_what_layers_compute_or_keep_are_told() -> None:
     assert settings(quantization_config={"ignore": ["lm_head"]}) != plain
     assert settings(skip_layers=("0", "1")) != plain
     assert settings(skip_layers=("1", "0")) == settings(skip_layers=("0", "1"))
-
-
-def test_replicas_that_prune_videos_differently_do_not_share() -> None:
-    unpruned, *pruned = (
-        settings(
-            multimodal_config=SimpleNamespace(
-                mm_processor_kwargs=None, video_pruning_method=method, video_pruning_rate=rate
-            )
+    form = {"mm_processor_kwargs": None, "video_pruning_method": "evs"}
+    pruned = [
+        settings(multimodal_config=SimpleNamespace(**(form | more)))
+        for more in (
+            {"video_pruning_rate": None},
+            {"video_pruning_rate": 0.5},
+            {"video_pruning_rate": 0.5, "video_pruning_method": "other"},
         )
-        for method, rate in (("evs", None), ("evs", 0.5), ("other", 0.5))
-    )
-    assert unpruned == settings()
-    assert pruned[0] != pruned[1]
-    assert unpruned not in pruned
+    ]
+    assert pruned[0] == plain
+    assert len({str(one) for one in pruned}) == 3
 
 
 def fp8(scales: Path | None, dtype: str | None = "fp8") -> SimpleNamespace:
@@ -176,29 +170,28 @@ def ranks(backend: Any, world_size: int) -> Any:
     )
 
 
-EXTERNAL = ("external_launcher", Mine, f"{__name__}.Mine")
-
-
-@pytest.mark.parametrize("backend", EXTERNAL)
+@pytest.mark.parametrize(
+    ("backend", "world_size", "refused"),
+    [
+        *((backend, 2, True) for backend in ("external_launcher", Mine, f"{__name__}.Mine")),
+        *((backend, 1, False) for backend in ("external_launcher", Mine, "uni", None)),
+        *((backend, 2, False) for backend in ("mp", "ray")),
+    ],
+)
 def test_nothing_is_shared_by_ranks_that_schedule_for_themselves(
-    backend: Any, tmp_path: Path
+    backend: Any, world_size: int, refused: bool, tmp_path: Path
 ) -> None:
     vllm_config = engine(make_model(tmp_path))
-    vllm_config.parallel_config = ranks(backend, 2)
-    with pytest.raises(ConfigError, match="--distributed-executor-backend mp"):
-        read_geometry(vllm_config, cast("Any", None), Config())
-    with pytest.raises(ConfigError, match="--distributed-executor-backend mp"):
-        read_form(vllm_config, item_bytes_max=1 << 20)
-
-
-@pytest.mark.parametrize(
-    ("backend", "world_size"),
-    [("external_launcher", 1), (Mine, 1), ("mp", 2), ("ray", 2), ("uni", 1), (None, 1)],
-)
-def test_others_are_not_refused(backend: Any, world_size: int) -> None:
-    refuse_external_launcher(
-        cast("Any", SimpleNamespace(parallel_config=ranks(backend, world_size)))
-    )
+    vllm_config.parallel_config = ranks(backend, world_size)
+    if not refused:
+        refuse_external_launcher(vllm_config)
+        return
+    for read in (
+        lambda: read_geometry(vllm_config, cast("Any", None), Config()),
+        lambda: read_form(vllm_config, item_bytes_max=1 << 20),
+    ):
+        with pytest.raises(ConfigError, match="--distributed-executor-backend mp"):
+            read()
 
 
 def mode(wish: LoadMode, *, batches: int, groups: int = 1, stages: int = 1) -> str:

@@ -9,8 +9,7 @@ from vllm.platforms import current_platform
 
 from objkv.connector.model.media import kv_dtype_name, read_quantised
 from objkv.errors import ConfigError
-from objkv.keys.topology import rank_shard
-from objkv.transfer.paging import GroupShape, PagedGroup, Quantised
+from objkv.transfer.paging import Quantised
 
 PAGES = (4, 1, 32, 8)
 BYTES = torch.zeros(PAGES, dtype=torch.uint8)
@@ -76,15 +75,3 @@ def test_the_other_kind_of_fp8_has_another_name(
     assert kv_dtype_name("bfloat16") == "bfloat16"
     [found] = read(layer()).values()
     assert found.dtype == f"F8_E4M3{suffix[1:].upper()}"
-
-
-def paged(quantised: dict[str, Quantised]) -> PagedGroup:
-    rank = rank_shard(layers=1, heads=1, tp_rank=0, tp_size=1)
-    return PagedGroup(GroupShape(("l0",), 2, 32, rank), [BYTES], quantised)
-
-
-def test_a_payload_must_hold_what_the_layer_says() -> None:
-    [spec] = paged(read(layer())).layers
-    assert (spec.dtype, spec.scales, spec.shape) == ("F8_E4M3", "0.5 2.0", (2, 1, 32, 8))
-    [plain] = paged({}).layers
-    assert (plain.dtype, plain.scales) == ("U8", "")

@@ -1,6 +1,6 @@
 """A secondary tier finds the configuration of the engine that vLLM makes it for."""
 
-import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,20 +15,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from objkv.connector.tier.manager import ObjKVTier
-from objkv.errors import ConfigError
-
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 512,
-    "torch_dtype": "bfloat16",
-}
+from tests.connector.kv.hybrid_layout import plain_config
 
 
 @pytest.fixture
@@ -38,7 +25,7 @@ def connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(MODEL))
+    shutil.copy(Path(plain_config().model_config.model) / "config.json", folder)
     (folder / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}" + b"x" * 100)
     made: list[Any] = []
 
@@ -46,6 +33,7 @@ def connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         args = EngineArgs(
             model=str(folder),
             skip_tokenizer_init=True,
+            dtype="bfloat16",
             max_model_len=256,
             block_size=32,
             kv_transfer_config=KVTransferConfig(kv_role="kv_both", **transfer),
@@ -104,40 +92,6 @@ def test_overrides_and_quantization_given_to_vllm_are_part_of_the_identity(
     assert dict(plain.engine) == {"dtype": "bfloat16", "quantization": "None"}
     assert dict(told.engine)["hf_overrides"] == '{"rope_theta": 77000.0}'
     assert told.namespace() != plain.namespace()
-
-
-def test_one_of_several_connectors_finds_it_too(
-    connect: Callable[..., Any], tmp_path: Path
-) -> None:
-    children = [
-        offloading(tmp_path) | {"kv_role": "kv_both"},
-        {
-            "kv_connector": "ObjKVConnector",
-            "kv_connector_module_path": "objkv.connector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "bulk_url": f"file://{tmp_path}/other",
-                "index_url": f"sqlite://{tmp_path}/other.sqlite",
-            },
-        },
-    ]
-    several = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {}}
-    several["kv_connector_extra_config"] = {"connectors": children}
-    connector = connect(several, hf_overrides={"rope_theta": 77_000.0})
-    tier = tier_of(connector._connectors[0])
-    assert "hf_overrides" in dict(tier.namespace.identity.engine)
-    connector.bind_kv_cache_manager(bound(0.5))
-    assert tier._engine is not None
-    assert tier._engine.manager() is connector._connectors[0]._kv_cache_manager
-
-
-def test_adapters_are_refused_until_the_operator_names_their_release(
-    connect: Callable[..., Any], tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match="'adapters'"):
-        connect(offloading(tmp_path), enable_lora=True)
-    named = connect(offloading(tmp_path, settings={"adapters": "release-1"}), enable_lora=True)
-    assert dict(tier_of(named).namespace.identity.extra) == {"adapters": "release-1"}
 
 
 def test_a_reset_opens_the_tier_only_when_no_block_of_the_device_is_held(

@@ -29,22 +29,13 @@ def namespace(engine: Engine) -> str:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"weights": "release-2"},
-        {"tenant": "other"},
-        {"weights_epoch": 1},
-        {"model_id": "other"},
-        {"settings": {"quantization": "fp8"}},
-    ],
-)
-def test_what_the_operator_says_keeps_engines_apart(engines: Any, options: dict[str, Any]) -> None:
-    assert namespace(engines()) != namespace(engines(options))
-
-
-@pytest.mark.parametrize(
     "changes",
     [
+        {"tier": {"weights": "release-2"}},
+        {"tier": {"tenant": "other"}},
+        {"tier": {"weights_epoch": 1}},
+        {"tier": {"model_id": "other"}},
+        {"tier": {"settings": {"quantization": "fp8"}}},
         {"model": OffloadingModelConfig("other/model", "bfloat16")},
         {"model": OffloadingModelConfig("some/model", "fp8_e5m2")},
         {"groups": (OffloadingGroupConfig(16, ("l0", "l2"), 0),)},
@@ -58,7 +49,9 @@ def test_what_the_operator_says_keeps_engines_apart(engines: Any, options: dict[
         {"parallel": {"world_size": 2, "pp_size": 2}},
     ],
 )
-def test_what_vllm_says_keeps_engines_apart(engines: Any, changes: dict[str, Any]) -> None:
+def test_what_the_operator_or_vllm_says_keeps_engines_apart(
+    engines: Any, changes: dict[str, Any]
+) -> None:
     assert namespace(engines()) != namespace(engines(**changes))
 
 
@@ -68,22 +61,15 @@ def test_what_vllm_says_keeps_engines_apart(engines: Any, changes: dict[str, Any
         {"model_config": {"quantization": "fp8"}},
         {"model_config": {"hf_overrides": {"rope_theta": 500_000}}},
         {"model_config": {"dtype": "torch.float16"}},
+        {"model_config": {"revision": "v2"}},
         {"model_config": {"revision": "v2"}, "load_config": {"load_format": "dummy"}},
         {"cache_config": {"kv_cache_dtype_skip_layers": ["0"]}},
     ],
 )
 def test_what_the_engine_was_told_keeps_engines_apart(engines: Any, engine: dict[str, Any]) -> None:
     plain = engines({"weights": None}, engine={"model_config": {"revision": "v1"}})
-    other = {name: {"revision": "v1"} | engine.get(name, {}) for name in ("model_config",)}
+    other = {"model_config": {"revision": "v1"} | engine.get("model_config", {})}
     assert namespace(plain) != namespace(engines({"weights": None}, engine=engine | other))
-
-
-def test_weights_are_named_by_the_engines_revision(engines: Any) -> None:
-    named = [
-        namespace(engines({"weights": None}, engine={"model_config": {"revision": revision}}))
-        for revision in ("v1", "v1", "v2")
-    ]
-    assert named[0] == named[1] != named[2]
 
 
 def test_an_engine_that_is_not_seen_is_refused_unless_the_operator_answers_for_it(
@@ -167,20 +153,17 @@ def test_certified_bytes_are_shared_whatever_the_ranks(engines: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("algorithm", ["sha256_cbor", "xxhash"])
-def test_another_hash_algorithm_is_another_namespace(engines: Any, algorithm: str) -> None:
-    one = namespace(engines())
-    init_hashes(algorithm)
-    assert namespace(engines()) != one
-
-
-def test_another_seed_is_another_namespace(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_hash_or_seed_is_another_namespace(
+    engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    init_hashes()
-    one = namespace(engines())
-    monkeypatch.setenv("PYTHONHASHSEED", "1")
-    init_hashes()
-    assert namespace(engines()) != one
+    names = set()
+    for algorithm, seed in (("sha256", ""), ("sha256_cbor", ""), ("xxhash", ""), ("sha256", "1")):
+        if seed:
+            monkeypatch.setenv("PYTHONHASHSEED", seed)
+        init_hashes(algorithm)
+        names.add(namespace(engines()))
+    assert len(names) == 4
 
 
 def test_an_engine_made_before_it_chose_its_hash_takes_the_one_it_chose(

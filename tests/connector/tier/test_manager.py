@@ -54,17 +54,13 @@ def test_groups_are_told_apart(engines: Any) -> None:
     assert reader.read(request, keys[2]) == row(2)
 
 
-def test_what_is_stored_is_not_stored_again(engines: Any) -> None:
-    first, second = engines(), engines()
-    for engine in (first, second):
-        engine.save(1)
-    assert (second.counted("save_existed"), second.counted("saves")) == (1, 0)
-
-
 def test_numbers_reach_vllms_statistics(engines: Any) -> None:
     engine = engines()
     definitions = engine.spec.build_metric_definitions(engine.spec.extra_config)
     engine.save(1)
+    again = engines()
+    again.save(1)
+    assert (again.counted("save_existed"), again.counted("saves")) == (1, 0)
     told = engine.manager.get_stats().reduce()
     assert told["vllm:objkv_tier_saves"] == 1
     assert set(told) & set(definitions) >= {"vllm:objkv_tier_saves", "vllm:objkv_tier_save_bytes"}

@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, cast
+from unittest.mock import patch
 
-from objkv.agent.client import AgentConnection
+from objkv.agent import core
 from objkv.agent.memory.arena import PAGE
 from objkv.agent.outbox import AgentSaves, Outbox
-from objkv.agent.residents import Resident, Residents
 from objkv.assembly.agent import NodeAgent
 from objkv.assembly.backends import open_bulk, open_index
 from objkv.codec.payload import payload_bytes_max
@@ -34,6 +34,7 @@ from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool
 from tests.device.ordering.rig import OrderRig, Scenario, refuse_pin
 from tests.device.ordering.setup import NAMESPACE, WHOLE, Pages, Setup, equal
+from tests.support.arenas import LossyConnection, SpoilingResidents
 
 ARENA_BYTES: Final = 32 << 20
 """Room for all that a scenario saves, if the disk is slow."""
@@ -42,7 +43,6 @@ WINDOW_BYTES: Final = 256 << 10
 WAYS: Final = ("registered", "registering", "refused")
 """How a device reads the memory of a node agent: in place, in place once the driver has registered
 it, or by way of slabs, because the device registers no read-only memory."""
-_POISON: Final = 0xEE
 _FIRST, _CHUNKS, _OWNER, _SLOW_S = 8, range(4), 7.0, 0.1
 _KILLS = 2
 
@@ -77,9 +77,8 @@ class AgentRig(OrderRig):
         self.node = self._open_agent()
 
     def _open_agent(self) -> NodeAgent:
-        agent = NodeAgent(self._agent_config, self._agent_path, MemoryRecorder())
-        _poison_unleased(agent.core.residents)
-        return agent
+        with patch.object(core, "Residents", SpoilingResidents):
+            return NodeAgent(self._agent_config, self._agent_path, MemoryRecorder())
 
     def open_worker(self) -> None:
         """See ``OrderRig.open_worker``."""
@@ -134,9 +133,9 @@ class AgentRig(OrderRig):
             recorder=self.recorder,
         )
 
-    def connect(self, **options: Any) -> AgentConnection:
+    def connect(self, **options: Any) -> LossyConnection:
         """Return a new connection to the agent."""
-        return AgentConnection(self._agent_path, call_s=self.setup.patience_s, **options)
+        return LossyConnection(self._agent_path, call_s=self.setup.patience_s, **options)
 
     def stored(self, chunk: int, namespace: str = NAMESPACE) -> Pages | None:
         """See ``OrderRig.stored``. Waits for the agent, too."""
@@ -145,10 +144,10 @@ class AgentRig(OrderRig):
         return super().stored(chunk, namespace)
 
     @property
-    def agent(self) -> AgentConnection:
+    def agent(self) -> LossyConnection:
         """The loader's connection."""
         agent = self.loader.agent
-        assert isinstance(agent, AgentConnection)
+        assert isinstance(agent, LossyConnection)
         return agent
 
     def restart(self) -> None:
@@ -204,19 +203,6 @@ def agent_rig(way: str, **settings: Any) -> type[AgentRig]:
     return cast("type[AgentRig]", type("AgentRig", (AgentRig,), attributes))
 
 
-def _poison_unleased(residents: Residents) -> None:
-    """Let ``residents`` overwrite memory as soon as its last lease ends."""
-    release = residents._release
-
-    def poisoned(one: Resident) -> None:
-        if one.leases == 1 and one.offset >= 0:
-            residents.view(one)[:] = bytes([_POISON]) * one.nbytes
-            residents._unlist(one)
-        release(one)
-
-    residents._release = poisoned  # type: ignore[method-assign]
-
-
 # The scenarios.
 
 
@@ -225,7 +211,7 @@ def connection_is_lost(rig: OrderRig) -> bool:
     assert isinstance(rig, AgentRig)
     _load_late(rig, "r")
     before = rig.agent
-    before._is_lost = True
+    before.is_lost = True
     rig.loader.cancel("unknown")  # wakes its thread
     rig.until_received("r")
     if rig.worker.take_failed_blocks():

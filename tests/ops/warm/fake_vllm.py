@@ -4,7 +4,7 @@ import json
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -61,28 +61,20 @@ class Place:
         self, tokens: Sequence[int], salt: str | None = None, lora: bytes | None = None
     ) -> None:
         save_identity(self.bulk, self.identity)
-        for key, chunk in self.chunks(tokens, salt, lora):
-            self.save_chunk(key, chunk, payload_of(key, chunk, tokens, "none"))
-
-    def chunks(
-        self, tokens: Sequence[int], salt: str | None, lora: bytes | None
-    ) -> Iterator[tuple[ChunkKey, ChunkEntry]]:
-        """Key and entry of each chunk of a prompt, in its order."""
         namespace = self.identity.namespace()
         parent = root_hash(namespace)
         for number, name in enumerate(self.hashes(tokens, salt, lora)):
             chunk = ChunkEntry(namespace, name, parent, number * CHUNK, (number + 1) * CHUNK)
-            yield ChunkKey(namespace, name, 0, WHOLE), chunk
+            key = ChunkKey(namespace, name, 0, WHOLE)
+            payload = payload_of(key, chunk, tokens, "none")
+            self.bulk.put_if_absent(key.path(), payload)
+            self.index.publish(chunk, {key.field: record_of(read_header(payload))}, ttl_s=3_600)
             parent = name
-
-    def save_chunk(self, key: ChunkKey, chunk: ChunkEntry, payload: bytes) -> None:
-        """Store a payload and publish it."""
-        self.bulk.put_if_absent(key.path(), payload)
-        self.index.publish(chunk, {key.field: record_of(read_header(payload))}, ttl_s=3_600)
 
 
 class FakeVllm:
-    """Listens while its block lasts. ``faults`` happen to one completion each, in order."""
+    """Listens while its block lasts. Its node's agent holds back what no request says to put.
+    ``faults`` happen to one completion each, in order."""
 
     def __init__(
         self, place: Place, *, model: str = MODEL, faults: Sequence[Fault] = (), saves: bool = True
@@ -212,7 +204,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             if fault is not None and fault(self):
                 return
-            if fake.saves:
+            if fake.saves and request.get("kv_transfer_params") == {"objkv_put": True}:
                 fake.place.save(tokens, salt, lora)
             usage = {"prompt_tokens": len(tokens), "prompt_tokens_details": {"cached_tokens": 0}}
             usage["prompt_tokens_details"] = {"cached_tokens": stored * CHUNK}

@@ -50,10 +50,6 @@ class Spoil:
     """A part of the request's head, its target or its key for instance."""
     when: Callable[[bytes], bool] = lambda _: True
     """Told the request's head: its first line and headers, or a command's first words."""
-    skip: int = 0
-    """So many that match are spared first."""
-    times: int | None = None
-    """So many are spoiled; None: all until ``mend``."""
     lag_s: float = 0.05
     error: str = ""
     """``503 SlowDown`` where HTTP is spoken, ``LOADING wait`` of Redis."""
@@ -78,7 +74,6 @@ class Spoiler(Listener):
         """A part of the head of requests that are neither counted nor spoiled; empty: there are
         none. For what clients ask by the clock, whatever else they do."""
         self._rules: list[Spoil] = []
-        self._matched: Counter[int] = Counter()
         self._rules_lock = threading.Lock()
         self._ended = threading.Event()
         self._mended = threading.Event()
@@ -89,7 +84,7 @@ class Spoiler(Listener):
         self.mend()
         with self._rules_lock:
             self._mended = threading.Event()
-            self._rules, self._matched = list(rules), Counter()
+            self._rules = list(rules)
 
     def mend(self) -> None:
         """No faults from now on. Who was stalled is hung up on."""
@@ -121,14 +116,10 @@ class Spoiler(Listener):
             return None
         with self._rules_lock:
             self.asked[verb] += 1
-            for number, rule in enumerate(self._rules):
+            for rule in self._rules:
                 if rule.verbs and verb not in rule.verbs:
                     continue
-                if rule.containing not in head or not rule.when(head):
-                    continue
-                self._matched[number] += 1
-                at = self._matched[number] - rule.skip
-                if at > 0 and (rule.times is None or at <= rule.times):
+                if rule.containing in head and rule.when(head):
                     self.spoiled[rule.fault] += 1
                     return rule
         return None
