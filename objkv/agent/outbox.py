@@ -105,15 +105,17 @@ class AgentSaves:
         """See ``ChunkCache.begin_save``. ``puts``: whether the agent must not hold it back, also if
         it does so already."""
         path = key.path()
-        if puts:
-            self._in_flight.forget(path)
-            self._puts.add(path)
-        return self._in_flight.begin(path)
+        with self._lock:
+            if puts:
+                self._in_flight.forget(path)
+                self._puts.add(path)
+            return self._in_flight.begin(path)
 
     def end_save(self, key: ChunkKey) -> None:
         """See ``ChunkCache.end_save``."""
-        self._puts.discard(key.path())
-        self._in_flight.end(key.path())
+        with self._lock:
+            self._puts.discard(key.path())
+            self._in_flight.end(key.path())
 
     def take_lease(self, key: ChunkKey) -> bool:
         """Return True: the agent takes the lease."""
@@ -133,6 +135,8 @@ class AgentSaves:
         assert self._base <= view.ctypes.data <= self._end - view.nbytes
         puts, offset = claim.key.path() in self._puts, view.ctypes.data - self._base
         status = self._reach().commit(offset, view.nbytes, puts=puts)
+        if status is CommitStatus.KEPT and not puts and claim.key.path() in self._puts:
+            status = self._reach().commit(offset, view.nbytes, puts=True)
         if status is CommitStatus.ACCEPTED:
             self._in_flight.keep(claim.key.path())
             self.accepted(claim.key)

@@ -477,12 +477,13 @@ def test_a_long_prompt_waits_for_its_turns_and_holds_no_more_leases_than_those(
 def test_over_quota_payloads_stay_in_memory(make: Callable[..., Holder]) -> None:
     node, made = make(), payloads()
     node.cache.has_room = lambda: False  # type: ignore[method-assign]
-    assert node.commit(made) == [SaveOutcome.ACCEPTED] * 3
+    assert node.commit(made[:2]) == [SaveOutcome.ACCEPTED] * 2
+    assert node.commit(made[2:], puts=True) == [SaveOutcome.ACCEPTED]
     assert node.desk.saves.has_room()
     node.read(node.find(made))
     assert node.saves.drain(PATIENCE_S)
     assert not node.stored
-    assert node.count("save_over_quota") == 3
+    assert node.count("save_over_quota") == 4
     assert len(node.find(made)) == 3
 
 
