@@ -90,6 +90,9 @@ def test_what_only_the_disk_has_is_read_and_saved_if_it_is_to_be_put(
     wait_until(lambda: node.core.in_flight == 0)
     assert not node.stored, "no request has read it"
     node.leave_arena(made)
+    for path in paths(made):
+        node.residents.unsaved.put(path)
+    assert node.saves.drain(PATIENCE_S), "none is in memory"
     order = PrefetchOrder(PATIENCE_S, puts=True)
     assert prefetches.start(NAMESPACE, hashes, order).started == len(made)
     wait_until(lambda: node.core.in_flight == 0)
