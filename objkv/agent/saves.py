@@ -121,6 +121,7 @@ class NodeSaves:
             if self._unsaved.seen_again(key.path()) or key.path() not in self._unsaved:
                 return CommitStatus.ACCEPTED
             return CommitStatus.KEPT
+        refusal = None
         if puts or not holds_back:
             refusal = self._refusal()
             if refusal is CommitStatus.ACCEPTED:
@@ -141,7 +142,10 @@ class NodeSaves:
             return status
         if holds_back:
             if is_new and not was_held_back:
-                return self._hold_back(resident, header)
+                status = self._hold_back(resident, header)
+                if refusal is CommitStatus.NO_ROOM and self._unsaved.put(key.path()):
+                    return CommitStatus.ACCEPTED  # it is saved when there is room
+                return status
             if (refusal := self._refusal()) is not CommitStatus.ACCEPTED:
                 self._cache.end_save(key)
                 self.residents.release(resident)

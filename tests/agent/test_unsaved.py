@@ -268,6 +268,23 @@ def test_a_commit_that_says_so_is_stored_at_once(make: Callable[..., Holder]) ->
     assert node.count("save_repeats") == 0
 
 
+def test_a_commit_that_says_so_is_stored_when_there_is_room(make: Callable[..., Holder]) -> None:
+    node, made, gate = make(memory=3 * 8192), payloads(), threading.Event()
+    put = node.store.put_if_absent
+
+    def late(key: str, value: Any) -> bool:
+        assert gate.wait(PATIENCE_S)
+        return put(key, value)
+
+    node.store.put_if_absent = late  # type: ignore[method-assign]
+    outcomes = [node.desk.hand_over(one, puts=True) for one in made]
+    assert outcomes == [SaveOutcome.ACCEPTED] * 3
+    gate.set()
+    assert node.saves.drain(PATIENCE_S)
+    assert node.stored == set(paths(made))
+    assert [key.path() for key in node.taken] == paths(made)
+
+
 def test_what_was_evicted_unread_is_stored_when_it_is_made_again(
     make: Callable[..., Holder],
 ) -> None:

@@ -124,12 +124,12 @@ class UnsavedPayloads:
             self.on_due()
         return is_due
 
-    def put(self, path: str) -> None:
-        """A payload is to be saved, at once if it is in the arena."""
+    def put(self, path: str) -> bool:
+        """A payload is to be saved, at once if it is in the arena. Returns whether it is due."""
         with self._lock:
             if (one := self._by_path.get(path)) is not None:
                 one.is_wanted = True
-        self.seen_again(path)
+        return self.seen_again(path)
 
     def arrived(self, path: str) -> None:
         """A payload is complete in the arena."""
