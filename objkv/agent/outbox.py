@@ -91,6 +91,9 @@ class AgentSaves:
         self._base, self._end = memory.ctypes.data, memory.ctypes.data + memory.nbytes
         self._memory = memory
         self._in_flight = InFlightSaves()
+        self._marking = Lock()
+        """Not ``_lock``, which is held while an agent is connected to: forward passes begin saves.
+        """
         self._puts = set[str]()
         """Payloads that were begun with ``puts``."""
         self._lock = Lock()
@@ -105,7 +108,7 @@ class AgentSaves:
         """See ``ChunkCache.begin_save``. ``puts``: whether the agent must not hold it back, also if
         it does so already."""
         path = key.path()
-        with self._lock:
+        with self._marking:
             if puts:
                 self._in_flight.forget(path)
                 self._puts.add(path)
@@ -113,7 +116,7 @@ class AgentSaves:
 
     def end_save(self, key: ChunkKey) -> None:
         """See ``ChunkCache.end_save``."""
-        with self._lock:
+        with self._marking:
             self._puts.discard(key.path())
             self._in_flight.end(key.path())
 

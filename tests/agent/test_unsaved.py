@@ -3,6 +3,7 @@
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -266,6 +267,33 @@ def test_a_commit_that_says_so_is_stored_at_once(make: Callable[..., Holder]) ->
     assert [key.path() for key in node.taken] == paths(made[1:])
     assert not node.unsaved
     assert node.count("save_repeats") == 0
+
+
+def test_no_save_is_begun_later_because_an_agent_is_being_connected_to(
+    make: Callable[..., Holder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forward pass begins it."""
+    node, made = make(), payloads()
+    connecting, gate, begun = threading.Event(), threading.Event(), list[bool]()
+
+    def late(**_: Any) -> AgentConnection:
+        connecting.set()
+        gate.wait(PATIENCE_S)
+        raise TransferError("gone")
+
+    monkeypatch.setattr(node, "connect", late)
+    key = read_header(made[1]).claim.key
+    forward = threading.Thread(target=lambda: begun.append(node.desk.saves.begin_save(key)))
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            handed = pool.submit(node.desk.hand_over, made[0])
+            assert connecting.wait(PATIENCE_S)
+            forward.start()
+            wait_until(lambda: begun == [True])
+        finally:
+            gate.set()
+        assert isinstance(handed.exception(), TransferError)
+        forward.join()
 
 
 def test_a_commit_that_says_so_is_stored_when_there_is_room(make: Callable[..., Holder]) -> None:
