@@ -18,7 +18,13 @@ def preprocess(row: dict[str, Any]) -> dict[str, Any]:
     """Request one token, because only the KV of the prompt is needed."""
     return {
         "messages": row["messages"],
-        "sampling_params": {"max_tokens": 1, "temperature": 0, "detokenize": False},
+        "sampling_params": {
+            "max_tokens": 1,
+            "temperature": 0,
+            "detokenize": False,
+            # Node agents put what is computed here at once.
+            "extra_args": {"kv_transfer_params": {"objkv_put": True}},
+        },
     }
 
 

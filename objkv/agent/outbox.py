@@ -85,6 +85,9 @@ class AgentSaves:
         self._base, self._end = memory.ctypes.data, memory.ctypes.data + memory.nbytes
         self._memory = memory
         self._in_flight = InFlightSaves()
+        self._marking = Lock()
+        """Not ``_lock``, which is held while an agent is connected to: forward passes begin saves.
+        """
         self._puts = set[str]()
         """Payloads that were begun with ``puts``."""
         self._lock = Lock()
@@ -100,15 +103,17 @@ class AgentSaves:
         ``end_save``. ``puts``: whether the agent must not hold it back, also if it does so
         already."""
         path = key.path()
-        if puts:
-            self._in_flight.forget(path)
-            self._puts.add(path)
-        return self._in_flight.begin(path)
+        with self._marking:
+            if puts:
+                self._in_flight.forget(path)
+                self._puts.add(path)
+            return self._in_flight.begin(path)
 
     def end_save(self, key: ChunkKey) -> None:
         """A save has ended, with or without success."""
-        self._puts.discard(key.path())
-        self._in_flight.end(key.path())
+        with self._marking:
+            self._puts.discard(key.path())
+            self._in_flight.end(key.path())
 
     def save(self, claim: Claim, payload: Buffer, header: Header) -> SaveOutcome:
         """Hand ``payload``, which is in the outbox, to the agent. When this returns, the agent has
@@ -121,6 +126,8 @@ class AgentSaves:
         assert self._base <= view.ctypes.data <= self._end - view.nbytes
         puts, offset = claim.key.path() in self._puts, view.ctypes.data - self._base
         status = self._reach().commit(offset, view.nbytes, puts=puts)
+        if status is CommitStatus.KEPT and not puts and claim.key.path() in self._puts:
+            status = self._reach().commit(offset, view.nbytes, puts=True)
         if status is CommitStatus.ACCEPTED:
             self._in_flight.keep(claim.key.path())
             if self._accepted is not None:

@@ -17,6 +17,7 @@ from objkv.agent.fill import Wanted
 from objkv.agent.memory.arena import CellState
 from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason, Resident
+from objkv.agent.unsaved.payloads import is_unsaved
 from objkv.codec.payload import Claim
 from objkv.errors import ConfigError, NotStored
 from objkv.index.base import ReadIndex, Record
@@ -62,11 +63,14 @@ class PrefetchOrder:
     """Among prefetches lower values go first. Loads of requests go before all of them."""
     bytes_max: int | None = None
     """Most bytes to fetch. None: what the agent allows."""
+    puts: bool = False
+    """Whether it is only for payloads that this node holds back, which are saved then."""
 
     def __post_init__(self) -> None:
         assert 0 < self.deadline_s <= DEADLINE_S_MAX
         assert type(self.priority) is int
         assert self.bytes_max is None or type(self.bytes_max) is int
+        assert type(self.puts) is bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +161,14 @@ class Prefetches:
         )
 
     def start(self, namespace: str, hashes: Sequence[bytes], order: PrefetchOrder) -> Prefetched:
-        """Fetch all payloads of the leading stored chunks, of all shards, in order."""
+        """Fetch all payloads of the leading stored chunks, of all shards, in order. If ``puts``,
+        only those that are held back."""
         records = self._stored(namespace, hashes)
         wanted = [one for record in records for one in _wanted(namespace, record)]
+        if order.puts:
+            wanted = [one for one in wanted if is_unsaved(one.record)]
+            for one in wanted:
+                self._core.residents.unsaved.put(one.claim.key.path())
         missing = [o for o, s in zip(wanted, self._seen(wanted), strict=True) if s is None]
         taken = self._reserve(wanted, missing, order)
         opened = self._core.open(

@@ -281,7 +281,7 @@ class Residents:
         with self._lock:
             one.state = CellState.READY
             if one.is_listed:
-                self.unsaved.has_again(one.key)
+                self.unsaved.arrived(one.key)
                 self._ranking.add(one.key, one.nbytes, is_unread=one.is_unused)
                 for older in self._unread.add(one) if one.is_unused else ():
                     self._evict(older)

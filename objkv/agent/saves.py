@@ -107,7 +107,7 @@ class NodeSaves:
         """Take a copy of an uncompressed, unsealed payload, and save it.
 
         ``payload`` may change at any time: only the copy is trusted, once it is verified. ``puts``:
-        whether to save it now in any case, as one that is seen again.
+        whether to save it at once if that is possible, and to hold it back only if not.
         """
         try:
             header, text = self._claimed(payload)
@@ -116,13 +116,18 @@ class NodeSaves:
             return CommitStatus.REFUSED
         key = header.claim.key
         was_held_back = key.path() in self._unsaved
-        holds_back = self._limits.holds_back and not puts
-        if self._limits.holds_back and was_held_back and self.residents.holds([key.path()])[0]:
+        holds_back = self._limits.holds_back
+        if holds_back and was_held_back and self.residents.holds([key.path()])[0]:
             if self._unsaved.seen_again(key.path()) or key.path() not in self._unsaved:
                 return CommitStatus.ACCEPTED
             return CommitStatus.KEPT
-        if not holds_back and (refusal := self._refusal()) is not CommitStatus.ACCEPTED:
-            return refusal
+        refusal = None
+        if puts or not holds_back:
+            refusal = self._refusal()
+            if refusal is CommitStatus.ACCEPTED:
+                holds_back = False
+            elif not holds_back:
+                return refusal
         if not self._cache.begin_save(key):
             self._recorder.count("save_repeats")
             return CommitStatus.REPEATED
@@ -137,7 +142,10 @@ class NodeSaves:
             return status
         if holds_back:
             if is_new and not was_held_back:
-                return self._hold_back(resident, header)
+                status = self._hold_back(resident, header)
+                if refusal is CommitStatus.NO_ROOM and self._unsaved.put(key.path()):
+                    return CommitStatus.ACCEPTED  # it is saved when there is room
+                return status
             if (refusal := self._refusal()) is not CommitStatus.ACCEPTED:
                 self._cache.end_save(key)
                 self.residents.release(resident)

@@ -246,9 +246,9 @@ class Config(BaseModel):
     ``read`` if not."""
     save_to_bucket: SavePolicy = "auto"
     """Which payloads an agent puts to the bulk store. ``all``: each at once. ``reused``: a payload
-    stays in the agent's memory until it is read or computed again, here or on another node; it is
-    lost if it is evicted before that or the agent ends. ``auto``: ``reused`` if the bulk store
-    is behind a network, ``all`` otherwise."""
+    stays in the agent's memory until it is read or computed again, here or on another node, or a
+    request says ``objkv_put``; it is lost if it is evicted before that or the agent ends. ``auto``:
+    ``reused`` if the bulk store is behind a network, ``all`` otherwise."""
 
     lookup_deadline_ms: int = Field(default=500, ge=1)
     """A lookup that takes longer is a miss."""

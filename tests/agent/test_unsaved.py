@@ -3,6 +3,7 @@
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,50 @@ def test_a_commit_that_says_so_is_stored_at_once(make: Callable[..., Holder]) ->
     assert node.count("save_repeats") == 0
 
 
+def test_no_save_is_begun_later_because_an_agent_is_being_connected_to(
+    make: Callable[..., Holder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forward pass begins it."""
+    node, made = make(), payloads()
+    connecting, gate, begun = threading.Event(), threading.Event(), list[bool]()
+
+    def late(**_: Any) -> AgentConnection:
+        connecting.set()
+        gate.wait(PATIENCE_S)
+        raise TransferError("gone")
+
+    monkeypatch.setattr(node, "connect", late)
+    key = read_header(made[1]).claim.key
+    forward = threading.Thread(target=lambda: begun.append(node.desk.saves.begin_save(key)))
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            handed = pool.submit(node.desk.hand_over, made[0])
+            assert connecting.wait(PATIENCE_S)
+            forward.start()
+            wait_until(lambda: begun == [True])
+        finally:
+            gate.set()
+        assert isinstance(handed.exception(), TransferError)
+        forward.join()
+
+
+def test_a_commit_that_says_so_is_stored_when_there_is_room(make: Callable[..., Holder]) -> None:
+    node, made, gate = make(memory=3 * 8192), payloads(), threading.Event()
+    put = node.store.put_if_absent
+
+    def late(key: str, value: Any) -> bool:
+        assert gate.wait(PATIENCE_S)
+        return put(key, value)
+
+    node.store.put_if_absent = late  # type: ignore[method-assign]
+    outcomes = [node.desk.hand_over(one, puts=True) for one in made]
+    assert outcomes == [SaveOutcome.ACCEPTED] * 3
+    gate.set()
+    assert node.saves.drain(PATIENCE_S)
+    assert node.stored == set(paths(made))
+    assert [key.path() for key in node.taken] == paths(made)
+
+
 def test_what_was_evicted_unread_is_stored_when_it_is_made_again(
     make: Callable[..., Holder],
 ) -> None:
@@ -477,12 +522,13 @@ def test_a_long_prompt_waits_for_its_turns_and_holds_no_more_leases_than_those(
 def test_over_quota_payloads_stay_in_memory(make: Callable[..., Holder]) -> None:
     node, made = make(), payloads()
     node.cache.has_room = lambda: False  # type: ignore[method-assign]
-    assert node.commit(made) == [SaveOutcome.ACCEPTED] * 3
+    assert node.commit(made[:2]) == [SaveOutcome.ACCEPTED] * 2
+    assert node.commit(made[2:], puts=True) == [SaveOutcome.ACCEPTED]
     assert node.desk.saves.has_room()
     node.read(node.find(made))
     assert node.saves.drain(PATIENCE_S)
     assert not node.stored
-    assert node.count("save_over_quota") == 3
+    assert node.count("save_over_quota") == 4
     assert len(node.find(made)) == 3
 
 

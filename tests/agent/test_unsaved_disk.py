@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 
+from objkv.agent.prefetch import Prefetches, PrefetchOrder
 from objkv.agent.residents import MissReason, Resident
 from objkv.agent.spill.disk import Disk, DiskFolder
+from objkv.codec.payload import read_header
 from tests.agent.test_unsaved import Holder, paths
 from tests.agent.world import PATIENCE_S, down, payloads
+from tests.support.samples import NAMESPACE
 from tests.support.waiting import wait_until
 
 NONE = MissReason.NONE
@@ -74,6 +77,27 @@ def test_what_the_arena_evicted_is_found_read_from_disk_and_then_saved(
     assert node.saves.drain(PATIENCE_S)
     assert not node.unsaved
     assert node.count("agent_unsaved_dropped") == 0
+
+
+def test_what_only_the_disk_has_is_read_and_saved_if_it_is_to_be_put(
+    make: Callable[..., DiskHolder],
+) -> None:
+    node, made = make(), payloads()
+    node.keep(made)
+    hashes = [read_header(one).claim.key.prefix_hash for one in made]
+    prefetches = Prefetches(node.core, node.index, node.store)
+    assert prefetches.start(NAMESPACE, hashes, PrefetchOrder(PATIENCE_S)).started == len(made)
+    wait_until(lambda: node.core.in_flight == 0)
+    assert not node.stored, "no request has read it"
+    node.leave_arena(made)
+    for path in paths(made):
+        node.residents.unsaved.put(path)
+    assert node.saves.drain(PATIENCE_S), "none is in memory"
+    order = PrefetchOrder(PATIENCE_S, puts=True)
+    assert prefetches.start(NAMESPACE, hashes, order).started == len(made)
+    wait_until(lambda: node.core.in_flight == 0)
+    assert node.saves.drain(PATIENCE_S)
+    assert node.stored == set(paths(made))
 
 
 def test_what_is_made_again_is_saved_though_only_the_disk_had_it(

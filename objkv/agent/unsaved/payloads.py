@@ -47,6 +47,8 @@ class _Unsaved:
     text: bytes
     """The record, as answers carry it."""
     is_due: bool = False
+    is_wanted: bool = False
+    """Whether it is to be saved as soon as it is in the arena."""
     is_leased: bool = False
     """Whether another process was saving it when its save was last tried: it is not lost then, and
     the next read finds it stored."""
@@ -121,6 +123,20 @@ class UnsavedPayloads:
             self._recorder.count("agent_unsaved_due", len(due))
             self.on_due()
         return is_due
+
+    def put(self, path: str) -> bool:
+        """A payload is to be saved, at once if it is in the arena. Returns whether it is due."""
+        with self._lock:
+            if (one := self._by_path.get(path)) is not None:
+                one.is_wanted = True
+        return self.seen_again(path)
+
+    def arrived(self, path: str) -> None:
+        """A payload is complete in the arena."""
+        self.has_again(path)
+        one = self._by_path.get(path)
+        if one is not None and one.is_wanted:
+            self.seen_again(path)
 
     @property
     def has_due(self) -> bool:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from objkv.agent.prefetch import PrefetchOrder
 from objkv.agent.unsaved.payloads import is_unsaved
 from objkv.cache.lookup import LookupService, Records
 from objkv.connector.kv.coverage import Coverage
@@ -29,7 +30,6 @@ from objkv.connector.kv.request_limits import (
 from objkv.connector.model.adapters import Adapters, UnknownAdapterError
 from objkv.connector.model.groups import Geometry
 from objkv.connector.model.weights import DigestCache
-from objkv.index.base import Shards
 from objkv.keys.prefix import MultimodalItem, PrefixChain, PromptExtras
 from objkv.telemetry import Recorder
 
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+_PUT_S = 30.0
+"""How long reading what an agent's disk holds back may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,11 +244,6 @@ class TrackedRequest:
         headers = getattr(self.request, "trace_headers", None)
         return headers.get("traceparent") if headers else None
 
-    def is_to_be_put(self, shards: Shards) -> bool:
-        """Whether a chunk is saved again although it was found: the request is not to be held back,
-        and the node's agent may hold some of it."""
-        return self.limits.puts and any(map(is_unsaved, shards.values()))
-
     def due(self, computed: int) -> list[int]:
         """Return the chunks to save after ``computed`` leading chunks are complete, each once."""
         if computed <= self.planned and not self.again:
@@ -291,7 +288,7 @@ class RequestTracker:
         self._lookups = lookups
         self._recorder = recorder
         self.adapters = Adapters(lookups.submit, digests)
-        self._limits = LimitReader(locality, recorder)
+        self._limits, self._prefetch = LimitReader(locality, recorder), prefetch
         self._hints = HintReader(prefetch, lookups.submit, geometry.chunk_tokens, recorder)
         self._tracked: dict[str, TrackedRequest] = {}
         self._has_met_session = False
@@ -391,10 +388,23 @@ class RequestTracker:
         records = self._lookups.ask(name, tracked.namespace, hashes, trace)
         if records is not None and records is not tracked.records:
             tracked.records = records
-            complete, to_put = self.coverage.is_complete, tracked.is_to_be_put
-            stored = (i for i, r in enumerate(records) if r and complete(r) and not to_put(r))
-            tracked.stored |= set(stored)
+            complete = self.coverage.is_complete
+            tracked.stored |= {i for i, r in enumerate(records) if r and complete(r)}
+            self._put_held(tracked, hashes, records)
         return records
+
+    def _put_held(self, tracked: TrackedRequest, hashes: RequestHashes, records: Records) -> None:
+        """Have the agent put what it holds back of a request that is to be put. Reading it again
+        would do so too, but vLLM reads nothing of a prompt in its own prefix cache."""
+        prefetch, namespace, count = self._prefetch, tracked.namespace, len(records)
+        if not tracked.limits.puts or prefetch is None:
+            return
+
+        def put() -> None:
+            prefetch(namespace, hashes[:count], PrefetchOrder(_PUT_S, puts=True))
+
+        if any(is_unsaved(one) for shards in records if shards for one in shards.values()):
+            self._lookups.submit(put)
 
     def hashing(self, tracked: TrackedRequest) -> bool:
         """Whether the hashes for its saves are still being computed. The request is held back

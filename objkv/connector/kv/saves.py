@@ -256,9 +256,7 @@ class SavePlanner:
             if chunk in again or chunk >= len(tracked.records):
                 return False
             shards = tracked.records[chunk]
-            if shards is None or tracked.is_to_be_put(shards):
-                return False
-            return self._requests.coverage.is_readable(shards, group)
+            return shards is not None and self._requests.coverage.is_readable(shards, group)
 
         return is_stored
 

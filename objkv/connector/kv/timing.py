@@ -61,7 +61,6 @@ class Timing:
         self._loads: dict[str, _Load] = {}
         self._tokens: dict[str, int] = {}
         self._savings: list[Savings] = []
-        self._token_bytes = 0.0
         self._coverage = coverage or Coverage(geometry)
 
     @property
@@ -165,7 +164,6 @@ class Timing:
 
     def _chunk(self, shards: Shards, start: int, end: int) -> ChunkSize:
         nbytes, hot = self._coverage.size(shards)
-        self._token_bytes = nbytes / max(1, end - start)
         return ChunkSize(nbytes, end - start, _HOT if hot else _BULK)
 
     def _tier_of(self, plan: LoadPlan) -> tuple[Tier, float]:

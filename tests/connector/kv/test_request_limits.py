@@ -207,14 +207,22 @@ def test_no_more_is_saved_than_is_allowed(asked: dict[str, Any], saved: int) -> 
 
 
 @pytest.mark.parametrize("puts", [False, True])
-def test_what_an_agent_holds_back_is_saved_again_by_a_request_to_put_it(puts: bool) -> None:
+def test_what_an_agent_holds_back_is_put_for_a_request_that_says_so(puts: bool) -> None:
     unsaved = replace(RECORD, header_checksum="unsaved:" + RECORD.header_checksum)
     publish_prompt(index := MemoryIndex(), [7] * SIZE, unsaved)
-    one = scheduler_side(index, admission="always")
+    asked: list[tuple[list[bytes], bool]] = []
+    one = scheduler_side(
+        index,
+        admission="always",
+        prefetch=lambda _, hashes, order: asked.append((list(hashes), order.puts)) or 1,
+    )
     prompt = request(2 * SIZE + 1, kv_transfer_params={"objkv_put": puts})
     assert ask(one, prompt, SIZE)[0] == 0, "vLLM has that chunk"
     one.plan_load(prompt, (), 0)
     prompt.num_computed_tokens = SIZE
     (plan,) = one.plan_step(step({"r": SIZE + 1}, list(range(1, 9)))).saves
     assert plan.puts is puts
-    assert [save.move.chunk for save in plan.moves] == ([0, 1] if puts else [1])
+    assert [save.move.chunk for save in plan.moves] == [1]
+    hashes = prefix_hashes(one.namespace, [7] * 2 * SIZE, SIZE)
+    wait_until(lambda: not one.lookups.in_flight)
+    assert asked == ([(hashes, True)] if puts else [])

@@ -47,6 +47,10 @@ _FIRST, _CHUNKS, _OWNER, _SLOW_S = 8, range(4), 7.0, 0.1
 _KILLS = 2
 
 
+_BEHIND_MAX = 8
+"""Payloads that an agent may still have to save when more are handed over."""
+
+
 class AgentRig(OrderRig):
     """Its slabs of loads are those for memory that is not registered with the device."""
 
@@ -149,6 +153,10 @@ class AgentRig(OrderRig):
         agent = self.loader.agent
         assert isinstance(agent, LossyConnection)
         return agent
+
+    def let_saves_catch_up(self) -> None:
+        """See ``OrderRig``."""
+        self.wait_until(lambda: self.node.saves.waiting < _BEHIND_MAX)
 
     def restart(self) -> None:
         """End the agent, and start another one at the same place, over the same stores."""

@@ -315,6 +315,9 @@ class OrderRig:
             self.report(plan)
         return request in reported
 
+    def let_saves_catch_up(self) -> None:
+        """Wait while more saves would be dropped, as on a busy machine."""
+
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Poll for an event of another thread or of the device. Raises ``NotInTimeError``."""
         end = time.monotonic() + self.setup.patience_s

@@ -173,6 +173,7 @@ class _Storm:
             if random.random() < 1 / 3:
                 delay(random.uniform(0, _SHORT_S))
         self._settle()
+        rig.let_saves_catch_up()
         reused = {area: name for area, name in self._saved.items() if random.random() < 1 / 2}
         for area in reused:
             del self._saved[area]
