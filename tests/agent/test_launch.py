@@ -269,6 +269,9 @@ def test_an_agent_that_cannot_start_is_logged_with_its_reason_and_tried_again(
     assert not link.await_agent(PATIENCE_S)
     (line,) = caplog.messages
     assert line.startswith("no node agent, caching nothing until one answers reason=bulk store")
+    strict = AgentLink(config.model_copy(update={"at_start": "strict"}), REPLICA)
+    with pytest.raises(ConfigError, match="at_start is strict: bulk store"):
+        strict.await_agent(PATIENCE_S)
     folder.unlink()
     wait_until(lambda: link.await_agent(PATIENCE_S))
     assert failure_of(path) is None
