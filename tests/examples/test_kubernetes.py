@@ -48,7 +48,6 @@ ALL: dict[str, Any] = {
         "serviceMonitor": {"enabled": True, "vllmLabels": {LABEL: "vllm"}},
     },
     "agent": {
-        "enabled": True,
         "listen": {"enabled": True},
         "priorityClassName": "high",
         "nodeSelector": {"pool": "gpu"},
@@ -64,7 +63,7 @@ TERRAFORM = json.loads((ROOT / "terraform" / "aws" / "tests" / "chart.json").rea
 AGENTS: dict[str, Any] = {
     "settings": SETTINGS | {"AWS_REGION": "eu-central-1", "OBJKV_TENANT": "acme"},
     "roles": {"writer": {"annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/w"}}},
-    "agent": {"enabled": True, "arenaMiB": 3000},
+    "agent": {"arenaMiB": 3000},
 }
 SET = f"--set-json=settings={json.dumps(SETTINGS)}"
 ROLES = {"objkv-exporter": "reader", "objkv-sweep": "sweeper", "objkv-verify": "reader"}
@@ -89,7 +88,7 @@ def test_each_object_is_what_the_api_takes(values: dict[str, Any], version: str)
         assert re.fullmatch(r"[a-z0-9-]+", found["metadata"]["name"])
     kinds = {one["kind"] for one in manifests()}
     more = {one["kind"] for one in manifests(**ALL)} - kinds
-    assert more == {"Secret", "ServiceMonitor", "PrometheusRule", "NetworkPolicy", "DaemonSet"}
+    assert more == {"Secret", "ServiceMonitor", "PrometheusRule", "NetworkPolicy"}
     assert "0 chart(s) failed" in helm("lint", "--strict", str(CHART), SET)
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert chart["appVersion"] == chart["version"] == __version__
