@@ -112,7 +112,7 @@ def test_only_a_folder_can_be_its_own_index() -> None:
     [
         ({"bulk_urll": "x"}, {}, "'bulk_urll' in kv_connector_extra_config; did you mean 'bulk_u"),
         ({}, {"OBJKV_BULK_ULR": "x"}, "'OBJKV_BULK_ULR' in the environment; did you mean 'OBJKV_B"),
-        ({}, {"OBJKV_AGENT": "foo"}, "OBJKV_AGENT in the environment: it must be off, auto, or un"),
+        ({}, {"OBJKV_AGENT": "foo"}, "OBJKV_AGENT in the environment: it must be auto, private,"),
         ({"agent_token": "short"}, {}, "agent_token in kv_connector_extra_config: it must have at"),
         (
             {"tenant": "a b"},

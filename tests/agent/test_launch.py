@@ -22,6 +22,7 @@ from objkv.agent.client import AgentConnection, is_listening
 from objkv.agent.server import AgentServer
 from objkv.assembly import agent as agent_module
 from objkv.assembly import launch
+from objkv.assembly import link as link_module
 from objkv.assembly.agent import NodeAgent
 from objkv.assembly.launch import IDLE_EXIT_S, AgentRuns, AgentSocket, failure_of, start_agent
 from objkv.assembly.link import AgentLink, Replica
@@ -236,6 +237,15 @@ def test_the_first_replica_starts_an_agent_for_all(config: Config) -> None:
     log = Path(f"{path}.log")
     wait_until(lambda: "agent ready" in log.read_text())
     assert log.read_text().count("agent ready") == 1
+
+
+def test_an_agent_that_is_being_started_is_not_started_again(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts: list[object] = []
+    monkeypatch.setattr(link_module, "start_agent", lambda *start: starts.append(start))
+    assert not AgentLink(config, REPLICA).await_agent(0.3)
+    assert len(starts) == 1
 
 
 def test_an_agent_runs_on_all_cores_and_shares_them_with_its_replicas(
