@@ -60,8 +60,8 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def server_bind(self) -> None:
         """Bind without a lookup of this machine's name, which may take long."""
-        if isinstance(self.server_address, str):
-            bind_private(self.socket, self.server_address)
+        if self.address_family == socket.AF_UNIX:
+            bind_private(self.socket, str(self.server_address))
         else:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self.socket.bind(self.server_address)
