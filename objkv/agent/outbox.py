@@ -84,7 +84,8 @@ class AgentSaves:
         self._accepted = accepted
         self._base, self._end = memory.ctypes.data, memory.ctypes.data + memory.nbytes
         self._memory = memory
-        self._in_flight = InFlightSaves()
+        self.in_flight = InFlightSaves()
+        """Payloads that are being handed over, and those that just were."""
         self._marking = Lock()
         """Not ``_lock``, which is held while an agent is connected to: forward passes begin saves.
         """
@@ -105,15 +106,15 @@ class AgentSaves:
         path = key.path()
         with self._marking:
             if puts:
-                self._in_flight.forget(path)
+                self.in_flight.forget(path)
                 self._puts.add(path)
-            return self._in_flight.begin(path)
+            return self.in_flight.begin(path)
 
     def end_save(self, key: ChunkKey) -> None:
         """A save has ended, with or without success."""
         with self._marking:
             self._puts.discard(key.path())
-            self._in_flight.end(key.path())
+            self.in_flight.end(key.path())
 
     def save(self, claim: Claim, payload: Buffer, header: Header) -> SaveOutcome:
         """Hand ``payload``, which is in the outbox, to the agent. When this returns, the agent has
@@ -129,12 +130,12 @@ class AgentSaves:
         if status is CommitStatus.KEPT and not puts and claim.key.path() in self._puts:
             status = self._reach().commit(offset, view.nbytes, puts=True)
         if status is CommitStatus.ACCEPTED:
-            self._in_flight.keep(claim.key.path())
+            self.in_flight.keep(claim.key.path())
             if self._accepted is not None:
                 self._accepted(claim.key)
             return SaveOutcome.ACCEPTED
         if status is CommitStatus.KEPT:  # not accepted yet: other nodes do not find it
-            self._in_flight.keep(claim.key.path())
+            self.in_flight.keep(claim.key.path())
             return SaveOutcome.ACCEPTED
         if status is CommitStatus.REPEATED:
             return SaveOutcome.EXISTED

@@ -383,16 +383,11 @@ class Saver:
             self._end_waiting(gathered)
             self._give_up(gathered.chunks, gathered.mark)
 
-    def _give_up(
-        self, chunks: Iterable[_SavedChunk], mark: Mark | None = None
-    ) -> set[tuple[str, int]]:
-        """Drop chunks. ``mark``: the end of their copies, None if they have ended."""
+    def _give_up(self, chunks: Iterable[_SavedChunk], mark: Mark) -> set[tuple[str, int]]:
+        """Drop chunks. ``mark``: the end of their copies."""
         dropped = set()
         for c in chunks:
-            if mark is None:
-                c.slab.release()
-            else:
-                c.slab.release_after(mark)
+            c.slab.release_after(mark)
             dropped.add(self._drop(c.request_id, c.move, c.claim.key))
         return dropped
 

@@ -248,6 +248,8 @@ class WatchedPool(SlabPool):
     ) -> None:
         super().__init__(name, count=count, slab_bytes=slab_bytes, pin=pin, fd=fd)
         self.leases = {memory.data_ptr(): 0 for memory in self._free}
+        self.is_outbox = fd >= 0
+        """Whether its memory keeps a descriptor open, as long as there is any of it."""
         WatchedPool._pools.append(self)
 
     def lease(self, *given: Any, **named: Any) -> Slab:

@@ -24,6 +24,7 @@ from objkv.agent import core, fill, residents
 from objkv.agent.core import CoreLimits
 from objkv.agent.fill import Cuts
 from objkv.agent.memory import arena
+from objkv.agent.outbox import AgentSaves
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import frame_pages, open_payload, read_header
 from objkv.config import Config
@@ -88,6 +89,10 @@ def hashes(epoch: int) -> list[bytes]:
 def content(epoch: int, chunk: int, layer: int, place: int) -> float:
     """What the model writes into each element of a block; exact in bfloat16."""
     return float(1 + (epoch % 8) * 24 + chunk * 8 + layer * 4 + place)
+
+
+_CLOSES = 4
+"""How often the agent of a life is closed, if it does not end."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +174,7 @@ class Engine:
         self.awake = True
         self.sides: list[WorkerSide] = []
         self.lanes: list[WatchedLane] = []
-        self.keys: list[ChunkCache] = []
+        self.saves: list[AgentSaves] = []
         self._handed: list[list[int]] = []
         self._finished: set[str] = set()
         self._held: set[str] = set()
@@ -261,7 +266,9 @@ class Engine:
         if self.awake:
             self.sides[-1].close()
         self._lose_memory()
-        self.insides[-1].close(1000.0)
+        for _ in range(_CLOSES):  # a schedule may let a deadline pass at once
+            if self.insides[-1].close(1000.0):
+                break
         for lane in self.lanes:
             lane.stream.end()
         self.compute.end()
@@ -492,6 +499,7 @@ class Engine:
                 (wiring, "ArenaLane", partial(self._open_lane, "load lane", loads=True)),
                 (wiring, "Loader", self._open_loader),
                 (wiring, "SlabPool", WatchedPool),
+                (wiring, "AgentSaves", self._open_saves),
                 (loads, "PayloadLayouts", partial(WatchedLayouts, self.hands)),
             ):
                 stack.enter_context(patch.object(module, name, value))
@@ -516,7 +524,6 @@ class Engine:
         cache = ChunkCache(
             self.store, None, self.index, settings, self.recorder, clock=lambda: the_stage().now
         )
-        self.keys.append(cache)
         return WatchedInside(
             cache,
             (knobs.arena_pages or 8) * PAGE,
@@ -533,6 +540,10 @@ class Engine:
         lane = WatchedLane(stream, self.hands, self.compute, loads=loads)
         self.lanes.append(lane)
         return lane
+
+    def _open_saves(self, *given: Any, **named: Any) -> AgentSaves:
+        self.saves.append(AgentSaves(*given, **named))
+        return self.saves[-1]
 
     def _open_loader(self, *given: Any, **named: Any) -> Loader:
         if self._has_device_frames:
@@ -558,9 +569,9 @@ class Engine:
             self._check_inside(inside)
         if self.index.leases:
             raise Broken(f"leases are left: {sorted(self.index.leases)}")
-        for keys in self.keys:
-            if keys.in_flight:
-                raise Broken(f"saves never ended: {len(keys.in_flight)}")
+        for saves in self.saves:
+            if saves.in_flight:
+                raise Broken(f"saves never ended: {len(saves.in_flight)}")
         for entry in self.inner.scan(""):
             self._check_payload(self.inner.get(entry.key) or b"")
         for epoch in range(self.epoch + 1):
@@ -661,6 +672,7 @@ def play(stage: Stage, life: Callable[[Engine], None], knobs: Knobs, seed: int) 
         engine.check()
     if stage.alarms:
         raise Broken(f"{len(stage.alarms)} alarms are left open")
+    files += sum(pool.is_outbox for pool in engine.pools)
     if _files() > files:
         gc.collect()
     if _files() > files:

@@ -71,9 +71,7 @@ class InsideConnection:
     def __init__(self, agent: InsideAgent, outbox: int = -1) -> None:
         self.arena, self.core, self._agent = agent.arena, agent.core, agent
         self._holder = LeaseHolder(agent.core)
-        self._outbox = memoryview(b"")
-        if outbox >= 0:
-            self._outbox = memoryview(join_outbox(os.dup(outbox)))
+        self._outbox = join_outbox(os.dup(outbox)) if outbox >= 0 else None
         agent.count(1)
         self._is_closed = False
 
@@ -85,7 +83,8 @@ class InsideConnection:
         return not self.is_open
 
     def commit(self, offset: int, nbytes: int, *, puts: bool = False) -> CommitStatus:
-        payload = bytes(self._outbox[offset : offset + nbytes])
+        assert self._outbox is not None
+        payload = self._outbox[offset : offset + nbytes]
         header = read_header(payload)
         try:
             outcome = self._agent.saves.save(header.claim, payload, header)
@@ -113,6 +112,8 @@ class InsideConnection:
         if not self._is_closed:
             self._is_closed = True
             self._holder.end_all()
+            if self._outbox is not None:
+                self._outbox.close()
             self._agent.count(-1)
 
 
