@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -171,18 +172,22 @@ def test_there_is_a_limit_of_clients_leases_and_deadlines() -> None:
 @pytest.mark.parametrize(
     ("place", "name", "error"),
     [
-        (threading.Thread, "start", RuntimeError("can't start new thread")),
-        (leases, "Alarm", OSError(errno.EMFILE, "too many open files")),
-        (server_module, "peer_of", MemoryError()),
+        (threading.Thread, "start", RuntimeError),
+        (leases, "Alarm", partial(OSError, errno.EMFILE, "too many open files")),
+        (server_module, "peer_of", MemoryError),
     ],
 )
 def test_clients_are_accepted_again_whatever_went_wrong_with_one(
-    monkeypatch: pytest.MonkeyPatch, place: object, name: str, error: Exception, clients_max: int
+    monkeypatch: pytest.MonkeyPatch,
+    place: object,
+    name: str,
+    error: Callable[[], Exception],
+    clients_max: int,
 ) -> None:
     """A client is served, or refused, once there are threads, descriptors and memory again."""
 
     def none_left(*_: object) -> None:
-        raise error
+        raise error()
 
     monkeypatch.setattr(server_module, "_PAUSE_S", 0.01)
     node = Node().listen(ServerLimits(clients_max=clients_max))
