@@ -13,16 +13,16 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, replace
-from itertools import chain
 from threading import Lock, local
 from time import monotonic
 from typing import Any, Final, TypeVar
 
 from objkv import errors
 from objkv.agent.client import AgentConnection
-from objkv.agent.memory.answers import AnswerBoard, Scope
+from objkv.agent.memory.answers import AnswerBoard, Draft, Scope
 from objkv.agent.messages import MessageKind, kind_of, pack_call, unpack_text
 from objkv.agent.prefetch import Prefetches, PrefetchOrder
+from objkv.agent.unsaved.payloads import UnsavedPayloads
 from objkv.cache.switch import SWITCH_PATH
 from objkv.errors import ObjkvError, StoreDenied, StoreError, StoreUnavailable, TransferError
 from objkv.index.base import ChunkEntry, Record, Savings, ShardRecord, Shards, WriteIndex
@@ -50,63 +50,67 @@ _INVALID = (
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
 Arguments = Mapping[str, Any]
 T = TypeVar("T")
-LookUp = Callable[[Sequence[bytes]], list[Shards | None]]
-Complete = Callable[[Sequence[bytes], LookUp], Sequence[Shards | None]]
-"""Looks up prefix hashes by the given function, and adds what is not stored yet."""
+_MISSING_S: Final = 0.5
+"""For how long it is remembered that a chunk is missing. Saves of this node end that at once."""
 
 
 class NodeLookups:
-    """Answers ``find`` from ``index``, and keeps blocks of answers on a board that replicas read.
-    Thread-safe."""
+    """Answers ``find`` from ``index`` and the unsaved payloads of this node, and keeps blocks of
+    answers on a board that replicas read. Thread-safe."""
 
     def __init__(
         self,
         index: WriteIndex,
+        unsaved: UnsavedPayloads,
         board: AnswerBoard,
         *,
         ttl_s: float,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """``board``: this object closes it. ``ttl_s``: how long an answer is valid."""
-        self._index, self.board, self._ttl_s, self._clock = index, board, ttl_s, clock
+        self._index, self._unsaved, self.board = index, unsaved, board
+        self._ttl_s, self._clock = ttl_s, clock
 
-    def find(
-        self, namespace: str, hashes: bytes, fields: tuple[str, ...], complete: Complete
-    ) -> list[bytes]:
-        """Return the text of each block of the answer for these prefix hashes. ``complete`` looks
-        up those that are not on the board. Only what the index has of all fields is kept there."""
+    def find(self, namespace: str, hashes: bytes, fields: tuple[str, ...]) -> list[bytes]:
+        """Return the text of each block of the answer for these prefix hashes."""
         scope, now = Scope(namespace, fields), self._clock()
-        generation = self.board.generation(scope)
         blocks = scope.blocks(hashes)
         keys = list(map(scope.key, blocks))
-        texts = [self._read(scope, key, now) for key in keys]
+        texts = [self._read(key, now) for key in keys]
         unknown = [number for number, text in enumerate(texts) if text is None]
-        asked = [_divided(blocks[number]) for number in unknown]
-        stored: dict[int, Shards] = {}
-
-        def look_up(some: Sequence[bytes]) -> list[Shards | None]:
-            found = self._index.find(namespace, some, fields)
-            stored.update((id(one), one) for one in found if one and len(one) == len(fields))
-            return found
-
-        found = iter(complete(list(chain.from_iterable(asked)), look_up) if asked else ())
-        for number, part in zip(unknown, asked, strict=True):
-            shards = [next(found) for _ in part]
-            text = texts[number] = b"\n".join(written_rows(shards, fields))
-            if self._ttl_s and all(id(one) in stored for one in shards):
-                self.board.write(keys[number], text, (now, now + self._ttl_s), generation)
+        # Before they are looked up: what changes meanwhile must not be kept.
+        drafts = [self.board.begin(keys[number], _divided(blocks[number])) for number in unknown]
+        try:
+            found = iter(self._ask(namespace, drafts, fields))
+            for number, draft in zip(unknown, drafts, strict=True):
+                shards = [next(found) for _ in draft.hashes]
+                text = texts[number] = b"\n".join(written_rows(shards, fields))
+                is_whole = all(one is not None and len(one) == len(fields) for one in shards)
+                ttl_s = self._ttl_s if is_whole else min(_MISSING_S, self._ttl_s)
+                if ttl_s:
+                    self.board.write(draft, text, (now, now + ttl_s))
+        finally:
+            self.board.end(drafts)
         return [text for text in texts if text is not None]
-
-    def invalidate(self, namespace: str, _prefix_hash: bytes) -> None:
-        """Look up the chunks of a namespace in the index again: a record of it was wrong."""
-        self.board.discard(namespace)
 
     def close(self) -> None:
         """Close the board. Idempotent."""
         self.board.close()
 
-    def _read(self, scope: Scope, key: bytes, now: float) -> bytes | None:
-        found = self.board.find(scope, key, now)
+    def _ask(
+        self, namespace: str, drafts: Sequence[Draft], fields: tuple[str, ...]
+    ) -> Sequence[Shards | None]:
+        asked = [one for draft in drafts for one in draft.hashes]
+        if not asked:
+            return ()
+
+        def look_up(some: Sequence[bytes]) -> list[Shards | None]:
+            return self._index.find(namespace, some, fields)
+
+        return self._unsaved.find(namespace, asked, fields, look_up)
+
+    def _read(self, key: bytes, now: float) -> bytes | None:
+        found = self.board.find(key, now)
         return None if found is None else self.board.read(key, found)
 
 
@@ -125,11 +129,13 @@ class NodeCalls:
         prefetches: Prefetches | None = None,
         *,
         ttl_s: int,
+        changed: Callable[[bytes], object] = lambda prefix_hash: None,
     ) -> None:
         """``ttl_s``: life of records that clients write or touch. Theirs does not count: those that
-        were given only the socket do not know that of the store."""
+        were given only the socket do not know that of the store. ``changed``: called after a
+        client has changed a chunk's record."""
         self._index, self._bulk, self._prefetches = index, bulk, prefetches
-        self._ttl_s = ttl_s
+        self._ttl_s, self._changed = ttl_s, changed
         self._verbs: dict[str, Callable[[Arguments], Any]] = {
             "lookup": self._lookup,
             "publish": self._publish,
@@ -155,7 +161,9 @@ class NodeCalls:
         return [None if one is None else _record_text(one) for one in found]
 
     def _publish(self, call: Arguments) -> None:
-        self._index.publish(_entry(call), _shards(call["shards"]), ttl_s=self._ttl_s)
+        chunk = _entry(call)
+        self._index.publish(chunk, _shards(call["shards"]), ttl_s=self._ttl_s)
+        self._changed(chunk.prefix_hash)
 
     def _touch(self, call: Arguments) -> None:
         self._index.touch(_namespace(call), _hashes(call), ttl_s=self._ttl_s)
@@ -170,7 +178,9 @@ class NodeCalls:
     def _forget(self, call: Arguments) -> bool:
         (expected,) = _shards({call["field"]: call["expected"]}).values()
         (prefix_hash,) = _hashes(call)
-        return self._index.forget(_namespace(call), prefix_hash, call["field"], expected)
+        forgot = self._index.forget(_namespace(call), prefix_hash, call["field"], expected)
+        self._changed(prefix_hash)
+        return forgot
 
     def _prefetch(self, call: Arguments) -> dict[str, int]:
         if self._prefetches is None:

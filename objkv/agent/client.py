@@ -185,7 +185,7 @@ class AgentConnection:
         scope = Scope(namespace, fields)
         parts = scope.blocks(b"".join(hashes))
         now = time.time()
-        blocks = [self._kept(scope, part, fields, now) for part in parts]
+        blocks = [self._kept(scope.key(part), part, fields, now) for part in parts]
         unknown = [number for number, block in enumerate(blocks) if block is None]
         at_once = max(1, find_max(len(fields)) // scope.chunks)
         for first in range(0, len(unknown), at_once):
@@ -196,13 +196,12 @@ class AgentConnection:
         return list(chain.from_iterable(block for block in blocks if block is not None))
 
     def _kept(
-        self, scope: Scope, part: bytes, fields: tuple[str, ...], now: float
+        self, key: bytes, part: bytes, fields: tuple[str, ...], now: float
     ) -> FoundBlock | None:
         """Return a block of an answer if it is in shared memory."""
         if self._board is None or self._is_lost:
             return None
-        key = scope.key(part)
-        found = self._board.find(scope, key, now)
+        found = self._board.find(key, now)
         if found is None:
             return None
         known = self._known.get(key)

@@ -11,11 +11,11 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock, Thread
 
-from objkv.agent.calls import LookUp, NodeCalls, NodeLookups
+from objkv.agent.calls import NodeCalls, NodeLookups
 from objkv.agent.core import Core
 from objkv.agent.leases import LeaseHolder
 from objkv.agent.memory.arena import Arena, CellState
@@ -46,7 +46,6 @@ from objkv.agent.residents import MissReason
 from objkv.agent.saves import NodeSaves
 from objkv.background import JOIN_S, join_all
 from objkv.errors import StoreError, TransferError
-from objkv.index.base import Shards
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 
 logger = logging.getLogger(__name__)
@@ -333,12 +332,7 @@ class AgentServer:
         namespace, hashes, fields = unpack_find(message)
         if not 0 < len(hashes) <= PREFIX_HASH_BYTES * find_max(len(fields)):
             raise ProtocolError(f"a lookup of {len(hashes)} bytes of hashes")
-        unsaved = self._core.residents.unsaved
-
-        def complete(some: Sequence[bytes], look_up: LookUp) -> Sequence[Shards | None]:
-            return unsaved.find(namespace, some, fields, look_up)
-
-        answer = pack_found(self._parts.lookups.find(namespace, hashes, fields, complete))
+        answer = pack_found(self._parts.lookups.find(namespace, hashes, fields))
         if answer is None:
             raise StoreError("the answer is too long")
         return answer

@@ -40,7 +40,7 @@ from tests.agent.world import (
     pages_at,
     payloads,
 )
-from tests.support.samples import NAMESPACE
+from tests.support.samples import NAMESPACE, TOKENS
 from tests.support.waiting import wait_until
 
 
@@ -223,7 +223,7 @@ def test_lookups_are_answered_from_one_board(node: Node, calls: AgentCalls) -> N
         None,
     ]
     assert None not in index.find(NAMESPACE, hashes, [key.field])
-    index.forget(NAMESPACE, key.prefix_hash, key.field, wanted[0].record)
+    node.index.forget(NAMESPACE, key.prefix_hash, key.field, wanted[0].record)
     assert index.find(NAMESPACE, hashes, [key.field])[0] is not None, "for a while"
     assert index.lookup(NAMESPACE, hashes)[0] is None
     assert index.lookup(NAMESPACE, hashes)[1] == node.index.lookup(NAMESPACE, hashes)[1]
@@ -250,12 +250,45 @@ def test_what_one_replica_looked_up_others_read_without_a_message(
             found = client.find(NAMESPACE, hashes, (field,))
             assert [None if one is None else dict(one) for one in found] == due
     assert len(sent) == 1, "the first lookup of the first one"
-    node.lookups.invalidate(NAMESPACE, hashes[0])
+    node.lookups.board.discard(hashes[0])
     for client in clients:
         client.find(NAMESPACE, hashes, (field,))
     assert len(sent) == 2
     node.connect().find(NAMESPACE, hashes, (field,))
     assert len(sent) == 3, "who has the arena has no answers"
+
+
+def test_a_node_that_saves_and_refuses_all_the_time_answers_from_memory(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, wanted, desk = list[Any](), node.save(), Desk(node)
+    field = wanted[0].claim.key.field
+    hashes = [one.claim.key.prefix_hash for one in wanted]
+    client, find = node.connect(wants_arena=False), node.index.find
+    monkeypatch.setattr(node.index, "find", lambda *of: [asked.append(of), find(*of)][1])
+    for round_ in range(5):
+        assert None not in client.find(NAMESPACE, hashes, (field,))
+        other = payloads([7 + round_, *TOKENS])[0]
+        desk.hand_over(other)
+        key = read_header(other).claim.key
+        node.saves.drain(PATIENCE_S)
+        node.core.reject(node.wanted([key])[0])
+    assert len(asked) == 1, "a change of one chunk voids what was answered about others"
+    desk.close()
+
+
+def test_a_replica_finds_at_once_what_its_node_saved(node: Node) -> None:
+    """Though it was missing, and that was remembered."""
+    client, desk = node.connect(wants_arena=False), Desk(node)
+    samples = payloads()
+    keys = [read_header(one).claim.key for one in samples]
+    hashes, field = [key.prefix_hash for key in keys], keys[0].field
+    for count, sample in enumerate(samples):
+        found = client.find(NAMESPACE, hashes, (field,))
+        assert [one is not None for one in found] == [n < count for n in range(len(keys))]
+        desk.hand_over(sample)
+    assert None not in client.find(NAMESPACE, hashes, (field,))
+    desk.close()
 
 
 def test_a_client_remembers_a_bounded_number_of_blocks(

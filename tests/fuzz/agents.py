@@ -288,10 +288,10 @@ def _check_client(answer: bytes) -> str | None:
     liar = _liars[0]
     liar.answers = [answer or b"\xff"] * 3
     kind, scope = answer[:1], Scope(NAMESPACE, FIELDS[:1])
-    liar.board.discard(NAMESPACE)
+    liar.board.discard(HASHES[0])
     if kind == b"\x08" and len(answer) % 2:  # the same, in shared memory
-        key, generation = scope.key(b"".join(HASHES[:2])), liar.board.generation(scope)
-        liar.board.write(key, answer[1:], (0.0, 1e12), generation)
+        draft = liar.board.begin(scope.key(b"".join(HASHES[:2])), HASHES[:2])
+        liar.board.write(draft, answer[1:], (0.0, 1e12))
     client = AgentConnection(liar.path, call_s=_PATIENCE_S)
     try:
         if kind in (b"\x08", b"\x09"):
