@@ -13,7 +13,6 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, replace
-from threading import Lock, local
 from time import monotonic
 from typing import Any, Final, TypeVar
 
@@ -23,6 +22,7 @@ from objkv.agent.memory.answers import AnswerBoard, Draft, Scope
 from objkv.agent.messages import MessageKind, kind_of, pack_call, unpack_text
 from objkv.agent.prefetch import Prefetches, PrefetchOrder
 from objkv.agent.unsaved.payloads import UnsavedPayloads
+from objkv.background import Steps
 from objkv.cache.switch import SWITCH_PATH
 from objkv.errors import ObjkvError, StoreDenied, StoreError, StoreUnavailable, TransferError
 from objkv.index.base import ChunkEntry, Record, Savings, ShardRecord, Shards, WriteIndex
@@ -202,30 +202,29 @@ class NodeCalls:
 
 
 class AgentCalls:
-    """A replica's side. Each thread has a connection of its own, so none waits for another."""
+    """A replica's side, in steps of one thread. Lookups have a connection of their own, so none
+    waits for another call."""
 
     def __init__(
         self, connect: Callable[[], AgentConnection], *, clock: Callable[[], float] = monotonic
     ) -> None:
         """``connect``: returns a new connection, or raises ``ObjkvError``."""
         self._connect, self._clock = connect, clock
-        self._own = local()
-        self._lock = Lock()
-        self._open: list[AgentConnection] = []
+        self._agents: dict[MessageKind, AgentConnection] = {}
         self._retry_at = -1.0
         self._closed = False
         self._trouble = Trouble(logger, "lookups and records by the agent")
 
     def find(
         self, namespace: str, hashes: Sequence[bytes], fields: tuple[str, ...]
-    ) -> list[Shards | None]:
+    ) -> Steps[list[Shards | None]]:
         """See ``ReadIndex.find``."""
-        return self._use(lambda agent: agent.find(namespace, hashes, fields))
+        return self._use(MessageKind.FIND, lambda agent: agent.find(namespace, hashes, fields))
 
-    def run(self, verb: str, **arguments: Any) -> Any:
+    def run(self, verb: str, **arguments: Any) -> Steps[Any]:
         """Run a call in the agent. Raises ``StoreError`` as the agent's store or index does."""
         message = pack_call(json.dumps({"verb": verb} | arguments))
-        answer = self._use(lambda agent: agent.call(message))
+        answer = yield from self._use(MessageKind.CALL, lambda agent: agent.call(message))
         if kind_of(answer) is MessageKind.FAILED:
             name, _, text = unpack_text(answer).partition("\n")
             kind = getattr(errors, name) if name in _FAILURES else StoreError
@@ -235,13 +234,13 @@ class AgentCalls:
         except ValueError as exc:
             raise StoreUnavailable("the agent's answer is not JSON") from exc
 
-    def prefetch(self, namespace: str, hashes: Sequence[bytes], order: PrefetchOrder) -> int:
+    def prefetch(self, namespace: str, hashes: Sequence[bytes], order: PrefetchOrder) -> Steps[int]:
         """Have the payloads of a prompt fetched. Returns how many that started. Raises
         ``StoreError``."""
         started, left = 0, order.bytes_max
         for first in range(0, len(hashes), _PREFETCH_MAX):
             part = hashes[first : first + _PREFETCH_MAX]
-            found = self.run(
+            found = yield from self.run(
                 "prefetch",
                 namespace=namespace,
                 hashes=_hex(part),
@@ -255,66 +254,65 @@ class AgentCalls:
         return started
 
     def close(self) -> None:
-        """Close all connections. Idempotent."""
-        with self._lock:
-            self._closed = True
-            left, self._open = self._open, []
-        for agent in left:
-            agent.close()
+        """Close all connections. Idempotent. The thread must have ended."""
+        self._closed = True
+        while self._agents:
+            self._agents.popitem()[1].close()
 
-    def _use(self, work: Callable[[AgentConnection], T]) -> T:
+    def _use(self, kind: MessageKind, work: Callable[[AgentConnection], Steps[T]]) -> Steps[T]:
         try:
-            found = work(self._reach())
-        except TransferError as exc:
+            found = yield from work(self._reach(kind))
+        except (TransferError, TimeoutError) as exc:
             if not self._closed:
                 self._trouble.failed(exc)
             raise StoreUnavailable(str(exc)) from exc
         self._trouble.worked()
         return found
 
-    def _reach(self) -> AgentConnection:
-        agent: AgentConnection | None = getattr(self._own, "agent", None)
+    def _reach(self, kind: MessageKind) -> AgentConnection:
+        """Return the connection for questions of a kind."""
+        agent = self._agents.get(kind)
         if agent is not None and not agent.has_ended():
             return agent
-        with self._lock:
-            if self._closed or self._clock() < self._retry_at:
-                raise TransferError("no agent")
-            if agent in self._open:
-                self._open.remove(agent)
+        if self._closed or self._clock() < self._retry_at:
+            raise TransferError("no agent")
         if agent is not None:
-            agent.close()
+            del self._agents[kind]
+            agent.leave()
         try:
-            agent = self._own.agent = self._connect()
+            agent = self._agents[kind] = self._connect()
         except ObjkvError:
             self._retry_at = self._clock() + RETRY_S
             raise
-        with self._lock:
-            self._open.append(agent)
         return agent
 
 
 class AgentIndex:
-    """The part of a ``WriteIndex`` that replicas use."""
+    """The part of a ``WriteIndex`` that replicas use, in steps."""
 
     def __init__(self, calls: AgentCalls) -> None:
         self._calls = calls
 
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
-    ) -> list[Shards | None]:
+    ) -> Steps[list[Shards | None]]:
         """See ``ReadIndex``."""
         if not prefix_hashes or not fields:
             return [None] * len(prefix_hashes)
-        return self._calls.find(namespace, prefix_hashes, tuple(fields))
+        return (yield from self._calls.find(namespace, prefix_hashes, tuple(fields)))
 
-    def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
+    def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> Steps[list[Record | None]]:
         """See ``ReadIndex``."""
-        found = self._calls.run("lookup", namespace=namespace, hashes=_hex(prefix_hashes))
+        found = yield from self._calls.run(
+            "lookup", namespace=namespace, hashes=_hex(prefix_hashes)
+        )
         return [None if one is None else _read_record(one) for one in found]
 
-    def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
+    def publish(
+        self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int
+    ) -> Steps[None]:
         """See ``WriteIndex``."""
-        self._calls.run(
+        yield from self._calls.run(
             "publish",
             namespace=chunk.namespace,
             hashes=_hex((chunk.prefix_hash, chunk.parent_hash)),
@@ -323,23 +321,25 @@ class AgentIndex:
             ttl_s=ttl_s,
         )
 
-    def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> None:
+    def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> Steps[None]:
         """See ``WriteIndex``."""
-        self._calls.run("touch", namespace=namespace, hashes=_hex(prefix_hashes), ttl_s=ttl_s)
-
-    def credit(self, savings: Savings) -> None:
-        """See ``WriteIndex``."""
-        self._calls.run("credit", savings=asdict(savings))
-
-    def forget(self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord) -> bool:
-        """See ``WriteIndex``."""
-        text = encode_shard(expected).decode()
-        hashes = _hex((prefix_hash,))
-        return bool(
-            self._calls.run(
-                "forget", namespace=namespace, hashes=hashes, field=field, expected=text
-            )
+        yield from self._calls.run(
+            "touch", namespace=namespace, hashes=_hex(prefix_hashes), ttl_s=ttl_s
         )
+
+    def credit(self, savings: Savings) -> Steps[None]:
+        """See ``WriteIndex``."""
+        yield from self._calls.run("credit", savings=asdict(savings))
+
+    def forget(
+        self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord
+    ) -> Steps[bool]:
+        """See ``WriteIndex``."""
+        text, hashes = encode_shard(expected).decode(), _hex((prefix_hash,))
+        forget = self._calls.run(
+            "forget", namespace=namespace, hashes=hashes, field=field, expected=text
+        )
+        return bool((yield from forget))
 
     def check(self) -> None:
         """Do nothing: the agent checks its index."""
@@ -350,25 +350,26 @@ class AgentIndex:
 
 
 class AgentDocuments:
-    """The part of a ``WriteStore`` that replicas use: documents, never payloads."""
+    """The part of a ``WriteStore`` that replicas use, in steps: documents, never payloads."""
 
     def __init__(self, calls: AgentCalls) -> None:
         self._calls = calls
 
-    def get_range(self, key: str, start: int, end: int) -> bytes | None:
+    def get_range(self, key: str, start: int, end: int) -> Steps[bytes | None]:
         """See ``ReadStore``."""
-        found = self._calls.run("get", path=key)
+        found = yield from self._calls.run("get", path=key)
         return None if found is None else base64.b64decode(found)[start:end]
 
-    def put_if_absent(self, key: str, value: Buffer) -> bool:
+    def put_if_absent(self, key: str, value: Buffer) -> Steps[bool]:
         """See ``WriteStore``."""
         document = base64.b64encode(value).decode()
-        return bool(self._calls.run("put", path=key, document=document, replace=False))
+        put = self._calls.run("put", path=key, document=document, replace=False)
+        return bool((yield from put))
 
-    def put(self, key: str, value: Buffer) -> None:
+    def put(self, key: str, value: Buffer) -> Steps[None]:
         """See ``WriteStore``."""
         document = base64.b64encode(value).decode()
-        self._calls.run("put", path=key, document=document, replace=True)
+        yield from self._calls.run("put", path=key, document=document, replace=True)
 
     def check(self) -> None:
         """Do nothing: the agent checks its store."""

@@ -26,6 +26,7 @@ from tests.contracts.index_contract import shard
 from tests.fuzz.mutation import spoiled
 from tests.fuzz.target import Target, outcome, require
 from tests.support.samples import NAMESPACE
+from tests.support.steps import complete
 
 FIELDS = ("0.L0-2_H0-2", "1.L0-2_H0-2")
 _PATIENCE_S = 60.0
@@ -295,7 +296,7 @@ def _check_client(answer: bytes) -> str | None:
     client = AgentConnection(liar.path, call_s=_PATIENCE_S)
     try:
         if kind in (b"\x08", b"\x09"):
-            found = client.find(NAMESPACE, HASHES[:2], FIELDS[:1])
+            found = complete(client.find(NAMESPACE, HASHES[:2], FIELDS[:1]))
             require(len(found) == 2, "another number of answers")
         elif kind == b"\x0c":
             client.commit(0, 4096)

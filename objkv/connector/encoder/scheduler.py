@@ -84,7 +84,7 @@ class EncoderSchedulerSide:
         self._local: dict[str, None] = {}
         """Known identifiers in vLLM's own encoder cache, the oldest first."""
         self._namespace = ReplicaNamespace(identity, bulk, fetcher.submit, writes=roles.saves)
-        self.switch = AdmissionSwitch(admission, bulk, self._namespace, recorder)
+        self.switch = AdmissionSwitch(admission, bulk, self._namespace, recorder, fetcher.submit)
         self._namespace.announce()
         logger.info(
             "objkv encoder cache ready model=%s namespace=%s", identity.model, self._namespace.name
@@ -214,7 +214,6 @@ class EncoderSchedulerSide:
 
     def close(self) -> None:
         """Stop the background threads."""
-        self.switch.close()
         self._fetcher.close()
 
     def _track(self, request: "Request") -> TrackedMedia:
