@@ -15,7 +15,7 @@ from time import monotonic
 
 import numpy as np
 
-from objkv.background import Pool, Steps, in_steps
+from objkv.background import Pool, Steps, at_once, in_steps
 from objkv.cache.chunks import ChunkCache
 from objkv.codec.payload import LayerSpec, frame_pages, open_payload, payload_bytes_max, read_header
 from objkv.connector.encoder.items import EncoderOutput, Pages
@@ -296,8 +296,7 @@ class EncoderFetcher:
 
         def run() -> None:
             try:
-                for _ in in_steps(job()):
-                    pass
+                at_once(in_steps(job()))
             except StoreError:
                 self._recorder.count("background_errors")
 

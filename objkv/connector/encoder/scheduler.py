@@ -248,5 +248,5 @@ class EncoderSchedulerSide:
             self._saves[identifier] = ItemSave(item.item_hash, item.embeds, replaces)
 
 
-def _do_nothing(_job: Callable[[], None]) -> bool:
+def _do_nothing(_job: Callable[[], object]) -> bool:
     return False
