@@ -48,7 +48,7 @@ from objkv.agent.messages import (
 )
 from objkv.agent.peers import connect_to
 from objkv.agent.queue import Urgency
-from objkv.background import Alarm, wait_for
+from objkv.background import Alarm, Question, Steps, wait_for
 from objkv.errors import StoreUnavailable, TransferError
 from objkv.index.base import Shards
 from objkv.keys.prefix import PREFIX_HASH_BYTES
@@ -76,7 +76,8 @@ class Connect(Protocol):
 
 
 class AgentConnection:
-    """A way to the agent's payloads and answers. Thread-safe: calls take turns."""
+    """A way to the agent's payloads and answers. Thread-safe: calls take turns. What is done in
+    steps is for one thread, and a connection of its own."""
 
     def __init__(
         self,
@@ -90,7 +91,8 @@ class AgentConnection:
         agent serves ``path``, or it refuses."""
         self._path = path
         self._lock = Lock()
-        self._is_lost = False
+        self._is_lost = self._leaves = False
+        self._unanswered = 0
         self._arena: Arena | None = None
         self._board: AnswerBoard | None = None
         self._known: dict[bytes, tuple[int, FoundBlock]] = {}
@@ -181,30 +183,32 @@ class AgentConnection:
 
     def find(
         self, namespace: str, hashes: Sequence[bytes], fields: tuple[str, ...]
-    ) -> list[Shards | None]:
-        """Look up chunks, see ``ReadIndex.find``. Raises ``StoreUnavailable`` if the agent has no
-        answer, also because its index has none."""
+    ) -> Steps[list[Shards | None]]:
+        """Look up chunks, see ``ReadIndex.find``: in the answers first, and in steps what they
+        lack. Raises ``StoreUnavailable`` if the agent has no answer, also because its index has
+        none."""
         scope = Scope(namespace, fields)
         parts = scope.blocks(b"".join(hashes))
         now = time.time()
-        blocks = [self._kept(scope, part, fields, now) for part in parts]
+        blocks = [self._kept(scope.key(part), part, fields, now) for part in parts]
         unknown = [number for number, block in enumerate(blocks) if block is None]
         at_once = max(1, find_max(len(fields)) // scope.chunks)
         for first in range(0, len(unknown), at_once):
             numbers = unknown[first : first + at_once]
-            answers = self._ask(namespace, [parts[number] for number in numbers], fields)
+            some = [parts[number] for number in numbers]
+            answer = yield Question(self, pack_find(namespace, some, fields))
+            answers = self._found(answer, some, fields)
             for number, block in zip(numbers, answers, strict=True):
                 blocks[number] = block
         return list(chain.from_iterable(block for block in blocks if block is not None))
 
     def _kept(
-        self, scope: Scope, part: bytes, fields: tuple[str, ...], now: float
+        self, key: bytes, part: bytes, fields: tuple[str, ...], now: float
     ) -> FoundBlock | None:
         """Return a block of an answer if it is in shared memory."""
         if self._board is None or self._is_lost:
             return None
-        key = scope.key(part)
-        found = self._board.find(scope, key, now)
+        found = self._board.find(key, now)
         if found is None:
             return None
         known = self._known.get(key)
@@ -219,11 +223,10 @@ class AgentConnection:
         self._known[key] = found[0], block
         return block
 
-    def _ask(
-        self, namespace: str, parts: Sequence[bytes], fields: tuple[str, ...]
+    def _found(
+        self, answer: bytes, parts: Sequence[bytes], fields: tuple[str, ...]
     ) -> list[FoundBlock]:
-        """Ask the agent for some blocks of prefix hashes."""
-        answer = self._call(pack_find(namespace, parts, fields))
+        """Read what the agent answers about some blocks of prefix hashes."""
         if self._read(partial(kind_of, answer)) is MessageKind.FAILED:
             raise StoreUnavailable(f"lookup by the agent: {unpack_text(answer)}")
         texts = self._read(partial(unpack_found, answer, len(parts)))
@@ -232,13 +235,51 @@ class AgentConnection:
             for text, part in zip(texts, parts, strict=True)
         ]
 
-    def call(self, message: bytes) -> bytes:
+    def call(self, message: bytes) -> Steps[bytes]:
         """Send a message of ``objkv.agent.calls`` and return the answer."""
-        answer = self._call(message)
+        answer = yield Question(self, message)
         if self._read(partial(kind_of, answer)) not in (MessageKind.RESULT, MessageKind.FAILED):
             self._is_lost = True
             raise ProtocolError(f"{kind_of(answer).name} instead of a result")
         return answer
+
+    def fileno(self) -> int:
+        """See ``Line``."""
+        return self._sock.fileno()
+
+    def send(self, message: bytes) -> bool:
+        """See ``Line``. Not for a connection that is used in another way, too."""
+        if self._is_lost:
+            raise TransferError(f"the connection to the agent at {self._path} is lost")
+        try:
+            self._sock.send(message, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError as exc:
+            raise self._lost("no connection to", exc) from exc
+        self._unanswered += 1
+        return True
+
+    def receive(self) -> bytes | None:
+        """See ``Line``."""
+        try:
+            answer = self._sock.recv(MESSAGE_BYTES_MAX + 1, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        except OSError as exc:
+            raise self._lost("no answer from", exc) from exc
+        if not answer:
+            raise self._lost("no answer from", "it ended the connection")
+        self._unanswered -= 1
+        if self._leaves:
+            self.leave()
+        return answer
+
+    def leave(self) -> None:
+        """Close the connection once all questions are answered: one that the agent has ended."""
+        self._leaves = True
+        if not self._unanswered:
+            self.close()
 
     def wait(self, seconds: float, also: Alarm | None = None) -> bool:
         """Wait for progress of a payload that is being filled, or for ``also``, for at most
@@ -271,13 +312,9 @@ class AgentConnection:
         try:
             answer = self._sock.recv(MESSAGE_BYTES_MAX + 1)
         except OSError as exc:
-            self._is_lost = True
-            raise TransferError(
-                f"no answer from the agent at {self._path}: {_reason(exc)}"
-            ) from exc
+            raise self._lost("no answer from", exc) from exc
         if not answer:
-            self._is_lost = True
-            raise TransferError(f"the agent at {self._path} ended the connection")
+            raise self._lost("no answer from", "it ended the connection")
         return answer
 
     def _send(self, message: bytes) -> None:
@@ -290,10 +327,12 @@ class AgentConnection:
         try:
             self._sock.send(message)
         except OSError as exc:
-            self._is_lost = True
-            raise TransferError(
-                f"no connection to the agent at {self._path}: {_reason(exc)}"
-            ) from exc
+            raise self._lost("no connection to", exc) from exc
+
+    def _lost(self, what: str, reason: OSError | str) -> TransferError:
+        self._is_lost = True
+        text = _reason(reason) if isinstance(reason, OSError) else reason
+        return TransferError(f"{what} the agent at {self._path}: {text}")
 
     def _read(self, parse: Callable[[], T]) -> T:
         """Parse an answer. A connection that sends nonsense is lost."""

@@ -65,9 +65,6 @@ class _MissError(ObjkvError):
 class Core:
     """Thread-safe. ``open`` and ``release`` never wait."""
 
-    on_rejected: Callable[[str, bytes], object] = staticmethod(lambda namespace, prefix_hash: None)
-    """Called for the chunk of each payload whose record was forgotten."""
-
     def __init__(
         self,
         cache: ChunkCache,
@@ -76,9 +73,11 @@ class Core:
         recorder: Recorder,
         *,
         disk: Disk | None = None,
+        changed: Callable[[bytes], object] = lambda prefix_hash: None,
     ) -> None:
-        """The core closes ``disk``, and neither ``cache`` nor ``arena``."""
-        self.residents = Residents(arena, recorder)
+        """The core closes ``disk``, and neither ``cache`` nor ``arena``. ``changed``: called for a
+        chunk after a lookup of it has another outcome. Must not wait."""
+        self.residents = Residents(arena, recorder, changed)
         self.spill: Spill | None = None
         """The tier below the arena; None if there is none."""
         if disk is not None:
@@ -86,6 +85,7 @@ class Core:
             bounds = SpillLimits(readers, keeps_all=limits.disk_keeps_all)
             self.spill = Spill(self.residents, disk, cache.seal, bounds, recorder)
         self._cache, self._limits, self._recorder = cache, limits, recorder
+        self._record_changed = changed
         self._trouble = Trouble(logger, "loads")
         self._changed = Condition(Lock())
         self._turns, self._busy = Turns(), BusyThreads()
@@ -379,7 +379,7 @@ class Core:
         """Forget a record, also in what lookups remember: it would be a miss again and again."""
         key = wanted.claim.key
         self._cache.reject(key, {key.field: wanted.record}, corrupt=corrupt)
-        self.on_rejected(key.namespace, key.prefix_hash)
+        self._record_changed(key.prefix_hash)
 
     def _remember(self, shard: tuple[str, str], shape: KnownShape) -> None:
         """Keep one tuple of layers per shard, since the header's parser goes by its identity, and

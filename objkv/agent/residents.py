@@ -105,9 +105,15 @@ class Unread:
 class Residents:
     """All payloads of one arena. Thread-safe; only ``wait_idle`` waits."""
 
-    def __init__(self, arena: Arena, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        recorder: Recorder,
+        changed: Callable[[bytes], object] = lambda prefix_hash: None,
+    ) -> None:
+        """``changed``: see ``UnsavedPayloads``."""
         self._arena, self._recorder = arena, recorder
-        self.unsaved = UnsavedPayloads(recorder)
+        self.unsaved = UnsavedPayloads(recorder, changed)
         """Those that no store has yet."""
         self._extents = Extents(BOARD_BYTES, arena.nbytes)
         self._ranking = Ranking(self._extents.total_bytes)

@@ -16,7 +16,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from threading import Lock, Thread
 
-from objkv.agent.calls import LookUp, NodeCalls, NodeLookups
+from objkv.agent.calls import NodeCalls, NodeLookups
 from objkv.agent.core import Core
 from objkv.agent.leases import LeaseHolder
 from objkv.agent.memory.arena import Arena, CellState
@@ -48,7 +48,6 @@ from objkv.agent.residents import MissReason
 from objkv.agent.saves import NodeSaves
 from objkv.background import JOIN_S, Pool, join_all
 from objkv.errors import StoreError, TransferError
-from objkv.index.base import Shards
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.telemetry import Trouble
 
@@ -344,12 +343,7 @@ class AgentServer:
         namespace, hashes, fields = unpack_find(message)
         if not 0 < len(hashes) <= PREFIX_HASH_BYTES * find_max(len(fields)):
             raise ProtocolError(f"a lookup of {len(hashes)} bytes of hashes")
-        unsaved = self._core.residents.unsaved
-
-        def complete(some: Sequence[bytes], look_up: LookUp) -> Sequence[Shards | None]:
-            return unsaved.find(namespace, some, fields, look_up)
-
-        answer = pack_found(self._parts.lookups.find(namespace, hashes, fields, complete))
+        answer = pack_found(self._parts.lookups.find(namespace, hashes, fields))
         if answer is None:
             raise StoreError("the answer is too long")
         return answer

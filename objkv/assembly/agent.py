@@ -87,12 +87,20 @@ class NodeAgent:
         self._open(path, recorder, replace)
         self.saves = NodeSaves(self._cache, self.core.residents, self._save_limits(), recorder)
         self.lookups = NodeLookups(
-            self._backends.index, self._board, ttl_s=config.lookup_ttl_ms / 1000
+            self._backends.index,
+            self.core.residents.unsaved,
+            self._board,
+            ttl_s=config.lookup_ttl_ms / 1000,
         )
-        self.core.on_rejected = self.lookups.invalidate
         index = self._backends.index
         prefetches = Prefetches(self.core, index, self._backends.bulk)
-        calls = NodeCalls(index, self._backends.bulk, prefetches, ttl_s=config.ttl_s)
+        calls = NodeCalls(
+            index,
+            self._backends.bulk,
+            prefetches,
+            ttl_s=config.ttl_s,
+            changed=self._board.discard,
+        )
         parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls)
         self.server = AgentServer(self._socket.listener, parts)
         self.numbers = AgentNumbers(recorder)
@@ -174,7 +182,8 @@ class NodeAgent:
         if config.agent_disk_url is not None:
             folder = DiskFolder(local_path(config.agent_disk_url))
             disk = Disk(folder, config.agent_disk_bytes, "-".join(config.seals) or "plain")
-        return Core(self._cache, self.arena, limits, recorder, disk=disk)
+        changed = self._board.discard
+        return Core(self._cache, self.arena, limits, recorder, disk=disk, changed=changed)
 
     def _save_limits(self) -> NodeSaveLimits:
         config, far = self._config, is_far(self._config)

@@ -35,6 +35,7 @@ from objkv.telemetry import MemoryRecorder
 from tests.agent.test_http import Router
 from tests.support.agents import AgentProcess, agent_folder
 from tests.support.samples import NAMESPACE
+from tests.support.steps import complete
 from tests.support.waiting import PATIENCE_S, wait_until
 
 REPLICA = Replica("engine")
@@ -528,7 +529,7 @@ def test_lookups_of_an_agent_that_is_stuck_fail_soon(tmp_path: Path) -> None:
 
         def finds() -> bool:
             try:
-                return client.find(NAMESPACE, hashes, (field,)) == [{field: record}]
+                return complete(client.find(NAMESPACE, hashes, (field,))) == [{field: record}]
             except TransferError:
                 return False
 

@@ -44,7 +44,8 @@ from tests.agent.world import (
     payloads,
     serving,
 )
-from tests.support.samples import NAMESPACE
+from tests.support.samples import NAMESPACE, TOKENS
+from tests.support.steps import Completed, complete
 from tests.support.waiting import wait_until
 
 
@@ -233,7 +234,7 @@ def test_without_a_free_descriptor_there_is_no_agent(
     with monkeypatch.context() as patch:
         patch.setattr(socket, "socket", none_left)
         with pytest.raises(StoreUnavailable, match="Too many open files"):
-            calls.run("get", path=SWITCH_PATH)
+            Completed(calls).run("get", path=SWITCH_PATH)
         assert not is_listening(node.path)
     calls.close()
 
@@ -247,11 +248,13 @@ def test_an_agent_that_never_answers_is_lost_in_time(node: Node) -> None:
     client = AgentConnection(node.path, call_s=1.0)
     gate = threading.Event()
     node.index.find = lambda *_: gate.wait(20) and []  # type: ignore[assignment, method-assign, func-returns-value]
+    assert client.send(m.pack_find(NAMESPACE, [bytes(20)], ("0.L0-2_H0-2",)))
+    assert client.receive() is None
     with pytest.raises(TransferError, match="no answer"):
-        client.find(NAMESPACE, [bytes(20)], ("0.L0-2_H0-2",))
+        client.commit(0, 1)
     assert not client.is_open
     with pytest.raises(TransferError, match="lost"):
-        client.find(NAMESPACE, [bytes(20)], ("0.L0-2_H0-2",))
+        complete(client.find(NAMESPACE, [bytes(20)], ("0.L0-2_H0-2",)))
     gate.set()
     client.close()
 
@@ -264,7 +267,7 @@ def calls(node: Node) -> Any:
 
 
 def test_lookups_are_answered_from_one_board(node: Node, calls: AgentCalls) -> None:
-    wanted, index = node.save(), AgentIndex(calls)
+    wanted, index = node.save(), Completed(AgentIndex(calls))
     key = wanted[0].claim.key
     hashes = [one.claim.key.prefix_hash for one in wanted]
     found = index.find(NAMESPACE, [*hashes, bytes(20)], [key.field])
@@ -273,7 +276,7 @@ def test_lookups_are_answered_from_one_board(node: Node, calls: AgentCalls) -> N
         None,
     ]
     assert None not in index.find(NAMESPACE, hashes, [key.field])
-    index.forget(NAMESPACE, key.prefix_hash, key.field, wanted[0].record)
+    node.index.forget(NAMESPACE, key.prefix_hash, key.field, wanted[0].record)
     assert index.find(NAMESPACE, hashes, [key.field])[0] is not None, "for a while"
     assert index.lookup(NAMESPACE, hashes)[0] is None
     assert index.lookup(NAMESPACE, hashes)[1] == node.index.lookup(NAMESPACE, hashes)[1]
@@ -286,26 +289,59 @@ def test_what_one_replica_looked_up_others_read_without_a_message(
     wanted, sent = node.save(), list[bytes]()
     field = wanted[0].claim.key.field
     hashes = [one.claim.key.prefix_hash for one in wanted]
-    push = AgentConnection._push
+    send = AgentConnection.send
 
-    def counted(self: AgentConnection, message: bytes) -> None:
+    def counted(self: AgentConnection, message: bytes) -> bool:
         sent.append(message)
-        push(self, message)
+        return send(self, message)
 
-    monkeypatch.setattr(AgentConnection, "_push", counted)
+    monkeypatch.setattr(AgentConnection, "send", counted)
     clients = [node.connect(wants_arena=False) for _ in range(3)]
     due = [{field: one.record} for one in wanted]
     for client in clients:
         for _ in range(2):
-            found = client.find(NAMESPACE, hashes, (field,))
+            found = complete(client.find(NAMESPACE, hashes, (field,)))
             assert [None if one is None else dict(one) for one in found] == due
     assert len(sent) == 1, "the first lookup of the first one"
-    node.lookups.invalidate(NAMESPACE, hashes[0])
+    node.lookups.board.discard(hashes[0])
     for client in clients:
-        client.find(NAMESPACE, hashes, (field,))
+        complete(client.find(NAMESPACE, hashes, (field,)))
     assert len(sent) == 2
-    node.connect().find(NAMESPACE, hashes, (field,))
+    complete(node.connect().find(NAMESPACE, hashes, (field,)))
     assert len(sent) == 3, "who has the arena has no answers"
+
+
+def test_a_node_that_saves_and_refuses_all_the_time_answers_from_memory(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, wanted, desk = list[Any](), node.save(), Desk(node)
+    field = wanted[0].claim.key.field
+    hashes = [one.claim.key.prefix_hash for one in wanted]
+    client, find = node.connect(wants_arena=False), node.index.find
+    monkeypatch.setattr(node.index, "find", lambda *of: [asked.append(of), find(*of)][1])
+    for round_ in range(5):
+        assert None not in complete(client.find(NAMESPACE, hashes, (field,)))
+        other = payloads([7 + round_, *TOKENS])[0]
+        desk.hand_over(other)
+        key = read_header(other).claim.key
+        node.saves.drain(PATIENCE_S)
+        node.core.reject(node.wanted([key])[0])
+    assert len(asked) == 1, "a change of one chunk voids what was answered about others"
+    desk.close()
+
+
+def test_a_replica_finds_at_once_what_its_node_saved(node: Node) -> None:
+    """Though it was missing, and that was remembered."""
+    client, desk = node.connect(wants_arena=False), Desk(node)
+    samples = payloads()
+    keys = [read_header(one).claim.key for one in samples]
+    hashes, field = [key.prefix_hash for key in keys], keys[0].field
+    for count, sample in enumerate(samples):
+        found = complete(client.find(NAMESPACE, hashes, (field,)))
+        assert [one is not None for one in found] == [n < count for n in range(len(keys))]
+        desk.hand_over(sample)
+    assert None not in complete(client.find(NAMESPACE, hashes, (field,)))
+    desk.close()
 
 
 def test_a_client_remembers_a_bounded_number_of_blocks(
@@ -316,8 +352,8 @@ def test_a_client_remembers_a_bounded_number_of_blocks(
     field, client = wanted[0].claim.key.field, node.connect(wants_arena=False)
     for count in (1, 2, 3, 1, 2, 3):
         hashes = [one.claim.key.prefix_hash for one in wanted[:count]]
-        assert None not in client.find(NAMESPACE, hashes, (field,))
-        assert None not in client.find(NAMESPACE, hashes, (field,))
+        assert None not in complete(client.find(NAMESPACE, hashes, (field,)))
+        assert None not in complete(client.find(NAMESPACE, hashes, (field,)))
         assert len(client._known) <= 2
 
 
@@ -325,7 +361,7 @@ def test_a_client_remembers_a_bounded_number_of_blocks(
 def test_a_payload_that_was_missed_is_not_found_again(
     node: Node, calls: AgentCalls, is_missing: bool
 ) -> None:
-    wanted, index = node.save(), AgentIndex(calls)
+    wanted, index = node.save(), Completed(AgentIndex(calls))
     key = wanted[0].claim.key
     hashes = [one.claim.key.prefix_hash for one in wanted]
     assert None not in index.find(NAMESPACE, hashes, [key.field])
@@ -341,7 +377,7 @@ def test_a_payload_that_was_missed_is_not_found_again(
 
 
 def test_writes_of_an_index_go_through(node: Node, calls: AgentCalls) -> None:
-    wanted, index = node.save(), AgentIndex(calls)
+    wanted, index = node.save(), Completed(AgentIndex(calls))
     hashes = [one.claim.key.prefix_hash for one in wanted]
     index.touch(NAMESPACE, hashes, ttl_s=100)
     (record, *_) = node.index.lookup(NAMESPACE, hashes)
@@ -359,7 +395,7 @@ def test_writes_of_an_index_go_through(node: Node, calls: AgentCalls) -> None:
 def test_documents_can_be_read_and_written_and_payloads_cannot(
     node: Node, calls: AgentCalls
 ) -> None:
-    documents = AgentDocuments(calls)
+    documents = Completed(AgentDocuments(calls))
     path = identity_path(NAMESPACE)
     assert documents.get_range(path, 0, 100) is None
     assert documents.put_if_absent(path, b"document")
@@ -382,43 +418,48 @@ def test_a_replica_prefetches_in_calls_of_bounded_length(
     wanted = node.save(range(1000, 1000 + 16 * 7))
     hashes = [one.claim.key.prefix_hash for one in wanted]
     nbytes = wanted[0].record.raw_bytes
-    assert calls.prefetch(NAMESPACE, hashes, PrefetchOrder(60.0, 0, 3 * nbytes)) == 3
+    assert Completed(calls).prefetch(NAMESPACE, hashes, PrefetchOrder(60.0, 0, 3 * nbytes)) == 3
     assert node.residents.wait_idle(PATIENCE_S)
-    assert calls.prefetch(NAMESPACE, [*hashes[:5], bytes(20), *hashes[5:]], PrefetchOrder(60)) == 2
+    assert (
+        Completed(calls).prefetch(
+            NAMESPACE, [*hashes[:5], bytes(20), *hashes[5:]], PrefetchOrder(60)
+        )
+        == 2
+    )
     assert node.residents.wait_idle(PATIENCE_S)
     assert node.residents.holds([w.claim.key.path() for w in wanted]) == [True] * 5 + [False] * 2
     with pytest.raises(StoreDenied, match="invalid call"):
-        calls.run("prefetch", namespace=NAMESPACE, hashes=[], order={"deadline_s": -1})
+        Completed(calls).run("prefetch", namespace=NAMESPACE, hashes=[], order={"deadline_s": -1})
     with pytest.raises(StoreDenied, match="invalid namespace"):
-        calls.run("prefetch", namespace="../x", hashes=[], order={"deadline_s": 1})
+        Completed(calls).run("prefetch", namespace="../x", hashes=[], order={"deadline_s": 1})
 
 
 def test_the_stores_errors_arrive_as_what_they_are(node: Node, calls: AgentCalls) -> None:
     node.index.find = denied  # type: ignore[method-assign]
     node.index.touch = denied  # type: ignore[method-assign]
-    index = AgentIndex(calls)
+    index = Completed(AgentIndex(calls))
     with pytest.raises(StoreUnavailable, match="no rights"):
         index.find(NAMESPACE, [bytes(20)], ["0.L0-2_H0-2"])
     with pytest.raises(StoreDenied, match="no rights"):
         index.touch(NAMESPACE, [bytes(20)], ttl_s=1)
     with pytest.raises(StoreDenied, match="invalid call"):
-        calls.run("explode")
+        Completed(calls).run("explode")
 
 
 def test_a_lost_connection_is_replaced(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     calls = AgentCalls(lambda: node.connect(wants_arena=False), clock=lambda: now[0])
-    assert calls.run("get", path=SWITCH_PATH) is None
+    assert Completed(calls).run("get", path=SWITCH_PATH) is None
     node.clients[-1]._is_lost = True
-    assert calls.run("get", path=SWITCH_PATH) is None
+    assert Completed(calls).run("get", path=SWITCH_PATH) is None
     assert len(node.clients) == 2
     assert node.server is not None
     node.server.close()
     with pytest.raises(StoreUnavailable):
-        calls.run("get", path=SWITCH_PATH)
+        Completed(calls).run("get", path=SWITCH_PATH)
     tries = len(node.clients)
     with pytest.raises(StoreUnavailable):
-        calls.run("get", path=SWITCH_PATH)
+        Completed(calls).run("get", path=SWITCH_PATH)
     assert len(node.clients) == tries, "not before a pause has passed"
     assert caplog.text.count("by the agent failing") == 1
     calls.close()

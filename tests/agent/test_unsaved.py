@@ -36,6 +36,7 @@ from tests.agent.world import (
 )
 from tests.support.agents import AgentProcess
 from tests.support.samples import NAMESPACE, TOKENS
+from tests.support.steps import complete
 from tests.support.waiting import wait_until
 
 
@@ -109,7 +110,7 @@ def find(client: AgentConnection, made: Sequence[bytes]) -> list[Wanted]:
     wanted = []
     for claim, shards in zip(
         claims,
-        client.find(NAMESPACE, [claim.key.prefix_hash for claim in claims], fields),
+        complete(client.find(NAMESPACE, [claim.key.prefix_hash for claim in claims], fields)),
         strict=True,
     ):
         if not shards:
@@ -580,7 +581,7 @@ def test_a_chunk_with_some_of_its_shards_stored_is_found_with_all(
     node.index.publish(entry, {other: record}, ttl_s=100)
     hashes = [read_header(payload).claim.key.prefix_hash for payload in made]
     fields = (claim.key.field, other)
-    found = node.reader.find(NAMESPACE, hashes, fields)
+    found = complete(node.reader.find(NAMESPACE, hashes, fields))
     assert [set(shards or ()) for shards in found] == [
         {claim.key.field},
         set(fields),

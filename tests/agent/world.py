@@ -99,7 +99,9 @@ class Node:
         self.cache = ChunkCache(self.store, None, self.index, settings, self.recorder, seal=seal)
         self.arena = Arena.create(memory)
         limits = CoreLimits(threads, queue_max, keeps_all)
-        self.core = Core(self.cache, self.arena, limits, self.recorder, disk=disk)
+        board = AnswerBoard.create()
+        changed = board.discard
+        self.core = Core(self.cache, self.arena, limits, self.recorder, disk=disk, changed=changed)
         self.residents = self.core.residents
         self.saves = NodeSaves(
             self.cache,
@@ -107,9 +109,8 @@ class Node:
             NodeSaveLimits(2, saves_max, PATIENCE_S, codec, far=True, holds_back=holds_back),
             self.recorder,
         )
-        self.lookups = NodeLookups(self.index, AnswerBoard.create(), ttl_s=30.0)
-        self.lookups.board.vouch(FAR_S)
-        self.core.on_rejected = self.lookups.invalidate
+        self.lookups = NodeLookups(self.index, self.residents.unsaved, board, ttl_s=30.0)
+        board.vouch(FAR_S)
         self.folder = Path(tempfile.mkdtemp(prefix="objkv-", dir="/tmp"))
         self.path = path or self.folder / "s"
         self.http = Path(f"{self.path}.http")
@@ -122,7 +123,8 @@ class Node:
         listener.bind(str(self.path))
         listener.listen(64)
         prefetches = Prefetches(self.core, self.index, self.store)
-        calls = NodeCalls(self.index, self.store, prefetches, ttl_s=3600)
+        changed = self.lookups.board.discard
+        calls = NodeCalls(self.index, self.store, prefetches, ttl_s=3600, changed=changed)
         parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls)
         self.server = AgentServer(listener, parts, limits)
         return self

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from objkv.agent.core import CoreLimits
+from objkv.background import Steps, in_steps
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.config import Config
 from objkv.connector.kv.scheduler import Roles, SchedulerSide
@@ -24,6 +25,7 @@ from objkv.telemetry import MemoryRecorder
 from tests.support.inside import InsideAgent
 from tests.support.paged_cache import CHUNK, paged_group
 from tests.support.paged_cache import GROUP as THREE_LAYERS
+from tests.support.steps import complete
 from tests.support.waiting import wait_until
 
 SIZE = 32
@@ -39,20 +41,20 @@ PATIENCE_MS = 120_000
 """For other threads to come, on a machine that is busy with other things."""
 
 
-class Jobs(list[Callable[[], None]]):
+class Jobs(list[Callable[[], Steps[None] | None]]):
     """Takes background jobs, unless it is full, and runs them, the oldest first, when a test wants
     it."""
 
     full = False
 
-    def submit(self, job: Callable[[], None]) -> bool:
+    def submit(self, job: Callable[[], Steps[None] | None]) -> bool:
         if not self.full:
             self.append(job)
         return not self.full
 
     def run(self) -> None:
         while self:
-            self.pop(0)()
+            complete(in_steps(self.pop(0)()))
 
 
 def request(tokens: Sequence[int] | int = 64, name: str = "r", **more: Any) -> Any:

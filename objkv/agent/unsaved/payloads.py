@@ -59,7 +59,14 @@ class UnsavedPayloads:
     """The unsaved payloads of one arena. Thread-safe. Never waits, and holds its lock while it
     calls nothing, so callers may hold theirs."""
 
-    def __init__(self, recorder: Recorder, *, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        changed: Callable[[bytes], object] = lambda prefix_hash: None,
+        *,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        """``changed``: called after a chunk's payload was added or removed. Must not wait."""
         self.on_due: Callable[[], None] = lambda: None
         """Called after payloads became due. Must not wait."""
         self.keep: Callable[[str], bool] = lambda path: False
@@ -67,7 +74,7 @@ class UnsavedPayloads:
         calls ``dropped`` when the disk loses it, until ``has_again`` is called."""
         self.has_again: Callable[[str], None] = lambda path: None
         """Called for each payload that is complete in the arena."""
-        self._recorder, self._clock = recorder, clock
+        self._recorder, self._changed, self._clock = recorder, changed, clock
         self._lock = Lock()
         self._by_path: dict[str, _Unsaved] = {}
         self._by_chunk: dict[str, dict[bytes, dict[str, _Unsaved]]] = {}
@@ -101,6 +108,7 @@ class UnsavedPayloads:
             chunks = self._by_chunk.setdefault(key.namespace, {})
             chunks.setdefault(key.prefix_hash, {})[key.field] = one
             self._nbytes += record.nbytes
+        self._changed(key.prefix_hash)
 
     def seen_again(self, path: str) -> bool:
         """A held-back payload was read or made again: it and those before it in its prompt become
@@ -170,7 +178,9 @@ class UnsavedPayloads:
     def saved(self, path: str) -> None:
         """A payload is stored and published."""
         with self._lock:
-            self._remove(path)
+            one = self._remove(path)
+        if one is not None:
+            self._changed(one.claim.key.prefix_hash)
 
     def left_arena(self, path: str) -> None:
         """The payload is not in the arena any more."""
@@ -183,7 +193,10 @@ class UnsavedPayloads:
             return
         with self._lock:
             one = self._remove(path)
-        if one is not None and not one.is_leased:
+        if one is None:
+            return
+        self._changed(one.claim.key.prefix_hash)
+        if not one.is_leased:
             self._recorder.count("agent_unsaved_dropped")
             self._recorder.count("agent_unsaved_dropped_bytes", one.record.nbytes)
 

@@ -15,7 +15,7 @@ from time import monotonic
 
 import numpy as np
 
-from objkv.background import Pool
+from objkv.background import Pool, Steps, at_once, in_steps
 from objkv.cache.chunks import ChunkCache
 from objkv.codec.payload import LayerSpec, frame_pages, open_payload, payload_bytes_max, read_header
 from objkv.connector.encoder.items import EncoderOutput, Pages
@@ -290,13 +290,13 @@ class EncoderFetcher:
                 else:
                     self._forget(output)
 
-    def submit(self, job: Callable[[], None]) -> bool:
+    def submit(self, job: Callable[[], Steps[None] | None]) -> bool:
         """Run ``job`` on a background thread, or return False if the queue is full. A
         ``StoreError`` is counted."""
 
         def run() -> None:
             try:
-                job()
+                at_once(in_steps(job()))
             except StoreError:
                 self._recorder.count("background_errors")
 

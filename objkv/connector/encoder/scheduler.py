@@ -84,7 +84,7 @@ class EncoderSchedulerSide:
         self._local: dict[str, None] = {}
         """Known identifiers in vLLM's own encoder cache, the oldest first."""
         self._namespace = ReplicaNamespace(identity, bulk, fetcher.submit, writes=roles.saves)
-        self.switch = AdmissionSwitch(admission, bulk, self._namespace, recorder)
+        self.switch = AdmissionSwitch(admission, bulk, self._namespace, recorder, fetcher.submit)
         self._namespace.announce()
         logger.info(
             "objkv encoder cache ready model=%s namespace=%s", identity.model, self._namespace.name
@@ -214,7 +214,6 @@ class EncoderSchedulerSide:
 
     def close(self) -> None:
         """Stop the background threads."""
-        self.switch.close()
         self._fetcher.close()
 
     def _track(self, request: "Request") -> TrackedMedia:
@@ -249,5 +248,5 @@ class EncoderSchedulerSide:
             self._saves[identifier] = ItemSave(item.item_hash, item.embeds, replaces)
 
 
-def _do_nothing(_job: Callable[[], None]) -> bool:
+def _do_nothing(_job: Callable[[], object]) -> bool:
     return False

@@ -138,7 +138,7 @@ def make_scheduler_side(
     lookups = LookupService(shapes, fields, recorder, limits, tracing=tracing)
     namespace = ReplicaNamespace(identity, bulk, lookups.submit, writes=roles.saves)
     namespace.announce()
-    switch = AdmissionSwitch(config.admission, bulk, namespace, recorder)
+    switch = AdmissionSwitch(config.admission, bulk, namespace, recorder, lookups.submit)
     side = SchedulerSide(
         config,
         roles,

@@ -12,6 +12,7 @@ from time import monotonic
 
 from vllm.v1.kv_offload.base import LookupResult
 
+from objkv.background import Steps
 from objkv.cache.lookup import LookupLimits, LookupService
 from objkv.connector.tier.rows import chunk_key
 from objkv.errors import StoreError
@@ -112,7 +113,7 @@ class TierLookups:
         self._asked.clear()
         self._new.clear()
 
-    def submit(self, job: Callable[[], None]) -> bool:
+    def submit(self, job: Callable[[], Steps[None] | None]) -> bool:
         """Run ``job`` in the background, or return False if the queue is full."""
         return self._pool.submit(job)
 

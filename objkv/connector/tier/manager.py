@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
+from objkv.background import Steps
 from objkv.cache.switch import AdmissionSwitch
 from objkv.config import Config
 from objkv.config.tier import read_options
@@ -63,7 +64,7 @@ class TierNamespace(ReplicaNamespace[TierIdentity]):
         self,
         identity: TierIdentity,
         bulk: WriteStore,
-        submit: Callable[[Callable[[], None]], bool],
+        submit: Callable[[Callable[[], Steps[None] | None]], bool],
         *,
         writes: bool,
     ) -> None:
@@ -158,7 +159,7 @@ class ObjKVTier(SecondaryTierManager):
         self._store = TierStore(config, identity.row_form(), memory, numbers, queue_max=queue_max)
         submit, bulk, writes = self._store.lookups.submit, self._store.bulk, config.role != "reader"
         self.namespace = TierNamespace(identity, bulk, submit, writes=writes)
-        self._switch = AdmissionSwitch(config.admission, bulk, self.namespace, numbers)
+        self._switch = AdmissionSwitch(config.admission, bulk, self.namespace, numbers, submit)
         self._closed = False
         self.adapters = TierAdapters(lambda: self.reset(clean=False))
         self._hooks = EngineHooks(self, _no_manager, patches=config.vllm_patches)
@@ -266,7 +267,6 @@ class ObjKVTier(SecondaryTierManager):
         """Save queued chunks within ``drain_deadline_ms``, then stop. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._switch.close()
             self._store.close()
 
     # Events and metrics.
