@@ -40,7 +40,7 @@ from objkv.agent.messages import (
     unpack_release,
     unpack_text,
 )
-from objkv.agent.outbox import join_outbox
+from objkv.agent.outbox import ClientOutbox
 from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason
 from objkv.agent.saves import NodeSaves
@@ -76,7 +76,7 @@ class AgentSession(LeaseHolder):
     def __init__(self, core: Core, sock: socket.socket, number: int) -> None:
         super().__init__(core)
         self.sock, self.number = sock, number
-        self.outbox = memoryview(b"")
+        self.outbox: ClientOutbox | None = None
         self.busy = Lock()
         """Held while a message is processed."""
 
@@ -96,7 +96,8 @@ class AgentSession(LeaseHolder):
         """See ``LeaseHolder``. Closes the socket, too."""
         super().end_all()
         self.sock.close()
-        self.outbox = memoryview(b"")
+        if self.outbox is not None:
+            self.outbox.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +274,7 @@ class AgentServer:
                 return False
             hello = unpack_hello(message)
             if hello.version == VERSION and hello.has_outbox and given:
-                client.outbox = memoryview(join_outbox(given.pop()))
+                client.outbox = ClientOutbox(given.pop())
         finally:
             for fd in given:
                 os.close(fd)
@@ -318,10 +319,10 @@ class AgentServer:
 
     def _commit(self, client: AgentSession, message: bytes) -> bytes:
         offset, nbytes, puts = unpack_commit(message)
-        if offset + nbytes > len(client.outbox):
+        if client.outbox is None or offset + nbytes > client.outbox.nbytes:
             raise ProtocolError("a commit of bytes outside of the outbox")
-        payload = client.outbox[offset : offset + nbytes]
-        return pack_committed(self._parts.saves.commit(payload, puts=puts))
+        status = self._parts.saves.commit(client.outbox, offset, nbytes, puts=puts)
+        return pack_committed(status)
 
     def _call(self, client: AgentSession, message: bytes) -> bytes:
         try:

@@ -11,17 +11,19 @@ import pytest
 
 from objkv.agent import core as core_module
 from objkv.agent import messages as m
-from objkv.agent import saves as saves_module
 from objkv.agent.fill import Wanted
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import CommitStatus
+from objkv.agent.outbox import ClientOutbox, Outbox
 from objkv.agent.prefetch import Prefetches, PrefetchOrder
 from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason, Resident
-from objkv.codec.payload import encode, read_header
+from objkv.codec.payload import LayerSpec, encode, header_bytes_needed, read_header
+from objkv.stores.processes.process import _shared_memory
 from tests.agent.test_core import settled
 from tests.agent.test_server import greeted
 from tests.agent.world import PATIENCE_S, Node, Sleeper, ended, gated, opened, payloads
+from tests.support.mappings import is_private
 from tests.support.samples import NAMESPACE
 from tests.support.waiting import wait_until
 
@@ -94,7 +96,7 @@ def test_no_memory_is_given_out_once_an_agent_ends(node: Node) -> None:
     (resident,) = node.open(*node.save()[:1])
     resident = settled(node, resident)
     node.core.close(PATIENCE_S)
-    assert node.saves.commit(memoryview(payloads()[1])) is CommitStatus.NO_ROOM
+    assert node.commit(payloads()[1]) is CommitStatus.NO_ROOM
     node.residents.release(resident)
 
 
@@ -166,7 +168,7 @@ def test_a_save_of_a_payload_that_is_resident_with_another_claim_is_refused(node
     assert memory is not None
     memory[:] = made[0]  # as if a client had made another payload of this name resident
     node.residents.ready(found[0], 2)
-    assert node.saves.commit(memoryview(made[1])) is CommitStatus.REFUSED
+    assert node.commit(made[1]) is CommitStatus.REFUSED
     assert node.saves.drain(PATIENCE_S)
     assert node.store.get(other) is None
     node.residents.release(found[0])
@@ -247,15 +249,14 @@ def test_a_slab_that_is_reused_while_the_agent_copies_it_is_saved_right_or_not_a
     first, second, *_ = header.frames.starts
     cuts = {"nothing": 0, "half a header": first // 2, "header": first, "a frame": second}
     count = cuts.get(cut, len(ours))
-    slab, copy = bytearray(ours), saves_module.copy_bytes
 
-    def interrupted(place: memoryview, payload: memoryview, nbytes: int) -> None:
-        copy(place, payload, count)
-        slab[:] = theirs
-        copy(place[count:], payload[count:], nbytes - count)
+    def interrupted(outbox: ClientOutbox, place: memoryview, offset: int) -> None:
+        place[:] = (ours[:count] + theirs[count:] if len(place) == len(ours) else ours)[
+            : len(place)
+        ]
 
-    monkeypatch.setattr(saves_module, "copy_bytes", interrupted)
-    status = node.saves.commit(memoryview(slab))
+    monkeypatch.setattr(ClientOutbox, "read_into", interrupted)
+    status = node.commit(ours)
     assert node.saves.drain(PATIENCE_S)
     stored = {entry.key: node.store.get(entry.key) for entry in node.store.scan("")}
     if cut == "all":
@@ -265,3 +266,32 @@ def test_a_slab_that_is_reused_while_the_agent_copies_it_is_saved_right_or_not_a
         assert status is CommitStatus.REFUSED
         assert not stored
     assert node.residents.leased() == 0
+
+
+def test_an_outbox_costs_the_agent_nothing_that_its_client_has_not_written(node: Node) -> None:
+    layer = LayerSpec("l.0", "BF16", (2, 2, 8, 1 << 9))
+    found = read_header(payloads()[0])
+    payload = encode(
+        found.claim, [layer], [bytes(layer.nbytes)], codec="none", provenance=found.provenance
+    )
+    box = Outbox(1 << 45)
+    os.pwrite(box.fd, payload[: header_bytes_needed(payload[:8])], 0)
+    client = node.connect(wants_arena=False, outbox=box.fd)
+    written = os.fstat(box.fd).st_blocks
+    for _ in range(3):
+        client.commit(0, len(payload))
+    assert os.fstat(box.fd).st_blocks == written
+    assert "objkv-outbox" not in Path("/proc/self/maps").read_text()
+    box.close()
+
+
+def test_memory_of_kv_is_in_no_core_dump_and_no_child(node: Node) -> None:
+    reader, asker = node.connect(), node.connect(wants_arena=False)
+    assert is_private(node.arena.view)
+    assert is_private(reader.arena.view)
+    for board in (node.lookups.board, asker._board):
+        assert board is not None
+        assert is_private(board._view)
+    fd, lanes = _shared_memory(1 << 16)
+    os.close(fd)
+    assert is_private(lanes)

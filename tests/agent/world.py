@@ -1,6 +1,7 @@
 """An agent in this process, over stores that tests can slow down, count and break."""
 
 import mmap
+import os
 import shutil
 import socket
 import tempfile
@@ -20,7 +21,8 @@ from objkv.agent.fill import Wanted
 from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
 from objkv.agent.memory.answers import AnswerBoard
 from objkv.agent.memory.arena import Arena, CellState, Progress
-from objkv.agent.outbox import AgentSaves, Outbox
+from objkv.agent.messages import CommitStatus
+from objkv.agent.outbox import AgentSaves, ClientOutbox, Outbox
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.queue import Urgency
 from objkv.agent.residents import Resident
@@ -138,6 +140,11 @@ class Node:
         """Store payloads; what to open."""
         return self.wanted(save(self.store, self.index, tokens, codec=codec))
 
+    def commit(self, payload: bytes) -> CommitStatus:
+        """Hand over a payload, as a client of their own does."""
+        with outbox_of(payload) as outbox:
+            return self.saves.commit(outbox, 0, len(payload))
+
     def open(
         self,
         *wanted: Wanted,
@@ -161,6 +168,19 @@ class Node:
         self.saves.close(PATIENCE_S)
         self.arena.close()
         shutil.rmtree(self.folder)
+
+
+@contextmanager
+def outbox_of(payload: bytes) -> Iterator[ClientOutbox]:
+    """The agent's end of an outbox with a payload."""
+    box = Outbox(len(payload))
+    os.pwrite(box.fd, payload, 0)
+    outbox = ClientOutbox(os.dup(box.fd))
+    box.close()
+    try:
+        yield outbox
+    finally:
+        outbox.close()
 
 
 def wanted_of(index: WriteIndex, keys: Sequence[ChunkKey]) -> list[Wanted]:

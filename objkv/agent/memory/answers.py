@@ -18,6 +18,7 @@ from xxhash import xxh3_64_intdigest, xxh3_128_digest
 from objkv.agent.memory.arena import PAGE, check_seals, map_sealed
 from objkv.errors import ConfigError, TransferError
 from objkv.keys.prefix import PREFIX_HASH_BYTES
+from objkv.stores.base import map_memory
 
 BLOCK_MAX: Final = 32
 """Chunks per block, or as many as fit. The last one of a prompt may have fewer."""
@@ -100,7 +101,7 @@ class AnswerBoard:
         try:
             if not check_seals(fd, writable=False) or os.fstat(fd).st_size != _TOTAL:
                 raise TransferError("the agent's answers are not sealed, or have an invalid size")
-            return cls(-1, mmap.mmap(fd, _TOTAL, prot=mmap.PROT_READ))
+            return cls(-1, map_memory(fd, _TOTAL, writable=False))
         except OSError as exc:
             raise TransferError(f"the agent's answers cannot be mapped: {exc}") from exc
         finally:

@@ -20,6 +20,7 @@ from threading import Lock
 from typing import Final
 
 from objkv.errors import ConfigError, TransferError
+from objkv.stores.base import map_memory
 
 PAGE: Final = 4096
 _CELL_WORDS = 4
@@ -46,11 +47,10 @@ def check_seals(fd: int, *, writable: bool) -> bool:
 
 
 def map_sealed(fd: int, nbytes: int) -> mmap.mmap:
-    """Size and map a new memfd, which gets no other writers. Children do not inherit the mapping.
-    Raises ``OSError`` and ``OverflowError``."""
+    """Size and map a new memfd, which gets no other writers. Raises ``OSError`` and
+    ``OverflowError``."""
     os.ftruncate(fd, nbytes)
-    mapping = mmap.mmap(fd, nbytes)
-    mapping.madvise(mmap.MADV_DONTFORK)
+    mapping = map_memory(fd, nbytes)
     fcntl.fcntl(fd, _ADD_SEALS, _READ_ONLY)
     return mapping
 
@@ -158,7 +158,7 @@ class Arena:
             sealed = check_seals(fd, writable=False)
             if not sealed or total <= BOARD_BYTES or total % PAGE:
                 raise TransferError("the agent's arena is not sealed, or has an invalid size")
-            return cls(fd, mmap.mmap(fd, total, prot=mmap.PROT_READ), writable=False)
+            return cls(fd, map_memory(fd, total, writable=False), writable=False)
         except OSError as exc:
             os.close(fd)
             raise TransferError(f"the agent's arena cannot be mapped: {exc}") from exc
