@@ -27,7 +27,6 @@ from objkv.cache.switch import SWITCH_PATH
 from objkv.codec.payload import read_header
 from objkv.errors import StoreBusy, StoreDenied, StoreUnavailable, TransferError
 from objkv.index.base import Savings
-from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
 from tests.agent.world import (
     PATIENCE_S,
@@ -382,8 +381,7 @@ def desk(node: Node) -> Any:
 
 
 def test_what_was_handed_over_is_saved_and_resident(node: Node, desk: Desk) -> None:
-    made, taken = payloads(), list[ChunkKey]()
-    desk.saves.accepted = taken.append
+    made = payloads()
     assert [desk.hand_over(payload) for payload in made] == [SaveOutcome.ACCEPTED] * 3
     assert node.saves.drain(PATIENCE_S)
     keys = [read_header(payload).claim.key for payload in made]
@@ -396,7 +394,7 @@ def test_what_was_handed_over_is_saved_and_resident(node: Node, desk: Desk) -> N
     client.release([lease.number for lease in leases])
     assert not node.store.gets
     assert desk.hand_over(made[0]) is SaveOutcome.EXISTED
-    assert taken == keys
+    assert desk.accepted == keys
 
 
 @pytest.mark.parametrize(

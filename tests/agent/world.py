@@ -264,10 +264,12 @@ class Desk:
         self.outbox = Outbox(8192)
         self.memory = np.frombuffer(mmap.mmap(self.outbox.fd, self.outbox.nbytes), np.uint8)
         self.now = 0.0
+        self.accepted: list[ChunkKey] = []
         self.saves = AgentSaves(
             lambda fd: node.connect(wants_arena=False, outbox=fd),
             self.outbox,
             self.memory,
+            accepted=self.accepted.append,
             clock=lambda: self.now,
         )
 
@@ -288,7 +290,7 @@ class Desk:
 
     def close(self) -> None:
         """Go. What was handed over is saved nevertheless."""
-        self.saves.close(1.0)
+        self.saves.close()
         assert self.outbox.fd < 0
 
 
