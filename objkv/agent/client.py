@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 
 from objkv.agent.fill import Wanted
 from objkv.agent.leases import ArenaLease, lease_of
-from objkv.agent.memory.answers import AnswerBoard, Scope
+from objkv.agent.memory.answers import FIELDS_MAX, AnswerBoard, Scope
 from objkv.agent.memory.arena import CELLS, Arena
 from objkv.agent.messages import (
     MESSAGE_BYTES_MAX,
@@ -182,17 +182,30 @@ class AgentConnection:
     ) -> list[Shards | None]:
         """Look up chunks, see ``ReadIndex.find``. Raises ``StoreUnavailable`` if the agent has no
         answer, also because its index has none."""
+        if len(fields) <= FIELDS_MAX:
+            return self._find(namespace, hashes, fields)
+        parts = [fields[at : at + FIELDS_MAX] for at in range(0, len(fields), FIELDS_MAX)]
+        rows = zip(*(self._find(namespace, hashes, part) for part in parts), strict=True)
+        return [
+            dict(chain.from_iterable(one.items() for one in row if one)) or None for row in rows
+        ]
+
+    def _find(
+        self, namespace: str, hashes: Sequence[bytes], fields: tuple[str, ...]
+    ) -> list[Shards | None]:
         scope = Scope(namespace, fields)
         parts = scope.blocks(b"".join(hashes))
         now = time.time()
         blocks = [self._kept(scope, part, fields, now) for part in parts]
         unknown = [number for number, block in enumerate(blocks) if block is None]
         at_once = max(1, find_max(len(fields)) // scope.chunks)
-        for first in range(0, len(unknown), at_once):
-            numbers = unknown[first : first + at_once]
-            answers = self._ask(namespace, [parts[number] for number in numbers], fields)
-            for number, block in zip(numbers, answers, strict=True):
+        while unknown:
+            asked = [parts[number] for number in unknown[:at_once]]
+            answers = self._ask(namespace, asked, fields)
+            at_once = len(answers)
+            for number, block in zip(unknown[:at_once], answers, strict=True):
                 blocks[number] = block
+            del unknown[:at_once]
         return list(chain.from_iterable(block for block in blocks if block is not None))
 
     def _kept(
@@ -220,14 +233,14 @@ class AgentConnection:
     def _ask(
         self, namespace: str, parts: Sequence[bytes], fields: tuple[str, ...]
     ) -> list[FoundBlock]:
-        """Ask the agent for some blocks of prefix hashes."""
+        """Ask the agent for some blocks of prefix hashes. It may answer less than all."""
         answer = self._call(pack_find(namespace, parts, fields))
         if self._read(partial(kind_of, answer)) is MessageKind.FAILED:
             raise StoreUnavailable(f"lookup by the agent: {unpack_text(answer)}")
         texts = self._read(partial(unpack_found, answer, len(parts)))
         return [
             self._read(partial(read_block, text, len(part) // PREFIX_HASH_BYTES, fields))
-            for text, part in zip(texts, parts, strict=True)
+            for text, part in zip(texts, parts, strict=False)
         ]
 
     def call(self, message: bytes) -> bytes:

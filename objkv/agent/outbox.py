@@ -78,6 +78,12 @@ class ClientOutbox:
                 raise PayloadError("a payload outside of the outbox")
             at += got
 
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Return ``nbytes``, as ``read_into`` does."""
+        content = bytearray(nbytes)
+        self.read_into(memoryview(content), offset)
+        return bytes(content)
+
     def close(self) -> None:
         """Close the descriptor. Idempotent."""
         fd, self._fd = self._fd, -1

@@ -114,10 +114,8 @@ class NodeSaves:
         to save it at once if that is possible, and to hold it back only if not.
         """
         try:
-            text = bytearray(_LENGTH_BYTES)
-            outbox.read_into(memoryview(text), offset)
-            text = bytearray(min(nbytes, header_bytes_needed(text)))
-            outbox.read_into(memoryview(text), offset)
+            needed = header_bytes_needed(outbox.read(offset, _LENGTH_BYTES))
+            text = outbox.read(offset, min(nbytes, needed))
             header = _claimed(text, nbytes)
         except PayloadError as exc:
             logger.warning("payload of a client refused reason=%s", exc)

@@ -332,17 +332,16 @@ class AgentServer:
 
     def _find(self, client: AgentSession, message: bytes) -> bytes:
         namespace, hashes, fields = unpack_find(message)
-        if not 0 < len(hashes) <= PREFIX_HASH_BYTES * find_max(len(fields)):
-            raise ProtocolError(f"a lookup of {len(hashes)} bytes of hashes")
+        if not hashes:
+            raise ProtocolError("a lookup of nothing")
+        if len(hashes) > PREFIX_HASH_BYTES * find_max(len(fields)):
+            raise StoreError(f"a lookup of {len(hashes)} bytes of hashes in {len(fields)} fields")
         unsaved = self._core.residents.unsaved
 
         def complete(some: Sequence[bytes], look_up: LookUp) -> Sequence[Shards | None]:
             return unsaved.find(namespace, some, fields, look_up)
 
-        answer = pack_found(self._parts.lookups.find(namespace, hashes, fields, complete))
-        if answer is None:
-            raise StoreError("the answer is too long")
-        return answer
+        return pack_found(self._parts.lookups.find(namespace, hashes, fields, complete))
 
     def _end(self, client: AgentSession) -> None:
         client.end_all()

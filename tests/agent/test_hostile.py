@@ -12,6 +12,7 @@ import pytest
 from objkv.agent import core as core_module
 from objkv.agent import messages as m
 from objkv.agent.fill import Wanted
+from objkv.agent.memory.answers import FIELDS_MAX
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import CommitStatus
 from objkv.agent.outbox import ClientOutbox, Outbox
@@ -19,6 +20,7 @@ from objkv.agent.prefetch import Prefetches, PrefetchOrder
 from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason, Resident
 from objkv.codec.payload import LayerSpec, encode, header_bytes_needed, read_header
+from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.stores.processes.process import _shared_memory
 from tests.agent.test_core import settled
 from tests.agent.test_server import greeted
@@ -295,3 +297,29 @@ def test_memory_of_kv_is_in_no_core_dump_and_no_child(node: Node) -> None:
     fd, lanes = _shared_memory(1 << 16)
     os.close(fd)
     assert is_private(lanes)
+
+
+@pytest.mark.parametrize("count", [1, FIELDS_MAX, FIELDS_MAX + 1, 700])
+def test_lookups_of_any_number_of_fields_are_answered(node: Node, count: int) -> None:
+    fields = tuple(f"{n}.L0-99_H0-99" for n in range(count))
+    record = ShardRecord(10**17, 10**17, "x" * 100, False, "f" * 100, 10**17)
+    hashes = [bytes([n] * 20) for n in range(40)]
+    shards = {fields[0]: record, fields[-1]: record}
+    for number, one in enumerate(hashes[:-1]):
+        entry = ChunkEntry(NAMESPACE, one, bytes(20), 0, 16)
+        whole = dict.fromkeys(fields, record) if number == 7 else shards
+        node.index.publish(entry, whole, ttl_s=3600)
+    client = node.connect(wants_arena=False)
+    found = client.find(NAMESPACE, hashes, fields)
+    assert [one and len(one) for one in found] == [
+        one and len(one) for one in node.index.find(NAMESPACE, hashes, fields)
+    ]
+    assert client.is_open
+
+
+def test_a_question_that_is_too_large_ends_no_conversation(node: Node) -> None:
+    sock = greeted(node)
+    for fields in (("0.L0-1_H0-1",), tuple(map(str, range(9000)))):
+        sock.send(m.pack_find(NAMESPACE, [bytes(20)] * 600, fields))
+        assert m.kind_of(sock.recv(m.MESSAGE_BYTES_MAX)) is m.MessageKind.FAILED
+    sock.close()

@@ -84,8 +84,7 @@ class InsideConnection:
 
     def commit(self, offset: int, nbytes: int, *, puts: bool = False) -> CommitStatus:
         assert self._outbox is not None
-        payload = bytearray(nbytes)
-        self._outbox.read_into(memoryview(payload), offset)
+        payload = self._outbox.read(offset, nbytes)
         header = read_header(payload)
         try:
             outcome = self._agent.saves.save(header.claim, payload, header)

@@ -35,7 +35,9 @@ _CHECK = struct.Struct("<Q")
 TEXT_AT: Final = _HEAD.size + _CHECK.size
 """Position of a text in its slot."""
 TEXT_BYTES_MAX: Final = _SLOT_BYTES - TEXT_AT
-"""Longer texts are not kept, as those of very many shards."""
+"""Longer texts are not kept."""
+FIELDS_MAX: Final = TEXT_BYTES_MAX // RECORD_BYTES
+"""Fields of one lookup, so that a block has a chunk at least. Others are looked up in turns."""
 _TOTAL = PAGE + _SLOTS * _SLOT_BYTES
 
 
