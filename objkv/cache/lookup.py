@@ -149,14 +149,15 @@ class LookupService:
         return self._clock() >= deadline
 
     def submit(self, job: Callable[[], None]) -> bool:
-        """Run ``job`` on a lookup thread. Return False if the queue is full. A ``StoreError`` of
-        the job is counted and dropped."""
+        """Run ``job`` on a lookup thread. Return False if the queue is full. An exception of the
+        job is counted and dropped."""
 
         def run() -> None:
             try:
                 job()
-            except StoreError:
+            except Exception as exc:  # nobody waits for the outcome
                 self._recorder.count("background_errors")
+                logger.debug("background job failed reason=%r", exc)
 
         return self._submit(run) is not None
 

@@ -14,7 +14,7 @@ from objkv.cli.signals import end_signals
 from objkv.cli.upkeep import refuse_memory
 from objkv.config.node import agent_socket
 from objkv.errors import ConfigError
-from objkv.telemetry import MemoryRecorder
+from objkv.telemetry import LogLimit, MemoryRecorder
 
 
 @command
@@ -44,7 +44,10 @@ def agent(
     where = path or agent_socket(session.config)
     if where is None:
         raise ConfigError("no socket to serve: give --socket PATH, or set OBJKV_AGENT")
-    logging.basicConfig(format="%(asctime)s %(levelname)s objkv: %(message)s", level=logging.INFO)
+    log = logging.StreamHandler()
+    log.addFilter(LogLimit())
+    form = "%(asctime)s %(levelname)s objkv: %(message)s"
+    logging.basicConfig(format=form, level=logging.INFO, handlers=[log])
     with (
         end_signals() as ended,
         NodeAgent(session.config, where, MemoryRecorder(), replace=replace) as running,

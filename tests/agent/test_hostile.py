@@ -11,6 +11,7 @@ import pytest
 
 from objkv.agent import core as core_module
 from objkv.agent import messages as m
+from objkv.agent.client import AgentConnection
 from objkv.agent.fill import Wanted
 from objkv.agent.memory.answers import FIELDS_MAX
 from objkv.agent.memory.arena import CellState
@@ -25,6 +26,7 @@ from objkv.stores.processes.process import _shared_memory
 from tests.agent.test_core import settled
 from tests.agent.test_server import greeted
 from tests.agent.world import PATIENCE_S, Node, Sleeper, ended, gated, opened, payloads
+from tests.support.agents import AgentProcess
 from tests.support.mappings import is_private
 from tests.support.samples import NAMESPACE
 from tests.support.waiting import wait_until
@@ -323,3 +325,15 @@ def test_a_question_that_is_too_large_ends_no_conversation(node: Node) -> None:
         sock.send(m.pack_find(NAMESPACE, [bytes(20)] * 600, fields))
         assert m.kind_of(sock.recv(m.MESSAGE_BYTES_MAX)) is m.MessageKind.FAILED
     sock.close()
+
+
+def test_a_client_that_sends_nonsense_does_not_fill_the_log(tmp_path: Path) -> None:
+    where = {"bulk_url": f"file://{tmp_path}/chunks", "index_url": f"sqlite://{tmp_path}/index"}
+    with AgentProcess(where | {"agent_memory_bytes": str(1 << 20)}) as agent:
+        box = Outbox(4096)
+        client = AgentConnection(agent.path, outbox=box.fd, call_s=PATIENCE_S)
+        for _ in range(100):
+            assert client.commit(0, 100) is CommitStatus.REFUSED
+        client.close()
+        box.close()
+        assert agent.log_file.read_text().count("payload of a client refused") == 20
