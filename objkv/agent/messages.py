@@ -24,7 +24,7 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.keys.topology import Shard
 
-VERSION: Final = 4
+VERSION: Final = 5
 MESSAGE_BYTES_MAX: Final = 65_536
 OPEN_MAX: Final = 256
 """Payloads in one ``open``."""

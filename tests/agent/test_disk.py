@@ -151,7 +151,7 @@ def test_what_was_loaded_comes_back_from_disk(
 
 
 def test_what_the_arena_evicts_comes_back_from_disk(make: Callable[..., DiskNode]) -> None:
-    node = make(memory=4 * PAGE)
+    node = make(memory=8 * PAGE)
     wanted = node.save(tuple(range(16 * 12)))
     assert len(wanted) == 12
     for one in wanted:

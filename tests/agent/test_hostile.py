@@ -13,8 +13,9 @@ from objkv.agent import core as core_module
 from objkv.agent import messages as m
 from objkv.agent.client import AgentConnection
 from objkv.agent.fill import Wanted
+from objkv.agent.memory import arena as arena_module
 from objkv.agent.memory.answers import FIELDS_MAX
-from objkv.agent.memory.arena import CellState
+from objkv.agent.memory.arena import BOARD_BYTES, Board, CellState, Progress
 from objkv.agent.messages import CommitStatus
 from objkv.agent.outbox import ClientOutbox, Outbox
 from objkv.agent.prefetch import Prefetches, PrefetchOrder
@@ -337,3 +338,60 @@ def test_a_client_that_sends_nonsense_does_not_fill_the_log(tmp_path: Path) -> N
         client.close()
         box.close()
         assert agent.log_file.read_text().count("payload of a client refused") == 20
+
+
+@pytest.mark.parametrize("codec", ["none", "blosc"])
+@pytest.mark.parametrize("pages", [1, 512])
+def test_payloads_that_do_not_exist_evict_nothing_that_no_store_has(pages: int, codec: str) -> None:
+    node = Node(memory=1 << 20, holds_back=True)
+    made = payloads(list(range(16 * 130)))
+    for payload in made:
+        node.commit(payload)
+    before = set(node.residents.unsaved.paths)
+    assert len(before) > 100
+    one = node.save(list(range(7000, 7016)), codec=codec)[0]
+    key = one.claim.key
+    for number in range(20):
+        ghost = replace(one.claim, key=replace(key, prefix_hash=bytes([number] * 20)))
+        record = replace(one.record, nbytes=pages * 2048, raw_bytes=pages * 2048)
+        (found,) = node.open(Wanted(ghost, record))
+        settled(node, found)
+        assert found.reason in (MissReason.MISSING, MissReason.NO_ROOM)
+        node.residents.release(found)
+    assert set(node.residents.unsaved.paths) == before
+    (found,) = node.open(one)
+    assert settled(node, found).state is CellState.READY
+    node.residents.release(found)
+    node.close()
+    assert node.residents.check()
+
+
+def test_a_hit_wakes_no_thread(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, woken = node.save(), list[object]()
+    for one in node.open(*wanted):
+        node.residents.release(settled(node, one))
+    wait_until(lambda: not node.core.in_flight)
+    monkeypatch.setattr(node.core._changed, "notify", lambda *_: woken.append(1))
+    for one in node.open(*wanted):
+        assert one.state is CellState.READY
+        node.residents.release(one)
+    assert not woken
+
+
+def test_a_cell_that_is_half_written_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another core may see words of a cell in any order."""
+    memory = memoryview(bytearray(BOARD_BYTES))
+    board, old = Board(memory), Progress(CellState.FILLING, 1, 4096, 512, 0)
+    new = Progress(CellState.READY, 9, 8192, 1024, 0)
+    board.write(7, old)
+    before = bytes(memory)
+    board.write(7, new)
+    after = bytes(memory)
+    monkeypatch.setattr(arena_module, "_READS_MAX", 3)
+    for mask in range(1, 15):
+        for word in range(4):
+            at = 7 * 32 + 8 * word
+            memory[at : at + 8] = (after if mask >> word & 1 else before)[at : at + 8]
+        assert board.read(7) == Progress(CellState.FILLING, 0, 0, 0, 0)
+    memory[:] = after
+    assert board.read(7) == new
