@@ -3,6 +3,7 @@
 import logging
 import sys
 from pathlib import Path
+from resource import RLIMIT_NOFILE, getrlimit, setrlimit
 from typing import Annotated
 
 import typer
@@ -48,6 +49,8 @@ def agent(
     log.addFilter(LogLimit())
     form = "%(asctime)s %(levelname)s objkv: %(message)s"
     logging.basicConfig(format=form, level=logging.INFO, handlers=[log])
+    limit = getrlimit(RLIMIT_NOFILE)[1]
+    setrlimit(RLIMIT_NOFILE, (limit, limit))  # each replica takes several
     with (
         end_signals() as ended,
         NodeAgent(session.config, where, MemoryRecorder(), replace=replace) as running,

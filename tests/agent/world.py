@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Lock
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -212,11 +213,14 @@ def gated(node: Node) -> Event:
     return gate
 
 
+REPLICAS = SimpleNamespace(clients=7, is_accepting=True)
+
+
 @contextmanager
 def serving(node: Node, **places: Any) -> Iterator[AgentHttp]:
-    """An agent's HTTP interface, next to its socket. It tells of 7 clients."""
+    """An agent's HTTP interface, next to its socket. It tells of ``REPLICAS``."""
     prefetches, numbers = Prefetches(node.core, node.index, node.store), AgentNumbers(node.recorder)
-    server = AgentHttp(HttpPlaces(node.http, **places), node.core, prefetches, numbers, lambda: 7)
+    server = AgentHttp(HttpPlaces(node.http, **places), node.core, prefetches, numbers, REPLICAS)
     try:
         yield server
     finally:
