@@ -41,12 +41,8 @@ from objkv.agent.messages import (
     unpack_release,
     unpack_text,
 )
-<<<<<<< HEAD
 from objkv.agent.outbox import ClientOutbox
-=======
-from objkv.agent.outbox import join_outbox
 from objkv.agent.peers import is_served, peer_of
->>>>>>> oneproc
 from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason
 from objkv.agent.saves import NodeSaves
