@@ -122,8 +122,6 @@ class FetchProcess:
         )
         self.free = list(self.lanes)
         """Lanes that are not in use. Guarded by the pool's lock."""
-        self.owed = 0
-        """Lanes that were abandoned and have not answered: the process may hang."""
         self.born_s = monotonic()
         self.is_ready = False
 
