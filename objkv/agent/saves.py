@@ -55,6 +55,8 @@ class NodeSaveLimits:
     """Whether the bulk store is behind a network. If not, ``auto`` compresses nothing."""
     holds_back: bool = False
     """Whether a payload is saved only when it is seen a second time."""
+    may_save: bool = True
+    """Whether payloads may be saved at all. If not, all are held back, for this node."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,7 +124,7 @@ class NodeSaves:
             return CommitStatus.REFUSED
         key = header.claim.key
         was_held_back = key.path() in self._unsaved
-        holds_back = self._limits.holds_back
+        holds_back = self._limits.holds_back or not self._limits.may_save
         if holds_back and was_held_back and self.residents.holds([key.path()])[0]:
             if self._unsaved.seen_again(key.path()) or key.path() not in self._unsaved:
                 return CommitStatus.ACCEPTED
@@ -237,7 +239,7 @@ class NodeSaves:
 
     def _refusal(self) -> CommitStatus:
         """Return why nothing can be saved now, or ACCEPTED."""
-        if not self._cache.has_room():
+        if not (self._limits.may_save and self._cache.has_room()):
             self._recorder.count("save_over_quota")
             return CommitStatus.OVER_QUOTA
         if self.is_shedding:
@@ -264,7 +266,8 @@ class NodeSaves:
         self._cache.end_save(header.claim.key)
         self.residents.release(resident)
         self._recorder.count("agent_held_back")
-        self._sightings.add(resident.key)
+        if self._limits.may_save:
+            self._sightings.add(resident.key)
         return CommitStatus.KEPT
 
     def _save_due(self, claim: Claim) -> None:

@@ -101,7 +101,7 @@ def test_no_memory_is_given_out_once_an_agent_ends(node: Node) -> None:
     (resident,) = node.open(*node.save()[:1])
     resident = settled(node, resident)
     node.core.close(PATIENCE_S)
-    assert node.commit(payloads()[1]) is CommitStatus.NO_ROOM
+    assert node.commit_one(payloads()[1]) is CommitStatus.NO_ROOM
     node.residents.release(resident)
 
 
@@ -173,7 +173,7 @@ def test_a_save_of_a_payload_that_is_resident_with_another_claim_is_refused(node
     assert memory is not None
     memory[:] = made[0]  # as if a client had made another payload of this name resident
     node.residents.ready(found[0], 2)
-    assert node.commit(made[1]) is CommitStatus.REFUSED
+    assert node.commit_one(made[1]) is CommitStatus.REFUSED
     assert node.saves.drain(PATIENCE_S)
     assert node.store.get(other) is None
     node.residents.release(found[0])
@@ -261,7 +261,7 @@ def test_a_slab_that_is_reused_while_the_agent_copies_it_is_saved_right_or_not_a
         ]
 
     monkeypatch.setattr(ClientOutbox, "read_into", interrupted)
-    status = node.commit(ours)
+    status = node.commit_one(ours)
     assert node.saves.drain(PATIENCE_S)
     stored = {entry.key: node.store.get(entry.key) for entry in node.store.scan("")}
     if cut == "all":
@@ -346,7 +346,7 @@ def test_payloads_that_do_not_exist_evict_nothing_that_no_store_has(pages: int, 
     node = Node(memory=1 << 20, holds_back=True)
     made = payloads(list(range(16 * 130)))
     for payload in made:
-        node.commit(payload)
+        node.commit_one(payload)
     before = set(node.residents.unsaved.paths)
     assert len(before) > 100
     one = node.save(list(range(7000, 7016)), codec=codec)[0]

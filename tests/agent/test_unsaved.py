@@ -731,3 +731,16 @@ def test_saves_that_wait_lease_at_most_a_quarter_of_the_arena(make: Callable[...
     store.gate.set()
     assert node.saves.drain(PATIENCE_S)
     node.desk.hand_over(payloads()[2])
+
+
+def test_an_agent_that_may_only_read_keeps_what_it_gets_for_its_node(
+    make: Callable[..., Holder],
+) -> None:
+    node, made = make(holds_back=False, may_save=False), payloads()
+    node.commit(made)
+    assert node.unsaved == set(paths(made))
+    for _ in range(2):
+        assert node.read(node.find(made)) == [MissReason.NONE] * 3
+    assert node.saves.drain(PATIENCE_S)
+    assert not node.stored
+    assert not node.count("save_drops")

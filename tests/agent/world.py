@@ -94,6 +94,7 @@ class Node:
         keeps_all: bool = False,
         holds_back: bool = False,
         saves_max: int = 100,
+        may_save: bool = True,
     ) -> None:
         self.store: Any = store or WatchedStore()
         self.index, self.recorder = index or MemoryIndex(), MemoryRecorder()
@@ -106,7 +107,15 @@ class Node:
         self.saves = NodeSaves(
             self.cache,
             self.residents,
-            NodeSaveLimits(2, saves_max, PATIENCE_S, codec, far=True, holds_back=holds_back),
+            NodeSaveLimits(
+                2,
+                saves_max,
+                PATIENCE_S,
+                codec,
+                far=True,
+                holds_back=holds_back,
+                may_save=may_save,
+            ),
             self.recorder,
         )
         self.lookups = NodeLookups(self.index, AnswerBoard.create(), ttl_s=30.0)
@@ -141,7 +150,7 @@ class Node:
         """Store payloads; what to open."""
         return self.wanted(save(self.store, self.index, tokens, codec=codec))
 
-    def commit(self, payload: bytes) -> CommitStatus:
+    def commit_one(self, payload: bytes) -> CommitStatus:
         """Hand over a payload, as a client of their own does."""
         with outbox_of(payload) as outbox:
             return self.saves.commit(outbox, 0, len(payload))
