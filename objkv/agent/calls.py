@@ -2,8 +2,8 @@
 
 Lookups have a message of their own, and a board of answers that all replicas read. All other calls
 are rare, and are JSON: a verb and its arguments, with hashes as hex and records as an index writes
-them. Only documents of a namespace and the operators' switch can be read or written, never
-payloads.
+them. Replicas read the identities of namespaces and the operators' switch, and write identities
+that do not exist yet. They get no other file, and no payload.
 """
 
 import base64
@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 from objkv import errors
 from objkv.agent.client import AgentConnection
 from objkv.agent.memory.answers import AnswerBoard, Draft, Scope
-from objkv.agent.messages import MessageKind, kind_of, pack_call, unpack_text
+from objkv.agent.messages import MessageKind, ProtocolError, kind_of, pack_call, unpack_text
 from objkv.agent.prefetch import Prefetches, PrefetchOrder
 from objkv.agent.unsaved.payloads import UnsavedPayloads
 from objkv.background import Steps
@@ -33,9 +33,9 @@ from objkv.telemetry import Trouble
 
 logger = logging.getLogger(__name__)
 DOCUMENT_BYTES_MAX: Final = 32_768
-_PREFETCH_MAX = 1024
+_CHUNKS_MAX = 1024
 """Chunks in a call, which fit into a message."""
-_DOCUMENT = re.compile(rf"[0-9a-f]{{32}}/identity\.json|{re.escape(SWITCH_PATH)}")
+_IDENTITY = re.compile(r"[0-9a-f]{32}/identity\.json")
 RETRY_S = 1.0
 _FAILURES = ("StoreUnavailable", "StoreDenied", "StoreBusy", "LeftAlone")
 _INVALID = (
@@ -189,16 +189,16 @@ class NodeCalls:
         return asdict(self._prefetches.start(_namespace(call), _hashes(call), order))
 
     def _get(self, call: Arguments) -> str | None:
-        path = _document(call["path"])
+        path: str = call["path"]
+        if path != SWITCH_PATH:
+            _check_identity(path)
         document = self._bulk.get_range(path, 0, DOCUMENT_BYTES_MAX)
         return None if document is None else base64.b64encode(document).decode()
 
     def _put(self, call: Arguments) -> bool:
-        path, document = _document(call["path"]), base64.b64decode(call["document"])
-        if call["replace"]:
-            self._bulk.put(path, document)
-            return True
-        return self._bulk.put_if_absent(path, document)
+        path: str = call["path"]
+        _check_identity(path)
+        return self._bulk.put_if_absent(path, base64.b64decode(call["document"]))
 
 
 class AgentCalls:
@@ -223,7 +223,10 @@ class AgentCalls:
 
     def run(self, verb: str, **arguments: Any) -> Steps[Any]:
         """Run a call in the agent. Raises ``StoreError`` as the agent's store or index does."""
-        message = pack_call(json.dumps({"verb": verb} | arguments))
+        try:
+            message = pack_call(json.dumps({"verb": verb} | arguments))
+        except ProtocolError as exc:
+            raise StoreError(f"{verb}: {exc}") from exc
         answer = yield from self._use(MessageKind.CALL, lambda agent: agent.call(message))
         if kind_of(answer) is MessageKind.FAILED:
             name, _, text = unpack_text(answer).partition("\n")
@@ -238,8 +241,8 @@ class AgentCalls:
         """Have the payloads of a prompt fetched. Returns how many that started. Raises
         ``StoreError``."""
         started, left = 0, order.bytes_max
-        for first in range(0, len(hashes), _PREFETCH_MAX):
-            part = hashes[first : first + _PREFETCH_MAX]
+        for first in range(0, len(hashes), _CHUNKS_MAX):
+            part = hashes[first : first + _CHUNKS_MAX]
             found = yield from self.run(
                 "prefetch",
                 namespace=namespace,
@@ -323,9 +326,10 @@ class AgentIndex:
 
     def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> Steps[None]:
         """See ``WriteIndex``."""
-        yield from self._calls.run(
-            "touch", namespace=namespace, hashes=_hex(prefix_hashes), ttl_s=ttl_s
-        )
+        for first in range(0, len(prefix_hashes), _CHUNKS_MAX):
+            hashes = _hex(prefix_hashes[first : first + _CHUNKS_MAX])
+            touch = self._calls.run("touch", namespace=namespace, hashes=hashes, ttl_s=ttl_s)
+            yield from touch
 
     def credit(self, savings: Savings) -> Steps[None]:
         """See ``WriteIndex``."""
@@ -350,7 +354,8 @@ class AgentIndex:
 
 
 class AgentDocuments:
-    """The part of a ``WriteStore`` that replicas use, in steps: documents, never payloads."""
+    """The part of a ``WriteStore`` that replicas use, in steps: for identities, and the switch to
+    read."""
 
     def __init__(self, calls: AgentCalls) -> None:
         self._calls = calls
@@ -363,13 +368,7 @@ class AgentDocuments:
     def put_if_absent(self, key: str, value: Buffer) -> Steps[bool]:
         """See ``WriteStore``."""
         document = base64.b64encode(value).decode()
-        put = self._calls.run("put", path=key, document=document, replace=False)
-        return bool((yield from put))
-
-    def put(self, key: str, value: Buffer) -> Steps[None]:
-        """See ``WriteStore``."""
-        document = base64.b64encode(value).decode()
-        yield from self._calls.run("put", path=key, document=document, replace=True)
+        return bool((yield from self._calls.run("put", path=key, document=document)))
 
     def check(self) -> None:
         """Do nothing: the agent checks its store."""
@@ -410,10 +409,9 @@ def _shards(texts: Mapping[str, str]) -> dict[str, ShardRecord]:
     return {name: shard for name, shard in found.items() if shard is not None}
 
 
-def _document(path: str) -> str:
-    if _DOCUMENT.fullmatch(path) is None:
+def _check_identity(path: str) -> None:
+    if _IDENTITY.fullmatch(path) is None:
         raise StoreDenied(f"replicas have no access to {path[:100]!r}")
-    return path
 
 
 def _record_text(record: Record) -> dict[str, Any]:

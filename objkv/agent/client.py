@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 
 from objkv.agent.fill import Wanted
 from objkv.agent.leases import ArenaLease, lease_of
-from objkv.agent.memory.answers import AnswerBoard, Scope
+from objkv.agent.memory.answers import FIELDS_MAX, AnswerBoard, Scope
 from objkv.agent.memory.arena import CELLS, Arena
 from objkv.agent.messages import (
     DEADLINE_MS_MAX,
@@ -187,19 +187,34 @@ class AgentConnection:
         """Look up chunks, see ``ReadIndex.find``: in the answers first, and in steps what they
         lack. Raises ``StoreUnavailable`` if the agent has no answer, also because its index has
         none."""
+        if len(fields) <= FIELDS_MAX:
+            return (yield from self._find(namespace, hashes, fields))
+        parts = (fields[at : at + FIELDS_MAX] for at in range(0, len(fields), FIELDS_MAX))
+        found: list[list[Shards | None]] = []
+        for part in parts:
+            found += [(yield from self._find(namespace, hashes, part))]
+        return [
+            dict(chain.from_iterable(one.items() for one in row if one)) or None
+            for row in zip(*found, strict=True)
+        ]
+
+    def _find(
+        self, namespace: str, hashes: Sequence[bytes], fields: tuple[str, ...]
+    ) -> Steps[list[Shards | None]]:
         scope = Scope(namespace, fields)
         parts = scope.blocks(b"".join(hashes))
         now = time.time()
         blocks = [self._kept(scope.key(part), part, fields, now) for part in parts]
         unknown = [number for number, block in enumerate(blocks) if block is None]
         at_once = max(1, find_max(len(fields)) // scope.chunks)
-        for first in range(0, len(unknown), at_once):
-            numbers = unknown[first : first + at_once]
-            some = [parts[number] for number in numbers]
+        while unknown:
+            some = [parts[number] for number in unknown[:at_once]]
             answer = yield Question(self, pack_find(namespace, some, fields))
             answers = self._found(answer, some, fields)
-            for number, block in zip(numbers, answers, strict=True):
+            at_once = len(answers)
+            for number, block in zip(unknown[:at_once], answers, strict=True):
                 blocks[number] = block
+            del unknown[:at_once]
         return list(chain.from_iterable(block for block in blocks if block is not None))
 
     def _kept(
@@ -226,13 +241,14 @@ class AgentConnection:
     def _found(
         self, answer: bytes, parts: Sequence[bytes], fields: tuple[str, ...]
     ) -> list[FoundBlock]:
-        """Read what the agent answers about some blocks of prefix hashes."""
+        """Read what the agent answers about some blocks of prefix hashes: it may be less than
+        all."""
         if self._read(partial(kind_of, answer)) is MessageKind.FAILED:
             raise StoreUnavailable(f"lookup by the agent: {unpack_text(answer)}")
         texts = self._read(partial(unpack_found, answer, len(parts)))
         return [
             self._read(partial(read_block, text, len(part) // PREFIX_HASH_BYTES, fields))
-            for text, part in zip(texts, parts, strict=True)
+            for text, part in zip(texts, parts, strict=False)
         ]
 
     def call(self, message: bytes) -> Steps[bytes]:

@@ -129,8 +129,8 @@ class Core:
                 if self._is_stuck():
                     self.residents.release(resident)
                     return MissReason.NO_ROOM
-                self._turns.hasten(resident, due)
-            self._changed.notify()
+                if self._turns.hasten(resident, due):
+                    self._changed.notify()
         if is_lost:
             self.residents.failed(resident, MissReason.NO_ROOM)
         if not ahead:
@@ -196,6 +196,7 @@ class Core:
         if self._closed or len(self._turns) >= self._limits.queue_max or self._is_stuck():
             return False
         self._turns.add(client, one, wanted, due)
+        self._changed.notify()
         return True
 
     def _is_stuck(self) -> bool:

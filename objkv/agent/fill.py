@@ -112,20 +112,6 @@ class Staging:
 class Fill:
     """One fetch. Belongs to one thread at a time."""
 
-    header: Header | None = None
-    """The stored payload's header, once it is verified."""
-    is_complete = False
-    """Whether the whole payload is in the arena."""
-    is_hot = False
-    """Whether bytes came from the hot store."""
-    header_bytes = 0
-    """Length of the payload's header in the arena, once the stored header is verified."""
-    _is_encrypted = False
-    _place: memoryview | None = None
-    """The payload's memory in the arena."""
-    _stored = memoryview(b"")
-    """The buffer of the store's bytes: the same memory, or a staging buffer."""
-
     def __init__(
         self,
         one: Resident,
@@ -143,6 +129,19 @@ class Fill:
             source: where to read it instead of from the stores. Frames are announced only when all
                 are verified: after a fault the stores' bytes may come to other places.
         """
+        self.header: Header | None = None
+        """The stored payload's header, once it is verified."""
+        self.is_complete = False
+        """Whether the whole payload is in the arena."""
+        self.is_hot = False
+        """Whether bytes came from the hot store."""
+        self.header_bytes = 0
+        """Length of the payload's header in the arena, once the stored header is verified."""
+        self._is_encrypted = False
+        self._place: memoryview | None = None
+        """The payload's memory in the arena."""
+        self._stored = memoryview(b"")
+        """The buffer of the store's bytes: the same memory, or a staging buffer."""
         self._one, self.wanted, self._source = one, wanted, source
         self._residents, self._cache, self._known = residents, cache, known
         is_plain = source is not None or wanted.record.codec == "none"
@@ -166,13 +165,12 @@ class Fill:
         Raises ``PayloadError`` or ``ValueTooLong`` if it is not what its key and its record
         promise, ``NoRoomError``, and ``StoreError``.
         """
-        if self._nbytes > self._residents.total_bytes:
-            raise NoRoomError(f"a payload of {self._nbytes} bytes is larger than the arena")
+        if self._nbytes > self._residents.payload_bytes_max:
+            raise NoRoomError(f"a payload of {self._nbytes} bytes is too large for the arena")
         if not self._nbytes:
             raise PayloadError("an empty payload by the record")
         try:
-            self._take_memory(staging)
-            is_stored = self._next_part()
+            is_stored = self._take_memory(staging) and self._next_part()
             if is_stored and self.is_whole and not self.is_complete:
                 is_stored = self._whole()
             return is_stored
@@ -181,17 +179,24 @@ class Fill:
             if self.is_complete:
                 self._place = None
 
-    def _take_memory(self, staging: Staging) -> None:
-        """Have the buffer for the store's bytes, and the payload's place if its size is known."""
+    def _take_memory(self, staging: Staging) -> bool:
+        """Have the buffer for the store's bytes, and the payload's place if its size is known.
+        Returns False if the payload is not stored. Until it is known that it is, no payload is
+        evicted for it that no store has."""
         spare = not self.is_whole  # shows a payload that is too long
-        if self._is_direct:
-            self._stored = self._place or self._allot(self._nbytes, spare)
-            return
-        if self._place is None and (size := self._known.header_bytes):
-            size += self.wanted.record.raw_bytes
-            if size <= self._residents.total_bytes:
-                self._allot(size)
-        self._stored = staging.view(self._nbytes + spare)
+        if not self._is_direct:
+            if self._place is None and (size := self._known.header_bytes):
+                size += self.wanted.record.raw_bytes
+                self._place = self._residents.allot(self._one, size, is_sure=False)
+            self._stored = staging.view(self._nbytes + spare)
+            return True
+        is_sure = self._source is not None
+        if self._place is None:
+            self._place = self._residents.allot(self._one, self._nbytes, spare, is_sure=is_sure)
+        if self._place is None and not is_sure and self._get(staging.view(1), 0, 0) is None:
+            return False
+        self._stored = self._place or self._allot(self._nbytes, spare)
+        return True
 
     def _whole(self) -> bool:
         got = self._get(self._stored[: self._nbytes], 0, None)
@@ -300,6 +305,8 @@ class Fill:
         header = read_claimed(
             self._stored[:needed], self.wanted.claim, self._known.layers, seal=self._cache.seal
         )
+        if header.raw_bytes != self.wanted.record.raw_bytes:
+            raise PayloadError(f"{header.raw_bytes} bytes of pages, not those of the record")
         if header.nbytes > self._nbytes:
             raise PayloadError(f"{header.nbytes} bytes, expected at most {self._nbytes}")
         if self._is_direct:

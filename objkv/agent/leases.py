@@ -81,5 +81,5 @@ class LeaseHolder:
         self._leases[number] = one
         # The state is read first: if it is READY, the rest is final.
         state = CellState.READY if one.state is CellState.READY else CellState.FILLING
-        place = (one.offset, one.nbytes) if state is CellState.READY else (0, 0)
-        return OpenAnswer(state, MissReason.NONE, number, one.cell, *place)
+        place = (0, one.offset, one.nbytes) if state is CellState.READY else (one.cell, 0, 0)
+        return OpenAnswer(state, MissReason.NONE, number, *place)

@@ -1,11 +1,10 @@
 """The outbox of a replica's worker: memory in which it hands payloads to the agent.
 
-The worker makes and writes it, the agent maps it read-only and copies each payload before it
-verifies the copy. It can neither shrink nor grow, so no reader faults.
+The worker makes, maps and writes it. The agent never maps it: that would allocate what the worker
+has not written, at the agent's expense. It reads each payload into the arena, and verifies that.
 """
 
 import logging
-import mmap
 import os
 from collections.abc import Callable
 from threading import Lock
@@ -18,7 +17,7 @@ from objkv.agent.memory.arena import PAGE, check_seals, seal_size
 from objkv.agent.messages import CommitStatus
 from objkv.cache.chunks import InFlightSaves, SaveOutcome
 from objkv.codec.payload import Claim, Header
-from objkv.errors import ObjkvError, StoreBusy, TransferError
+from objkv.errors import ObjkvError, PayloadError, StoreBusy, TransferError
 from objkv.keys.chunk import ChunkKey
 from objkv.stores.base import Buffer
 
@@ -51,18 +50,45 @@ class Outbox:
             os.close(fd)
 
 
-def join_outbox(fd: int) -> mmap.mmap:
-    """Map the outbox that a client sent. Takes over ``fd``. Raises ``TransferError`` unless its
-    size is fixed."""
-    try:
-        nbytes = os.fstat(fd).st_size
-        if not check_seals(fd, writable=True) or not nbytes or nbytes % PAGE:
-            raise TransferError("the outbox is not sealed, or has an invalid size")
-        return mmap.mmap(fd, nbytes, prot=mmap.PROT_READ)
-    except OSError as exc:
-        raise TransferError(f"the outbox cannot be mapped: {exc}") from exc
-    finally:
-        os.close(fd)
+class ClientOutbox:
+    """The agent's end of an outbox."""
+
+    def __init__(self, fd: int) -> None:
+        """Takes over ``fd``. Raises ``TransferError`` unless it is a memfd of a fixed size: reading
+        another file might take for ever."""
+        self._fd = fd
+        try:
+            self.nbytes = os.fstat(fd).st_size
+            if not check_seals(fd, writable=True):
+                raise TransferError("the outbox is not sealed")
+        except OSError as exc:
+            self.close()
+            raise TransferError(f"the outbox is no memfd: {exc}") from exc
+        except TransferError:
+            self.close()
+            raise
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Read ``len(buffer)`` bytes, which the client may change meanwhile. Raises
+        ``PayloadError`` if there are not as many."""
+        at = 0
+        while at < len(buffer):
+            got = os.preadv(self._fd, [buffer[at:]], offset + at)
+            if not got:
+                raise PayloadError("a payload outside of the outbox")
+            at += got
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Return ``nbytes``, as ``read_into`` does."""
+        content = bytearray(nbytes)
+        self.read_into(memoryview(content), offset)
+        return bytes(content)
+
+    def close(self) -> None:
+        """Close the descriptor. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 class AgentSaves:

@@ -85,12 +85,12 @@ class Turns:
         """Queue the rest of a payload, behind the beginnings of others of its urgency."""
         self._push(job._replace(priority=job.priority + 1, number=next(self._numbers)))
 
-    def hasten(self, one: Resident, due: Due) -> None:
+    def hasten(self, one: Resident, due: Due) -> bool:
         """Another client waits for a payload too: if it is queued, the more urgent of both
-        urgencies and the later of both deadlines apply."""
+        urgencies and the later of both deadlines apply. Returns whether it is queued."""
         job = self._jobs.get(one)
         if job is None:
-            return
+            return False
         sooner = due[:2] if due[:2] < job[:2] else job[:2]
         if sooner != job[:2] or due.deadline > job.deadline:
             number, deadline = next(self._numbers), max(job.deadline, due.deadline)
@@ -98,6 +98,7 @@ class Turns:
             self._push(
                 job._replace(urgency=urgency, priority=priority, number=number, deadline=deadline)
             )
+        return True
 
     def discard(self, given_up: Callable[[Resident], bool]) -> None:
         """Remove the payloads that are ``given_up``."""

@@ -41,7 +41,7 @@ from objkv.agent.messages import (
     unpack_release,
     unpack_text,
 )
-from objkv.agent.outbox import join_outbox
+from objkv.agent.outbox import ClientOutbox
 from objkv.agent.peers import is_served, peer_of
 from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason
@@ -80,7 +80,7 @@ class AgentSession(LeaseHolder):
     def __init__(self, core: Core, sock: socket.socket, number: int) -> None:
         super().__init__(core)
         self.sock, self.number = sock, number
-        self.outbox = memoryview(b"")
+        self.outbox: ClientOutbox | None = None
         self.busy = Lock()
         """Held while a message is processed."""
 
@@ -100,7 +100,8 @@ class AgentSession(LeaseHolder):
         """See ``LeaseHolder``. Closes the socket, too."""
         super().end_all()
         self.sock.close()
-        self.outbox = memoryview(b"")
+        if self.outbox is not None:
+            self.outbox.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +284,7 @@ class AgentServer:
                 return False
             hello = unpack_hello(message)
             if hello.version == VERSION and hello.has_outbox and given:
-                client.outbox = memoryview(join_outbox(given.pop()))
+                client.outbox = ClientOutbox(given.pop())
         finally:
             for fd in given:
                 os.close(fd)
@@ -328,10 +329,10 @@ class AgentServer:
 
     def _commit(self, client: AgentSession, message: bytes) -> bytes:
         offset, nbytes, puts = unpack_commit(message)
-        if offset + nbytes > len(client.outbox):
+        if client.outbox is None or offset + nbytes > client.outbox.nbytes:
             raise ProtocolError("a commit of bytes outside of the outbox")
-        payload = client.outbox[offset : offset + nbytes]
-        return pack_committed(self._parts.saves.commit(payload, puts=puts))
+        status = self._parts.saves.commit(client.outbox, offset, nbytes, puts=puts)
+        return pack_committed(status)
 
     def _call(self, client: AgentSession, message: bytes) -> bytes:
         try:
@@ -341,12 +342,11 @@ class AgentServer:
 
     def _find(self, client: AgentSession, message: bytes) -> bytes:
         namespace, hashes, fields = unpack_find(message)
-        if not 0 < len(hashes) <= PREFIX_HASH_BYTES * find_max(len(fields)):
-            raise ProtocolError(f"a lookup of {len(hashes)} bytes of hashes")
-        answer = pack_found(self._parts.lookups.find(namespace, hashes, fields))
-        if answer is None:
-            raise StoreError("the answer is too long")
-        return answer
+        if not hashes:
+            raise ProtocolError("a lookup of nothing")
+        if len(hashes) > PREFIX_HASH_BYTES * find_max(len(fields)):
+            raise StoreError(f"a lookup of {len(hashes)} bytes of hashes in {len(fields)} fields")
+        return pack_found(self._parts.lookups.find(namespace, hashes, fields))
 
     def _end(self, client: AgentSession) -> None:
         client.end_all()

@@ -194,6 +194,7 @@ class NodeAgent:
             config.codec,
             far,
             holds_back=_holds_back(config),
+            may_save=config.role != "reader",
         )
 
     def run(self, ended: Ended, *, idle_s: float | None = None) -> None:

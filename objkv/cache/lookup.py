@@ -138,15 +138,16 @@ class LookupService:
         return self._clock() >= deadline
 
     def submit(self, job: Callable[[], Steps[None] | None]) -> bool:
-        """Run ``job`` on the lookup thread. Return False if the queue is full. A ``StoreError`` of
-        the job is counted and dropped. Lookups wait meanwhile, so one that takes long is done in
+        """Run ``job`` on the lookup thread. Return False if the queue is full. An exception of the
+        job is counted and dropped. Lookups wait meanwhile, so one that takes long is done in
         steps."""
 
         def run() -> Steps[None]:
             try:
                 yield from in_steps(job())
-            except StoreError:
+            except Exception as exc:  # nobody waits for the outcome
                 self._recorder.count("background_errors")
+                logger.debug("background job failed reason=%r", exc)
 
         return self._submit(run()) is not None
 

@@ -15,7 +15,7 @@ from objkv.cli.signals import end_signals
 from objkv.cli.upkeep import refuse_memory
 from objkv.config.node import agent_socket
 from objkv.errors import ConfigError
-from objkv.telemetry import MemoryRecorder
+from objkv.telemetry import LogLimit, MemoryRecorder
 
 
 @command
@@ -45,7 +45,10 @@ def agent(
     where = path or agent_socket(session.config)
     if where is None:
         raise ConfigError("no socket to serve: give --socket PATH, or set OBJKV_AGENT")
-    logging.basicConfig(format="%(asctime)s %(levelname)s objkv: %(message)s", level=logging.INFO)
+    log = logging.StreamHandler()
+    log.addFilter(LogLimit())
+    form = "%(asctime)s %(levelname)s objkv: %(message)s"
+    logging.basicConfig(format=form, level=logging.INFO, handlers=[log])
     limit = getrlimit(RLIMIT_NOFILE)[1]
     setrlimit(RLIMIT_NOFILE, (limit, limit))  # each replica takes several
     with (

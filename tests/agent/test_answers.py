@@ -13,9 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from objkv.agent.calls import NodeLookups
-from objkv.agent.memory.answers import BLOCK_MAX, TEXT_AT, TEXT_BYTES_MAX, AnswerBoard, Scope
+from objkv.agent.memory.answers import (
+    BLOCK_MAX,
+    FIELDS_MAX,
+    TEXT_AT,
+    TEXT_BYTES_MAX,
+    AnswerBoard,
+    Scope,
+)
 from objkv.agent.messages import (
-    MESSAGE_BYTES_MAX,
     find_max,
     pack_find,
     pack_found,
@@ -100,7 +106,7 @@ class World:
     def find(self, numbers: Sequence[int]) -> list[Shards | None]:
         """Look up chunks by a message."""
         texts = self.lookups.find(NAMESPACE, joined(numbers), FIELDS)
-        return self._read(numbers, unpack_found(pack_found(texts) or b"", len(texts)))
+        return self._read(numbers, unpack_found(pack_found(texts), len(texts)))
 
     def kept(self, numbers: Sequence[int]) -> list[Shards | None] | None:
         """Read the same from the board; None if it lacks a block."""
@@ -356,7 +362,7 @@ def test_a_replica_cannot_write_answers(world: World) -> None:
 
 
 def test_the_largest_lookup_fits_both_ways() -> None:
-    for count in (1, 2, 8, 40):
+    for count in (1, 2, 8, 40, FIELDS_MAX):
         fields = tuple(f"{n}.L0-99_H0-99" for n in range(count))
         step = find_max(count)
         assert step >= 1
@@ -365,8 +371,9 @@ def test_the_largest_lookup_fits_both_ways() -> None:
         each = Scope(NAMESPACE, fields).chunks
         texts = [b"\n".join(rows[at : at + each]) for at in range(0, step, each)]
         assert max(map(len, texts)) <= TEXT_BYTES_MAX
-        assert pack_found(texts) is not None
-        assert pack_found([*texts, bytes(MESSAGE_BYTES_MAX)]) is None
+        answered = unpack_found(pack_found(texts[:1] * 99), 99)
+        assert 0 < len(answered) < 99
+        assert set(answered) == {texts[0]}
         question = pack_find(NAMESPACE, [bytes(20)] * step, fields)
         assert unpack_find(question) == (NAMESPACE, bytes(20 * step), fields)
 

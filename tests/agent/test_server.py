@@ -29,7 +29,7 @@ from objkv.agent.server import ServerLimits
 from objkv.cache.chunks import SaveOutcome
 from objkv.cache.switch import SWITCH_PATH
 from objkv.codec.payload import read_header
-from objkv.errors import StoreBusy, StoreDenied, StoreUnavailable, TransferError
+from objkv.errors import StoreBusy, StoreDenied, StoreError, StoreUnavailable, TransferError
 from objkv.index.base import Savings
 from objkv.keys.identity import identity_path
 from tests.agent.world import (
@@ -392,7 +392,15 @@ def test_writes_of_an_index_go_through(node: Node, calls: AgentCalls) -> None:
     assert node.index.lookup(NAMESPACE, [b"x" * 20])[0] is not None
 
 
-def test_documents_can_be_read_and_written_and_payloads_cannot(
+def test_all_records_of_a_long_prompt_are_touched(node: Node, calls: AgentCalls) -> None:
+    touched: list[bytes] = []
+    node.index.touch = lambda _, hashes, *, ttl_s: touched.extend(hashes)  # type: ignore[method-assign]
+    hashes = [n.to_bytes(20, "big") for n in range(4000)]
+    AgentIndex(calls).touch(NAMESPACE, hashes, ttl_s=1)
+    assert touched == hashes
+
+
+def test_identities_can_be_made_and_read_the_switch_read_and_nothing_else(
     node: Node, calls: AgentCalls
 ) -> None:
     documents = Completed(AgentDocuments(calls))
@@ -401,20 +409,24 @@ def test_documents_can_be_read_and_written_and_payloads_cannot(
     assert documents.put_if_absent(path, b"document")
     assert not documents.put_if_absent(path, b"other")
     assert documents.get_range(path, 2, 100) == b"cument"
-    documents.put(SWITCH_PATH, b"{}")
-    assert node.store.get(SWITCH_PATH) == b"{}"
+    node.store.put(SWITCH_PATH, b"{}")
+    assert documents.get_range(SWITCH_PATH, 0, 100) == b"{}"
+    with pytest.raises(StoreDenied, match="no access"):
+        documents.put_if_absent(SWITCH_PATH, b"of a client")
     payload = node.save()[0].claim.key.path()
     for wrong in (payload, "../x", f"{path}/x"):
         with pytest.raises(StoreDenied, match="no access"):
             documents.get_range(wrong, 0, 10)
         with pytest.raises(StoreDenied, match="no access"):
-            documents.put(wrong, b"x")
+            documents.put_if_absent(wrong, b"x")
+    with pytest.raises(StoreError, match="bytes"):
+        documents.put_if_absent(path, bytes(m.MESSAGE_BYTES_MAX))
 
 
 def test_a_replica_prefetches_in_calls_of_bounded_length(
     node: Node, calls: AgentCalls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls_module, "_PREFETCH_MAX", 2)
+    monkeypatch.setattr(calls_module, "_CHUNKS_MAX", 2)
     wanted = node.save(range(1000, 1000 + 16 * 7))
     hashes = [one.claim.key.prefix_hash for one in wanted]
     nbytes = wanted[0].record.raw_bytes

@@ -315,8 +315,8 @@ def test_a_commit_that_says_so_is_stored_when_there_is_room(make: Callable[..., 
 def test_what_was_evicted_unread_is_stored_when_it_is_made_again(
     make: Callable[..., Holder],
 ) -> None:
-    node, made = make(memory=2 * 8192), payloads()
-    others = payloads(list(range(9000, 9000 + 16 * 4)))
+    node, made = make(memory=4 * 8192), payloads()
+    others = payloads(list(range(9000, 9000 + 16 * 8)))
     node.commit(made[:1])
     node.commit(others)
     assert paths(made)[0] not in node.unsaved
@@ -345,12 +345,12 @@ def test_the_beginning_of_a_prompt_is_stored_before_its_end(make: Callable[..., 
 def test_a_held_back_payload_can_be_evicted_and_is_an_ordinary_miss_then(
     make: Callable[..., Holder],
 ) -> None:
-    node, made = make(memory=2 * 8192), payloads()
-    others = node.save(list(range(9000, 9000 + 16 * 4)))
+    node, made = make(memory=4 * 8192), payloads()
+    others = node.save(list(range(9000, 9000 + 16 * 8)))
     node.commit(made[:1])
     (wanted,) = node.find(made)
     before = len(list(node.index.scan(NAMESPACE)))
-    assert node.read(others) == [MissReason.NONE] * 4
+    assert node.read(others) == [MissReason.NONE] * 8
     assert not node.unsaved
     assert node.count("agent_unsaved_dropped") == 1
     assert node.count("agent_unsaved_dropped_bytes") == len(made[0])
@@ -366,8 +366,8 @@ def test_a_held_back_payload_can_be_evicted_and_is_an_ordinary_miss_then(
 def test_an_old_record_of_a_payload_that_was_stored_meanwhile_loads_it(
     make: Callable[..., Holder],
 ) -> None:
-    node, made = make(memory=2 * 8192, codec="blosc"), payloads()
-    others = node.save(list(range(9000, 9000 + 16 * 4)))
+    node, made = make(memory=4 * 8192, codec="blosc"), payloads()
+    others = node.save(list(range(9000, 9000 + 16 * 8)))
     node.commit(made[:1])
     wanted = node.find(made)
     node.read(wanted)
@@ -383,8 +383,8 @@ def test_an_old_record_of_a_payload_that_was_stored_meanwhile_loads_it(
 def test_an_old_record_without_an_index_is_a_miss(
     make: Callable[..., Holder], error: Exception
 ) -> None:
-    node, made = make(memory=2 * 8192), payloads()
-    others = node.save(list(range(9000, 9000 + 16 * 4)))
+    node, made = make(memory=4 * 8192), payloads()
+    others = node.save(list(range(9000, 9000 + 16 * 8)))
     node.commit(made[:1])
     wanted = node.find(made)
     node.read(others)
@@ -732,3 +732,16 @@ def test_saves_that_wait_lease_at_most_a_quarter_of_the_arena(make: Callable[...
     store.gate.set()
     assert node.saves.drain(PATIENCE_S)
     node.desk.hand_over(payloads()[2])
+
+
+def test_an_agent_that_may_only_read_keeps_what_it_gets_for_its_node(
+    make: Callable[..., Holder],
+) -> None:
+    node, made = make(holds_back=False, may_save=False), payloads()
+    node.commit(made)
+    assert node.unsaved == set(paths(made))
+    for _ in range(2):
+        assert node.read(node.find(made)) == [MissReason.NONE] * 3
+    assert node.saves.drain(PATIENCE_S)
+    assert not node.stored
+    assert not node.count("save_drops")

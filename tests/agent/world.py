@@ -1,6 +1,7 @@
 """An agent in this process, over stores that tests can slow down, count and break."""
 
 import mmap
+import os
 import shutil
 import socket
 import tempfile
@@ -21,7 +22,8 @@ from objkv.agent.fill import Wanted
 from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
 from objkv.agent.memory.answers import AnswerBoard
 from objkv.agent.memory.arena import Arena, CellState, Progress
-from objkv.agent.outbox import AgentSaves, Outbox
+from objkv.agent.messages import CommitStatus
+from objkv.agent.outbox import AgentSaves, ClientOutbox, Outbox
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.queue import Urgency
 from objkv.agent.residents import Resident
@@ -92,6 +94,7 @@ class Node:
         keeps_all: bool = False,
         holds_back: bool = False,
         saves_max: int = 100,
+        may_save: bool = True,
     ) -> None:
         self.store: Any = store or WatchedStore()
         self.index, self.recorder = index or MemoryIndex(), MemoryRecorder()
@@ -106,7 +109,15 @@ class Node:
         self.saves = NodeSaves(
             self.cache,
             self.residents,
-            NodeSaveLimits(2, saves_max, PATIENCE_S, codec, far=True, holds_back=holds_back),
+            NodeSaveLimits(
+                2,
+                saves_max,
+                PATIENCE_S,
+                codec,
+                far=True,
+                holds_back=holds_back,
+                may_save=may_save,
+            ),
             self.recorder,
         )
         self.lookups = NodeLookups(self.index, self.residents.unsaved, board, ttl_s=30.0)
@@ -141,6 +152,11 @@ class Node:
         """Store payloads; what to open."""
         return self.wanted(save(self.store, self.index, tokens, codec=codec))
 
+    def commit_one(self, payload: bytes) -> CommitStatus:
+        """Hand over a payload, as a client of their own does."""
+        with outbox_of(payload) as outbox:
+            return self.saves.commit(outbox, 0, len(payload))
+
     def open(
         self,
         *wanted: Wanted,
@@ -164,6 +180,19 @@ class Node:
         self.saves.close(PATIENCE_S)
         self.arena.close()
         shutil.rmtree(self.folder)
+
+
+@contextmanager
+def outbox_of(payload: bytes) -> Iterator[ClientOutbox]:
+    """The agent's end of an outbox with a payload."""
+    box = Outbox(len(payload))
+    os.pwrite(box.fd, payload, 0)
+    outbox = ClientOutbox(os.dup(box.fd))
+    box.close()
+    try:
+        yield outbox
+    finally:
+        outbox.close()
 
 
 def wanted_of(index: WriteIndex, keys: Sequence[ChunkKey]) -> list[Wanted]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from objkv.background import Question, Steps
 from objkv.cache.lookup import LookupLimits, LookupService
 from objkv.cache.match import usable_chunks
-from objkv.errors import StoreUnavailable
+from objkv.errors import StoreUnavailable, TransferError
 from objkv.index.base import ChunkEntry, ShardRecord, Shards
 from objkv.index.fields import WrittenShards, encode_shard
 from objkv.index.memory import MemoryIndex
@@ -371,11 +371,12 @@ def test_closing_ends_the_threads(service: LookupService, index: GatedIndex) -> 
     assert slow.ask("other", NS, HASHES) == (None, None, None)
 
 
+@pytest.mark.parametrize("error", [StoreUnavailable("gone"), TransferError("lost")])
 def test_a_failing_background_job_is_counted(
-    service: LookupService, recorder: MemoryRecorder
+    service: LookupService, recorder: MemoryRecorder, error: Exception
 ) -> None:
     def job() -> None:
-        raise StoreUnavailable("gone")
+        raise error
 
     assert service.submit(job)
     end = time.monotonic() + PATIENCE_S

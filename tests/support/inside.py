@@ -11,7 +11,7 @@ from objkv.agent.fill import Wanted
 from objkv.agent.leases import ArenaLease, LeaseHolder, lease_of
 from objkv.agent.memory.arena import Arena
 from objkv.agent.messages import CommitStatus
-from objkv.agent.outbox import join_outbox
+from objkv.agent.outbox import ClientOutbox
 from objkv.agent.queue import Urgency
 from objkv.background import Alarm
 from objkv.cache.chunks import ChunkCache, SaveOutcome
@@ -71,7 +71,7 @@ class InsideConnection:
     def __init__(self, agent: InsideAgent, outbox: int = -1) -> None:
         self.arena, self.core, self._agent = agent.arena, agent.core, agent
         self._holder = LeaseHolder(agent.core)
-        self._outbox = join_outbox(os.dup(outbox)) if outbox >= 0 else None
+        self._outbox = ClientOutbox(os.dup(outbox)) if outbox >= 0 else None
         agent.count(1)
         self._is_closed = False
 
@@ -84,7 +84,7 @@ class InsideConnection:
 
     def commit(self, offset: int, nbytes: int, *, puts: bool = False) -> CommitStatus:
         assert self._outbox is not None
-        payload = self._outbox[offset : offset + nbytes]
+        payload = self._outbox.read(offset, nbytes)
         header = read_header(payload)
         try:
             outcome = self._agent.saves.save(header.claim, payload, header)
@@ -111,9 +111,9 @@ class InsideConnection:
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            self._holder.end_all()
             if self._outbox is not None:
                 self._outbox.close()
+            self._holder.end_all()
             self._agent.count(-1)
 
 

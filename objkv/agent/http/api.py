@@ -8,7 +8,6 @@ for ``/healthz``; those of the Unix socket are of the agent's own user.
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from hashlib import sha256
 from hmac import compare_digest
 from pathlib import Path
@@ -16,7 +15,7 @@ from threading import Lock
 from typing import Any, Protocol
 
 from objkv.agent.core import Core
-from objkv.agent.http.listener import HttpListener, StartResponse, read_body
+from objkv.agent.http.listener import Bodies, HttpListener, StartResponse, admit, skip_body
 from objkv.agent.http.metrics import metrics_page
 from objkv.agent.http.prompts import Body, PromptReader, read_json, read_order
 from objkv.agent.prefetch import Prefetches
@@ -92,6 +91,7 @@ class AgentHttp:
         self._prompts = PromptReader(prefetches, Tokenizers(places.tokenizers))
         self._token = _digest(places.token.encode())
         self._path = places.path
+        self._bodies = Bodies()
         self._listeners = [self._open_local()]
         if places.address is not None:
             try:
@@ -112,16 +112,22 @@ class AgentHttp:
             self._listeners[0] = self._open_local()
 
     def _open_local(self) -> HttpListener:
-        return HttpListener(self._path, partial(self._answer, is_local=True))
+        return HttpListener(self._path, self._answer_local)
 
     def close(self) -> None:
         """Stop. Idempotent."""
         for listener in self._listeners:
             listener.close()
 
+    def _answer_local(self, environ: dict[str, Any], start: StartResponse) -> Iterable[bytes]:
+        admit(environ)
+        return self._answer(environ, start, is_local=True)
+
     def _answer_remote(self, environ: dict[str, Any], start: StartResponse) -> Iterable[bytes]:
-        if environ.get("PATH_INFO") != "/healthz" and not self._is_allowed(environ):
-            read_body(environ, keep=False)
+        if self._is_allowed(environ):
+            admit(environ)
+        elif environ.get("PATH_INFO") != "/healthz":
+            skip_body(environ)
             text = "send the agent's token in a header: Authorization: Bearer TOKEN"
             more = ("WWW-Authenticate", 'Bearer realm="objkv"')
             return _say_json(start, "401 Unauthorized", {"error": text}, more)
@@ -140,15 +146,16 @@ class AgentHttp:
         pages = {"/healthz": self._health, "/metrics": self._metrics}
         reads = {"/v1/namespaces": self._namespaces}
         posts = {"/v1/match": self._match, "/v1/prefetch": self._prefetch}
-        content = read_body(environ)
         try:
+            if path in posts and method == "POST":
+                with self._bodies.read(environ) as content:
+                    answer = posts[path](read_json(content), is_local)
+                return _say_json(start, "200 OK", answer)
+            skip_body(environ)
             if path in pages and method == "GET":
                 return _say(start, "200 OK", pages[path](), _TEXT)
             if path in reads and method == "GET":
                 return _say_json(start, "200 OK", reads[path]())
-            if path in posts and method == "POST":
-                answer = posts[path](read_json(content), is_local)
-                return _say_json(start, "200 OK", answer)
         except ConfigError as exc:
             return _say_json(start, "400 Bad Request", {"error": str(exc)})
         except ObjkvError as exc:
@@ -210,5 +217,6 @@ def _say(
     start: StartResponse, status: str, text: str, kind: str, *more: tuple[str, str]
 ) -> Iterable[bytes]:
     body = text.encode()
-    start(status, [("Content-Type", kind), ("Content-Length", str(len(body))), *more])
+    head = [("Content-Type", kind), ("Content-Length", str(len(body))), ("Server", "objkv")]
+    start(status, [*head, *more])
     return [body]

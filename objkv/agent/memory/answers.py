@@ -19,6 +19,7 @@ from xxhash import xxh3_64_intdigest, xxh3_128_digest
 from objkv.agent.memory.arena import PAGE, check_seals, map_sealed
 from objkv.errors import ConfigError, TransferError
 from objkv.keys.prefix import PREFIX_HASH_BYTES
+from objkv.stores.base import map_memory
 
 BLOCK_MAX: Final = 32
 """Chunks per block, or as many as fit. The last one of a prompt may have fewer."""
@@ -34,7 +35,9 @@ _CHECK = struct.Struct("<Q")
 TEXT_AT: Final = _HEAD.size + _CHECK.size
 """Position of a text in its slot."""
 TEXT_BYTES_MAX: Final = _SLOT_BYTES - TEXT_AT
-"""Longer texts are not kept, as those of very many shards."""
+"""Longer texts are not kept."""
+FIELDS_MAX: Final = TEXT_BYTES_MAX // RECORD_BYTES
+"""Fields of one lookup, so that a block has a chunk at least. Others are looked up in turns."""
 _TOTAL = PAGE + _SLOTS * _SLOT_BYTES
 
 
@@ -107,7 +110,7 @@ class AnswerBoard:
         try:
             if not check_seals(fd, writable=False) or os.fstat(fd).st_size != _TOTAL:
                 raise TransferError("the agent's answers are not sealed, or have an invalid size")
-            return cls(-1, mmap.mmap(fd, _TOTAL, prot=mmap.PROT_READ))
+            return cls(-1, map_memory(fd, _TOTAL, writable=False))
         except OSError as exc:
             raise TransferError(f"the agent's answers cannot be mapped: {exc}") from exc
         finally:

@@ -24,7 +24,8 @@ from objkv.stores.base import Arrived
 FOLDER: Final = "payloads"
 """Folder of the files below the configured one, which may be a mount point of another owner."""
 FILES_MAX: Final = 1 << 18
-"""Payloads on disk, whatever the bound in bytes: each takes 300 bytes of memory."""
+"""Payloads on disk, whatever the bound in bytes: each takes 300 bytes of memory, and 1,100 more if
+it is held back."""
 _LOCK = "lock"
 _TEMPORARY = "unfinished"
 _NAME = re.compile(r"[0-9a-f]{40}\.(?:plain|signed|encrypted|signed-encrypted)")

@@ -8,6 +8,7 @@ agent ends.
 """
 
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from typing import Final
 from objkv.cache.chunks import shard_record
 from objkv.codec.payload import Claim, Header
 from objkv.index.base import Record, ShardRecord, Shards
-from objkv.index.fields import WrittenShards, encode_shard
+from objkv.index.fields import WrittenShards, decode_shard, encode_shard
 from objkv.telemetry import Recorder
 
 _MARK: Final = "unsaved:"
@@ -43,9 +44,9 @@ def unsaved_record(header: Header) -> ShardRecord:
 @dataclass(slots=True, eq=False)
 class _Unsaved:
     claim: Claim
-    record: ShardRecord
     text: bytes
-    """The record, as answers carry it."""
+    """Its record, as answers carry it."""
+    nbytes: int
     is_due: bool = False
     is_wanted: bool = False
     """Whether it is to be saved as soon as it is in the arena."""
@@ -53,6 +54,13 @@ class _Unsaved:
     """Whether another process was saving it when its save was last tried: it is not lost then, and
     the next read finds it stored."""
     retry_at: float = -math.inf
+
+    @property
+    def record(self) -> ShardRecord:
+        """Return its record. It is not kept, since there may be hundreds of thousands."""
+        record = decode_shard(self.text)
+        assert record is not None
+        return record
 
 
 class UnsavedPayloads:
@@ -101,12 +109,12 @@ class UnsavedPayloads:
     def add(self, claim: Claim, record: ShardRecord, *, is_due: bool) -> None:
         """Add a payload. ``record``: of ``unsaved_record``. ``is_due``: whether it is being saved
         already, and not held back."""
-        key, one = claim.key, _Unsaved(claim, record, encode_shard(record), is_due)
+        key, one = claim.key, _Unsaved(claim, encode_shard(record), record.nbytes, is_due)
         with self._lock:
             self._remove(key.path())
             self._by_path[key.path()] = one
             chunks = self._by_chunk.setdefault(key.namespace, {})
-            chunks.setdefault(key.prefix_hash, {})[key.field] = one
+            chunks.setdefault(key.prefix_hash, {})[sys.intern(key.field)] = one
             self._nbytes += record.nbytes
         self._changed(key.prefix_hash)
 
@@ -198,7 +206,7 @@ class UnsavedPayloads:
         self._changed(one.claim.key.prefix_hash)
         if not one.is_leased:
             self._recorder.count("agent_unsaved_dropped")
-            self._recorder.count("agent_unsaved_dropped_bytes", one.record.nbytes)
+            self._recorder.count("agent_unsaved_dropped_bytes", one.nbytes)
 
     def find(
         self, namespace: str, hashes: Sequence[bytes], fields: tuple[str, ...], find: Find
@@ -259,7 +267,7 @@ class UnsavedPayloads:
                 del chunks[key.prefix_hash]
             if not chunks:
                 del self._by_chunk[key.namespace]
-            self._nbytes -= one.record.nbytes
+            self._nbytes -= one.nbytes
         return one
 
 
