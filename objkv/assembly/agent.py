@@ -227,7 +227,7 @@ class NodeAgent:
         except AgentRuns as exc:
             logger.warning("the agent's socket is another agent's, ending reason=%s", exc)
             return False
-        except ConfigError as exc:
+        except Exception as exc:  # such as no memory: it is tried again
             self._trouble.failed(exc)
         return True
 

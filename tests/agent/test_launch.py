@@ -12,13 +12,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from objkv.agent.client import AgentConnection, is_listening
+from objkv.agent.http import listener
 from objkv.agent.server import AgentServer
 from objkv.assembly import agent as agent_module
 from objkv.assembly import launch
@@ -154,26 +157,41 @@ def test_a_socket_that_was_removed_is_made_again_and_keeps_its_clients(
     assert not path.exists()
 
 
-def test_an_agent_without_a_descriptor_for_its_socket_goes_on_and_tries_again(
-    config: Config, path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("place", "name", "error", "socket_of"),
+    [
+        (launch, "new_socket", partial(OSError, errno.EMFILE, "too many open files"), Path),
+        (launch, "bind_private", MemoryError, Path),
+        (listener, "Thread", RuntimeError, http_path),
+    ],
+)
+def test_an_agent_that_cannot_listen_again_at_once_goes_on_and_tries_again(
+    config: Config,
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    place: Any,
+    name: str,
+    error: Callable[[], Exception],
+    socket_of: Callable[[Path], Path],
 ) -> None:
     monkeypatch.setattr("objkv.assembly.agent._LOOK_S", 0.02)
     ended, refused = threading.Event(), threading.Event()
-    new_socket = launch.new_socket
+    usual = getattr(place, name)
 
-    def too_many() -> socket.socket:
+    def once(*given: Any, **named: Any) -> Any:
         if not refused.is_set():
             refused.set()
-            raise OSError(errno.EMFILE, "too many open files")
-        return new_socket()
+            raise error()
+        return usual(*given, **named)
 
     with NodeAgent(config, path, MemoryRecorder()) as agent:
         running = threading.Thread(target=agent.run, args=(ended,))
         running.start()
-        monkeypatch.setattr(launch, "new_socket", too_many)
-        path.unlink()
+        monkeypatch.setattr(place, name, once)
+        socket_of(path).unlink()
         assert refused.wait(PATIENCE_S)
-        wait_until(lambda: is_listening(path))
+        wait_until(lambda: is_listening(path) and http_path(path).exists())
+        assert Router(http_path(path)).ask("GET", "/healthz") == (200, "ok\n")
         ended.set()
         running.join(PATIENCE_S)
 

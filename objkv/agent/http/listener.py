@@ -172,10 +172,17 @@ class HttpListener:
         except (OSError, OverflowError) as exc:
             raise _refused(where, exc) from exc
         self._server.set_app(application)
-        self._thread = Thread(
-            target=self._server.serve_forever, args=(_POLL_S,), name="objkv-agent-http", daemon=True
-        )
-        self._thread.start()
+        serve = self._server.serve_forever
+        try:
+            self._thread = Thread(
+                target=serve, args=(_POLL_S,), name="objkv-agent-http", daemon=True
+            )
+            self._thread.start()
+        except Exception as exc:  # no thread or no memory is free
+            self._server.server_close()
+            if self._path is not None:
+                self._path.unlink(missing_ok=True)
+            raise _refused(where, exc) from exc
 
     @property
     def port(self) -> int:
