@@ -1,6 +1,7 @@
 """A replica's way to its agent. Imports no store and no index."""
 
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
@@ -19,6 +20,8 @@ _START_S: Final = 30.0
 _PRIVATE_IDLE_S: Final = 30
 """A private agent ends after this time without a process of its replica."""
 _POLL_S: Final = 0.05
+_START_PAUSE_S: Final = 5.0
+"""An agent needs a second to listen; on a busy machine each further start delays it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,7 @@ class AgentLink:
         """Does not wait."""
         self._config, self._replica = config, replica
         self._starts = config.agent in ("auto", "private")
+        self._start_at = -math.inf
         self.calls = AgentCalls(self.connect)
         """Lookups and records."""
 
@@ -82,7 +86,12 @@ class AgentLink:
         return failure_of(replica_socket(self._config, self._replica.engine_id))
 
     def _start(self, path: Path) -> None:
-        """Start an agent if that is this replica's task. Raises ``ConfigError``."""
+        """Start an agent if that is this replica's task and it has not just done so. Raises
+        ``ConfigError``."""
+        now = monotonic()
+        if now < self._start_at:
+            return
+        self._start_at = now + _START_PAUSE_S
         if self._config.agent == "auto":
             start_agent(path, agent_environment(self._config), IDLE_EXIT_S)
         elif self._config.agent == "private":

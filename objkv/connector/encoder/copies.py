@@ -37,10 +37,10 @@ class OutputCopies(Protocol):
     def mark(self) -> Any:
         """Return a mark after all work submitted to the current compute stream so far."""
 
-    def to_host(self, tensor: torch.Tensor, computed: Any, room: int) -> memoryview:
-        """Return the bytes of ``tensor``, C-contiguous, after ``room`` bytes of any content. The
-        memory is new and belongs to the caller. Waits for the device, but only for work before
-        ``computed``, a mark. Raises ``TransferError`` if that takes too long."""
+    def to_host(self, tensor: torch.Tensor, computed: Any, pages: memoryview) -> None:
+        """Copy the bytes of ``tensor``, C-contiguous, to ``pages``, which has as many. Waits for
+        the device, but only for work before ``computed``, a mark. Raises ``TransferError`` if that
+        takes too long."""
 
 
 class HostCopies:
@@ -58,12 +58,9 @@ class HostCopies:
     def mark(self) -> None:
         """Return None: work on the host has ended when the call returns."""
 
-    def to_host(self, tensor: torch.Tensor, computed: None, room: int) -> memoryview:
+    def to_host(self, tensor: torch.Tensor, computed: None, pages: memoryview) -> None:
         """See ``OutputCopies.to_host``."""
-        source = _bytes_of(tensor.contiguous()).numpy()
-        memory = np.empty(room + source.nbytes, dtype=np.uint8)
-        np.copyto(memory[room:], source)  # numpy copies without the GIL
-        return memory.data
+        _copy(_bytes_of(tensor.contiguous()), pages)
 
 
 class DeviceCopies:
@@ -101,12 +98,12 @@ class DeviceCopies:
         event.record(self._api.current_stream(self._device))
         return event
 
-    def to_host(self, tensor: torch.Tensor, computed: Any, room: int) -> memoryview:
+    def to_host(self, tensor: torch.Tensor, computed: Any, pages: memoryview) -> None:
         """See ``OutputCopies.to_host``."""
-        memory = torch.empty(room + tensor.nbytes, dtype=torch.uint8, pin_memory=True)
+        memory = torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=True)
         with self._api.stream(self.stream):
             computed.wait(self.stream)
-            memory[room:].copy_(_bytes_of(tensor.contiguous()), non_blocking=True)
+            memory.copy_(_bytes_of(tensor.contiguous()), non_blocking=True)
             copied = self._driver.event()
             copied.record(self.stream)
         end = monotonic() + _COPY_S_MAX
@@ -114,8 +111,7 @@ class DeviceCopies:
             if monotonic() >= end:  # the copy may go on: nothing else gets its memory before
                 raise TransferError(f"the device copied no output within {_COPY_S_MAX:g} s")
             sleep(_POLL_S)
-        view: memoryview = memory.numpy().data
-        return view
+        _copy(memory, pages)
 
     def _staged(self, nbytes: int) -> torch.Tensor:
         """Return memory to copy from, page-locked if the system has enough."""
@@ -137,3 +133,7 @@ def open_copies(device: torch.device) -> OutputCopies:
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor as ``[n]`` uint8, without a copy."""
     return tensor.view(torch.uint8).view(-1)
+
+
+def _copy(memory: torch.Tensor, pages: memoryview) -> None:
+    np.copyto(np.frombuffer(pages, np.uint8), memory.numpy())  # without the GIL

@@ -7,29 +7,37 @@ saves them. Source of the call order: vLLM 0.32-0.33,
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from os import getpid
 from threading import Lock
-from time import monotonic, time
+from time import monotonic
 from typing import Any
 
 import torch
 
-from objkv.cache.chunks import ChunkCache
-from objkv.cache.saving import SavePool
-from objkv.codec.payload import Claim, Header, Provenance, encode_in_place, header_room
+from objkv.agent.payloads import PayloadWriter, WriteOutcome
+from objkv.codec.payload import Claim, LayerSpec
 from objkv.connector.encoder.copies import OutputCopies
 from objkv.connector.encoder.items import EncoderOutput, EncoderPlan, EncoderReport, ItemLoad
 from objkv.telemetry import MemoryRecorder, Recorder
 from objkv.transfer.paging import DTYPE_NAMES
 
-_THREADS = 2
+_COUNTERS = {
+    WriteOutcome.ACCEPTED: "saves_accepted",
+    WriteOutcome.EXISTED: "save_existed",
+    WriteOutcome.REPEATED: "save_repeats",
+    WriteOutcome.OVER_QUOTA: "save_over_quota",
+    WriteOutcome.SHED: "saves_shed",
+    WriteOutcome.LATE: "save_drops",
+    WriteOutcome.DROPPED: "save_drops",
+    WriteOutcome.FAILED: "save_errors",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderSaveLimits:
-    """Bounds of the saver, and the codec and writer of its payloads."""
+    """Bounds of the saver."""
 
     queue_max: int
     held_bytes_max: int
@@ -37,30 +45,42 @@ class EncoderSaveLimits:
     item_bytes_max: int
     deadline_s: float
     """An output that waited longer is dropped."""
-    codec: str
-    """A codec of the payload format."""
-    writer: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SavedOutput:
-    """An encoder output that is kept alive until it is saved."""
+    """An encoder output that is kept alive until it is saved: a ``PayloadWrite``."""
 
     output: EncoderOutput
-    claim: Claim
     tensor: torch.Tensor
     computed: Any
     """A mark of ``OutputCopies`` after which the tensor contains the output."""
     deadline: float
-    saver: "EncoderSaver"
+    copies: OutputCopies
+    ended: Callable[["SavedOutput", WriteOutcome, int], None]
 
-    def encode(self) -> tuple[memoryview, Header]:
-        """See ``Save``."""
-        return self.saver.encode(self)
+    @property
+    def claim(self) -> Claim:
+        """See ``PayloadWrite``."""
+        return self.output.claim
 
-    def release(self) -> None:
-        """See ``Save``."""
-        self.saver.release(self.output)
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """See ``PayloadWrite``."""
+        return (self.output.layer,)
+
+    @property
+    def token_digest(self) -> str:
+        """A digest of its name: it has no tokens."""
+        return hashlib.sha256(self.output.item_hash).hexdigest()
+
+    def write(self, pages: memoryview) -> None:
+        """See ``PayloadWrite``."""
+        self.copies.to_host(self.tensor, self.computed, pages)
+
+    def end(self, outcome: WriteOutcome, nbytes: int) -> None:
+        """See ``PayloadWrite``."""
+        self.ended(self, outcome, nbytes)
 
 
 class EncoderSaver:
@@ -74,94 +94,54 @@ class EncoderSaver:
 
     def __init__(
         self,
-        cache: ChunkCache,
+        writer: PayloadWriter,
         limits: EncoderSaveLimits,
         recorder: Recorder,
         *,
         copies: OutputCopies,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """``copies``: of the device on which the outputs are."""
-        self._cache = cache
-        self._limits = limits
-        self._recorder = recorder
-        self._copies = copies
-        self._clock = clock
+        """``writer``: on the same clock; ``close`` closes it. ``copies``: of the device on which
+        the outputs are."""
+        self._writer, self._limits, self._recorder = writer, limits, recorder
+        self._copies, self._clock = copies, clock
         self._lock = Lock()
         self._held_bytes = 0
-        self._pool: SavePool[SavedOutput] = SavePool(
-            "encoder saves",
-            _THREADS,
-            cache,
-            recorder,
-            late=self._count_drop,
-            begin=copies.adopt_thread,
-            clock=clock,
-        )
 
-    def submit(
-        self, output: EncoderOutput, tensor: torch.Tensor, *, replaces: bool = False
-    ) -> None:
+    def submit(self, output: EncoderOutput, tensor: torch.Tensor) -> None:
         """Save ``tensor``, ``[embeds, width]``, which is never written again. Never waits."""
-        claim, nbytes, limits = output.claim, output.layer.nbytes, self._limits
+        nbytes, limits = output.layer.nbytes, self._limits
         if nbytes > limits.item_bytes_max:
             self._recorder.count("save_unsupported")
             return
-        if replaces:  # so that the put replaces the corrupt payload
-            self._cache.reject(claim.key, {}, corrupt=True)
-        if not replaces and not self._cache.has_room():
-            self._recorder.count("save_over_quota")
-            return
-        if not self._cache.begin_save(claim.key):
-            self._recorder.count("save_repeats")
-            return
         deadline = self._clock() + limits.deadline_s
-        save = SavedOutput(output, claim, tensor, self._copies.mark(), deadline, self)
+        mark = self._copies.mark()
+        save = SavedOutput(output, tensor, mark, deadline, self._copies, self._ended)
         with self._lock:
             self._held_bytes += nbytes
             fits = self._held_bytes <= limits.held_bytes_max
-        if not (fits and self._pool.waiting < limits.queue_max and self._pool.put((save,))):
-            self._drop_all((save,))
+        if fits and self._writer.waiting < limits.queue_max:
+            self._writer.write(save)
+        else:
+            save.end(WriteOutcome.DROPPED, 0)
 
     def drain(self, seconds: float) -> bool:
         """Wait for all saves, for at most ``seconds``. Returns whether all have ended."""
-        return self._pool.drain(seconds)
+        return self._writer.drain(seconds)
 
     def close(self, drain_s: float) -> None:
         """Drain within the bound, then stop. Remaining outputs are dropped."""
-        self._pool.close(drain_s, self._drop_all)
-        self._cache.close(0.0)
-
-    def encode(self, save: SavedOutput) -> tuple[memoryview, Header]:
-        """Encode the payload of an output. Called on a thread of the pool."""
-        claim, layers, seal = save.claim, (save.output.layer,), self._cache.seal
-        provenance = Provenance(
-            token_digest=hashlib.sha256(claim.key.prefix_hash).hexdigest(),
-            writer=self._limits.writer,
-            created_s=int(time()),
-        )
-        # The device copies straight into the payload's memory.
-        buffer = self._copies.to_host(save.tensor, save.computed, header_room(layers))
-        return encode_in_place(
-            claim, layers, buffer, codec=self._limits.codec, provenance=provenance, seal=seal
-        )
-
-    def release(self, output: EncoderOutput) -> None:
-        """Release the memory of an output."""
-        with self._lock:
-            self._held_bytes -= output.layer.nbytes
+        self._writer.close(drain_s)
 
     def __repr__(self) -> str:
-        return f"<EncoderSaver {self._pool}>"
+        return f"<EncoderSaver {self._writer!r}>"
 
-    def _drop_all(self, saves: Iterable[SavedOutput]) -> None:
-        for save in saves:
-            self._count_drop(save)
-            save.release()
-            self._cache.end_save(save.claim.key)
-
-    def _count_drop(self, _save: SavedOutput) -> None:
-        self._recorder.count("save_drops")
+    def _ended(self, save: SavedOutput, outcome: WriteOutcome, nbytes: int) -> None:
+        with self._lock:
+            self._held_bytes -= save.output.layer.nbytes
+        self._recorder.count(_COUNTERS[outcome])
+        if outcome is WriteOutcome.ACCEPTED:
+            self._recorder.count("save_accepted_bytes", nbytes)
 
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -213,7 +193,7 @@ class EncoderWorkerSide:
             return
         rows, width = encoded.shape
         output = EncoderOutput(plan.namespace, save.item_hash, rows, width, self._dtype)
-        self._saver.submit(output, encoded, replaces=save.replaces)
+        self._saver.submit(output, encoded)
 
     def take_report(self) -> EncoderReport | None:
         """Return the numbers since the last call."""
