@@ -14,7 +14,7 @@ import torch
 from objkv.connector.encoder import copies as encoder_copies
 from objkv.connector.encoder.copies import DeviceCopies
 from objkv.connector.encoder.items import EncoderOutput, EncoderPlan, ItemLoad
-from objkv.connector.encoder.worker import EncoderWorkerSide
+from objkv.connector.encoder.worker import EncoderSaveLimits, EncoderWorkerSide
 from objkv.telemetry import MemoryRecorder
 from tests.connector.encoder import world
 from tests.connector.encoder.world import (
@@ -79,7 +79,8 @@ def loading(names: list[str]) -> EncoderPlan:
 
 def worker(copies: DeviceCopies) -> EncoderWorkerSide:
     """One that saves nothing."""
-    return EncoderWorkerSide(copies, "BF16", None, MemoryRecorder(), drain_s=1.0)
+    limits = EncoderSaveLimits(0, 0, 0, 0.0)
+    return EncoderWorkerSide(copies, "BF16", None, limits, MemoryRecorder(), drain_s=1.0)
 
 
 def encode(one: Replica, *names: str) -> None:

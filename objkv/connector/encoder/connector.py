@@ -37,7 +37,6 @@ from objkv.connector.encoder.scheduler import EncoderRoles, EncoderSchedulerSide
 from objkv.connector.encoder.worker import (
     EncoderCache,
     EncoderSaveLimits,
-    EncoderSaver,
     EncoderWorkerSide,
 )
 from objkv.connector.guard import guarded, speak_as_vllm
@@ -109,23 +108,20 @@ def open_encoder_worker(
     transfer = vllm_config.ec_transfer_config
     assert transfer is not None
     form = read_form(vllm_config, item_bytes_max=ITEM_BYTES_MAX)
-    copies = open_copies(_device())
-    saver = None
+    copies, outputs = open_copies(_device()), None
     if _may_save(config, transfer) and tensor_rank(vllm_config) == 0:
-        limits = EncoderSaveLimits(
-            queue_max=config.save_queue_max,
-            held_bytes_max=HELD_BYTES_MAX,
-            item_bytes_max=form.item_bytes_max,
-            deadline_s=config.save_deadline_ms / 1000,
-        )
-        outbox_bytes = form.item_bytes_max + HEADER_BYTES_MAX
+        nbytes_max = form.item_bytes_max + HEADER_BYTES_MAX
         outputs = PayloadWriter(
-            link.connect, outbox_bytes, NAME, writer=writer, begin=copies.adopt_thread
+            link.connect, nbytes_max, NAME, writer=writer, begin=copies.adopt_thread
         )
-        saver = EncoderSaver(outputs, limits, recorder, copies=copies)
-    return EncoderWorkerSide(
-        copies, form.dtype, saver, recorder, drain_s=config.drain_deadline_ms / 1000
+    limits = EncoderSaveLimits(
+        queue_max=config.save_queue_max,
+        held_bytes_max=HELD_BYTES_MAX,
+        item_bytes_max=form.item_bytes_max,
+        deadline_s=config.save_deadline_ms / 1000,
     )
+    drain_s = config.drain_deadline_ms / 1000
+    return EncoderWorkerSide(copies, form.dtype, outputs, limits, recorder, drain_s=drain_s)
 
 
 def _may_save(config: Config, transfer: "ECTransferConfig") -> bool:

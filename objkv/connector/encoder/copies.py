@@ -7,7 +7,7 @@ own, so that they and the model do not wait for each other.
 
 import logging
 from time import monotonic, sleep
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,16 +23,19 @@ _COPY_S_MAX = 30.0
 _POLL_S = 1e-3
 
 
-class OutputCopies(Protocol):
-    """Copies outputs. The forward thread calls ``to_device`` and ``mark``, save threads call the
-    other methods."""
+class OutputCopies:
+    """Copies outputs, which are in host memory here. The forward thread calls ``to_device`` and
+    ``mark``, the thread that saves calls the other methods."""
 
     def adopt_thread(self) -> None:
-        """Prepare the calling thread. Each thread calls it once, before ``to_host``."""
+        """Prepare the calling thread, which calls it once, before ``to_host``."""
 
     def to_device(self, pages: Pages, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a new tensor of ``pages``, ``[rows, width]``, for work of the current compute
         stream. Does not wait for the device. ``pages`` may change when this returns."""
+        tensor = torch.empty((rows, width), dtype=dtype)
+        np.copyto(_bytes_of(tensor).numpy(), pages)
+        return tensor
 
     def mark(self) -> Any:
         """Return a mark after all work submitted to the current compute stream so far."""
@@ -41,29 +44,10 @@ class OutputCopies(Protocol):
         """Copy the bytes of ``tensor``, C-contiguous, to ``pages``, which has as many. Waits for
         the device, but only for work before ``computed``, a mark. Raises ``TransferError`` if that
         takes too long."""
-
-
-class HostCopies:
-    """For outputs in host memory."""
-
-    def adopt_thread(self) -> None:
-        """Do nothing: any thread can copy."""
-
-    def to_device(self, pages: Pages, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """See ``OutputCopies.to_device``."""
-        tensor = torch.empty((rows, width), dtype=dtype)
-        np.copyto(_bytes_of(tensor).numpy(), pages)
-        return tensor
-
-    def mark(self) -> None:
-        """Return None: work on the host has ended when the call returns."""
-
-    def to_host(self, tensor: torch.Tensor, computed: None, pages: memoryview) -> None:
-        """See ``OutputCopies.to_host``."""
         _copy(_bytes_of(tensor.contiguous()), pages)
 
 
-class DeviceCopies:
+class DeviceCopies(OutputCopies):
     """For outputs in the memory of an accelerator.
 
     Page-locked memory is PyTorch's: it records the streams that read or write a piece, and reuses
@@ -127,7 +111,7 @@ class DeviceCopies:
 def open_copies(device: torch.device) -> OutputCopies:
     """Return the copies for outputs on ``device``. Raises ``ConfigError`` for an unsupported
     device."""
-    return HostCopies() if device.type == "cpu" else DeviceCopies(device)
+    return OutputCopies() if device.type == "cpu" else DeviceCopies(device)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

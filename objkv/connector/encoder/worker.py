@@ -20,7 +20,7 @@ from objkv.agent.payloads import PayloadWriter, WriteOutcome
 from objkv.codec.payload import Claim, LayerSpec
 from objkv.connector.encoder.copies import OutputCopies
 from objkv.connector.encoder.items import EncoderOutput, EncoderPlan, EncoderReport, ItemLoad
-from objkv.telemetry import MemoryRecorder, Recorder
+from objkv.telemetry import MemoryRecorder
 from objkv.transfer.paging import DTYPE_NAMES
 
 _COUNTERS = {
@@ -35,9 +35,14 @@ _COUNTERS = {
 }
 
 
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+EncoderCache = MutableMapping[str, torch.Tensor]
+"""vLLM's outputs by identifier: ``[embeds, width]`` on the worker's device, never written again."""
+
+
 @dataclass(frozen=True, slots=True)
 class EncoderSaveLimits:
-    """Bounds of the saver."""
+    """Bounds of saves."""
 
     queue_max: int
     held_bytes_max: int
@@ -53,11 +58,11 @@ class SavedOutput:
 
     output: EncoderOutput
     tensor: torch.Tensor
+    """``[embeds, width]``. It is never written again, so it can be read at any time."""
     computed: Any
     """A mark of ``OutputCopies`` after which the tensor contains the output."""
     deadline: float
-    copies: OutputCopies
-    ended: Callable[["SavedOutput", WriteOutcome, int], None]
+    side: "EncoderWorkerSide"
 
     @property
     def claim(self) -> Claim:
@@ -76,102 +81,39 @@ class SavedOutput:
 
     def write(self, pages: memoryview) -> None:
         """See ``PayloadWrite``."""
-        self.copies.to_host(self.tensor, self.computed, pages)
+        self.side.copies.to_host(self.tensor, self.computed, pages)
 
     def end(self, outcome: WriteOutcome, nbytes: int) -> None:
         """See ``PayloadWrite``."""
-        self.ended(self, outcome, nbytes)
-
-
-class EncoderSaver:
-    """Saves encoder outputs in the background. The forward thread calls ``submit``, which only
-    queues the tensor.
-
-    An output in vLLM's encoder cache is never written again, so it can be read at any time. The
-    queue keeps it alive until then, within ``held_bytes_max``. If the queue is full, the output is
-    dropped and counted, without waiting.
-    """
-
-    def __init__(
-        self,
-        writer: PayloadWriter,
-        limits: EncoderSaveLimits,
-        recorder: Recorder,
-        *,
-        copies: OutputCopies,
-        clock: Callable[[], float] = monotonic,
-    ) -> None:
-        """``writer``: on the same clock; ``close`` closes it. ``copies``: of the device on which
-        the outputs are."""
-        self._writer, self._limits, self._recorder = writer, limits, recorder
-        self._copies, self._clock = copies, clock
-        self._lock = Lock()
-        self._held_bytes = 0
-
-    def submit(self, output: EncoderOutput, tensor: torch.Tensor) -> None:
-        """Save ``tensor``, ``[embeds, width]``, which is never written again. Never waits."""
-        nbytes, limits = output.layer.nbytes, self._limits
-        if nbytes > limits.item_bytes_max:
-            self._recorder.count("save_unsupported")
-            return
-        deadline = self._clock() + limits.deadline_s
-        mark = self._copies.mark()
-        save = SavedOutput(output, tensor, mark, deadline, self._copies, self._ended)
-        with self._lock:
-            self._held_bytes += nbytes
-            fits = self._held_bytes <= limits.held_bytes_max
-        if fits and self._writer.waiting < limits.queue_max:
-            self._writer.write(save)
-        else:
-            save.end(WriteOutcome.DROPPED, 0)
-
-    def drain(self, seconds: float) -> bool:
-        """Wait for all saves, for at most ``seconds``. Returns whether all have ended."""
-        return self._writer.drain(seconds)
-
-    def close(self, drain_s: float) -> None:
-        """Drain within the bound, then stop. Remaining outputs are dropped."""
-        self._writer.close(drain_s)
-
-    def __repr__(self) -> str:
-        return f"<EncoderSaver {self._writer!r}>"
-
-    def _ended(self, save: SavedOutput, outcome: WriteOutcome, nbytes: int) -> None:
-        with self._lock:
-            self._held_bytes -= save.output.layer.nbytes
-        self._recorder.count(_COUNTERS[outcome])
-        if outcome is WriteOutcome.ACCEPTED:
-            self._recorder.count("save_accepted_bytes", nbytes)
-
-
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-EncoderCache = MutableMapping[str, torch.Tensor]
-"""vLLM's outputs by identifier: ``[embeds, width]`` on the worker's device, never written again."""
+        self.side.ended(self, outcome, nbytes)
 
 
 class EncoderWorkerSide:
-    """The worker's half of the encoder cache. All methods are called by the forward thread."""
+    """The worker's half of the encoder cache. The forward thread calls all methods but ``ended``,
+    and waits only in ``drain_saves`` and ``close``."""
 
     def __init__(
         self,
         copies: OutputCopies,
         dtype: str,
-        saver: EncoderSaver | None,
+        writer: PayloadWriter | None,
+        limits: EncoderSaveLimits,
         recorder: MemoryRecorder,
         *,
         drain_s: float,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         """
         Args:
             copies: of the device of vLLM's encoder cache.
             dtype: the dtype of outputs that can be loaded again.
-            saver: None if this rank saves nothing.
+            writer: on the same clock; ``close`` closes it. None if this rank saves nothing.
         """
-        self._copies = copies
-        self._dtype = dtype
-        self._saver = saver
-        self._recorder = recorder
-        self._drain_s = drain_s
+        self.copies = copies
+        self._dtype, self._writer, self._limits = dtype, writer, limits
+        self._recorder, self._drain_s, self._clock = recorder, drain_s, clock
+        self._lock = Lock()
+        self._held_bytes = 0
         self._closed = False
         self._pid = getpid()
 
@@ -182,18 +124,37 @@ class EncoderWorkerSide:
                 cache[load.identifier] = self._tensor(load)
 
     def save(self, plan: EncoderPlan, cache: EncoderCache, identifier: str) -> None:
-        """Save an output that was just encoded, in the background, if the plan contains it."""
+        """Save an output that was just encoded, in the background, if the plan contains it. If too
+        many wait, it is dropped and counted."""
         save = plan.saves.get(identifier)
-        if save is None or self._saver is None:
+        if save is None or self._writer is None:
             return
         encoded = cache[identifier].detach()
         dtype = DTYPE_NAMES.get(encoded.dtype)
-        if encoded.dim() != 2 or encoded.shape[0] != save.embeds or dtype != self._dtype:
+        limits, nbytes = self._limits, encoded.nbytes
+        is_known = encoded.dim() == 2 and encoded.shape[0] == save.embeds and dtype == self._dtype
+        if not is_known or nbytes > limits.item_bytes_max:
             self._recorder.count("save_unsupported")
             return
         rows, width = encoded.shape
         output = EncoderOutput(plan.namespace, save.item_hash, rows, width, self._dtype)
-        self._saver.submit(output, encoded)
+        deadline = self._clock() + limits.deadline_s
+        saved = SavedOutput(output, encoded, self.copies.mark(), deadline, self)
+        with self._lock:
+            self._held_bytes += nbytes
+            fits = self._held_bytes <= limits.held_bytes_max
+        if fits and self._writer.waiting < limits.queue_max:
+            self._writer.write(saved)
+        else:
+            saved.end(WriteOutcome.DROPPED, 0)
+
+    def ended(self, save: SavedOutput, outcome: WriteOutcome, nbytes: int) -> None:
+        """A save has ended. Called by any thread."""
+        with self._lock:
+            self._held_bytes -= save.output.layer.nbytes
+        self._recorder.count(_COUNTERS[outcome])
+        if outcome is WriteOutcome.ACCEPTED:
+            self._recorder.count("save_accepted_bytes", nbytes)
 
     def take_report(self) -> EncoderReport | None:
         """Return the numbers since the last call."""
@@ -202,19 +163,19 @@ class EncoderWorkerSide:
 
     def drain_saves(self, seconds: float) -> bool:
         """Wait until nothing is being saved. Returns whether that was so within the bound."""
-        return self._saver is None or self._saver.drain(seconds)
+        return self._writer is None or self._writer.drain(seconds)
 
     def close(self) -> None:
         """Drain saves within the configured bound, then stop. Idempotent."""
         if self._closed or getpid() != self._pid:
             return  # a forked process has none of its parent's threads
         self._closed = True
-        if self._saver is not None:
-            self._saver.close(self._drain_s)
+        if self._writer is not None:
+            self._writer.close(self._drain_s)
 
     def _tensor(self, load: ItemLoad) -> torch.Tensor:
         """Copy an output into a new tensor. The plan's bytes may belong to the scheduler or to a
         message."""
         output = load.output
         dtype = _DTYPES[output.dtype]
-        return self._copies.to_device(load.pages, output.embeds, output.width, dtype)
+        return self.copies.to_device(load.pages, output.embeds, output.width, dtype)

@@ -122,7 +122,7 @@ def test_a_full_queue_is_a_drop(place: Place, limits: dict[str, Any]) -> None:
         with held(first, 10):
             assert first.count("save_drops") == 6
         assert first.saved == 4
-        assert first.saver._held_bytes == 0
+        assert first.worker._held_bytes == 0
 
 
 def test_a_save_that_waited_too_long_is_dropped(place: Place) -> None:
@@ -148,7 +148,6 @@ def test_at_its_end_a_worker_waits_for_its_saves(place: Place) -> None:
     first.close()
     first.close()
     assert len(place.payloads()) == 8
-    assert repr(first.saver) == "<EncoderSaver <PayloadWriter 0 waiting, 0 under way>>"
 
 
 def test_what_workers_counted_is_told_by_the_scheduler(place: Place) -> None:

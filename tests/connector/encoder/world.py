@@ -18,7 +18,7 @@ from objkv.connector.encoder.copies import open_copies
 from objkv.connector.encoder.fetch import EncoderFetcher, FetchLimits
 from objkv.connector.encoder.items import EncoderPlan, OutputForm
 from objkv.connector.encoder.scheduler import EncoderRoles, EncoderSchedulerSide
-from objkv.connector.encoder.worker import EncoderSaveLimits, EncoderSaver, EncoderWorkerSide
+from objkv.connector.encoder.worker import EncoderSaveLimits, EncoderWorkerSide
 from objkv.index.memory import MemoryIndex
 from objkv.keys.encoder import EncoderIdentity
 from objkv.stores.base import WriteStore
@@ -122,7 +122,9 @@ class Replica:
             bulk=cast("WriteStore", AgentDocuments(self.calls)),
             recorder=self.recorder,
         )
-        self.saver = EncoderSaver(
+        self.worker = EncoderWorkerSide(
+            self.copies,
+            form.dtype,
             PayloadWriter(
                 connect,
                 _OUTBOX_BYTES,
@@ -138,11 +140,8 @@ class Replica:
                 limits.save_deadline_s,
             ),
             self.worker_recorder,
-            copies=self.copies,
+            drain_s=ANSWERS_S,
             clock=self.clock,
-        )
-        self.worker = EncoderWorkerSide(
-            self.copies, form.dtype, self.saver, self.worker_recorder, drain_s=ANSWERS_S
         )
         self.cache: dict[str, torch.Tensor] = {}
         self.encoded: list[str] = []
@@ -175,7 +174,7 @@ class Replica:
 
     def drain(self) -> None:
         """Wait until everything is stored."""
-        assert self.saver.drain(ANSWERS_S)
+        assert self.worker.drain_saves(ANSWERS_S)
         assert self.node.saves.drain(ANSWERS_S)
 
     def dropped(self, *identifiers: str) -> None:

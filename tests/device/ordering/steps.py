@@ -14,7 +14,7 @@ from objkv.agent.payloads import PayloadWriter
 from objkv.codec.payload import frame_pages, open_payload
 from objkv.connector.encoder.copies import open_copies
 from objkv.connector.encoder.items import EncoderOutput, EncoderPlan, ItemLoad, ItemSave
-from objkv.connector.encoder.worker import EncoderSaveLimits, EncoderSaver, EncoderWorkerSide
+from objkv.connector.encoder.worker import EncoderSaveLimits, EncoderWorkerSide
 from objkv.connector.kv.metadata import StepPlan
 from objkv.errors import TransferError
 from objkv.keys.encoder import encoder_hash
@@ -286,8 +286,7 @@ def _encoder_worker(rig: OrderRig) -> Iterator[EncoderWorkerSide]:
         agent.connect, _OUTPUT_BYTES_MAX, "outputs", writer="rig", begin=copies.adopt_thread
     )
     limits = EncoderSaveLimits(64, 1 << 30, 1 << 30, patience_s)
-    saver = EncoderSaver(writer, limits, rig.recorder, copies=copies)
-    worker = EncoderWorkerSide(copies, "BF16", saver, rig.recorder, drain_s=patience_s)
+    worker = EncoderWorkerSide(copies, "BF16", writer, limits, rig.recorder, drain_s=patience_s)
     try:
         yield worker
     finally:
