@@ -5,9 +5,11 @@ from threading import Event
 import pytest
 import torch
 
+from objkv.agent.memory.arena import BOARD_BYTES
 from objkv.agent.outbox import RETRY_S
 from objkv.errors import StoreUnavailable
 from tests.connector.encoder.world import (
+    ARENA_BYTES,
     EMBEDS,
     WIDTH,
     Limits,
@@ -67,12 +69,13 @@ def test_an_output_that_is_gone_is_forgotten_and_saved_again(place: Place) -> No
 
 
 def test_an_agent_that_ends_takes_no_promised_output(place: Place) -> None:
-    """Neither does the next one, which needs the memory for other payloads."""
+    """Neither does one that gives its memory to another payload, or the next one."""
     saved(place, "x", "y")
     with replica(place) as second:
         seen = request("b", "x")
         second.wait(seen)
         assert second.side.has_item("x")
+        second.node.arena.view[BOARD_BYTES:] = bytes(ARENA_BYTES)
         second.restart_node()
         assert second.see(request("c", "y")) == []
         assert second.see(seen) == []

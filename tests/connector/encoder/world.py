@@ -34,7 +34,7 @@ IDENTITY = EncoderIdentity("m", "w", "p", None, "bfloat16", 0, "default")
 FORM = OutputForm("BF16", lambda modality: WIDTH)
 ANSWERS_S = 120.0
 _NONE = torch.empty(0)
-_ARENA_BYTES, _OUTBOX_BYTES = 64 << 20, 1 << 20
+ARENA_BYTES, _OUTBOX_BYTES = 4 << 20, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Replica:
 
     def _start_node(self) -> Node:
         stores: dict[str, Any] = {"store": self.place.store, "index": self.place.index}
-        return Node(memory=_ARENA_BYTES, **stores, **self._node).listen()
+        return Node(memory=ARENA_BYTES, **stores, **self._node).listen()
 
     def _connect(self, **more: Any) -> AgentConnection:
         return self.node.connect(**more)
