@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from time import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from objkv.cache.bulk_index import BulkIndex
+from objkv.cache.switch import Switch, set_switch
 from objkv.keys.encoder import encoder_hash, encoder_key
 from objkv.keys.identity import identity_path
 from objkv.stores.memory import MemoryStore
@@ -127,6 +129,17 @@ def test_images_that_the_kv_covers_are_not_asked_for(place: Place, second: Repli
     second.wait(seen, 9)
     assert not second.side.has_item("x")
     assert second.side.has_item("y")
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_nothing_stored_is_used_while_an_operator_says_so(place: Place, *, loads: bool) -> None:
+    saved(place, "x", "y")
+    with replica(place, loads=loads) as second:
+        assert second.see(request("b", "x")) == []
+        set_switch(place.store, Switch("never", None, int(time()) + 3600, 0, "me"))
+        second.side.switch.read()
+        assert second.see(request("c", "y")) == ["y"]
+        assert second.saved == 0
 
 
 def test_the_identity_document_is_stored_beside_the_outputs(place: Place) -> None:
