@@ -24,7 +24,8 @@ def writer_name(connector: object) -> str:
 
 def replica_of(vllm_config: "VllmConfig") -> Replica:
     """Return what an agent of this replica alone needs to know."""
-    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+    parallel = vllm_config.parallel_config
+    transfer = vllm_config.kv_transfer_config or vllm_config.ec_transfer_config
     assert transfer is not None
     workers = parallel.world_size // max(1, getattr(parallel, "nnodes", 1))
     return Replica(str(transfer.engine_id), min(1.0, workers / max(1, _devices())))

@@ -179,7 +179,7 @@ class Node:
         self.lookups.close()
         self.saves.close(PATIENCE_S)
         self.arena.close()
-        shutil.rmtree(self.folder)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @contextmanager

@@ -135,10 +135,15 @@ def run_replicas(jobs: Sequence[Job], folder: Path) -> list[Result]:
 
 def _agent_of(job: Job) -> AgentProcess | None:
     """Start the agent of a replica that names none."""
-    if job.connector is None or job.connector["kv_connector"] != "ObjKVConnector":
+    encoder = job.engine.get("ec_transfer_config") or {}
+    if job.connector is not None and job.connector["kv_connector"] == "ObjKVConnector":
+        given = job.connector.get("kv_connector_extra_config", {})
+    elif encoder.get("ec_connector") == "ObjKVECConnector":
+        given = encoder.get("ec_connector_extra_config", {})
+    else:
         return None
     environ = {n.removeprefix("OBJKV_").lower(): v for n, v in job.env.items() if "OBJKV_" in n}
-    settings = environ | job.connector.get("kv_connector_extra_config", {})
+    settings = environ | given
     if "agent" in settings:
         return None
     settings = {"agent_memory_bytes": _ARENA_BYTES} | settings

@@ -112,6 +112,7 @@ class Encoder:
         encoded = self._engine.see(f"image-{number}", output)
         assert torch.equal(self._engine.cache[f"image-{number}"], output)
         assert self._engine.worker.worker.drain_saves(SAVED_S)
+        self._engine.agent.node.saves.drain(SAVED_S)
         return encoded
 
     def save(self, number: int) -> None:
