@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from objkv.config import Config
 from tests.engine.endings import WORKER_S
 from tests.engine.job import Job, Result
 from tests.support.agents import AgentProcess
@@ -135,10 +136,16 @@ def run_replicas(jobs: Sequence[Job], folder: Path) -> list[Result]:
 
 def _agent_of(job: Job) -> AgentProcess | None:
     """Start the agent of a replica that names none."""
-    if job.connector is None or job.connector["kv_connector"] != "ObjKVConnector":
+    if job.connector is None:
+        return None
+    own = job.connector.get("kv_connector_extra_config", {})
+    if job.connector["kv_connector"] == "OffloadingConnector":
+        (tier,) = own["secondary_tiers"]
+        own = {name: value for name, value in tier.items() if name in Config.model_fields}
+    elif job.connector["kv_connector"] != "ObjKVConnector":
         return None
     environ = {n.removeprefix("OBJKV_").lower(): v for n, v in job.env.items() if "OBJKV_" in n}
-    settings = environ | job.connector.get("kv_connector_extra_config", {})
+    settings = environ | own
     if "agent" in settings:
         return None
     settings = {"agent_memory_bytes": _ARENA_BYTES} | settings

@@ -161,7 +161,7 @@ class TierJobs:
             for job in list(self._jobs.values()):  # in the order in which they began
                 if job.deadline > now:
                     break
-                self._recorder.count(f"tier_{self._name}_deadlines")
+                self._recorder.count(f"tier_{self._name}_deadlines", job.waiting)
                 self._end(job)
             ended, self._ended = self._ended, []
             return ended

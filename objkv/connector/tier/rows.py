@@ -32,6 +32,7 @@ _LOADS = {
     ReadOutcome.CORRUPT: "tier_load_corrupt",
     ReadOutcome.OTHER_FORM: "tier_load_corrupt",
     ReadOutcome.REFUSED: "tier_load_refused",
+    ReadOutcome.LATE: "tier_load_deadlines",
     ReadOutcome.FAILED: "tier_load_errors",
 }
 _SAVES = {
@@ -41,6 +42,7 @@ _SAVES = {
     WriteOutcome.REPEATED: "tier_save_repeats",
     WriteOutcome.OVER_QUOTA: "tier_save_over_quota",
     WriteOutcome.SHED: "tier_saves_shed",
+    WriteOutcome.LATE: "tier_save_deadlines",
     WriteOutcome.FAILED: "tier_save_errors",
 }
 _STORED = frozenset((WriteOutcome.ACCEPTED, WriteOutcome.EXISTED))
@@ -138,7 +140,7 @@ class RowLoad:
 
     def end(self, outcome: ReadOutcome) -> None:
         """See ``PayloadRead``. Notes payloads that were missing or corrupt."""
-        if outcome in _LOADS and (self._is_copied or outcome is not ReadOutcome.READ):
+        if self._chunk.is_needed and outcome in _LOADS:
             self._recorder.count(_LOADS[outcome])
         if self._is_copied:
             self._recorder.count("tier_load_bytes", self.wanted.record.nbytes)
@@ -171,7 +173,7 @@ class RowSave:
 
     def end(self, outcome: WriteOutcome, nbytes: int) -> None:
         """See ``PayloadWrite``. Notes payloads that the agent saves."""
-        if outcome in _SAVES:
+        if self._chunk.is_needed and outcome in _SAVES:
             self._recorder.count(_SAVES[outcome])
         if nbytes:
             self._recorder.count("tier_save_bytes", nbytes)

@@ -37,6 +37,7 @@ def run(folder: Path, rank: int, kind: str) -> dict[str, Any]:
     dist.barrier()
     if rank == 1:
         min(path for path in engine.payloads() if mine in path.name).unlink()
+        engine.agent.forget()
     dist.barrier()
     skipped.append(engine.receive(step())[1])
     engine.close()

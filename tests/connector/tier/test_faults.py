@@ -141,7 +141,7 @@ def test_a_slow_save_ends_at_its_deadline_and_frees_its_rows(world: World) -> No
     for numbers in ((1, 2), (3, 4)):  # the rows can be given to others
         engine.compute(engine.begin(), {offload_key(n): row(n) for n in numbers})
         engine.settle()  # although the agent does not answer
-    assert engine.counted("save_deadlines") == 2
+    assert engine.counted("save_deadlines") == 4
     world.gate.set()
 
 

@@ -106,7 +106,7 @@ def test_a_job_past_its_deadline_ends_and_what_waits_of_it_gives_its_place_to_ot
     assert not jobs.take_finished()
     clock.advance(11)
     assert [outcome.job_id for outcome in jobs.take_finished()] == [1, 2]
-    assert recorder.value("tier_save_deadlines") == 2
+    assert recorder.value("tier_save_deadlines") == 3
     assert first.deadline < clock()
     for chunk in begin(jobs, 3, 4, 5, 6):
         chunk.end(done=True)
