@@ -1,6 +1,7 @@
 """A replica's way to its agent. Imports no store and no index."""
 
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
@@ -19,6 +20,8 @@ _START_S: Final = 30.0
 _PRIVATE_IDLE_S: Final = 30
 """A private agent ends after this time without a process of its replica."""
 _POLL_S: Final = 0.05
+_START_PAUSE_S: Final = 5.0
+"""An agent needs a second to listen; on a busy machine each further start delays it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +42,13 @@ class AgentLink:
         """Does not wait."""
         self._config, self._replica = config, replica
         self._starts = config.agent in ("auto", "private")
+        self._start_at = -math.inf
         self.calls = AgentCalls(self.connect)
         """Lookups and records."""
 
     def connect(self, *, wants_arena: bool = False, outbox: int = -1) -> AgentConnection:
         """Return a new connection. Raises ``TransferError`` if no agent answers, and has then tried
-        to start one for the next attempt."""
+        to start one for the next attempt, in a folder that is checked each time."""
         try:
             path = replica_socket(self._config, self._replica.engine_id)
             try:
@@ -59,7 +63,8 @@ class AgentLink:
 
     def await_agent(self, seconds: float = _START_S) -> bool:
         """Wait until an agent that this replica starts answers, for at most ``seconds``. Returns
-        whether one does, and logs it if not: until one does, the replica caches nothing."""
+        whether one does, and logs it if not: until one does, the replica caches nothing. Raises
+        ``ConfigError`` if ``at_start`` is strict."""
         end = monotonic() + seconds
         while True:
             try:
@@ -70,9 +75,10 @@ class AgentLink:
                 if failure is not None or not self._starts or monotonic() >= end:
                     break
             sleep(_POLL_S)
-        logger.warning(
-            "no node agent, caching nothing until one answers reason=%s", failure or reason
-        )
+        why = failure or reason
+        if self._config.at_start == "strict":
+            raise ConfigError(f"no node agent, and at_start is strict: {why}")
+        logger.warning("no node agent, caching nothing until one answers reason=%s", why)
         return False
 
     def _failure(self, error: TransferError) -> str | None:
@@ -82,7 +88,12 @@ class AgentLink:
         return failure_of(replica_socket(self._config, self._replica.engine_id))
 
     def _start(self, path: Path) -> None:
-        """Start an agent if that is this replica's task. Raises ``ConfigError``."""
+        """Start an agent if that is this replica's task and it has not just done so. Raises
+        ``ConfigError``."""
+        now = monotonic()
+        if now < self._start_at:
+            return
+        self._start_at = now + _START_PAUSE_S
         if self._config.agent == "auto":
             start_agent(path, agent_environment(self._config), IDLE_EXIT_S)
         elif self._config.agent == "private":

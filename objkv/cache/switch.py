@@ -8,8 +8,9 @@ import json
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from threading import Event, Thread
-from time import gmtime, strftime, time
+from time import gmtime, monotonic, strftime, time
 from typing import Final, Protocol, Self, get_args
 
 from objkv.cache.admission import Mode
@@ -130,6 +131,7 @@ class AdmissionSwitch:
         self._clock = clock
         self._switches: tuple[Switch, ...] = ()
         self._shown: Switch | None = None
+        self._due = -inf
         self._closed = Event()
         self._thread: Thread | None = None
 
@@ -138,6 +140,13 @@ class AdmissionSwitch:
         self._thread = Thread(target=self._watch, name="objkv-switch", daemon=True)
         self._thread.start()
         return self
+
+    def refresh(self, submit: Callable[[Callable[[], None]], bool]) -> None:
+        """In place of ``start``: have the document read on another thread, three times a minute at
+        most. ``submit`` runs a job there, or returns False if too many are queued. Never waits."""
+        now = monotonic()
+        if now >= self._due and submit(self.read):
+            self._due = now + _INTERVAL_S
 
     @property
     def mode(self) -> Mode:

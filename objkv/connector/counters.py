@@ -115,33 +115,27 @@ ENCODER_COUNTERS = {
     "load_bytes": "Payload bytes of the loaded outputs.",
     "load_ghosts": "Indexed outputs that were missing from the store.",
     "load_corrupt": "Outputs refused because of their length, claim, dtype, shape or checksum.",
-    "load_errors": "Outputs not loaded because a store failed.",
+    "load_errors": "Outputs not loaded because the agent or its store failed.",
     "load_deadlines": "Outputs not loaded because they exceeded their deadline.",
-    "load_refused": "Outputs not loaded: queue or memory full, stores stuck, or unexpected form.",
+    "load_refused": "Outputs not loaded: queue or memory full, lookups stuck, or unexpected form.",
     "load_oversized": "Outputs too large to load.",
-    "load_seconds_sum": "Seconds of all gets together.",
-    "load_seconds_count": "Gets in load_seconds_sum.",
+    "load_seconds_sum": "Seconds from when outputs had memory until they were verified.",
+    "load_seconds_count": "Outputs in load_seconds_sum.",
     "lookup_errors": "Lookups that failed in the index.",
-    "saves": "Outputs saved.",
-    "save_bytes": "Payload bytes of the saved outputs.",
+    "saves_accepted": "Outputs that the node agent took.",
+    "save_accepted_bytes": "Payload bytes of those.",
     "save_drops": "Outputs not saved because of a full queue, full memory or the deadline.",
-    "save_errors": "Outputs not saved because a store failed.",
-    "saves_shed": "Outputs not saved because a store was overloaded or its circuit was open.",
+    "save_errors": "Outputs not saved because the agent or its store failed.",
+    "saves_shed": "Outputs not saved because the agent's store was overloaded.",
     "save_over_quota": "Outputs not saved because the quota was used up.",
-    **_QUOTA,
-    "save_existed": "Outputs not saved because they were already stored.",
-    "save_repeats": "Outputs that this worker was saving, or had just saved.",
-    "save_leased_elsewhere": "Outputs not saved because another replica was saving them.",
+    "save_existed": "Outputs that the agent was saving, or had just saved.",
+    "save_repeats": "Outputs that this worker had just handed over.",
     "save_unsupported": "Outputs not saved: too large, or in a form that no reader could verify.",
-    "save_seconds_sum": "Seconds of all saves together.",
-    "save_seconds_count": "Saves in save_seconds_sum.",
-    "publish_errors": "Outputs saved but not indexed.",
+    "background_errors": "Records not renewed, and documents not stored.",
+    "admission_switch_errors": "Failed reads of an operator's switch for loads.",
     "limits_ignored": "Invalid transfer parameters of requests, such as max_load_tokens.",
     "hints_unused": "Actions of KV hints in requests. objkv needs none of them.",
     "adapters_unknown": "Requests not shared because their adapter could not be identified.",
-    "hot_hits": "Outputs read from the hot store.",
-    "hot_misses": "Outputs indexed as hot that were read from the bulk store.",
-    **BREAKER_COUNTERS,
 }
 TIER = "tier_"
 """Prefix of a tier's metrics, because a KV connector in the same engine may use the plain names."""
@@ -244,9 +238,7 @@ _GAUGES = BREAKER_GAUGES | _SWITCHED
 KV_METRICS = MetricTable(
     "vllm:objkv_", COUNTERS, _GAUGES, HISTOGRAMS, COUNTER_FAMILIES, GAUGE_FAMILIES
 )
-ENCODER_METRICS = MetricTable(
-    "vllm:objkv_encoder_", ENCODER_COUNTERS, _GAUGES, {}, _BREAKER_FAMILIES, GAUGE_FAMILIES
-)
+ENCODER_METRICS = MetricTable("vllm:objkv_encoder_", ENCODER_COUNTERS, _SWITCHED, {})
 TIER_METRICS = MetricTable(
     "vllm:objkv_",
     TIER_COUNTERS,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -106,6 +106,14 @@ def test_a_payload_of_another_chunk_is_corrupt(node: Node) -> None:
     node.store.put(one.claim.key.path(), value)
     with reading(node.connect) as reader:
         assert outcomes(reader, Read(one)) == [ReadOutcome.CORRUPT]
+
+
+def test_a_payload_that_claims_other_tokens_is_corrupt_for_who_expects_them(node: Node) -> None:
+    """The agent has it already, and does not look at it again."""
+    (one, *_) = node.save()
+    other = Wanted(replace(one.claim, token_end=99), one.record)
+    with reading(node.connect) as reader:
+        assert outcomes(reader, Read(one), Read(other)) == [ReadOutcome.READ, ReadOutcome.CORRUPT]
 
 
 def test_what_comes_too_late_or_is_not_needed_any_more_ends(node: Node) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -185,4 +186,17 @@ def test_the_thread_reads_at_once_and_ends() -> None:
     switch.close()
     assert switch._thread is not None
     assert not switch._thread.is_alive()
+    assert switch.mode == "never"
+
+
+def test_another_thread_reads_it_now_and_then() -> None:
+    store = MemoryStore()
+    switch, _ = replica(store)
+    jobs: list[Callable[[], None]] = []
+    switch.refresh(lambda job: False)
+    for _ in range(2):
+        switch.refresh(lambda job: jobs.append(job) is None)
+    set_switch(store, order())
+    (read,) = jobs
+    read()
     assert switch.mode == "never"

@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
@@ -17,7 +16,6 @@ from objkv.connector.counters import (
     HISTOGRAMS,
     KV_METRICS,
 )
-from objkv.connector.encoder.connector import ObjKVECPromMetrics
 from objkv.connector.metrics import (
     ObjKVPromMetrics,
     ObjKVStats,
@@ -44,9 +42,7 @@ def test_every_number_that_a_worker_counts_is_a_metric() -> None:
     assert {name for name in counted - known if not name.startswith("agent_")} == set()
 
 
-def shown(
-    kind: type[KVConnectorPromMetrics] = ObjKVPromMetrics,
-) -> tuple[KVConnectorPromMetrics, CollectorRegistry]:
+def shown() -> tuple[KVConnectorPromMetrics, CollectorRegistry]:
     registry = CollectorRegistry()
 
     def kept(metric: Any) -> Any:
@@ -54,7 +50,7 @@ def shown(
 
     types = {cls: kept(cls) for cls in (Counter, Gauge, Histogram)}
     config = cast("Any", SimpleNamespace(kv_transfer_config=None, ec_transfer_config=None))
-    return kind(config, types, ["engine"], {0: ["0"]}), registry
+    return ObjKVPromMetrics(config, types, ["engine"], {0: ["0"]}), registry
 
 
 def stats(*seconds: float) -> ObjKVStats:
@@ -93,14 +89,8 @@ def test_what_never_happened_is_told_as_0() -> None:
 NAME = "breaker_open_bulk_write"
 
 
-@pytest.mark.parametrize(
-    ("kind", "prefix"),
-    [(ObjKVPromMetrics, "vllm:objkv_"), (ObjKVECPromMetrics, "vllm:objkv_encoder_")],
-)
-def test_gauges_follow_the_state_and_counters_add_up(
-    kind: type[KVConnectorPromMetrics], prefix: str
-) -> None:
-    prom, registry = shown(kind)
+def test_gauges_follow_the_state_and_counters_add_up() -> None:
+    prefix, (prom, registry) = "vllm:objkv_", shown()
     for level in (1.0, 1.0, 0.0, 1.0):
         prom.observe({NAME: level, "breaker_refused_bulk_write": 2.0}, 0)
     assert registry.get_sample_value(prefix + NAME, LABELS) == 1

@@ -136,16 +136,22 @@ def run_replicas(jobs: Sequence[Job], folder: Path) -> list[Result]:
 
 def _agent_of(job: Job) -> AgentProcess | None:
     """Start the agent of a replica that names none."""
-    if job.connector is None:
-        return None
-    own = job.connector.get("kv_connector_extra_config", {})
-    if job.connector["kv_connector"] == "OffloadingConnector":
-        (tier,) = own["secondary_tiers"]
-        own = {name: value for name, value in tier.items() if name in Config.model_fields}
-    elif job.connector["kv_connector"] != "ObjKVConnector":
-        return None
+    encoder, kind = job.engine.get("ec_transfer_config") or {}, ""
+    given: dict[str, Any] = {}
+    if job.connector is not None:
+        kind, given = (
+            job.connector["kv_connector"],
+            job.connector.get("kv_connector_extra_config", {}),
+        )
+    if kind == "OffloadingConnector":
+        (tier,) = given["secondary_tiers"]
+        given = {name: value for name, value in tier.items() if name in Config.model_fields}
+    elif kind != "ObjKVConnector":
+        if encoder.get("ec_connector") != "ObjKVECConnector":
+            return None
+        given = encoder.get("ec_connector_extra_config", {})
     environ = {n.removeprefix("OBJKV_").lower(): v for n, v in job.env.items() if "OBJKV_" in n}
-    settings = environ | own
+    settings = environ | given
     if "agent" in settings:
         return None
     settings = {"agent_memory_bytes": _ARENA_BYTES} | settings

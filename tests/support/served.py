@@ -28,13 +28,17 @@ class ServedAgent:
         self.node = NodeAgent(config, path, self.recorder)
         self.core = self.node.core
         self._ended = Event()
-        self._thread = Thread(target=self.node.run, args=(self._ended,))
+        self._thread = Thread(target=self.node.run, args=(self._ended,), daemon=True)
         self._thread.start()
 
     def forget(self) -> None:
         """Empty the arena, except for what is being read, so that the next load fetches."""
         for key in list(self.core.residents):
             self.core.residents.forget(key)
+
+    def settle(self) -> None:
+        """Wait until everything that it took is stored, or could not be."""
+        assert self.node.saves.drain(PATIENCE_S)
 
     def close(self) -> None:
         self._ended.set()

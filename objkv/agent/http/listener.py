@@ -12,10 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 from socketserver import ThreadingMixIn
 from threading import BoundedSemaphore, Lock, Thread
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
+from objkv.agent.peers import bind_private, is_served, peer_of
 from objkv.errors import ConfigError
 
 StartResponse = Callable[..., Any]
@@ -25,6 +26,7 @@ BODY_BYTES_MAX: Final = 16 << 20
 _CLIENTS_MAX = 16
 _SILENT_S, _REQUEST_S, _STOP_S = 10.0, 60.0, 5.0
 """How long a client may be silent, and how long a request may take."""
+_POLL_S = 0.2
 _PIECE_BYTES = 1 << 16
 _NAME = "objkv"
 _LISTENS = "0A"
@@ -59,18 +61,24 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def server_bind(self) -> None:
         """Bind without a lookup of this machine's name, which may take long."""
-        before = os.umask(0o177)
-        try:
-            if self.address_family != socket.AF_UNIX:
-                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if self.address_family == socket.AF_UNIX:
+            bind_private(self.socket, str(self.server_address))
+        else:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self.socket.bind(self.server_address)
-        finally:
-            os.umask(before)
         self.server_name, self.server_port = _NAME, 0
         self.setup_environ()
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        return self.socket.accept()[0], ("client", 0)
+        try:
+            sock, _ = self.socket.accept()
+        except OSError:
+            sleep(_POLL_S)  # such as no descriptor: it may be some time
+            raise
+        if self.address_family == socket.AF_UNIX and not is_served(peer_of(sock)[1]):
+            sock.close()
+            raise PermissionError("a process of another user")
+        return sock, ("client", 0)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._slots.acquire(blocking=False):
@@ -133,7 +141,7 @@ class HttpListener:
             raise _refused(where, exc) from exc
         self._server.set_app(application)
         self._thread = Thread(
-            target=self._server.serve_forever, args=(0.2,), name="objkv-agent-http", daemon=True
+            target=self._server.serve_forever, args=(_POLL_S,), name="objkv-agent-http", daemon=True
         )
         self._thread.start()
 

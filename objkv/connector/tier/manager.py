@@ -10,7 +10,6 @@ raises. Read against vLLM 0.32-0.33, ``v1/kv_offload/tiering/base.py``. Describe
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from time import monotonic
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.v1.kv_offload.base import (
@@ -57,8 +56,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-_SWITCH_S = 20.0
-"""How often an operator's switch is read while the engine steps."""
 
 
 class TierNamespace(ReplicaNamespace[TierIdentity]):
@@ -175,7 +172,6 @@ class ObjKVTier(SecondaryTierManager):
         writes = config.role != "reader"
         self.namespace = TierNamespace(identity, documents, submit, writes=writes)
         self._switch = AdmissionSwitch(config.admission, documents, self.namespace, numbers)
-        self._switch_read_at = -_SWITCH_S
         self._closed = False
         self.adapters = TierAdapters(lambda: self.reset(clean=False))
         self._hooks = EngineHooks(self, _no_manager, patches=config.vllm_patches)
@@ -234,9 +230,7 @@ class ObjKVTier(SecondaryTierManager):
         """Send the lookups of this step. While the engine ends, limit the time for saves, because
         vLLM goes on stepping until all are done or it is killed."""
         self._store.lookups.flush()
-        if (now := monotonic()) >= self._switch_read_at + _SWITCH_S:
-            self._switch_read_at = now
-            self._store.lookups.submit(self._switch.read)
+        self._switch.refresh(self._store.lookups.submit)
         if self._engine is not None and self._engine.ends:
             self._store.finish(self._engine.grace_s, idle=self.namespace.idle)
 

@@ -22,23 +22,23 @@ _ARENA_SHARE_MAX = 3 / 4
 
 
 def check_agent(config: Config) -> list[Check]:
-    """Return the checks for the setting ``agent``, none if it is ``off``."""
+    """Return the checks for the setting ``agent``."""
     try:
         path = agent_socket(config)
     except ConfigError as exc:
-        detail = f"{exc}; replicas load for themselves"
+        detail = f"{exc}; replicas cache nothing"
         fix = "chmod 700 the folder if it is yours, or remove it"
         return [Check("agent", "socket", "warning", detail, fix)]
+    checks = [_check_memory(), _check_locked(), *_check_huge_pages(), *_check_disk(config)]
     if path is None:
-        return []
-    checks = [*_check_folder(path), _check_memory(), _check_locked(), *_check_huge_pages()]
-    checks += _check_disk(config)
+        return [Check("agent", "socket", "ok", "each replica starts its own"), *checks]
+    checks = [*_check_folder(path), *checks]
     try:
         with closing(AgentConnection(path, wants_arena=True)) as agent:
             nbytes = agent.arena.nbytes
     except TransferError as exc:
         if config.agent == "auto" and not path.exists():
-            detail = "none runs; the first replica on a CPU starts one"
+            detail = "none runs; the first replica starts one"
             return [Check("agent", "socket", "ok", detail), *checks]
         fix = f"start it: objkv agent --socket {path}, as the user of the replicas"
         return [Check("agent", "socket", "unreachable", str(exc), fix), *checks]
