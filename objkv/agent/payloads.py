@@ -39,6 +39,7 @@ from objkv.codec.payload import (
     read_claimed,
 )
 from objkv.errors import ConfigError, ObjkvError, PayloadError, StoreBusy, TransferError
+from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import Trouble
 
 logger = logging.getLogger(__name__)
@@ -358,7 +359,10 @@ class WriteOutcome(Enum):
     """How a write ended."""
 
     ACCEPTED = auto()
-    """The agent has a copy, and saves it or holds it back until it is seen again."""
+    """The agent has a copy, and saves it."""
+    KEPT = auto()
+    """The agent has a copy, and holds it back until it is seen again: other nodes do not find it.
+    """
     EXISTED = auto()
     """It is being saved, or was just saved, by this agent."""
     REPEATED = auto()
@@ -398,8 +402,8 @@ class PayloadWrite(Protocol):
         May wait for a device. If it raises, nothing is saved."""
 
     def end(self, outcome: WriteOutcome, nbytes: int) -> None:
-        """Called once, last. ``nbytes``: the payload's length if it is accepted, else 0. Must not
-        raise."""
+        """Called once, last. ``nbytes``: the payload's length if the agent has a copy, else 0. Must
+        not raise."""
 
 
 class PayloadWriter:
@@ -413,6 +417,7 @@ class PayloadWriter:
         name: str,
         *,
         writer: str,
+        puts: bool = False,
         begin: Callable[[], None] | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
@@ -423,11 +428,13 @@ class PayloadWriter:
                 no more memory than the longest that is written.
             name: of the payloads, in the plural, for the log and the thread.
             writer: the name of this process in payloads.
+            puts: whether the agent must not hold payloads back.
             begin: called by the thread before its first write.
 
         Raises ``ConfigError`` if the system makes no outbox.
         """
         self._name, self._writer, self._clock = name, writer, clock
+        self._puts, self._is_accepted = puts, False
         self._trouble = Trouble(logger, f"saves of {name}")
         self._shed_until = -math.inf
         try:
@@ -436,7 +443,13 @@ class PayloadWriter:
         except OSError as exc:
             raise ConfigError(f"no outbox of {nbytes_max >> 20:,} MiB for saves: {exc}") from exc
         # The agent copies a payload before it answers, so one after the other is enough.
-        self._saves = AgentSaves(lambda fd: connect(outbox=fd), outbox, self._memory, clock=clock)
+        self._saves = AgentSaves(
+            lambda fd: connect(outbox=fd),
+            outbox,
+            self._memory,
+            accepted=self._accepted,
+            clock=clock,
+        )
         self._pool: Pool[PayloadWrite] = Pool(f"objkv-save-{name}", 1, self._run, begin=begin)
 
     @property
@@ -492,7 +505,7 @@ class PayloadWriter:
             return WriteOutcome.SHED, 0
         if not self._saves.has_room():
             return WriteOutcome.OVER_QUOTA, 0
-        if not self._saves.begin_save(key):
+        if not self._saves.begin_save(key, puts=self._puts):
             return WriteOutcome.REPEATED, 0
         try:
             return self._hand_over(payload)
@@ -510,8 +523,12 @@ class PayloadWriter:
         text, header = encode_in_place(
             claim, layers, self._memory[:end].data, codec="none", provenance=provenance
         )
+        self._is_accepted = False
         outcome = self._saves.save(claim, text, header)
         self._trouble.worked()
         if outcome is SaveOutcome.EXISTED:
             return WriteOutcome.EXISTED, 0
-        return WriteOutcome.ACCEPTED, header.nbytes
+        return WriteOutcome.ACCEPTED if self._is_accepted else WriteOutcome.KEPT, header.nbytes
+
+    def _accepted(self, _key: ChunkKey) -> None:
+        self._is_accepted = True

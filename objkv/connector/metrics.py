@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 _LATEST = "mostrecent"
 """How gauges of several processes are combined."""
-_TIER_UNPREFIXED = ("admission_", "breaker_", "quota_", "sweep")
-"""Prefixes of numbers that are counted by code shared with the connectors, without ``tier_``."""
+_TIER_UNPREFIXED = "admission_"
+"""Prefix of numbers that are counted by code shared with the connectors, without ``tier_``."""
 
 
 class TableStats:

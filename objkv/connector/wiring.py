@@ -1,17 +1,12 @@
-"""Opens stores and a cache from the settings, for every connector. Imports no vLLM."""
+"""What every connector reads from its settings and from vLLM's. Imports no vLLM."""
 
 import os
 import socket
 from typing import TYPE_CHECKING, Literal
 
-from objkv.assembly.agent import cache_settings
-from objkv.assembly.backends import Backends, check_backends, open_backends, open_room
 from objkv.assembly.link import Replica
-from objkv.assembly.seal import open_seal
-from objkv.cache.chunks import ChunkCache
 from objkv.config import Config
 from objkv.errors import ConfigError
-from objkv.telemetry import Recorder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,34 +33,6 @@ def _devices() -> int:
         return len(os.listdir("/proc/driver/nvidia/gpus"))
     except OSError:
         return 0
-
-
-def open_checked_backends(config: Config, recorder: Recorder) -> Backends:
-    """Open the stores and the index, and check each with one call; see ``check_backends``."""
-    backends = open_backends(config, recorder)
-    check_backends(backends, config)
-    return backends
-
-
-def open_cache(
-    config: Config, backends: Backends, writer: str, recorder: Recorder, *, read_once: bool = False
-) -> ChunkCache:
-    """Open the cache of payloads, including the keys for sealing. Raises ``ConfigError``.
-
-    Args:
-        writer: the name of this process in leases.
-        read_once: payloads are usually read once, so no quota applies.
-    """
-    settings = cache_settings(config, writer)
-    return ChunkCache(
-        backends.bulk,
-        backends.hot,
-        backends.index,
-        settings,
-        recorder,
-        room=None if read_once else open_room(config, backends, recorder),
-        seal=open_seal(config),
-    )
 
 
 def may_save(config: Config, *, producer: bool, consumer: bool) -> bool:

@@ -212,11 +212,14 @@ class Write:
 
 @contextmanager
 def writing(
-    connect: Any, clock: ManualClock | None = None, nbytes_max: int = payload_bytes_max(LAYERS)
+    connect: Any,
+    clock: ManualClock | None = None,
+    nbytes_max: int = payload_bytes_max(LAYERS),
+    **more: Any,
 ) -> Iterator[PayloadWriter]:
     """A writer, on a clock that stands still."""
     clock = clock or ManualClock(0.0)
-    writer = PayloadWriter(connect, nbytes_max, "samples", writer="w", clock=clock)
+    writer = PayloadWriter(connect, nbytes_max, "samples", writer="w", clock=clock, **more)
     try:
         yield writer
     finally:
@@ -298,3 +301,13 @@ def test_writes_without_an_agent_are_dropped_until_there_is_one(node: Node) -> N
     writer.write(late)
     assert late.outcome is WriteOutcome.DROPPED
     agents[-1].close()
+
+
+def test_who_writes_learns_what_is_held_back_and_may_forbid_it() -> None:
+    node = Node(holds_back=True).listen()
+    connect = partial(node.connect, wants_arena=False)
+    with writing(connect) as writer:
+        assert written(writer, Write()) == [WriteOutcome.KEPT]
+    with writing(connect, puts=True) as writer:
+        assert written(writer, Write(1)) == [WriteOutcome.ACCEPTED]
+    node.close()

@@ -113,7 +113,7 @@ def test_of_several_ranks_one_that_is_open_counts() -> None:
 
 
 def test_a_tier_has_names_of_its_own() -> None:
-    assert f"vllm:objkv_tier_{NAME}" in tier_metric_definitions()
-    stats = tier_stats({NAME: 1.0, "breaker_refused_bulk_read": 3.0})
+    assert "vllm:objkv_tier_admission_switched" in tier_metric_definitions()
+    stats = tier_stats({"admission_switched": 1.0, "tier_loads": 3.0})
     assert stats is not None
-    assert f"vllm:objkv_tier_{NAME}" in str(stats.to_dict())
+    assert "vllm:objkv_tier_admission_switched" in str(stats.to_dict())

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from objkv.config import Config
 from tests.engine.endings import WORKER_S
 from tests.engine.job import Job, Result
 from tests.support.agents import AgentProcess
@@ -135,13 +136,20 @@ def run_replicas(jobs: Sequence[Job], folder: Path) -> list[Result]:
 
 def _agent_of(job: Job) -> AgentProcess | None:
     """Start the agent of a replica that names none."""
-    encoder = job.engine.get("ec_transfer_config") or {}
-    if job.connector is not None and job.connector["kv_connector"] == "ObjKVConnector":
-        given = job.connector.get("kv_connector_extra_config", {})
-    elif encoder.get("ec_connector") == "ObjKVECConnector":
+    encoder, kind = job.engine.get("ec_transfer_config") or {}, ""
+    given: dict[str, Any] = {}
+    if job.connector is not None:
+        kind, given = (
+            job.connector["kv_connector"],
+            job.connector.get("kv_connector_extra_config", {}),
+        )
+    if kind == "OffloadingConnector":
+        (tier,) = given["secondary_tiers"]
+        given = {name: value for name, value in tier.items() if name in Config.model_fields}
+    elif kind != "ObjKVConnector":
+        if encoder.get("ec_connector") != "ObjKVECConnector":
+            return None
         given = encoder.get("ec_connector_extra_config", {})
-    else:
-        return None
     environ = {n.removeprefix("OBJKV_").lower(): v for n, v in job.env.items() if "OBJKV_" in n}
     settings = environ | given
     if "agent" in settings:

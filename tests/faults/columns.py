@@ -94,7 +94,7 @@ class Handoff:
         return loaded
 
     def close(self) -> None:
-        self._engine.connector.close()
+        self._engine.close()
 
 
 class Encoder:

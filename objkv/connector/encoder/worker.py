@@ -25,6 +25,7 @@ from objkv.transfer.paging import DTYPE_NAMES
 
 _COUNTERS = {
     WriteOutcome.ACCEPTED: "saves_accepted",
+    WriteOutcome.KEPT: "saves_accepted",
     WriteOutcome.EXISTED: "save_existed",
     WriteOutcome.REPEATED: "save_repeats",
     WriteOutcome.OVER_QUOTA: "save_over_quota",

@@ -11,7 +11,6 @@ import platform
 from collections.abc import Sequence
 from dataclasses import replace
 from math import lcm
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +22,7 @@ from objkv.connector.model.groups import DraftGroups, Geometry, read_chunk_token
 from objkv.connector.model.media import encoder_settings, kv_dtype_name, scales_follow_media
 from objkv.connector.model.parts import LayerPart, read_parts
 from objkv.connector.model.stages import PipelineStages, whole_groups
-from objkv.connector.model.weights import local_folder, model_digest
+from objkv.connector.model.weights import local_folder, model_digest, read_weights
 from objkv.errors import ConfigError
 from objkv.keys.identity import GroupIdentity, Identity, name_model, sealed_extra
 
@@ -317,25 +316,6 @@ def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
             "objkv cannot share KV if each replica calculates its own scales: "
             f"{_INSTEAD} turn calculate_kv_scales off"
         )
-
-
-def read_weights(vllm_config: "VllmConfig", config: Config, folder: Path | None) -> str:
-    """Return the identity of the weights. Raises ``ConfigError`` if they cannot be identified.
-
-    ``folder``: the folder of the weights, None if they are not on this machine.
-    """
-    if vllm_config.load_config.load_format == "dummy":
-        return f"dummy:seed={vllm_config.model_config.seed}"
-    digest = None if folder is None else model_digest(folder, config)
-    if digest is not None:
-        return digest
-    revision = vllm_config.model_config.revision
-    if revision is None:
-        raise ConfigError(
-            f"objkv cannot identify the weights of {vllm_config.model_config.model!r}, because it "
-            "cannot read them here: serve from a local folder or set --revision"
-        )
-    return f"revision:{revision}"
 
 
 def _kv_dtype(vllm_config: "VllmConfig") -> str:

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from objkv.background import Steps
 from objkv.config import Config, cache_folder, make_private
@@ -207,6 +208,26 @@ def weights_digest(
 def model_digest(folder: Path, config: Config) -> str | None:
     """Return ``weights_digest`` of the kind in the settings, cached on this machine."""
     return weights_digest(folder, full=config.weights_digest == "full", cache=open_digests())
+
+
+def read_weights(vllm_config: Any, config: Config, folder: Path | None) -> str:
+    """Return the identity of the weights. Raises ``ConfigError`` if they cannot be identified.
+
+    ``vllm_config``: of any version. ``folder``: the folder of the weights, None if they are not on
+    this machine.
+    """
+    if vllm_config.load_config.load_format == "dummy":
+        return f"dummy:seed={vllm_config.model_config.seed}"
+    digest = None if folder is None else model_digest(folder, config)
+    if digest is not None:
+        return digest
+    revision = vllm_config.model_config.revision
+    if revision is None:
+        raise ConfigError(
+            f"objkv cannot identify the weights of {vllm_config.model_config.model!r}, because it "
+            "cannot read them here: serve from a local folder or set --revision"
+        )
+    return f"revision:{revision}"
 
 
 def adapter_files(folder: Path) -> list[Path]:

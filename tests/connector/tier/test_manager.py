@@ -7,6 +7,7 @@ import pytest
 from vllm.v1.kv_offload.base import LookupResult
 
 from tests.connector.tier.world import ROWS, offload_key, row
+from tests.support.servers.redis import wait_until
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 
@@ -99,3 +100,30 @@ def test_before_vllm_chose_its_first_hash_nothing_is_shared(
     assert engine.find(request, [offload_key(1)]) == [MISS]
     engine.save(1, context=request)
     assert engine.counted("save_refused") == 1
+
+
+def test_a_missing_chunk_of_one_prompt_hides_none_of_another(engines: Any) -> None:
+    """A folder that is its own index ends its answer to several keys at the first missing one."""
+    own_index = {"index_url": "bulk:"}
+    writer, reader = engines(own_index), engines(own_index)
+    writer.save(1, 2)
+    requests = [reader.begin(), reader.begin()]
+    keys = [offload_key(99), offload_key(1)]
+    answers: list[LookupResult] = []
+
+    def settled() -> bool:
+        asked = zip(keys, requests, strict=True)
+        answers[:] = [reader.manager.lookup(key, request) for key, request in asked]
+        reader.end_step()
+        return not {LookupResult.RETRY, LookupResult.HIT_PENDING} & set(answers)
+
+    wait_until(settled, "both to be answered")
+    assert answers == [MISS, HIT]
+
+
+def test_of_a_window_the_end_may_be_missing_and_the_rest_found(engines: Any) -> None:
+    """vLLM asks for a window's keys from the prompt's end backwards."""
+    own_index = {"index_url": "bulk:"}
+    writer, reader = engines(own_index), engines(own_index)
+    writer.save(1, 2)
+    assert reader.ask(99, 98, 2, 1) == [MISS, MISS, HIT, HIT]
