@@ -23,6 +23,7 @@ from objkv.agent.client import AgentConnection
 from objkv.agent.memory.answers import AnswerBoard, Scope
 from objkv.agent.messages import MessageKind, kind_of, pack_call, unpack_text
 from objkv.agent.prefetch import Prefetches, PrefetchOrder
+from objkv.agent.unsaved.policy import PutPolicy
 from objkv.cache.switch import SWITCH_PATH
 from objkv.errors import ObjkvError, StoreDenied, StoreError, StoreUnavailable, TransferError
 from objkv.index.base import ChunkEntry, Record, Savings, ShardRecord, Shards, WriteIndex
@@ -123,12 +124,14 @@ class NodeCalls:
         index: WriteIndex,
         bulk: WriteStore,
         prefetches: Prefetches | None = None,
+        policy: PutPolicy | None = None,
         *,
         ttl_s: int,
     ) -> None:
         """``ttl_s``: life of records that clients write or touch. Theirs does not count: those that
         were given only the socket do not know that of the store."""
         self._index, self._bulk, self._prefetches = index, bulk, prefetches
+        self._policy = policy
         self._ttl_s = ttl_s
         self._verbs: dict[str, Callable[[Arguments], Any]] = {
             "lookup": self._lookup,
@@ -165,6 +168,8 @@ class NodeCalls:
         _namespace(call["savings"])
         if not all(type(one) is int for one in astuple(savings)[2:]):
             raise ValueError("savings must be integers")
+        if self._policy is not None:
+            self._policy.credited(savings)
         self._index.credit(savings)
 
     def _forget(self, call: Arguments) -> bool:

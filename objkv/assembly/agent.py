@@ -22,11 +22,13 @@ from objkv.agent.prefetch import Prefetches
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentParts, AgentServer
 from objkv.agent.spill.disk import Disk, DiskFolder
+from objkv.agent.unsaved.policy import PutPolicy
 from objkv.assembly.backends import check_backends, is_far, open_backends, open_room
 from objkv.assembly.launch import AgentRuns, AgentSocket
 from objkv.assembly.seal import open_seal
 from objkv.background import JOIN_S
 from objkv.cache.chunks import CacheSettings, ChunkCache
+from objkv.cache.worth import PutRule
 from objkv.config import Config
 from objkv.config.node import arena_bytes, host_bytes, http_path
 from objkv.config.urls import local_path, parse_address
@@ -45,12 +47,6 @@ and would wait for Python's usual 5 ms behind threads that fetch."""
 def cache_settings(config: Config, writer: str) -> CacheSettings:
     """Return the cache's part of the settings."""
     return CacheSettings(writer, config.ttl_s, config.lease_ms, config.hot_save_bytes_max)
-
-
-def _holds_back(config: Config) -> bool:
-    """Whether payloads are saved only when they are seen again."""
-    policy = config.save_to_bucket
-    return is_far(config) if policy == "auto" else policy == "reused"
 
 
 def _lease_owner(path: Path) -> str:
@@ -76,17 +72,20 @@ class NodeAgent:
         """``replace``: take over from the agent that serves ``path``, once this one can start.
         Raises ``AgentRuns`` if another one serves it, ``ConfigError``, and with ``at_start`` strict
         ``StoreError``."""
-        self._config, self._path = config, path
+        self._config, self._path, self._rule = config, path, PutRule.of(config)
         self._trouble = Trouble(logger, "connections of new clients")
         self._open(path, recorder, replace)
-        self.saves = NodeSaves(self._cache, self.core.residents, self._save_limits(), recorder)
+        policy = PutPolicy(self._rule)
+        self.saves = NodeSaves(
+            self._cache, self.core.residents, self._save_limits(), policy, recorder
+        )
         self.lookups = NodeLookups(
             self._backends.index, self._board, ttl_s=config.lookup_ttl_ms / 1000
         )
         self.core.on_rejected = self.lookups.invalidate
         index = self._backends.index
         prefetches = Prefetches(self.core, index, self._backends.bulk)
-        calls = NodeCalls(index, self._backends.bulk, prefetches, ttl_s=config.ttl_s)
+        calls = NodeCalls(index, self._backends.bulk, prefetches, policy, ttl_s=config.ttl_s)
         parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls)
         self.server = AgentServer(self._socket.listener, parts)
         self.numbers = AgentNumbers(recorder)
@@ -164,7 +163,7 @@ class NodeAgent:
     def _open_core(self, recorder: Recorder) -> Core:
         config = self._config
         keeps = config.agent_disk_keeps
-        keeps_all = _holds_back(config) if keeps == "auto" else keeps == "all"
+        keeps_all = self._rule.may_hold_back if keeps == "auto" else keeps == "all"
         limits = CoreLimits(config.load_threads, config.load_queue_max, keeps_all)
         disk = None
         if config.agent_disk_url is not None:
@@ -180,7 +179,6 @@ class NodeAgent:
             config.save_deadline_ms / 1000,
             config.codec,
             far,
-            holds_back=_holds_back(config),
         )
 
     def run(self, ended: Event, *, idle_s: float | None = None) -> None:
