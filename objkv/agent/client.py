@@ -22,6 +22,7 @@ from objkv.agent.leases import ArenaLease, lease_of
 from objkv.agent.memory.answers import AnswerBoard, Scope
 from objkv.agent.memory.arena import CELLS, Arena
 from objkv.agent.messages import (
+    DEADLINE_MS_MAX,
     MESSAGE_BYTES_MAX,
     OPEN_MAX,
     RELEASE_MAX,
@@ -45,6 +46,7 @@ from objkv.agent.messages import (
     unpack_opened,
     unpack_text,
 )
+from objkv.agent.peers import connect_to
 from objkv.agent.queue import Urgency
 from objkv.background import Alarm, wait_for
 from objkv.errors import StoreUnavailable, TransferError
@@ -96,7 +98,7 @@ class AgentConnection:
         """Rings when a payload that is being filled makes progress."""
         sock = self._sock = open_socket(call_s)
         try:
-            sock.connect(str(path))
+            connect_to(sock, path)
             hello = pack_hello(Hello(VERSION, wants_arena, outbox >= 0))
             socket.send_fds(sock, [hello], [outbox] if outbox >= 0 else [])
             message, descriptors, _, _ = socket.recv_fds(sock, MESSAGE_BYTES_MAX, 2)
@@ -150,7 +152,7 @@ class AgentConnection:
     ) -> list[ArenaLease]:
         """Open payloads of one namespace for reading, in order. Each lease must be released."""
         leases: list[ArenaLease] = []
-        deadline_ms = max(1, int(1000 * deadline_s))
+        deadline_ms = int(min(max(1.0, 1000 * deadline_s), DEADLINE_MS_MAX))
         for start in range(0, len(wanted), OPEN_MAX):
             part = wanted[start : start + OPEN_MAX]
             answer = self._call(pack_opening(Opening(urgency, deadline_ms, part)))
@@ -303,11 +305,11 @@ class AgentConnection:
 
 
 def is_listening(path: Path) -> bool:
-    """Whether an agent accepts connections."""
+    """Whether an agent that this process trusts accepts connections."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.settimeout(1.0)
-            sock.connect(str(path))
+            connect_to(sock, path)
     except OSError:
         return False
     return True

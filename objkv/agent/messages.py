@@ -26,6 +26,7 @@ VERSION: Final = 4
 MESSAGE_BYTES_MAX: Final = 65_536
 OPEN_MAX: Final = 256
 """Payloads in one ``open``."""
+DEADLINE_MS_MAX: Final = 0xFFFF_FFFF
 _NAMESPACE_CHARS = 32
 _RECORD_BYTES_MAX = 400
 """An encoded shard record is shorter."""

@@ -7,10 +7,9 @@ import socket
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from threading import Event
 from time import monotonic, time
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from objkv.agent.calls import NodeCalls, NodeLookups
 from objkv.agent.core import Core, CoreLimits
@@ -63,6 +62,13 @@ def _lease_owner(path: Path) -> str:
     return f"{socket.gethostname()}:{place}:agent"
 
 
+class Ended(Protocol):
+    """An event that ends a program."""
+
+    def wait(self, timeout: float | None = None, /) -> bool:
+        """Wait for it, for at most ``timeout`` seconds. Returns whether it has come."""
+
+
 class NodeAgent:
     """An agent that serves a socket until it is closed. A context manager."""
 
@@ -102,9 +108,7 @@ class NodeAgent:
             config.agent_tokenizers,
         )
         try:
-            return AgentHttp(
-                places, self.core, prefetches, self.numbers, lambda: self.server.clients
-            )
+            return AgentHttp(places, self.core, prefetches, self.numbers, self.server)
         except ConfigError as exc:
             self._socket.report(exc)
             self.close()
@@ -181,7 +185,7 @@ class NodeAgent:
             far,
         )
 
-    def run(self, ended: Event, *, idle_s: float | None = None) -> None:
+    def run(self, ended: Ended, *, idle_s: float | None = None) -> None:
         """Serve until ``ended`` is set, or no client has been connected for ``idle_s``."""
         sys.setswitchinterval(_SWITCH_S)
         used = monotonic()
@@ -198,6 +202,9 @@ class NodeAgent:
 
     def _is_served(self) -> bool:
         """Whether replicas can connect, or could be once the socket's folder is back."""
+        if not self.server.is_accepting:
+            logger.error("no thread accepts replicas any more, ending")
+            return False
         try:
             listener = self._socket.restore()
             if listener is not None:

@@ -44,7 +44,7 @@ class AgentLink:
 
     def connect(self, *, wants_arena: bool = False, outbox: int = -1) -> AgentConnection:
         """Return a new connection. Raises ``TransferError`` if no agent answers, and has then tried
-        to start one for the next attempt."""
+        to start one for the next attempt, in a folder that is checked each time."""
         try:
             path = replica_socket(self._config, self._replica.engine_id)
             try:

@@ -3,6 +3,7 @@
 import logging
 import sys
 from pathlib import Path
+from resource import RLIMIT_NOFILE, getrlimit, setrlimit
 from typing import Annotated
 
 import typer
@@ -45,6 +46,8 @@ def agent(
     if where is None:
         raise ConfigError("no socket to serve: give --socket PATH, or set OBJKV_AGENT")
     logging.basicConfig(format="%(asctime)s %(levelname)s objkv: %(message)s", level=logging.INFO)
+    limit = getrlimit(RLIMIT_NOFILE)[1]
+    setrlimit(RLIMIT_NOFILE, (limit, limit))  # each replica takes several
     with (
         end_signals() as ended,
         NodeAgent(session.config, where, MemoryRecorder(), replace=replace) as running,

@@ -125,8 +125,12 @@ class Windows:
             self._wanted.append(number)
             self._changed.notify_all()
             if self._thread is None:
-                self._thread = Thread(target=self._work, name="objkv-register", daemon=True)
-                self._thread.start()
+                thread = Thread(target=self._work, name="objkv-register", daemon=True)
+                try:
+                    thread.start()
+                    self._thread = thread
+                except RuntimeError as exc:
+                    self._refuse(exc)
 
     def _work(self) -> None:
         try:
@@ -164,14 +168,17 @@ class Windows:
         try:
             undo = self._pin(start, end - start)
         except RuntimeError as exc:  # others would be refused, too
-            self._refused = True
-            logger.warning(
-                "memory of the agent not registered with the device, copying loads twice reason=%s",
-                exc,
-            )
+            self._refuse(exc)
             return
         self._undo[number] = undo
         self._pause(monotonic() - began)
+
+    def _refuse(self, reason: RuntimeError) -> None:
+        self._refused = True
+        logger.warning(
+            "memory of the agent not registered with the device, copying loads twice reason=%s",
+            reason,
+        )
 
     def _pause(self, seconds: float) -> None:
         """Leave the driver alone for some time after a call that took ``seconds``."""

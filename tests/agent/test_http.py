@@ -20,7 +20,7 @@ from objkv.agent.http.api import HttpPlaces
 from objkv.agent.http.metrics import LEVELS, PREFIX, TOTALS
 from objkv.errors import ConfigError
 from objkv.ops.top.scrape import values_of
-from tests.agent.world import PATIENCE_S, Node, down, ended, gated, opened, serving
+from tests.agent.world import PATIENCE_S, REPLICAS, Node, down, ended, gated, opened, serving
 from tests.support.samples import IDENTITY, NAMESPACE, TOKENS, save_identity
 from tests.support.waiting import wait_until
 
@@ -294,7 +294,6 @@ def test_a_wrong_question_is_answered_with_the_fix(
 
 
 def test_other_paths_methods_and_faults_have_their_status(node: Node, router: Router) -> None:
-    assert router.ask("GET", "/healthz") == (200, "ok\n")
     assert router.ask("POST", "/metrics", "x")[0] == 405
     status, answer = router.ask("GET", "/v1/match")
     assert (status, "use POST" in str(answer)) == (405, True)
@@ -303,6 +302,14 @@ def test_other_paths_methods_and_faults_have_their_status(node: Node, router: Ro
     node.index.lookup = down  # type: ignore[method-assign]
     body = {"namespace": NAMESPACE, "hashes": ["0" * 40]}
     assert router.ask("POST", "/v1/match", body) == (503, {"error": "down"})
+
+
+def test_an_agent_is_healthy_while_replicas_can_connect(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert router.ask("GET", "/healthz") == (200, "ok\n")
+    monkeypatch.setattr(REPLICAS, "is_accepting", False)
+    assert router.ask("GET", "/healthz")[0] == 503
 
 
 def test_metrics_are_whole_from_the_start_and_levels_fall_again(node: Node, router: Router) -> None:

@@ -1,7 +1,11 @@
 """Agents as processes: one for each socket, started by the first replica, gone when idle."""
 
+import ctypes
 import errno
+import fcntl
 import os
+import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,13 +19,14 @@ from pathlib import Path
 import pytest
 
 from objkv.agent.client import AgentConnection, is_listening
+from objkv.agent.server import AgentServer
 from objkv.assembly import agent as agent_module
 from objkv.assembly import launch
 from objkv.assembly.agent import NodeAgent
 from objkv.assembly.launch import IDLE_EXIT_S, AgentRuns, AgentSocket, failure_of, start_agent
 from objkv.assembly.link import AgentLink, Replica
 from objkv.cache.chunks import CacheSettings
-from objkv.config import Config
+from objkv.config import Config, node
 from objkv.config.node import agent_environment, agent_socket, http_path, replica_socket
 from objkv.errors import ConfigError, TransferError
 from objkv.index.base import ChunkEntry, ShardRecord
@@ -33,6 +38,7 @@ from tests.support.samples import NAMESPACE
 from tests.support.waiting import PATIENCE_S, wait_until
 
 REPLICA = Replica("engine")
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 @pytest.fixture
@@ -268,6 +274,142 @@ def test_an_agent_that_cannot_start_is_logged_with_its_reason_and_tried_again(
     assert failure_of(path) is None
 
 
+def test_no_other_thread_gets_the_mode_of_a_socket(
+    config: Config, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "umask", lambda _: pytest.fail("the umask is the whole process's"))
+    with NodeAgent(config, path, MemoryRecorder()):
+        assert [one.stat().st_mode & 0o777 for one in (path, http_path(path))] == [0o600] * 2
+
+
+def test_a_lock_that_was_removed_lets_no_second_agent_in_and_is_taken_again(path: Path) -> None:
+    lock = Path(f"{path}.lock")
+    with closing(AgentSocket(path)) as agent:
+        agent.listen()
+        lock.unlink()
+        with pytest.raises(AgentRuns):
+            AgentSocket(path)
+        with lock.open("ab") as other:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            assert agent.restore() is None, "who has it for a moment gives it up again"
+        os.utime(lock, (0, 0))
+        assert agent.restore() is None
+        assert agent.restore() is None
+        assert lock.stat().st_mtime > 0, "jobs that clean folders remove old files"
+        path.unlink()
+        with pytest.raises(AgentRuns):
+            AgentSocket(path)
+
+
+def test_an_agent_without_a_thread_that_accepts_ends(
+    config: Config, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with NodeAgent(config, path, MemoryRecorder()) as agent:
+        monkeypatch.setattr(AgentServer, "is_accepting", False)
+        agent.run(threading.Event())
+
+
+@pytest.mark.parametrize("kind", ["lock", "error", "log", "start"])
+def test_no_file_is_written_through_a_link(path: Path, tmp_path: Path, kind: str) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    Path(f"{path}.{kind}").symlink_to(victim)
+    if kind == "error":
+        with closing(AgentSocket(path)) as agent:
+            agent.report(ConfigError("no"))
+        assert failure_of(path) == "no"
+    else:
+        with pytest.raises(ConfigError):
+            AgentSocket(path) if kind == "lock" else start_agent(path, {}, 1)
+    assert victim.read_text() == "mine"
+
+
+@pytest.mark.parametrize("spoil", ["mode", "link", "length"])
+def test_a_runtime_folder_that_others_can_change_is_not_used(
+    config: Config, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: str
+) -> None:
+    """As that of another user, which root has after ``su``."""
+    given = path.parents[1]
+    if spoil == "mode":
+        given.chmod(0o777)
+    else:
+        link = given / ("l" * (80 if spoil == "length" else 1))
+        link.symlink_to(given)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(link))
+    monkeypatch.setattr(node, "_SHARED_FOLDER", tmp_path)
+    assert replica_socket(config, "").parent == tmp_path / f"objkv-{os.geteuid()}"
+
+
+def test_a_folder_is_checked_again_when_an_agent_is_started(path: Path) -> None:
+    path.parent.chmod(0o755)
+    with pytest.raises(ConfigError, match="not a private folder"):
+        start_agent(path, {}, 1)
+
+
+def test_names_of_sockets_tell_nothing_of_the_settings(
+    config: Config, path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A user who guesses a password cannot tell by the name, which all users see."""
+    assert agent_socket(config) == path
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(path.parents[1] / "other"))
+    other = replica_socket(config, "")
+    assert other.parent != path.parent
+    assert other.name != path.name
+
+
+@pytest.mark.parametrize("fault", ["folder", "note", "shell"])
+def test_a_replica_that_cannot_start_an_agent_goes_on(
+    config: Config, path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    if fault == "shell":
+        monkeypatch.setattr(subprocess, "run", read_only)
+    elif fault == "note":
+        Path(f"{path}.error").mkdir()
+    else:
+        monkeypatch.setattr(Path, "mkdir", read_only)
+        monkeypatch.setattr(node, "_SHARED_FOLDER", path.parent / "gone")
+        shutil.rmtree(path.parent)
+    with pytest.raises(TransferError):
+        AgentLink(config, REPLICA).connect()
+
+
+def test_a_folder_that_was_removed_is_made_again(config: Config, path: Path) -> None:
+    """As that of a user who has logged out."""
+    shutil.rmtree(path.parent)
+    assert AgentLink(config, REPLICA).await_agent(PATIENCE_S)
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_one_process_of_the_node_starts_agents_and_leaves_no_dead_ones(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Process 1 of a container often reaps none. Here this process gets them."""
+    begun, gate, python = tmp_path / "begun", tmp_path / "gate", tmp_path / "python"
+    begun.touch()
+    python.write_text(
+        f"#!/bin/sh\necho x >> {begun}\nwhile [ ! -e {gate} ]; do sleep 0.02; done\nexit 1"
+    )
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(launch, "_PAUSES_S", "0 0 0")
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        for _ in range(10):
+            start_agent(path, os.environ, 1)
+        wait_until(lambda: begun.read_text() == "x\n")
+        gate.touch()
+        os.waitpid(-1, 0)  # the shell that has tried three times
+        assert begun.read_text() == "x\n" * 3
+        with pytest.raises(ChildProcessError):
+            os.waitpid(-1, os.WNOHANG)
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+
 def test_a_private_agent_is_the_replicas_own_and_leaves_nothing(config: Config) -> None:
     config = config.model_copy(update={"agent": "private", "agent_memory_bytes": 4 << 20})
     paths, nbytes = [], []
@@ -342,7 +484,11 @@ def test_closing_takes_no_time_to_wait_for(config: Config, path: Path) -> None:
 
 def test_the_command_says_where_it_serves_and_ends_in_order(tmp_path: Path) -> None:
     settings = {"bulk_url": f"file://{tmp_path}/c", "index_url": f"sqlite://{tmp_path}/i"}
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard - 1), hard))
     with AgentProcess(settings, fresh=True) as agent:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert resource.prlimit(agent.process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
         wait_until(lambda: f"serving {agent.path}" in agent.log())
         again = subprocess.run(
             [sys.executable, "-m", "objkv", "agent", "--socket", str(agent.path)],

@@ -1,5 +1,6 @@
 """Clients of one agent, over its socket."""
 
+import errno
 import json
 import os
 import socket
@@ -13,10 +14,12 @@ import pytest
 
 from objkv.agent import calls as calls_module
 from objkv.agent import client as client_module
+from objkv.agent import leases, peers
 from objkv.agent import messages as m
 from objkv.agent import server as server_module
 from objkv.agent.calls import AgentCalls, AgentDocuments, AgentIndex, NodeCalls
-from objkv.agent.client import AgentConnection, is_listening
+from objkv.agent.client import AgentConnection, AgentRefused, is_listening
+from objkv.agent.http.client import AgentApi
 from objkv.agent.memory.arena import CellState
 from objkv.agent.prefetch import PrefetchOrder
 from objkv.agent.queue import Urgency
@@ -27,7 +30,6 @@ from objkv.cache.switch import SWITCH_PATH
 from objkv.codec.payload import read_header
 from objkv.errors import StoreBusy, StoreDenied, StoreUnavailable, TransferError
 from objkv.index.base import Savings
-from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
 from tests.agent.world import (
     PATIENCE_S,
@@ -39,6 +41,7 @@ from tests.agent.world import (
     opened,
     pages_at,
     payloads,
+    serving,
 )
 from tests.support.samples import NAMESPACE
 from tests.support.waiting import wait_until
@@ -100,11 +103,21 @@ def test_a_client_that_lies_harms_only_itself_and_keeps_its_memory_until_it_goes
     honest.release([leases[0].number])
 
 
-def test_a_stranger_is_refused(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module.os, "geteuid", lambda: 4242)
-    monkeypatch.setattr(server_module, "_ROOT", 4243)
-    with pytest.raises(TransferError, match="serves user 4242"):
-        node.connect()
+@pytest.mark.parametrize(
+    ("mode", "refusal"),
+    [(0o700, "serves user 4242, not"), (0o777, "serves it, and others can write its folder")],
+)
+def test_a_stranger_is_refused_also_if_it_is_the_agent(
+    node: Node, monkeypatch: pytest.MonkeyPatch, mode: int, refusal: str
+) -> None:
+    node.folder.chmod(mode)
+    with serving(node):
+        monkeypatch.setattr(os, "geteuid", lambda: 4242)
+        monkeypatch.setattr(peers, "_ROOT", 4243)
+        with pytest.raises(TransferError, match=refusal):
+            node.connect()
+        with pytest.raises(StoreUnavailable):
+            AgentApi(node.http).namespaces()
 
 
 def test_the_agents_time_to_live_is_that_of_its_clients(node: Node) -> None:
@@ -146,7 +159,7 @@ def test_there_is_a_limit_of_clients_leases_and_deadlines() -> None:
     (over,) = opened(first, wanted[2:])
     assert (over.number, over.progress.state) == (0, CellState.FAILED)
     first.release([lease.number for lease in leases])
-    (held,) = first.open(wanted[:1], deadline_s=3600, urgency=Urgency.IN_STEP)
+    (held,) = first.open(wanted[:1], deadline_s=1e9, urgency=Urgency.IN_STEP)
     (resident,) = node.residents.seen([wanted[0].claim.key.path()])
     assert resident is not None
     assert resident.deadline <= monotonic() + 600
@@ -154,22 +167,54 @@ def test_there_is_a_limit_of_clients_leases_and_deadlines() -> None:
     node.close()
 
 
-def test_clients_are_accepted_again_when_there_are_threads_again(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("clients_max", [0, 1])
+@pytest.mark.parametrize(
+    ("place", "name", "error"),
+    [
+        (threading.Thread, "start", RuntimeError("can't start new thread")),
+        (leases, "Alarm", OSError(errno.EMFILE, "too many open files")),
+        (server_module, "peer_of", MemoryError()),
+    ],
+)
+def test_clients_are_accepted_again_whatever_went_wrong_with_one(
+    monkeypatch: pytest.MonkeyPatch, place: object, name: str, error: Exception, clients_max: int
 ) -> None:
-    node = Node().listen(ServerLimits(clients_max=1))
-    first = node.connect()
+    """A client is served, or refused, once there are threads, descriptors and memory again."""
 
-    def none_left(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
+    def none_left(*_: object) -> None:
+        raise error
 
-    monkeypatch.setattr(threading.Thread, "start", none_left)
-    with pytest.raises(TransferError):
+    monkeypatch.setattr(server_module, "_PAUSE_S", 0.01)
+    node = Node().listen(ServerLimits(clients_max=clients_max))
+    with monkeypatch.context() as patch:
+        patch.setattr(place, name, none_left)
+        with pytest.raises(TransferError):
+            node.connect()
+    assert node.server is not None
+    assert node.server.is_accepting
+    assert not node.server.clients
+    if clients_max:
+        assert node.connect().is_open
+    else:
+        with pytest.raises(AgentRefused, match="has 0 clients already"):
+            node.connect()
+    node.close()
+
+
+def test_those_beyond_the_limit_get_one_thread_and_one_line_of_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "_REFUSAL_S", PATIENCE_S)
+    node = Node().listen(ServerLimits(clients_max=0))
+    before = threading.active_count()
+    silent = [raw(node) for _ in range(30)]
+    assert silent[-1].recv(100) == b"", "who cannot be told why is hung up on"
+    assert threading.active_count() <= before + 1
+    for sock in silent:
+        sock.close()
+    with pytest.raises(AgentRefused):
         node.connect()
-    monkeypatch.undo()
-    first.close()
-    wait_until(lambda: node.server is not None and not node.server.clients)
-    assert node.connect().is_open
+    assert len(caplog.messages) == 1
     node.close()
 
 
@@ -382,8 +427,7 @@ def desk(node: Node) -> Any:
 
 
 def test_what_was_handed_over_is_saved_and_resident(node: Node, desk: Desk) -> None:
-    made, taken = payloads(), list[ChunkKey]()
-    desk.saves.accepted = taken.append
+    made = payloads()
     assert [desk.hand_over(payload) for payload in made] == [SaveOutcome.ACCEPTED] * 3
     assert node.saves.drain(PATIENCE_S)
     keys = [read_header(payload).claim.key for payload in made]
@@ -396,7 +440,7 @@ def test_what_was_handed_over_is_saved_and_resident(node: Node, desk: Desk) -> N
     client.release([lease.number for lease in leases])
     assert not node.store.gets
     assert desk.hand_over(made[0]) is SaveOutcome.EXISTED
-    assert taken == keys
+    assert desk.accepted == keys
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from objkv.codec.payload import read_header
 from objkv.errors import StoreBusy, StoreUnavailable, TransferError
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.memory import MemoryIndex
-from objkv.keys.chunk import ChunkKey
 from tests.agent.world import (
     PATIENCE_S,
     RIGHT,
@@ -50,8 +49,7 @@ class Holder(Node):
         self.reader = self.connect()
 
     def _new_desk(self) -> None:
-        self.desk, self.taken = Desk(self), list[ChunkKey]()
-        self.desk.saves.accepted = self.taken.append
+        self.desk = Desk(self)
 
     def commit(self, made: Sequence[bytes], *, puts: bool = False) -> list[SaveOutcome]:
         """Hand payloads over, as a worker does; waits until the fleet has counted them."""
@@ -154,7 +152,7 @@ def test_what_was_seen_once_is_found_on_its_node_and_stored_nowhere(
     assert node.commit(made) == [SaveOutcome.ACCEPTED] * 3
     assert not node.stored
     assert of_index(node, made) == [None] * 3
-    assert node.taken == [], "no other node can load it: no event"
+    assert node.desk.accepted == [], "no other node can load it: no event"
     wanted = node.find(made)
     assert [one.record.nbytes for one in wanted] == [len(payload) for payload in made]
     assert all(is_unsaved(one.record) for one in wanted)
@@ -256,7 +254,7 @@ def test_what_one_node_makes_twice_is_stored(make: Callable[..., Holder]) -> Non
     node.commit(made)
     node.again(made[:1])
     assert node.stored == set(paths(made[:1]))
-    assert [key.path() for key in node.taken] == paths(made[:1])
+    assert [key.path() for key in node.desk.accepted] == paths(made[:1])
 
 
 def test_a_commit_that_says_so_is_stored_at_once(make: Callable[..., Holder]) -> None:
@@ -264,7 +262,7 @@ def test_a_commit_that_says_so_is_stored_at_once(make: Callable[..., Holder]) ->
     node.commit(made[:2])
     node.commit(made[1:], puts=True)
     assert node.stored == set(paths(made)), "a beginning that was held back is due with its end"
-    assert [key.path() for key in node.taken] == paths(made[1:])
+    assert [key.path() for key in node.desk.accepted] == paths(made[1:])
     assert not node.unsaved
     assert node.count("save_repeats") == 0
 
@@ -310,7 +308,7 @@ def test_a_commit_that_says_so_is_stored_when_there_is_room(make: Callable[..., 
     gate.set()
     assert node.saves.drain(PATIENCE_S)
     assert node.stored == set(paths(made))
-    assert [key.path() for key in node.taken] == paths(made)
+    assert [key.path() for key in node.desk.accepted] == paths(made)
 
 
 def test_what_was_evicted_unread_is_stored_when_it_is_made_again(
@@ -474,7 +472,7 @@ def test_a_save_that_failed_is_tried_at_the_next_read(make: Callable[..., Holder
     assert node.saves.drain(PATIENCE_S)
     assert not node.stored, "not at once"
     assert node.again(made) == [SaveOutcome.ACCEPTED] * 3
-    assert (node.taken, node.stored) == ([], set()), "made again, and not saved: no event"
+    assert (node.desk.accepted, node.stored) == ([], set()), "made again, and not saved: no event"
     now[0] = 100.0
     node.read(node.find(made))
     assert node.saves.drain(PATIENCE_S)

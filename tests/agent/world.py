@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Lock
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -192,11 +193,14 @@ def gated(node: Node) -> Event:
     return gate
 
 
+REPLICAS = SimpleNamespace(clients=7, is_accepting=True)
+
+
 @contextmanager
 def serving(node: Node, **places: Any) -> Iterator[AgentHttp]:
-    """An agent's HTTP interface, next to its socket. It tells of 7 clients."""
+    """An agent's HTTP interface, next to its socket. It tells of ``REPLICAS``."""
     prefetches, numbers = Prefetches(node.core, node.index, node.store), AgentNumbers(node.recorder)
-    server = AgentHttp(HttpPlaces(node.http, **places), node.core, prefetches, numbers, lambda: 7)
+    server = AgentHttp(HttpPlaces(node.http, **places), node.core, prefetches, numbers, REPLICAS)
     try:
         yield server
     finally:
@@ -244,10 +248,12 @@ class Desk:
         self.outbox = Outbox(8192)
         self.memory = np.frombuffer(mmap.mmap(self.outbox.fd, self.outbox.nbytes), np.uint8)
         self.now = 0.0
+        self.accepted: list[ChunkKey] = []
         self.saves = AgentSaves(
             lambda fd: node.connect(wants_arena=False, outbox=fd),
             self.outbox,
             self.memory,
+            accepted=self.accepted.append,
             clock=lambda: self.now,
         )
 
@@ -268,7 +274,7 @@ class Desk:
 
     def close(self) -> None:
         """Go. What was handed over is saved nevertheless."""
-        self.saves.close(1.0)
+        self.saves.close()
         assert self.outbox.fd < 0
 
 

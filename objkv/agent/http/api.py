@@ -6,21 +6,21 @@ for ``/healthz``; those of the Unix socket are of the agent's own user.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import sha256
 from hmac import compare_digest
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 from objkv.agent.core import Core
 from objkv.agent.http.listener import HttpListener, StartResponse, read_body
 from objkv.agent.http.metrics import metrics_page
 from objkv.agent.http.prompts import Body, PromptReader, read_json, read_order
 from objkv.agent.prefetch import Prefetches
-from objkv.errors import ConfigError, ObjkvError
+from objkv.errors import ConfigError, ObjkvError, StoreUnavailable
 from objkv.models.tokenizer import Tokenizers
 from objkv.telemetry import MemoryRecorder, added, is_level
 
@@ -61,6 +61,18 @@ class HttpPlaces:
         return f"<HttpPlaces {self.path} {self.address or ''}>"
 
 
+class Clients(Protocol):
+    """What this interface tells of the server of replicas."""
+
+    @property
+    def clients(self) -> int:
+        """Connections."""
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether new ones are served."""
+
+
 class AgentHttp:
     """Serves until it is closed."""
 
@@ -70,13 +82,13 @@ class AgentHttp:
         core: Core,
         prefetches: Prefetches,
         numbers: AgentNumbers,
-        clients: Callable[[], int],
+        server: Clients,
     ) -> None:
-        """Raises ``ConfigError`` if a place cannot be served. ``clients``: connected replicas."""
+        """Raises ``ConfigError`` if a place cannot be served. ``server``: of replicas."""
         if places.address is not None and not places.token:
             raise ConfigError("an agent that listens on an address needs a token")
         self._core, self._prefetches = core, prefetches
-        self._numbers, self._clients = numbers, clients
+        self._numbers, self._server = numbers, server
         self._prompts = PromptReader(prefetches, Tokenizers(places.tokenizers))
         self._token = _digest(places.token.encode())
         self._path = places.path
@@ -125,7 +137,7 @@ class AgentHttp:
         self, environ: dict[str, Any], start: StartResponse, *, is_local: bool
     ) -> Iterable[bytes]:
         path, method = environ.get("PATH_INFO", "/"), environ.get("REQUEST_METHOD")
-        pages = {"/healthz": lambda: "ok\n", "/metrics": self._metrics}
+        pages = {"/healthz": self._health, "/metrics": self._metrics}
         reads = {"/v1/namespaces": self._namespaces}
         posts = {"/v1/match": self._match, "/v1/prefetch": self._prefetch}
         content = read_body(environ)
@@ -148,6 +160,12 @@ class AgentHttp:
         known = ", ".join((*pages, *reads, *posts))
         return _say_json(start, "404 Not Found", {"error": f"no {path}: there are {known}"})
 
+    def _health(self) -> str:
+        """Replicas are served by another thread than this one: what counts is that one."""
+        if not self._server.is_accepting:
+            raise StoreUnavailable("this agent serves no new replicas: restart it")
+        return "ok\n"
+
     def _metrics(self) -> str:
         residents = self._core.residents
         levels: dict[str, float] = {
@@ -159,7 +177,7 @@ class AgentHttp:
             "unsaved_payloads": len(residents.unsaved),
             "unsaved_bytes": residents.unsaved.nbytes,
             "prefetch_unread_bytes": residents.unread_bytes,
-            "clients": self._clients(),
+            "clients": self._server.clients,
         }
         spill = self._core.spill
         levels["disk_bytes"] = 0 if spill is None else spill.disk.nbytes

@@ -16,6 +16,7 @@ from time import monotonic
 from typing import Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
+from objkv.agent.peers import bind_private, is_served, peer_of
 from objkv.errors import ConfigError
 
 StartResponse = Callable[..., Any]
@@ -59,18 +60,20 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def server_bind(self) -> None:
         """Bind without a lookup of this machine's name, which may take long."""
-        before = os.umask(0o177)
-        try:
-            if self.address_family != socket.AF_UNIX:
-                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if isinstance(self.server_address, str):
+            bind_private(self.socket, self.server_address)
+        else:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self.socket.bind(self.server_address)
-        finally:
-            os.umask(before)
         self.server_name, self.server_port = _NAME, 0
         self.setup_environ()
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        return self.socket.accept()[0], ("client", 0)
+        sock, _ = self.socket.accept()
+        if self.address_family == socket.AF_UNIX and not is_served(peer_of(sock)[1]):
+            sock.close()
+            raise PermissionError("a process of another user")
+        return sock, ("client", 0)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._slots.acquire(blocking=False):

@@ -337,12 +337,12 @@ class Loader(Loads):
     def _reach(self) -> AgentConnection | None:
         if monotonic() < self._retry_at:
             return None
+        self._retry_at = monotonic() + self._retry_s  # whatever fails now
+        self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
         try:
             before, self._agent = self._agent, self._connect()
         except ObjkvError as exc:
             self._trouble.failed(exc)
-            self._retry_at = monotonic() + self._retry_s
-            self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
             return None
         if before is not None:
             self._leave(before)
@@ -352,7 +352,7 @@ class Loader(Loads):
             self._on_device.attach(self._agent.arena)
         self._window_bytes = (self._agent.arena.nbytes - BOARD_BYTES) // _WINDOW_SHARE
         self._trouble.worked()
-        self._retry_s, self._is_moving = _RETRY_S, False
+        self._retry_at, self._retry_s, self._is_moving = 0.0, _RETRY_S, False
         return self._agent
 
     def _idle_s(self) -> float:
