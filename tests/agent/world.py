@@ -7,10 +7,11 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, Lock
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -28,9 +29,12 @@ from objkv.agent.residents import Resident
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentParts, AgentServer, ServerLimits
 from objkv.agent.spill.disk import Disk
+from objkv.agent.unsaved.policy import PutPolicy
 from objkv.cache.chunks import CacheSettings, ChunkCache, SaveOutcome
+from objkv.cache.worth import PutRule
 from objkv.codec.payload import Claim, Header, frame_pages, read_header
 from objkv.codec.seal import Seal
+from objkv.config.prices import LIST_PRICES
 from objkv.errors import StoreDenied, StoreUnavailable
 from objkv.index.base import WriteIndex
 from objkv.index.memory import MemoryIndex
@@ -74,6 +78,12 @@ class Sleeper:
         self.woken += 1
 
 
+def put_policy(setting: Literal["auto", "all", "reused"] = "auto", **rule: Any) -> PutPolicy:
+    """What an agent puts to a bucket at S3's list prices."""
+    prices = replace(LIST_PRICES, gpu_hour=3.0)
+    return PutPolicy(PutRule(setting, **{"prices": prices, "life_s": 16_200.0} | rule))
+
+
 class Node:
     """Stores, an arena and a core, and a socket once ``listen`` was called."""
 
@@ -91,6 +101,7 @@ class Node:
         disk: Disk | None = None,
         keeps_all: bool = False,
         holds_back: bool = False,
+        policy: PutPolicy | None = None,
         saves_max: int = 100,
     ) -> None:
         self.store: Any = store or WatchedStore()
@@ -104,7 +115,8 @@ class Node:
         self.saves = NodeSaves(
             self.cache,
             self.residents,
-            NodeSaveLimits(2, saves_max, PATIENCE_S, codec, far=True, holds_back=holds_back),
+            NodeSaveLimits(2, saves_max, PATIENCE_S, codec, far=True),
+            policy or put_policy("reused" if holds_back else "all"),
             self.recorder,
         )
         self.lookups = NodeLookups(self.index, AnswerBoard.create(), ttl_s=30.0)
@@ -122,7 +134,7 @@ class Node:
         listener.bind(str(self.path))
         listener.listen(64)
         prefetches = Prefetches(self.core, self.index, self.store)
-        calls = NodeCalls(self.index, self.store, prefetches, ttl_s=3600)
+        calls = NodeCalls(self.index, self.store, prefetches, self.saves.policy, ttl_s=3600)
         parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls)
         self.server = AgentServer(listener, parts, limits)
         return self

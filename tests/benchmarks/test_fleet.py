@@ -90,7 +90,7 @@ def test_defaults_are_those_of_objkv() -> None:
     ("options", "names"),
     [
         (["--simulated", "2"], {"objkv: none", "objkv: default settings"}),
-        (["--agents", "--replicas", "2", "--replicas-per-node", "1"], {"reused (default)"}),
+        (["--agents", "--replicas", "2", "--replicas-per-node", "1"], {"auto (default)"}),
     ],
 )
 def test_the_command_prints_its_cases(
