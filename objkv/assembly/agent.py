@@ -227,6 +227,7 @@ class NodeAgent:
             self._http.close()
         self.server.stop_accepting()
         if self.core.spill is not None:  # the next agent needs the folder
+            self.core.spill.drain(JOIN_S)
             self.core.spill.close(JOIN_S)
         self._socket.close()
         self.core.drain()
@@ -239,7 +240,21 @@ class NodeAgent:
         self._cache.close(1.0)
         self._backends.close()
         self.arena.close()
-        numbers, unsaved = self.numbers.read(), self.core.residents.unsaved
+        self._log_end()
+
+    def _log_end(self) -> None:
+        numbers, spill = self.numbers.read(), self.core.spill
+        kept = frozenset[str]() if spill is None else spill.held_back
+        lost, lost_bytes = self.core.residents.unsaved.lost(kept)
+        if lost:
+            keeps = "agent_disk_url" if spill is None else "agent_disk_keeps to all"
+            logger.warning(
+                "payloads lost that nothing has read again count=%d bytes=%d: set %s to keep them, "
+                "or save_to_bucket to all",
+                lost,
+                lost_bytes,
+                keeps,
+            )
         logger.info(
             "agent ended hits=%d fills=%d disk_hits=%d load_bytes=%d saves=%d save_bytes=%d "
             "evictions=%d unsaved=%d unsaved_bytes=%d",
@@ -250,8 +265,8 @@ class NodeAgent:
             numbers.get("saves", 0),
             numbers.get("save_bytes", 0),
             numbers.get("agent_evictions", 0),
-            len(unsaved),
-            unsaved.nbytes,
+            lost,
+            lost_bytes,
         )
 
     def __enter__(self) -> Self:

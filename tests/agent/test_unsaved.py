@@ -2,7 +2,7 @@
 
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
@@ -663,14 +663,21 @@ def test_random_use_leaves_nothing_behind(make: Callable[..., Holder]) -> None:
 class Service:
     """An agent in a process of its own, and a worker that has handed payloads over and gone."""
 
-    def __init__(self, folder: Path, made: Sequence[bytes], policy: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        made: Sequence[bytes],
+        policy: str,
+        more: Mapping[str, str] | None = None,
+        options: Sequence[str] = (),
+    ) -> None:
         self.settings = {
             "bulk_url": f"file://{folder}/c",
             "index_url": f"sqlite://{folder}/i",
             "save_to_bucket": policy,
             "agent_memory_bytes": str(1 << 20),
-        }
-        self.agent = AgentProcess(self.settings)
+        } | dict(more or {})
+        self.agent = AgentProcess(self.settings, options=options)
         desk = Desk(self)  # type: ignore[arg-type]  # it only connects
         for payload in made:
             desk.hand_over(payload)
@@ -693,7 +700,10 @@ def test_an_engine_that_has_gone_loses_nothing_and_the_agents_end_is_reported(
         assert read(client, wanted[0]) is MissReason.NONE
         client.close()
         numbers = agent.end()
+        (lost,) = [line for line in agent.log().splitlines() if "payloads lost" in line]
     assert (numbers["saves"], numbers["unsaved"]) == (1, 2)
+    assert "count=2" in lost
+    assert "set agent_disk_url to keep them" in lost
     assert numbers["unsaved_bytes"] == sum(map(len, made[1:]))
 
 
@@ -731,3 +741,23 @@ def test_saves_that_wait_lease_at_most_a_quarter_of_the_arena(make: Callable[...
     store.gate.set()
     assert node.saves.drain(PATIENCE_S)
     node.desk.hand_over(payloads()[2])
+
+
+@pytest.mark.parametrize("is_in_time", [True, False])
+def test_an_agent_that_ends_puts_what_is_due_within_its_deadline(
+    is_in_time: bool, make: Callable[..., Holder]
+) -> None:
+    store, made = GatedStore(), payloads()
+    node = make(store=store, saves_max=1)
+    node.commit(made)
+    assert node.read(node.find(made)) == [MissReason.NONE] * len(made)
+    node.core.close(PATIENCE_S)
+    ending = threading.Thread(target=node.saves.close, args=(PATIENCE_S if is_in_time else 0.1,))
+    ending.start()
+    if is_in_time:
+        store.gate.set()
+    ending.join(PATIENCE_S)
+    lost, _ = node.residents.unsaved.lost(())
+    store.gate.set()
+    assert (node.stored == set(paths(made))) is is_in_time
+    assert lost == (0 if is_in_time else len(made))
