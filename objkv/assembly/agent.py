@@ -108,7 +108,9 @@ class NodeAgent:
             config.agent_tokenizers,
         )
         try:
-            return AgentHttp(places, self.core, prefetches, self.numbers, self.server)
+            return AgentHttp(
+                places, self.core, prefetches, self.numbers, self.server, self.saves.policy
+            )
         except ConfigError as exc:
             self._socket.report(exc)
             self.close()

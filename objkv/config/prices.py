@@ -13,6 +13,8 @@ from objkv.config.schema import Config
 from objkv.config.urls import is_directory_bucket, parse_url
 from objkv.errors import ConfigError
 
+_UNKNOWN: Final = " is not known"
+
 
 @dataclass(frozen=True, slots=True)
 class Prices:
@@ -28,6 +30,11 @@ class Prices:
     """Price of 10^9 bytes that are put."""
     source: str = "given"
     """Whose prices these are."""
+
+    @property
+    def is_guessed(self) -> bool:
+        """Whether they are those of S3 Standard because the endpoint is not known."""
+        return self.source.endswith(_UNKNOWN)
 
     @property
     def is_free(self) -> bool:
@@ -87,4 +94,4 @@ def _known(config: Config) -> Prices:
             return standard if prices is LIST_PRICES else prices
     if is_private_host(host):
         return replace(_NOTHING, source=f"{host}, a private address")
-    return replace(LIST_PRICES, source=f"S3 Standard, since {host} is not known")
+    return replace(LIST_PRICES, source=f"S3 Standard, since {host}{_UNKNOWN}")

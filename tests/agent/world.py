@@ -212,7 +212,14 @@ REPLICAS = SimpleNamespace(clients=7, is_accepting=True)
 def serving(node: Node, **places: Any) -> Iterator[AgentHttp]:
     """An agent's HTTP interface, next to its socket. It tells of ``REPLICAS``."""
     prefetches, numbers = Prefetches(node.core, node.index, node.store), AgentNumbers(node.recorder)
-    server = AgentHttp(HttpPlaces(node.http, **places), node.core, prefetches, numbers, REPLICAS)
+    server = AgentHttp(
+        HttpPlaces(node.http, **places),
+        node.core,
+        prefetches,
+        numbers,
+        REPLICAS,
+        node.saves.policy,
+    )
     try:
         yield server
     finally:

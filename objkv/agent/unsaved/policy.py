@@ -7,6 +7,7 @@ each rank and group of a chunk.
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from threading import Lock
 from time import monotonic
 from typing import Final
@@ -72,7 +73,10 @@ class PutPolicy:
                 one.decided_from = -math.inf  # at the next payload
 
     def decisions(self) -> dict[str, Decision]:
-        """Return what was decided last, by namespace. Empty if the settings alone decide."""
+        """Return what was decided last, by namespace; of an empty name, if the settings alone
+        decide."""
+        if self.rule.is_fixed:
+            return {"": replace(self.rule.decide(self.rule.chunk(())), break_even=None)}
         with self._lock:
             found = {name: one.decision for name, one in self._namespaces.items()}
         return {name: decision for name, decision in found.items() if decision is not None}
