@@ -294,6 +294,19 @@ def test_no_save_is_begun_later_because_an_agent_is_being_connected_to(
         forward.join()
 
 
+def test_a_commit_that_says_so_is_stored_although_another_node_holds_it_back(
+    make: Callable[..., Holder],
+) -> None:
+    store, index, made = WatchedStore(), MemoryIndex(), payloads()
+    one, other = make(store=store, index=index), make(store=store, index=index)
+    one.commit(made)
+    assert not one.stored
+    assert other.commit(made, puts=True) == [SaveOutcome.ACCEPTED] * len(made)
+    assert one.stored == set(paths(made))
+    assert not other.unsaved
+    assert one.read(one.find(made)) == [MissReason.NONE] * len(made)
+
+
 def test_a_commit_that_says_so_is_stored_when_there_is_room(make: Callable[..., Holder]) -> None:
     node, made, gate = make(memory=3 * 8192), payloads(), threading.Event()
     put = node.store.put_if_absent
