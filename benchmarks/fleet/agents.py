@@ -28,8 +28,8 @@ with lifecycle rules of one and of two days, which S3 rounds up to midnight."""
 _TB = 1e12
 _GB_MONTH_HOURS = 730.0
 _COLUMNS = (
-    "GPU %", "node %", "bucket %", "loaded, of today", "put TB/h", "put, of today", "drops %",
-    "PUT M/h", "GET M/h", "requests $/h", "disk wear", "GPU time saved", "pays up to h",
+    "GPU %", "node %", "bucket %", "loaded, of no agents", "put TB/h", "put, of no agents",
+    "drops %", "PUT M/h", "GET M/h", "requests $/h", "disk wear", "GPU time saved", "pays up to h",
     *(f"net, {life}" for life in LIVES_H), "TTFT p50 s", "mean",
 )  # fmt: skip
 _PROCESSES_MAX = 4
@@ -49,9 +49,9 @@ class Row:
     node: float
     """Loaded from the agent's memory or disk."""
     bucket: float
-    loaded_of_today: float
+    loaded_share: float
     """Tokens loaded from anywhere, of those that are loaded without agents; likewise bytes put."""
-    put_of_today: float
+    put_share: float
     put_bytes: float
     dropped: float
     puts: float
@@ -100,7 +100,7 @@ def cases(fleet: Fleet, costs: Costs) -> Iterator[Case]:
 
     half = costs.node.memory_bytes / 2
     found = {
-        "everything, no agents (today)": fleet,
+        "no agents": fleet,
         "all": agents("all"),
         "all, one process": agents("all", processes=1),
         "reused": agents("reused"),
@@ -148,11 +148,11 @@ def halves(requests: Sequence[Request]) -> dict[str, list[Request]]:
 def rows(part: str, requests: Sequence[Request], costs: Costs, fleet: Fleet) -> list[Row]:
     """Simulate one part of the trace with one routing."""
     runs, out = Runs(requests, costs), list[Row]()
-    today: Summary | None = None
+    base: Summary | None = None
     for case in cases(fleet, costs):
         summary = runs.summary(case)
-        today = today or summary
-        out.append(_row(part, case, runs, (summary, today)))
+        base = base or summary
+        out.append(_row(part, case, runs, (summary, base)))
     return out
 
 
@@ -188,7 +188,7 @@ def tables(found: Sequence[Row]) -> Iterator[Table]:
 
 
 def _row(part: str, case: Case, runs: Runs, summaries: tuple[Summary, Summary]) -> Row:
-    summary, today = summaries
+    summary, base = summaries
     run = runs.run(case.fleet)
     world, per_h = run.world, 3600 * run.world.scale / run.span_s
     bulk, put_bytes = world.bulk, 3600 * summary.saved_bytes_s
@@ -201,8 +201,8 @@ def _row(part: str, case: Case, runs: Runs, summaries: tuple[Summary, Summary]) 
         gpu=summary.gpu,
         node=node,
         bucket=summary.bulk,
-        loaded_of_today=(node + summary.bulk) / max(today.bulk, 1e-9),
-        put_of_today=summary.saved_bytes_s / max(today.saved_bytes_s, 1e-9),
+        loaded_share=(node + summary.bulk) / max(base.bulk, 1e-9),
+        put_share=summary.saved_bytes_s / max(base.saved_bytes_s, 1e-9),
         put_bytes=put_bytes,
         dropped=summary.dropped,
         puts=3600 * summary.puts_s,
@@ -219,9 +219,9 @@ def _row(part: str, case: Case, runs: Runs, summaries: tuple[Summary, Summary]) 
 def _cells(row: Row) -> list[str]:
     return [
         *(f"{100 * share:.1f}" for share in (row.gpu, row.node, row.bucket)),
-        f"{row.loaded_of_today:.2f}",
+        f"{row.loaded_share:.2f}",
         f"{row.put_bytes / _TB:.1f}",
-        f"{row.put_of_today:.2f}",
+        f"{row.put_share:.2f}",
         f"{100 * row.dropped:.0f}",
         f"{row.puts / 1e6:.2f}",
         f"{row.gets / 1e6:.2f}",

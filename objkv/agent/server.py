@@ -195,7 +195,7 @@ class AgentServer:
             self._listener.close()
         for client in clients:
             _hang_up(client.sock)
-        self._refusals.close(give_up=lambda left: [sock.close() for sock, _ in left])
+        self._refusals.close(give_up=_close_all)
         join_all([self._thread, *clients.values()], JOIN_S)
 
     def __repr__(self) -> str:
@@ -358,6 +358,11 @@ class AgentServer:
         client.end_all()
         with self._lock:
             self._clients.pop(client, None)
+
+
+def _close_all(refusals: Sequence[tuple[socket.socket, str]]) -> None:
+    for sock, _ in refusals:
+        sock.close()
 
 
 def _await_end(sock: socket.socket, seconds: float | None) -> None:

@@ -220,7 +220,7 @@ def start_agent(path: Path, environ: Mapping[str, str], idle_s: int) -> None:
     ``replica_socket``. Its log is next to its socket. Raises ``ConfigError``."""
     if is_listening(path):
         return
-    agent = [sys.executable, "-m", "objkv", "agent", "--socket", path, "--idle-exit", f"{idle_s}s"]
+    command = ["agent", "--socket", str(path), "--idle-exit", f"{idle_s}s"]
     script = f"({_KEEP % _PAUSES_S}{_LEAVE_NOTHING if is_private(path) else ''}) &"
     try:
         with open_private(path.parent) as folder, ExitStack() as opened, _all_cores():
@@ -243,7 +243,7 @@ def start_agent(path: Path, environ: Mapping[str, str], idle_s: int) -> None:
             # Not in a session of its own: Linux divides processors between sessions (autogroups),
             # and then threads of vLLM that spin with sched_yield kept an agent waiting for 0.9 s.
             subprocess.run(
-                ["/bin/sh", "-c", script, path, *agent],
+                ["/bin/sh", "-c", script, path, sys.executable, "-m", "objkv", *command],
                 check=True,
                 env=dict(environ),
                 stdin=subprocess.DEVNULL,

@@ -59,7 +59,8 @@ class AgentLink:
 
     def await_agent(self, seconds: float = _START_S) -> bool:
         """Wait until an agent that this replica starts answers, for at most ``seconds``. Returns
-        whether one does, and logs it if not: until one does, the replica caches nothing."""
+        whether one does, and logs it if not: until one does, the replica caches nothing. Raises
+        ``ConfigError`` if ``at_start`` is strict."""
         end = monotonic() + seconds
         while True:
             try:
@@ -70,9 +71,10 @@ class AgentLink:
                 if failure is not None or not self._starts or monotonic() >= end:
                     break
             sleep(_POLL_S)
-        logger.warning(
-            "no node agent, caching nothing until one answers reason=%s", failure or reason
-        )
+        why = failure or reason
+        if self._config.at_start == "strict":
+            raise ConfigError(f"no node agent, and at_start is strict: {why}")
+        logger.warning("no node agent, caching nothing until one answers reason=%s", why)
         return False
 
     def _failure(self, error: TransferError) -> str | None:

@@ -270,10 +270,9 @@ class Config(BaseModel):
     drain_deadline_ms: int = Field(default=10_000, ge=0)
     """How long a shutdown waits for in-flight saves."""
     load_threads: int = Field(default=8, ge=1, le=256)
-    """Threads per worker that fetch and decode chunks. Fewer of them work at once if there are few
-    CPU cores and the store is fast."""
+    """Threads of an agent that fetch and decode payloads."""
     save_threads: int = Field(default=16, ge=1, le=256)
-    """Threads per worker that encode and upload chunks."""
+    """Threads of an agent that encode and upload payloads."""
     load_queue_max: int = Field(default=4096, ge=1)
     """Chunks per worker that may wait to be loaded. Further ones are misses."""
     save_queue_max: int = Field(default=64, ge=1)

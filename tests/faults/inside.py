@@ -18,11 +18,9 @@ def begin(_llm: Any) -> None:
     """Do not wait half a minute where a test cannot."""
     from objkv.agent import calls, outbox
     from objkv.cache import chunks as repeats
-    from objkv.cache import saving as save_crew
     from objkv.transfer.loading import loader
 
     repeats.KEEP_S = 0.0
-    save_crew.SHED_S = PAUSE_S / 3
     loader.RETRY_MAX_S = PAUSE_S / 3
     calls.RETRY_S = outbox.RETRY_S = PAUSE_S / 3
 

@@ -20,8 +20,10 @@ def statuses(settings: Config) -> dict[str, str]:
     return {check.name: check.status for check in check_agent(settings)}
 
 
-def test_without_an_agent_nothing_is_checked() -> None:
-    assert check_agent(Config(bulk_url="memory:", index_url="memory:")) == []
+def test_a_private_agent_is_not_looked_for() -> None:
+    first, *others = check_agent(Config(agent="private"))
+    assert (first.status, first.detail) == ("ok", "each replica starts its own")
+    assert "socket folder" not in {check.name for check in others}
 
 
 def test_an_agent_that_answers_is_fine_unless_its_arena_is_huge(

@@ -36,6 +36,10 @@ class ServedAgent:
         for key in list(self.core.residents):
             self.core.residents.forget(key)
 
+    def settle(self) -> None:
+        """Wait until everything that it took is stored, or could not be."""
+        assert self.node.saves.drain(PATIENCE_S)
+
     def close(self) -> None:
         self._ended.set()
         self._thread.join(PATIENCE_S)

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from itertools import count, pairwise
-from threading import Event
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,6 +150,21 @@ def test_after_a_refusal_no_more_is_registered(
     assert ended(windows)
     assert not pins.now
     assert caplog.text.count("not registered") == 1
+
+
+def test_without_a_thread_nothing_is_registered_and_the_mapping_goes(
+    pins: Pins, windows: Windows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(_: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Thread, "start", none_left)
+        assert not windows.has(START, 1)
+    assert not windows.is_registering
+    assert not windows.has(START + WINDOW, 1)
+    assert ended(windows)
+    assert not pins.now
 
 
 def test_an_abandoned_mapping_stays_registered(pins: Pins, windows: Windows) -> None:

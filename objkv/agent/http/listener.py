@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from socketserver import ThreadingMixIn
 from threading import BoundedSemaphore, Lock, Thread
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -26,6 +26,7 @@ BODY_BYTES_MAX: Final = 16 << 20
 _CLIENTS_MAX = 16
 _SILENT_S, _REQUEST_S, _STOP_S = 10.0, 60.0, 5.0
 """How long a client may be silent, and how long a request may take."""
+_POLL_S = 0.2
 _PIECE_BYTES = 1 << 16
 _NAME = "objkv"
 _LISTENS = "0A"
@@ -60,8 +61,8 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def server_bind(self) -> None:
         """Bind without a lookup of this machine's name, which may take long."""
-        if isinstance(self.server_address, str):
-            bind_private(self.socket, self.server_address)
+        if self.address_family == socket.AF_UNIX:
+            bind_private(self.socket, str(self.server_address))
         else:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self.socket.bind(self.server_address)
@@ -69,7 +70,11 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        sock, _ = self.socket.accept()
+        try:
+            sock, _ = self.socket.accept()
+        except OSError:
+            sleep(_POLL_S)  # such as no descriptor: it may be some time
+            raise
         if self.address_family == socket.AF_UNIX and not is_served(peer_of(sock)[1]):
             sock.close()
             raise PermissionError("a process of another user")
@@ -136,7 +141,7 @@ class HttpListener:
             raise _refused(where, exc) from exc
         self._server.set_app(application)
         self._thread = Thread(
-            target=self._server.serve_forever, args=(0.2,), name="objkv-agent-http", daemon=True
+            target=self._server.serve_forever, args=(_POLL_S,), name="objkv-agent-http", daemon=True
         )
         self._thread.start()
 

@@ -61,6 +61,9 @@ TOTALS: Final = {
     "save_errors": "Payloads not saved because a store failed.",
     "saves_shed": "Payloads not saved because the store was overloaded or its circuit was open.",
     "save_over_quota": "Payloads not saved because the quota was used up.",
+    "publish_errors": "Payloads stored and not indexed, so they stay unsaved.",
+    "hot_misses": "Payloads indexed as hot that were read from the bulk store.",
+    "hot_errors": "Failed hot store calls. The bulk store was read instead, or no copy was made.",
 }
 """Counters since the agent's start. They are exported from the start, with ``_total``."""
 

@@ -163,7 +163,8 @@ class Engine:
         """Wait until everything that was taken out is stored, or with an agent of another process
         handed over."""
         assert all(worker.worker.drain_saves(_PATIENCE_S) for worker in self.workers)
-        assert self.agent is None or self.agent.node.saves.drain(_PATIENCE_S)
+        if self.agent is not None:
+            self.agent.settle()
 
     def forget(self) -> None:
         """Drop the replica's own prefix cache."""
