@@ -215,6 +215,20 @@ def test_a_rejected_payload_leaves_memory_and_disk(make: Callable[..., DiskHolde
     assert node.find(made) == []
 
 
+def test_what_a_disk_holds_back_is_listed_for_the_next_agent(
+    make: Callable[..., DiskHolder],
+) -> None:
+    first, made = make(), payloads()
+    first.keep(made)
+    assert first.core.spill is not None
+    first.core.spill.close(PATIENCE_S)
+    assert first.residents.unsaved.lost(first.core.spill.held_back) == (0, 0)
+    later = make()
+    assert later.core.spill is not None
+    later.core.spill.close(PATIENCE_S)  # its thread has read the list
+    assert later.unsaved == set(paths(made))
+
+
 def end_by(how: str, service: Service) -> AgentProcess:
     """End an agent; the next one."""
     agent = service.agent
