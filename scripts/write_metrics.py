@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from objkv.agent.http.metrics import LEVELS, PREFIX, TOTALS
+from objkv.agent.http.metrics import DECISIONS, LEVELS, PREFIX, TOTALS
 from objkv.connector.counters import (
     BUCKETS_S,
     ENCODER_METRICS,
@@ -57,6 +57,8 @@ def agent() -> Iterator[Row]:
         yield PREFIX + name, "gauge", text
     for name, text in TOTALS.items():
         yield f"{PREFIX}{name}_total", "counter", text
+    for name, text in DECISIONS.items():
+        yield f"{PREFIX}{name}{{namespace}}", "gauge", text
 
 
 def table(rows: Iterable[Row]) -> str:

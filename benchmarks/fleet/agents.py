@@ -17,6 +17,8 @@ from benchmarks.fleet.fleet import Agents, Fleet, Policy, Routing
 from benchmarks.fleet.report import Summary, quantile
 from benchmarks.fleet.sweep import Case, Runs, changed
 from benchmarks.fleet.trace import Request
+from objkv.cache.worth import SWEEP_WAIT_S, PutRule
+from objkv.config.prices import Prices
 
 ARENA_SHARE = 1 / 8
 """objkv's default: of the node's memory."""
@@ -31,6 +33,8 @@ _COLUMNS = (
     *(f"net, {life}" for life in LIVES_H), "TTFT p50 s", "mean",
 )  # fmt: skip
 _PROCESSES_MAX = 4
+_STEP_TOKENS = 2048
+"""Of a prompt's beginning, by which the GPU time of a token is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +103,8 @@ def cases(fleet: Fleet, costs: Costs) -> Iterator[Case]:
         "no agents": fleet,
         "all": agents("all"),
         "all, one process": agents("all", processes=1),
-        "reused (default)": agents("reused"),
+        "reused": agents("reused"),
+        "auto (default)": agents(decided(fleet, costs)),
         "reused, one process": agents("reused", processes=1),
         "reused, arena of half the memory": agents("reused", memory_bytes=half),
         "reused, disk 4 TB of read payloads": agents("reused", 4, disk_keeps="read"),
@@ -108,6 +113,26 @@ def cases(fleet: Fleet, costs: Costs) -> Iterator[Case]:
     }
     for name, case in found.items():
         yield Case("agents", name, case)
+
+
+def decided(fleet: Fleet, costs: Costs) -> Policy:
+    """What ``auto`` puts, once the GPU time of a chunk is known."""
+    model, bulk, settings = costs.models[fleet.model], costs.bulk[fleet.bulk], fleet.settings
+    prices = Prices(
+        bulk.gb_month_usd,
+        1000 * bulk.put_usd,
+        1000 * bulk.get_usd,
+        gpu_hour=costs.client.gpu_hour_usd,
+        put_gb=bulk.put_gb_usd,
+        source=fleet.bulk,
+    )
+    rule = PutRule(
+        "auto", prices, settings.ttl_s + SWEEP_WAIT_S, multipart_bytes=settings.s3_multipart_bytes
+    )
+    tokens = settings.chunk_tokens
+    payload = model.token_bytes * tokens // model.shards
+    gpu_s = model.gpus * model.prefill_s(0, _STEP_TOKENS) * tokens / _STEP_TOKENS
+    return rule.decide(rule.chunk([payload] * model.shards, gpu_s)).puts
 
 
 def halves(requests: Sequence[Request]) -> dict[str, list[Request]]:

@@ -22,6 +22,7 @@ from objkv.agent.memory.answers import AnswerBoard, Draft, Scope
 from objkv.agent.messages import MessageKind, ProtocolError, kind_of, pack_call, unpack_text
 from objkv.agent.prefetch import Prefetches, PrefetchOrder
 from objkv.agent.unsaved.payloads import UnsavedPayloads
+from objkv.agent.unsaved.policy import PutPolicy
 from objkv.background import Steps
 from objkv.cache.switch import SWITCH_PATH
 from objkv.errors import ObjkvError, StoreDenied, StoreError, StoreUnavailable, TransferError
@@ -127,6 +128,7 @@ class NodeCalls:
         index: WriteIndex,
         bulk: WriteStore,
         prefetches: Prefetches | None = None,
+        policy: PutPolicy | None = None,
         *,
         ttl_s: int,
         changed: Callable[[bytes], object] = lambda prefix_hash: None,
@@ -135,7 +137,7 @@ class NodeCalls:
         were given only the socket do not know that of the store. ``changed``: called after a
         client has changed a chunk's record."""
         self._index, self._bulk, self._prefetches = index, bulk, prefetches
-        self._ttl_s, self._changed = ttl_s, changed
+        self._policy, self._ttl_s, self._changed = policy, ttl_s, changed
         self._verbs: dict[str, Callable[[Arguments], Any]] = {
             "lookup": self._lookup,
             "publish": self._publish,
@@ -173,6 +175,8 @@ class NodeCalls:
         _namespace(call["savings"])
         if not all(type(one) is int for one in astuple(savings)[2:]):
             raise ValueError("savings must be integers")
+        if self._policy is not None:
+            self._policy.credited(savings)
         self._index.credit(savings)
 
     def _forget(self, call: Arguments) -> bool:

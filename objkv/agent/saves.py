@@ -16,6 +16,7 @@ from objkv.agent.messages import CommitStatus
 from objkv.agent.outbox import ClientOutbox
 from objkv.agent.residents import MissReason, Resident, Residents
 from objkv.agent.unsaved.payloads import unsaved_record
+from objkv.agent.unsaved.policy import PutPolicy
 from objkv.agent.unsaved.sightings import Sightings
 from objkv.cache.chunks import ChunkCache
 from objkv.cache.codec_choice import CodecChooser
@@ -53,8 +54,6 @@ class NodeSaveLimits:
     """A codec of the payload format, or ``auto``."""
     far: bool
     """Whether the bulk store is behind a network. If not, ``auto`` compresses nothing."""
-    holds_back: bool = False
-    """Whether a payload is saved only when it is seen a second time."""
     may_save: bool = True
     """Whether payloads may be saved at all. If not, all are held back, for this node."""
 
@@ -82,9 +81,15 @@ class NodeSaves:
     store."""
 
     def __init__(
-        self, cache: ChunkCache, residents: Residents, limits: NodeSaveLimits, recorder: Recorder
+        self,
+        cache: ChunkCache,
+        residents: Residents,
+        limits: NodeSaveLimits,
+        policy: PutPolicy,
+        recorder: Recorder,
     ) -> None:
-        self.residents = residents
+        """``policy``: which payloads are saved only when they are seen a second time."""
+        self.residents, self.policy = residents, policy
         self._cache, self._limits, self._recorder = cache, limits, recorder
         self._codec = limits.codec if limits.codec != "auto" or limits.far else "none"
         self._lock = Lock()
@@ -124,7 +129,8 @@ class NodeSaves:
             return CommitStatus.REFUSED
         key = header.claim.key
         was_held_back = key.path() in self._unsaved
-        holds_back = self._limits.holds_back or not self._limits.may_save
+        holds_back = not self._limits.may_save
+        holds_back |= self.policy.holds_back(header.claim, nbytes)
         if holds_back and was_held_back and self.residents.holds([key.path()])[0]:
             if self._unsaved.seen_again(key.path()) or key.path() not in self._unsaved:
                 return CommitStatus.ACCEPTED

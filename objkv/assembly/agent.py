@@ -21,11 +21,13 @@ from objkv.agent.prefetch import Prefetches
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentParts, AgentServer
 from objkv.agent.spill.disk import Disk, DiskFolder
+from objkv.agent.unsaved.policy import PutPolicy
 from objkv.assembly.backends import check_backends, is_far, open_backends, open_room
 from objkv.assembly.launch import AgentRuns, AgentSocket
 from objkv.assembly.seal import open_seal
 from objkv.background import JOIN_S
 from objkv.cache.chunks import CacheSettings, ChunkCache
+from objkv.cache.worth import PutRule
 from objkv.config import Config
 from objkv.config.node import arena_bytes, host_bytes, http_path
 from objkv.config.urls import local_path, parse_address
@@ -44,12 +46,6 @@ and would wait for Python's usual 5 ms behind threads that fetch."""
 def cache_settings(config: Config, writer: str) -> CacheSettings:
     """Return the cache's part of the settings."""
     return CacheSettings(writer, config.ttl_s, config.lease_ms, config.hot_save_bytes_max)
-
-
-def _holds_back(config: Config) -> bool:
-    """Whether payloads are saved only when they are seen again."""
-    policy = config.save_to_bucket
-    return is_far(config) if policy == "auto" else policy == "reused"
 
 
 def _lease_owner(path: Path) -> str:
@@ -82,10 +78,13 @@ class NodeAgent:
         """``replace``: take over from the agent that serves ``path``, once this one can start.
         Raises ``AgentRuns`` if another one serves it, ``ConfigError``, and with ``at_start`` strict
         ``StoreError``."""
-        self._config, self._path = config, path
+        self._config, self._path, self._rule = config, path, PutRule.of(config)
         self._trouble = Trouble(logger, "connections of new clients")
         self._open(path, recorder, replace)
-        self.saves = NodeSaves(self._cache, self.core.residents, self._save_limits(), recorder)
+        policy = PutPolicy(self._rule)
+        self.saves = NodeSaves(
+            self._cache, self.core.residents, self._save_limits(), policy, recorder
+        )
         self.lookups = NodeLookups(
             self._backends.index,
             self.core.residents.unsaved,
@@ -98,6 +97,7 @@ class NodeAgent:
             index,
             self._backends.bulk,
             prefetches,
+            policy,
             ttl_s=config.ttl_s,
             changed=self._board.discard,
         )
@@ -117,7 +117,9 @@ class NodeAgent:
             config.agent_tokenizers,
         )
         try:
-            return AgentHttp(places, self.core, prefetches, self.numbers, self.server)
+            return AgentHttp(
+                places, self.core, prefetches, self.numbers, self.server, self.saves.policy
+            )
         except ConfigError as exc:
             self._socket.report(exc)
             self.close()
@@ -176,7 +178,7 @@ class NodeAgent:
     def _open_core(self, recorder: Recorder) -> Core:
         config = self._config
         keeps = config.agent_disk_keeps
-        keeps_all = _holds_back(config) if keeps == "auto" else keeps == "all"
+        keeps_all = self._rule.may_hold_back if keeps == "auto" else keeps == "all"
         limits = CoreLimits(config.load_threads, config.load_queue_max, keeps_all)
         disk = None
         if config.agent_disk_url is not None:
@@ -193,7 +195,6 @@ class NodeAgent:
             config.save_deadline_ms / 1000,
             config.codec,
             far,
-            holds_back=_holds_back(config),
             may_save=config.role != "reader",
         )
 
@@ -239,6 +240,7 @@ class NodeAgent:
             self._http.close()
         self.server.stop_accepting()
         if self.core.spill is not None:  # the next agent needs the folder
+            self.core.spill.drain(JOIN_S)
             self.core.spill.close(JOIN_S)
         self._socket.close()
         self.core.drain()
@@ -251,7 +253,21 @@ class NodeAgent:
         self._cache.close(1.0)
         self._backends.close()
         self.arena.close()
-        numbers, unsaved = self.numbers.read(), self.core.residents.unsaved
+        self._log_end()
+
+    def _log_end(self) -> None:
+        numbers, spill = self.numbers.read(), self.core.spill
+        kept = frozenset[str]() if spill is None else spill.held_back
+        lost, lost_bytes = self.core.residents.unsaved.lost(kept)
+        if lost:
+            keeps = "agent_disk_url" if spill is None else "agent_disk_keeps to all"
+            logger.warning(
+                "payloads lost that nothing has read again count=%d bytes=%d: set %s to keep them, "
+                "or save_to_bucket to all",
+                lost,
+                lost_bytes,
+                keeps,
+            )
         logger.info(
             "agent ended hits=%d fills=%d disk_hits=%d load_bytes=%d saves=%d save_bytes=%d "
             "evictions=%d unsaved=%d unsaved_bytes=%d",
@@ -262,8 +278,8 @@ class NodeAgent:
             numbers.get("saves", 0),
             numbers.get("save_bytes", 0),
             numbers.get("agent_evictions", 0),
-            len(unsaved),
-            unsaved.nbytes,
+            lost,
+            lost_bytes,
         )
 
     def __enter__(self) -> Self:

@@ -249,7 +249,7 @@ def node_cells(row: NodeRow) -> list[str]:
         f"{row.prefetches:,.0f}",
         f"{row.prefetch_used:,.0f}",
         f"{row.prefetch_unused:,.0f}",
-        "",
+        ", ".join(map(str, row.puts)),
     ]
 
 

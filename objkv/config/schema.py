@@ -248,7 +248,14 @@ class Config(BaseModel):
     """Which payloads an agent puts to the bulk store. ``all``: each at once. ``reused``: a payload
     stays in the agent's memory until it is read or computed again, here or on another node, or a
     request says ``objkv_put``; it is lost if it is evicted before that or the agent ends. ``auto``:
-    ``reused`` if the bulk store is behind a network, ``all`` otherwise."""
+    ``all`` if that costs less than the GPU time that it saves, ``reused`` otherwise."""
+    price_gb_month: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Price of 10^9 bytes in the bucket for a month, in US dollars. Unset: the list price of the
+    provider, 0 for folders and private addresses, and that of S3 Standard for other endpoints."""
+    price_puts: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Price of 1,000 PUT requests, in US dollars. Unset: like ``price_gb_month``."""
+    price_gpu_hour: float = Field(default=3.0, ge=0, allow_inf_nan=False)
+    """Price of one GPU for an hour, in US dollars. Prices decide ``save_to_bucket`` ``auto``."""
 
     lookup_deadline_ms: int = Field(default=500, ge=1)
     """A lookup that takes longer is a miss."""

@@ -2,7 +2,7 @@
 
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
@@ -293,6 +293,19 @@ def test_no_save_is_begun_later_because_an_agent_is_being_connected_to(
             gate.set()
         assert isinstance(handed.exception(), TransferError)
         forward.join()
+
+
+def test_a_commit_that_says_so_is_stored_although_another_node_holds_it_back(
+    make: Callable[..., Holder],
+) -> None:
+    store, index, made = WatchedStore(), MemoryIndex(), payloads()
+    one, other = make(store=store, index=index), make(store=store, index=index)
+    one.commit(made)
+    assert not one.stored
+    assert other.commit(made, puts=True) == [SaveOutcome.ACCEPTED] * len(made)
+    assert one.stored == set(paths(made))
+    assert not other.unsaved
+    assert one.read(one.find(made)) == [MissReason.NONE] * len(made)
 
 
 def test_a_commit_that_says_so_is_stored_when_there_is_room(make: Callable[..., Holder]) -> None:
@@ -664,14 +677,21 @@ def test_random_use_leaves_nothing_behind(make: Callable[..., Holder]) -> None:
 class Service:
     """An agent in a process of its own, and a worker that has handed payloads over and gone."""
 
-    def __init__(self, folder: Path, made: Sequence[bytes], policy: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        made: Sequence[bytes],
+        policy: str,
+        more: Mapping[str, str] | None = None,
+        options: Sequence[str] = (),
+    ) -> None:
         self.settings = {
             "bulk_url": f"file://{folder}/c",
             "index_url": f"sqlite://{folder}/i",
             "save_to_bucket": policy,
             "agent_memory_bytes": str(1 << 20),
-        }
-        self.agent = AgentProcess(self.settings)
+        } | dict(more or {})
+        self.agent = AgentProcess(self.settings, options=options)
         desk = Desk(self)  # type: ignore[arg-type]  # it only connects
         for payload in made:
             desk.hand_over(payload)
@@ -694,7 +714,10 @@ def test_an_engine_that_has_gone_loses_nothing_and_the_agents_end_is_reported(
         assert read(client, wanted[0]) is MissReason.NONE
         client.close()
         numbers = agent.end()
+        (lost,) = [line for line in agent.log().splitlines() if "payloads lost" in line]
     assert (numbers["saves"], numbers["unsaved"]) == (1, 2)
+    assert "count=2" in lost
+    assert "set agent_disk_url to keep them" in lost
     assert numbers["unsaved_bytes"] == sum(map(len, made[1:]))
 
 
@@ -745,3 +768,23 @@ def test_an_agent_that_may_only_read_keeps_what_it_gets_for_its_node(
     assert node.saves.drain(PATIENCE_S)
     assert not node.stored
     assert not node.count("save_drops")
+
+
+@pytest.mark.parametrize("is_in_time", [True, False])
+def test_an_agent_that_ends_puts_what_is_due_within_its_deadline(
+    is_in_time: bool, make: Callable[..., Holder]
+) -> None:
+    store, made = GatedStore(), payloads()
+    node = make(store=store, saves_max=1)
+    node.commit(made)
+    assert node.read(node.find(made)) == [MissReason.NONE] * len(made)
+    node.core.close(PATIENCE_S)
+    ending = threading.Thread(target=node.saves.close, args=(PATIENCE_S if is_in_time else 0.1,))
+    ending.start()
+    if is_in_time:
+        store.gate.set()
+    ending.join(PATIENCE_S)
+    lost, _ = node.residents.unsaved.lost(())
+    store.gate.set()
+    assert (node.stored == set(paths(made))) is is_in_time
+    assert lost == (0 if is_in_time else len(made))

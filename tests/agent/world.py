@@ -8,10 +8,11 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, Lock
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -30,9 +31,12 @@ from objkv.agent.residents import Resident
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentParts, AgentServer, ServerLimits
 from objkv.agent.spill.disk import Disk
+from objkv.agent.unsaved.policy import PutPolicy
 from objkv.cache.chunks import CacheSettings, ChunkCache, SaveOutcome
+from objkv.cache.worth import PutRule
 from objkv.codec.payload import Claim, Header, frame_pages, read_header
 from objkv.codec.seal import Seal
+from objkv.config.prices import LIST_PRICES
 from objkv.errors import StoreDenied, StoreUnavailable
 from objkv.index.base import WriteIndex
 from objkv.index.memory import MemoryIndex
@@ -76,6 +80,12 @@ class Sleeper:
         self.woken += 1
 
 
+def put_policy(setting: Literal["auto", "all", "reused"] = "auto", **rule: Any) -> PutPolicy:
+    """What an agent puts to a bucket at S3's list prices."""
+    prices = replace(LIST_PRICES, gpu_hour=3.0)
+    return PutPolicy(PutRule(setting, **{"prices": prices, "life_s": 16_200.0} | rule))
+
+
 class Node:
     """Stores, an arena and a core, and a socket once ``listen`` was called."""
 
@@ -93,6 +103,7 @@ class Node:
         disk: Disk | None = None,
         keeps_all: bool = False,
         holds_back: bool = False,
+        policy: PutPolicy | None = None,
         saves_max: int = 100,
         may_save: bool = True,
     ) -> None:
@@ -109,15 +120,8 @@ class Node:
         self.saves = NodeSaves(
             self.cache,
             self.residents,
-            NodeSaveLimits(
-                2,
-                saves_max,
-                PATIENCE_S,
-                codec,
-                far=True,
-                holds_back=holds_back,
-                may_save=may_save,
-            ),
+            NodeSaveLimits(2, saves_max, PATIENCE_S, codec, far=True, may_save=may_save),
+            policy or put_policy("reused" if holds_back else "all"),
             self.recorder,
         )
         self.lookups = NodeLookups(self.index, self.residents.unsaved, board, ttl_s=30.0)
@@ -134,8 +138,8 @@ class Node:
         listener.bind(str(self.path))
         listener.listen(64)
         prefetches = Prefetches(self.core, self.index, self.store)
-        changed = self.lookups.board.discard
-        calls = NodeCalls(self.index, self.store, prefetches, ttl_s=3600, changed=changed)
+        changed, policy = self.lookups.board.discard, self.saves.policy
+        calls = NodeCalls(self.index, self.store, prefetches, policy, ttl_s=3600, changed=changed)
         parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls)
         self.server = AgentServer(listener, parts, limits)
         return self
@@ -231,7 +235,14 @@ REPLICAS = SimpleNamespace(clients=7, is_accepting=True)
 def serving(node: Node, **places: Any) -> Iterator[AgentHttp]:
     """An agent's HTTP interface, next to its socket. It tells of ``REPLICAS``."""
     prefetches, numbers = Prefetches(node.core, node.index, node.store), AgentNumbers(node.recorder)
-    server = AgentHttp(HttpPlaces(node.http, **places), node.core, prefetches, numbers, REPLICAS)
+    server = AgentHttp(
+        HttpPlaces(node.http, **places),
+        node.core,
+        prefetches,
+        numbers,
+        REPLICAS,
+        node.saves.policy,
+    )
     try:
         yield server
     finally:

@@ -19,6 +19,7 @@ from objkv.agent.http.listener import Bodies, HttpListener, StartResponse, admit
 from objkv.agent.http.metrics import metrics_page
 from objkv.agent.http.prompts import Body, PromptReader, read_json, read_order
 from objkv.agent.prefetch import Prefetches
+from objkv.agent.unsaved.policy import PutPolicy
 from objkv.errors import ConfigError, ObjkvError, StoreUnavailable
 from objkv.models.tokenizer import Tokenizers
 from objkv.telemetry import MemoryRecorder, added, is_level
@@ -82,12 +83,13 @@ class AgentHttp:
         prefetches: Prefetches,
         numbers: AgentNumbers,
         server: Clients,
+        policy: PutPolicy,
     ) -> None:
         """Raises ``ConfigError`` if a place cannot be served. ``server``: of replicas."""
         if places.address is not None and not places.token:
             raise ConfigError("an agent that listens on an address needs a token")
         self._core, self._prefetches = core, prefetches
-        self._numbers, self._server = numbers, server
+        self._numbers, self._server, self._policy = numbers, server, policy
         self._prompts = PromptReader(prefetches, Tokenizers(places.tokenizers))
         self._token = _digest(places.token.encode())
         self._path = places.path
@@ -190,7 +192,7 @@ class AgentHttp:
         levels["disk_bytes"] = 0 if spill is None else spill.disk.nbytes
         levels["disk_max_bytes"] = 0 if spill is None else spill.disk.nbytes_max
         levels["disk_payloads"] = 0 if spill is None else len(spill.disk)
-        return metrics_page(levels, self._numbers.read())
+        return metrics_page(levels, self._numbers.read(), self._policy.decisions())
 
     def _namespaces(self) -> dict[str, Any]:
         return {"namespaces": [asdict(one) for one in self._prefetches.namespaces()]}

@@ -1,8 +1,11 @@
-"""The names and texts of an agent's metrics, and its page for Prometheus. They have no labels."""
+"""The names and texts of an agent's metrics, and its page for Prometheus. Only what is decided for
+a namespace has a label."""
 
+import math
 from collections.abc import Mapping
 from typing import Final
 
+from objkv.cache.worth import Decision
 from objkv.telemetry import is_level
 
 PREFIX: Final = "objkv_agent_"
@@ -65,11 +68,24 @@ TOTALS: Final = {
 """Counters since the agent's start. They are exported from the start, with ``_total``."""
 
 
-def metrics_page(levels: Mapping[str, float], numbers: Mapping[str, float]) -> str:
-    """Return a page for Prometheus of these levels, and of a recorder's numbers since the start."""
+DECISIONS: Final = {
+    "puts_all": "1: all payloads of the namespace are put; 0: those that recur.",
+    "break_even": "How often a saved chunk must be read again to pay, if it is known.",
+}
+"""By ``namespace``, whose value is empty if the settings alone decide for all."""
+
+
+def metrics_page(
+    levels: Mapping[str, float],
+    numbers: Mapping[str, float],
+    decisions: Mapping[str, Decision] | None = None,
+) -> str:
+    """Return a page for Prometheus of these levels, of a recorder's numbers since the start, and of
+    what is put of each namespace."""
     lines = []
     for name, value in levels.items():
         lines += _metric(PREFIX + name, "gauge", value, LEVELS.get(name))
+    lines += _decided(decisions or {})
     rest = {name.removeprefix("agent_"): value for name, value in numbers.items()}
     for name in (*TOTALS, *sorted(rest.keys() - TOTALS.keys())):
         value = rest.get(name, 0.0)
@@ -78,6 +94,24 @@ def metrics_page(levels: Mapping[str, float], numbers: Mapping[str, float]) -> s
         elif not name.endswith("_max"):
             lines += _metric(f"{PREFIX}{name}_total", "counter", value, TOTALS.get(name))
     return "\n".join(lines) + "\n"
+
+
+def _decided(decisions: Mapping[str, Decision]) -> list[str]:
+    found = {
+        "puts_all": {name: float(one.puts == "all") for name, one in decisions.items()},
+        "break_even": {
+            name: one.break_even
+            for name, one in decisions.items()
+            if one.break_even is not None and math.isfinite(one.break_even)
+        },
+    }
+    lines = []
+    for metric, text in DECISIONS.items():
+        name = PREFIX + metric
+        lines += [f"# HELP {name} {text}", f"# TYPE {name} gauge"]
+        for namespace, value in found[metric].items():
+            lines.append(f'{name}{{namespace="{namespace}"}} {value:.15g}')
+    return lines
 
 
 def _metric(name: str, kind: str, value: float, text: str | None) -> list[str]:

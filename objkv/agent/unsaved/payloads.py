@@ -7,10 +7,11 @@ made again, here or on another node, and lost when arena and disk evict it befor
 agent ends.
 """
 
+import json
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
 from time import monotonic
@@ -18,14 +19,18 @@ from typing import Final
 
 from objkv.cache.chunks import shard_record
 from objkv.codec.payload import Claim, Header
+from objkv.errors import PayloadError
 from objkv.index.base import Record, ShardRecord, Shards
 from objkv.index.fields import WrittenShards, decode_shard, encode_shard
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.topology import Shard
 from objkv.telemetry import Recorder
 
 _MARK: Final = "unsaved:"
 """Begins the checksum in the record of a held-back payload. No index has such a record."""
 _RETRY_S: Final = 5.0
 """After a save that failed, the payload is not due again for this time."""
+_INVALID = AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError
 Find = Callable[[Sequence[bytes]], list[Shards | None]]
 
 
@@ -39,6 +44,20 @@ def unsaved_record(header: Header) -> ShardRecord:
     """Return the record of a payload in an arena, which is neither compressed nor sealed."""
     record = shard_record(header)
     return replace(record, header_checksum=_MARK + record.header_checksum)
+
+
+def read_unsaved(line: bytes) -> tuple[Claim, ShardRecord]:
+    """Read what ``UnsavedPayloads.written`` returned. Raises ``PayloadError``."""
+    try:
+        name, prefix_hash, group, shard, parent_hash, start, end, text = json.loads(line)
+        key = ChunkKey(name, bytes.fromhex(prefix_hash), int(group), Shard.parse(shard))
+        record = decode_shard(text.encode("ascii"))
+        claim = Claim(key, bytes.fromhex(parent_hash), int(start), int(end))
+    except _INVALID as exc:
+        raise PayloadError(f"an invalid line: {exc!r}"[:200]) from exc
+    if record is None or not is_unsaved(record):
+        raise PayloadError("an invalid record")
+    return claim, record
 
 
 @dataclass(slots=True, eq=False)
@@ -117,6 +136,24 @@ class UnsavedPayloads:
             chunks.setdefault(key.prefix_hash, {})[sys.intern(key.field)] = one
             self._nbytes += record.nbytes
         self._changed(key.prefix_hash)
+
+    def written(self, path: str) -> bytes | None:
+        """Return a payload's claim and record as a line; None if it is not here any more."""
+        one = self._by_path.get(path)
+        if one is None:
+            return None
+        claim, key = one.claim, one.claim.key
+        hashes = key.prefix_hash.hex(), claim.parent_hash.hex()
+        fields = [key.namespace, hashes[0], key.group, str(key.shard), hashes[1]]
+        fields += [claim.token_start, claim.token_end, one.text.decode()]
+        return json.dumps(fields).encode() + b"\n"
+
+    def lost(self, kept: Collection[str]) -> tuple[int, int]:
+        """Return how many payloads, and bytes, are lost with this process. ``kept``: paths of
+        those that are not."""
+        with self._lock:
+            left = [one for path, one in self._by_path.items() if path not in kept]
+        return len(left), sum(one.record.nbytes for one in left)
 
     def seen_again(self, path: str) -> bool:
         """A held-back payload was read or made again: it and those before it in its prompt become

@@ -118,8 +118,9 @@ def values_of(text: str) -> dict[str, float]:
             old = values.get(name, 0.0)
             is_state = "_breaker_open_" in name or name.endswith("_seconds_max")
             values[name] = max(old, value) if is_state else old + value
-            if "end" in sample.labels:
-                values[f"{name}:{sample.labels['end']}"] = value
+            for label in ("end", "namespace"):
+                if label in sample.labels:
+                    values[f"{name}:{sample.labels[label]}"] = value
     return values
 
 
