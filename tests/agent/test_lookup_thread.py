@@ -21,6 +21,8 @@ from tests.support.samples import NAMESPACE
 from tests.support.waiting import PATIENCE_S, wait_until
 
 FIELD = "0.L0-2_H0-2"
+_SOON_S = 30.0
+"""For another thread to come."""
 
 
 class Replica:
@@ -175,7 +177,7 @@ def mute() -> Iterator[Mute]:
 def thread() -> Iterator[StepThread]:
     thread = StepThread("objkv-test", answer_s=0.05)
     yield thread
-    thread.close(PATIENCE_S)
+    thread.close(1.0)
 
 
 def asking(line: Mute, message: bytes = b"question") -> Steps[bytes]:
@@ -189,7 +191,7 @@ def test_a_line_without_an_answer_is_lost_in_time(
     asked = [thread.start(asking(mute, message)) for _ in range(3)]
     for one in asked:
         assert one is not None
-        assert isinstance(one.exception(PATIENCE_S), TimeoutError)
+        assert isinstance(one.exception(_SOON_S), TimeoutError)
     assert mute.closed
     assert thread.unfinished == 0
 
@@ -220,7 +222,7 @@ def test_no_exception_ends_the_thread(
     breaks(thread, mute, monkeypatch)
     asked = thread.start(asking(mute))
     assert asked is not None
-    assert asked.exception(PATIENCE_S) is not None
+    assert asked.exception(_SOON_S) is not None
     mute.fd = fd
 
     def adding() -> Steps[int]:
@@ -229,7 +231,7 @@ def test_no_exception_ends_the_thread(
 
     after = thread.start(adding())
     assert after is not None
-    assert after.result(PATIENCE_S) == 7
+    assert after.result(_SOON_S) == 7
     assert thread.unfinished == 0
 
 
@@ -257,8 +259,8 @@ def test_without_a_thread_work_is_refused_until_there_is_one(
         assert thread.unfinished == 0
     asked = thread.start(asking(mute))
     assert asked is not None
-    assert isinstance(asked.exception(PATIENCE_S), TimeoutError)
-    thread.close(PATIENCE_S)
+    assert isinstance(asked.exception(_SOON_S), TimeoutError)
+    thread.close(1.0)
     assert thread.start(asking(mute)) is None
 
 
@@ -277,7 +279,7 @@ def test_work_that_takes_long_lets_others_go_first(thread: StepThread) -> None:
     first = thread.start(long())
     thread.start(short())
     assert first is not None
-    assert first.result(PATIENCE_S) is None
+    assert first.result(_SOON_S) is None
 
 
 def test_closing_cancels_what_has_not_begun_and_fails_what_asks(mute: Mute) -> None:
@@ -286,6 +288,6 @@ def test_closing_cancels_what_has_not_begun_and_fails_what_asks(mute: Mute) -> N
     assert asked is not None
     wait_until(asked.running)
     thread.close(0.01)
-    assert isinstance(asked.exception(PATIENCE_S), TimeoutError)
+    assert isinstance(asked.exception(_SOON_S), TimeoutError)
     assert mute.closed
     assert repr(thread) == "<StepThread objkv-test: 0 unfinished>"
