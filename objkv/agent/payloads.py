@@ -256,7 +256,7 @@ class PayloadReader:
                 deadline_s=max(one.deadline for one in batch) - self._clock(),
                 urgency=Urgency.BETWEEN_STEPS,
             )
-        except TransferError:
+        except Exception:  # whatever it is, each of them gets its end
             self._waiting.extendleft(reversed(batch))
             raise
         if leases[0].progress.reason == MissReason.CLOSED:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from objkv.agent.client import AgentConnection
 from objkv.agent.fill import Wanted
 from objkv.agent.messages import CommitStatus
 from objkv.agent.payloads import PayloadReader, PayloadWriter, ReadOutcome, WriteOutcome
@@ -155,6 +156,21 @@ def test_an_agent_that_ends_fails_what_is_open_and_the_next_one_serves() -> None
         assert outcomes(reader, Read(one)) == [ReadOutcome.READ]
     for node in nodes:
         node.close()
+
+
+def test_a_bug_ends_what_is_being_opened_and_the_reader_goes_on(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, *_ = node.save()
+
+    def fail(*_args: object, **_more: object) -> None:
+        raise ValueError("a bug")
+
+    with reading(node.connect) as reader:
+        with monkeypatch.context() as patch:
+            patch.setattr(AgentConnection, "open", fail)
+            assert outcomes(reader, Read(one)) == [ReadOutcome.FAILED]
+        assert outcomes(reader, Read(one)) == [ReadOutcome.READ]
 
 
 def test_an_agent_that_is_replaced_costs_nothing() -> None:
