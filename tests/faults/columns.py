@@ -44,6 +44,7 @@ class Tier:
         request = self._engine.begin()
         self._engine.compute(request, {tier.offload_key(number): tier.row(number)})
         self._engine.settle()
+        self._engine.agent.node.saves.drain(SAVED_S)
         self._engine.end(request)
 
     def ask(self, number: int) -> bool:
@@ -75,6 +76,7 @@ class Handoff:
         for cache, kv in zip(self._engine.caches, self._kv, strict=True):
             handoff.bits(cache).copy_(kv)
         self._engine.send(self._step(number))
+        self._engine.agent.node.saves.drain(SAVED_S)
 
     def ask(self, number: int) -> bool:
         step = self._step(number)

@@ -52,11 +52,9 @@ class _Job:
 class JobChunk:
     """One chunk of a job. Thread-safe."""
 
-    __slots__ = ("_job", "_jobs", "key", "row")
-
     def __init__(self, jobs: "TierJobs", job: _Job, key: bytes, row: int) -> None:
+        self.key, self.row, self.parts = key, row, (jobs, job, key, row)
         self._jobs, self._job = jobs, job
-        self.key, self.row = key, row
 
     @property
     def is_needed(self) -> bool:
@@ -87,9 +85,9 @@ class JobChunk:
                     job.touching -= 1
                     changed.notify_all()
 
-    def end(self, *, done: bool, noted: bool = False) -> None:
+    def settle(self, *, done: bool, noted: bool = False) -> None:
         """The chunk has ended. No effect after its job has."""
-        self._jobs.settle(self._job, self.key if done else None, self.key if noted else None)
+        self._jobs.settle(self._job, {self.key} if done else set(), {self.key} if noted else set())
 
 
 class TierJobs:
@@ -125,8 +123,8 @@ class TierJobs:
     def submit(
         self, job_id: int, keys: Sequence[bytes], rows: Sequence[int], *, refuse: bool = False
     ) -> list[JobChunk]:
-        """Begin a job and return its chunks, each of which must be ended. Those without room fail,
-        and with ``refuse`` all of them."""
+        """Begin a job and return its chunks, each of which must be settled. Those without room
+        fail, and with ``refuse`` all of them."""
         now = self._clock()
         with self.changed:
             room = 0 if self._closed or refuse else max(0, self._queue_max - self._waiting)
@@ -140,15 +138,13 @@ class TierJobs:
                 self._end(job)
         return [JobChunk(self, job, *one) for one in zip(keys[:count], rows, strict=False)]
 
-    def settle(self, job: _Job, done: bytes | None, noted: bytes | None) -> None:
-        """See ``JobChunk.end``."""
+    def settle(self, job: _Job, done: set[bytes], noted: set[bytes]) -> None:
+        """See ``JobChunk``."""
         with self.changed:
             if not job.open:
                 return
-            if done is not None:
-                job.done.add(done)
-            if noted is not None:
-                job.noted.add(noted)
+            job.done |= done
+            job.noted |= noted
             job.waiting -= 1
             self._waiting -= 1
             if not job.waiting:

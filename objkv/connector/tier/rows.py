@@ -24,7 +24,6 @@ WHOLE = Shard(0, 1, 0, 1)
 """The shard of every row. A row has the whole chunk, not one rank's part."""
 _GROUP_BYTES = 4
 _NO_PARENT = bytes(PREFIX_HASH_BYTES)
-_NO_TOKENS = "0" * 64
 _SAFETENSORS = {"bfloat16": "BF16", "float16": "F16", "half": "F16", "float32": "F32"}
 _LOADS = {
     ReadOutcome.READ: "tier_loads",
@@ -111,70 +110,55 @@ class RowMemory:
         return np.frombuffer(self.memory, np.uint8, size, row * size)
 
 
-class RowLoad:
+class RowLoad(JobChunk):
     """A row to load: a ``PayloadRead``."""
 
     def __init__(
         self, chunk: JobChunk, wanted: Wanted, memory: RowMemory, recorder: Recorder
     ) -> None:
+        super().__init__(*chunk.parts)
         self.wanted, self.layers = wanted, memory.form.layers
-        self._chunk, self._memory, self._recorder = chunk, memory, recorder
-        self._is_copied = False
-
-    @property
-    def deadline(self) -> float:
-        """See ``PayloadRead``."""
-        return self._chunk.deadline
-
-    @property
-    def is_needed(self) -> bool:
-        """See ``PayloadRead``."""
-        return self._chunk.is_needed
+        self._memory, self._recorder, self._is_copied = memory, recorder, False
 
     def take(self, pages: Sequence[memoryview]) -> None:
         """See ``PayloadRead``."""
-        with self._chunk.touch() as allowed:
+        with self.touch() as allowed:
             if allowed:
-                self._memory.copy_to(self._chunk.row, pages[0])
+                self._memory.copy_to(self.row, pages[0])
                 self._is_copied = True
 
     def end(self, outcome: ReadOutcome) -> None:
         """See ``PayloadRead``. Notes payloads that were missing or corrupt."""
-        if self._chunk.is_needed and outcome in _LOADS:
+        if self.is_needed and outcome in _LOADS:
             self._recorder.count(_LOADS[outcome])
         if self._is_copied:
             self._recorder.count("tier_load_bytes", self.wanted.record.nbytes)
         is_gone = outcome in (ReadOutcome.MISSING, ReadOutcome.CORRUPT)
-        self._chunk.end(done=self._is_copied, noted=is_gone)
+        self.settle(done=self._is_copied, noted=is_gone)
 
 
-class RowSave:
+class RowSave(JobChunk):
     """A row to save: a ``PayloadWrite``."""
 
-    token_digest = _NO_TOKENS
+    token_digest = "0" * 64
 
     def __init__(
         self, chunk: JobChunk, claim: Claim, memory: RowMemory, recorder: Recorder
     ) -> None:
+        super().__init__(*chunk.parts)
         self.claim, self.layers = claim, memory.form.layers
-        self._chunk, self._memory, self._recorder = chunk, memory, recorder
-
-    @property
-    def deadline(self) -> float:
-        """See ``PayloadWrite``."""
-        return self._chunk.deadline
+        self._memory, self._recorder = memory, recorder
 
     def write(self, pages: memoryview) -> None:
         """See ``PayloadWrite``."""
-        with self._chunk.touch() as allowed:
+        with self.touch() as allowed:
             if not allowed:
                 raise TransferError("a job ended while it was saved")
-            self._memory.copy_from(self._chunk.row, pages)
+            self._memory.copy_from(self.row, pages)
 
     def end(self, outcome: WriteOutcome, nbytes: int) -> None:
         """See ``PayloadWrite``. Notes payloads that the agent saves."""
-        if self._chunk.is_needed and outcome in _SAVES:
+        if self.is_needed and outcome in _SAVES:
             self._recorder.count(_SAVES[outcome])
-        if nbytes:
-            self._recorder.count("tier_save_bytes", nbytes)
-        self._chunk.end(done=outcome in _SETTLED, noted=outcome in _STORED)
+        self._recorder.count("tier_save_bytes", nbytes)
+        self.settle(done=outcome in _SETTLED, noted=outcome in _STORED)

@@ -74,7 +74,7 @@ class TierStore:
         for chunk in self.loads.submit(job_id, keys, rows, refuse=namespace is None):
             record = self.lookups.record(chunk.key)
             if namespace is None or record is None:  # not found, or not looked up
-                chunk.end(done=False)
+                chunk.settle(done=False)
                 continue
             wanted = Wanted(self._form.claim(namespace, chunk.key), record)
             loads.append(RowLoad(chunk, wanted, self._memory, self._recorder))
@@ -87,7 +87,7 @@ class TierStore:
         chunks = self.saves.submit(job_id, keys, rows, refuse=namespace is None)
         if namespace is None or self._config.role == "reader":
             for chunk in chunks:
-                chunk.end(done=True)
+                chunk.settle(done=True)
         elif not self.lookups.submit(partial(self._save_new, namespace, chunks)):
             self._save(namespace, chunks)
 
@@ -142,7 +142,7 @@ class TierStore:
                 new.append(chunk)
                 continue
             self._recorder.count("tier_save_existed")
-            chunk.end(done=True, noted=True)
+            chunk.settle(done=True, noted=True)
         self._save(namespace, new)
 
     def _save(self, namespace: str, chunks: Sequence[JobChunk]) -> None:

@@ -54,7 +54,7 @@ def test_every_job_has_one_outcome_which_tells_of_every_key(
     assert len(chunks) == min(queue_max, first)
     for chunk in data.draw(st.permutations(chunks)):
         assert chunk.is_needed
-        chunk.end(done=chunk.row not in bad, noted=chunk.row in bad)
+        chunk.settle(done=chunk.row not in bad, noted=chunk.row in bad)
     found = {outcome.job_id: outcome for outcome in jobs.take_finished()}
     assert found.keys() == expected.keys()
     taken = {chunk.row for chunk in chunks}
@@ -89,7 +89,7 @@ def test_who_gives_a_job_up_waits_for_a_copy_and_for_nothing_else() -> None:
     leave.set()
     giving_up.join(60)
     copying.join(60)
-    chunk.end(done=True)
+    chunk.settle(done=True)
     with chunk.touch() as second:
         allowed.append(second)
     (outcome,) = jobs.take_finished()
@@ -109,7 +109,7 @@ def test_a_job_past_its_deadline_ends_and_what_waits_of_it_gives_its_place_to_ot
     assert recorder.value("tier_save_deadlines") == 3
     assert first.deadline < clock()
     for chunk in begin(jobs, 3, 4, 5, 6):
-        chunk.end(done=True)
+        chunk.settle(done=True)
     (third,) = jobs.take_finished()
     assert third.success
     assert recorder.value("tier_save_refused") == 0

@@ -47,7 +47,7 @@ def test_what_vllm_evicts_comes_back(engines: Any) -> None:
 def test_groups_are_told_apart(engines: Any) -> None:
     writer, reader = engines(), engines()
     writer.compute(writer.begin(), {offload_key(1, group=0): row(1), offload_key(1, 2): row(2)})
-    writer.settle()
+    writer.store()
     request = reader.begin()
     keys = [offload_key(1, 0), offload_key(1, 1), offload_key(1, 2)]
     assert reader.find(request, keys) == [HIT, MISS, HIT]

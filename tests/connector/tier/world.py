@@ -186,8 +186,7 @@ class Engine:
         has saved them, or has not."""
         request = context or self.begin()
         self.compute(request, {offload_key(n): row(n) for n in numbers})
-        self.settle()
-        assert self._agent is None or self._agent.node.saves.drain(PATIENCE_S)
+        self.store()
         if context is None:
             self.end(request)
 
@@ -201,6 +200,11 @@ class Engine:
     def counted(self, name: str) -> float:
         """What the tier counted so far."""
         return float(self.tier._recorder.value(f"tier_{name}"))
+
+    def store(self) -> None:
+        """Steps until no job is under way, and its agent saves nothing."""
+        self.settle()
+        assert self._agent is None or self._agent.node.saves.drain(PATIENCE_S)
 
     def settle(self) -> None:
         """Steps until no job is under way."""
