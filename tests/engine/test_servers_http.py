@@ -65,7 +65,7 @@ class Replica(Server):
     def __init__(
         self, folder: Path, settings: dict[str, str], arguments: tuple[str, ...] = ()
     ) -> None:
-        ours = {name.removeprefix("OBJKV_").lower(): text for name, text in settings.items()}
+        ours = {n.removeprefix("OBJKV_").lower(): v for n, v in settings.items() if "OBJKV_" in n}
         self.agent = AgentProcess(ours | AGENT)
         url = {"OBJKV_AGENT": self.agent.url}
         super().__init__(folder, settings=settings | url, arguments=arguments)
@@ -206,6 +206,7 @@ def an_outage_and_an_end(folder: Path) -> Values:
         answers["two last"] = two.complete(LAST)
         two.tell_to_end()
         ends.append(two.wait_for_end())
+        logs = [one.log, two.log]
         left = {"processes": one.processes() + two.processes()}
         with valkey.client() as client:
             left["leases"] = [key.decode() for key in client.keys("objkv:l:*")]
@@ -220,7 +221,7 @@ def an_outage_and_an_end(folder: Path) -> Values:
         "early": early,
         "ends": ends,
         "left": left,
-        "logs": [one.log, two.log],
+        "logs": logs,
     }
 
 
