@@ -387,16 +387,19 @@ def test_a_request_without_a_thread_keeps_no_slot(
     assert router.ask("GET", "/healthz") == (200, "ok\n")
 
 
-def test_bodies_have_one_bound(node: Node, router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bodies_have_one_bound(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "_SILENT_S", 0.1)
     save_identity(node.store)
-    bound = listener.BODY_BYTES_MAX
-    with socket.socket(socket.AF_UNIX) as large:
-        large.connect(str(node.http))
-        large.send(f"POST /v1/match HTTP/1.0\r\nContent-Length: {bound}\r\n\r\n".encode())
-        wait_until(lambda: router.ask("POST", "/v1/match", PROMPT)[0] == 503)
-        assert router.ask("GET", "/healthz")[0] == 200
-    wait_until(lambda: router.ask("POST", "/v1/match", PROMPT)[0] == 200)
+    router, bound = Router(node.http), listener.BODY_BYTES_MAX
+    with serving(node) as server:
+        with socket.socket(socket.AF_UNIX) as large:
+            large.connect(str(node.http))
+            large.send(f"POST /v1/match HTTP/1.0\r\nContent-Length: {bound}\r\n\r\n".encode())
+            wait_until(lambda: server._bodies._left <= 0)
+            assert router.ask("POST", "/v1/match", PROMPT)[0] == 503
+            assert router.ask("GET", "/healthz")[0] == 200
+        wait_until(lambda: server._bodies._left == bound)
+        assert router.ask("POST", "/v1/match", PROMPT)[0] == 200
 
 
 def test_no_version_of_anything_is_told(node: Node, router: Router) -> None:

@@ -125,7 +125,7 @@ class Worker:
         )
         self.inside = InsideAgent(
             cache,
-            slabs * (slab_bytes // 4096 + 1) * 4096 if arena_bytes is None else arena_bytes,
+            max(4, slabs) * (slab_bytes // 4096 + 1) * 4096 if arena_bytes is None else arena_bytes,
             CoreLimits(threads, WINDOW, cuts=cuts),
             recorder,
             codec,
