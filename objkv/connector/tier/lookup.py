@@ -13,6 +13,7 @@ from time import monotonic
 from vllm.v1.kv_offload.base import LookupResult
 
 from objkv.background import Pool
+from objkv.cache.lookup import LookupLimits
 from objkv.connector.tier.rows import chunk_key
 from objkv.errors import StoreError
 from objkv.index.base import ReadIndex, ShardRecord
@@ -21,20 +22,6 @@ from objkv.telemetry import Recorder
 
 _KEYS_MAX = 1 << 20
 """Most keys to remember, about 300 bytes each. Further ones are misses."""
-
-
-@dataclass(frozen=True, slots=True)
-class LookupBounds:
-    """Bounds of time and number."""
-
-    deadline_s: float
-    queue_max: int
-    """Jobs that may wait for the thread."""
-    age_max_s: float
-    """New requests do not use answers older than this."""
-    ends_early: bool = False
-    """Whether the index ends its answer to several keys at the first missing one, as a folder does
-    that is its own index."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,11 +44,15 @@ class TierLookups:
         self,
         index: ReadIndex,
         recorder: Recorder,
-        bounds: LookupBounds,
+        limits: LookupLimits,
         *,
+        ends_early: bool = False,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        self._index, self._recorder, self._bounds, self._clock = index, recorder, bounds, clock
+        """``limits.age_max_s``: new requests do not use answers older than this. ``ends_early``:
+        whether the index ends its answer to several keys at the first missing one."""
+        self._index, self._recorder, self._limits, self._clock = index, recorder, limits, clock
+        self._ends_early = ends_early
         self._pool: Pool[Callable[[], None]] = Pool(
             "objkv-tier-lookup", 1, lambda job: job(), failed=self._failed
         )
@@ -80,7 +71,7 @@ class TierLookups:
                 self._recorder.count("tier_lookup_refused")
                 return LookupResult.MISS
             askers = set() if verdict is None else verdict.askers
-            deadline = self._clock() + self._bounds.deadline_s
+            deadline = self._clock() + self._limits.deadline_s
             verdict = self._known[key] = _Verdict(chunk_key(namespace, key), deadline, askers)
             self._new.setdefault((request_id, verdict.key.group), []).append(verdict)
         if request_id not in verdict.askers:
@@ -130,7 +121,7 @@ class TierLookups:
     def submit(self, job: Callable[[], None]) -> bool:
         """Run ``job`` in the background, or return False if the queue is full. A ``StoreError`` of
         the job is dropped."""
-        return self._pool.waiting < self._bounds.queue_max and self._pool.put((job,))
+        return self._pool.waiting < self._limits.queue_max and self._pool.put((job,))
 
     def close(self) -> None:
         """Stop the thread."""
@@ -149,7 +140,7 @@ class TierLookups:
         return (
             verdict.answered
             and request_id not in verdict.askers
-            and self._clock() - verdict.answered_at > self._bounds.age_max_s
+            and self._clock() - verdict.answered_at > self._limits.age_max_s
         )
 
     def _answer(self, verdict: _Verdict, record: ShardRecord | None) -> None:
@@ -179,7 +170,7 @@ class TierLookups:
         has_ended = False
         for verdict, shards in zip(verdicts, found, strict=True):
             record = None if shards is None else shards.get(first.field)
-            if record is None and has_ended and self._bounds.ends_early:
+            if record is None and has_ended and self._ends_early:
                 verdict.is_open = True
             elif not verdict.answered:  # else it was late
                 self._answer(verdict, record)

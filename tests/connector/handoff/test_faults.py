@@ -23,7 +23,7 @@ from objkv.index.base import ChunkEntry
 from objkv.index.memory import MemoryIndex
 from objkv.stores.memory import MemoryStore
 from tests.connector.handoff.model import model_folder, prompts
-from tests.connector.handoff.world import OPENED, PROMPTS, Engine, bits, step
+from tests.connector.handoff.world import PROMPTS, Engine, bits, step
 from tests.contracts.flaky import FlakyStore
 from tests.index.flaky_index import FlakyIndex
 
@@ -77,7 +77,7 @@ def test_a_broken_byte_anywhere_is_a_miss_and_is_forgotten(folder: Path) -> None
         assert receiver.receive(step()) == (None, False)
         assert untouched(receiver)
         assert receiver.agent.recorder.value("load_corrupt") == 1
-        OPENED.pop().close()
+        receiver.close()
         assert index.find(chunk.namespace, [chunk.prefix_hash], [claim.key.field]) == [None]
 
     check()
