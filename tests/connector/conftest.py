@@ -21,7 +21,7 @@ def replicas_are_closed() -> Iterator[None]:
             worker.close()
     if world := sys.modules.get("tests.connector.handoff.world"):
         while world.OPENED:
-            world.OPENED.pop().close()
+            world.OPENED[-1].close()
     if inside := sys.modules.get("tests.support.inside"):
         for agent in list(inside.InsideAgent.opened):
             agent.close(1.0)

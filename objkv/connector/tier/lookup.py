@@ -15,9 +15,9 @@ from time import monotonic
 
 from vllm.v1.kv_offload.base import LookupResult
 
-from objkv.agent.calls import AgentIndex
 from objkv.agent.client import CALL_S
 from objkv.background import Steps, StepThread, in_steps
+from objkv.cache.lookup import FindIndex, LookupLimits
 from objkv.connector.tier.rows import chunk_key
 from objkv.errors import StoreError
 from objkv.index.base import ShardRecord
@@ -27,20 +27,6 @@ from objkv.telemetry import Recorder
 logger = logging.getLogger(__name__)
 _KEYS_MAX = 1 << 20
 """Most keys to remember, about 300 bytes each. Further ones are misses."""
-
-
-@dataclass(frozen=True, slots=True)
-class LookupBounds:
-    """Bounds of time and number."""
-
-    deadline_s: float
-    queue_max: int
-    """Jobs that may wait for the thread."""
-    age_max_s: float
-    """New requests do not use answers older than this."""
-    ends_early: bool = False
-    """Whether the index ends its answer to several keys at the first missing one, as a folder does
-    that is its own index."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,13 +47,17 @@ class TierLookups:
 
     def __init__(
         self,
-        index: AgentIndex,
+        index: FindIndex,
         recorder: Recorder,
-        bounds: LookupBounds,
+        limits: LookupLimits,
         *,
+        ends_early: bool = False,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        self._index, self._recorder, self._bounds, self._clock = index, recorder, bounds, clock
+        """``limits.age_max_s``: new requests do not use answers older than this. ``ends_early``:
+        whether the index ends its answer to several keys at the first missing one."""
+        self._index, self._recorder, self._limits, self._clock = index, recorder, limits, clock
+        self._ends_early = ends_early
         self._thread = StepThread("objkv-tier-lookup", answer_s=CALL_S)
         self._known: dict[bytes, _Verdict] = {}
         self._asked: dict[str, set[bytes]] = {}
@@ -84,7 +74,7 @@ class TierLookups:
                 self._recorder.count("tier_lookup_refused")
                 return LookupResult.MISS
             askers = set() if verdict is None else verdict.askers
-            deadline = self._clock() + self._bounds.deadline_s
+            deadline = self._clock() + self._limits.deadline_s
             verdict = self._known[key] = _Verdict(chunk_key(namespace, key), deadline, askers)
             self._new.setdefault((request_id, verdict.key.group), []).append(verdict)
         if request_id not in verdict.askers:
@@ -139,7 +129,7 @@ class TierLookups:
             with suppress(StoreError):
                 yield from in_steps(job())
 
-        if self._thread.unfinished >= self._bounds.queue_max:
+        if self._thread.unfinished >= self._limits.queue_max:
             return False
         future = self._thread.start(run())
         if future is not None:
@@ -159,7 +149,7 @@ class TierLookups:
         return (
             verdict.answered
             and request_id not in verdict.askers
-            and self._clock() - verdict.answered_at > self._bounds.age_max_s
+            and self._clock() - verdict.answered_at > self._limits.age_max_s
         )
 
     def _answer(self, verdict: _Verdict, record: ShardRecord | None) -> None:
@@ -185,11 +175,11 @@ class TierLookups:
             return
         first = verdicts[0].key
         hashes = [verdict.key.prefix_hash for verdict in verdicts]
-        found = yield from self._index.find(first.namespace, hashes, (first.field,))
+        found = yield from in_steps(self._index.find(first.namespace, hashes, (first.field,)))
         has_ended = False
         for verdict, shards in zip(verdicts, found, strict=True):
             record = None if shards is None else shards.get(first.field)
-            if record is None and has_ended and self._bounds.ends_early:
+            if record is None and has_ended and self._ends_early:
                 verdict.is_open = True
             elif not verdict.answered:  # else it was late
                 self._answer(verdict, record)

@@ -10,10 +10,11 @@ from objkv.agent.fill import Wanted
 from objkv.agent.payloads import PayloadReader, PayloadWriter
 from objkv.assembly.link import AgentLink, Replica
 from objkv.background import Steps
+from objkv.cache.lookup import LookupLimits
 from objkv.codec.payload import payload_bytes_max
 from objkv.config import Config
 from objkv.connector.tier.jobs import JobChunk, TierJobs
-from objkv.connector.tier.lookup import LookupBounds, TierLookups
+from objkv.connector.tier.lookup import TierLookups
 from objkv.connector.tier.rows import RowForm, RowLoad, RowMemory, RowSave, chunk_key
 from objkv.connector.wiring import writer_name
 from objkv.errors import StoreError
@@ -55,13 +56,11 @@ class TierStore:
         # These have the verbs that replicas use; the rest is for operators.
         self.documents = cast("WriteStore", AgentDocuments(link.calls))
         self._index = AgentIndex(link.calls)
-        bounds = LookupBounds(
-            config.lookup_deadline_ms / 1000,
-            config.lookup_queue_max,
-            age_max_s=config.lookup_ttl_ms / 1000,
-            ends_early=config.index_url == "bulk:",
-        )
-        self.lookups = TierLookups(self._index, recorder, bounds)
+        lookup_s, age_max_s = config.lookup_deadline_ms / 1000, config.lookup_ttl_ms / 1000
+        limits = LookupLimits(lookup_s, config.lookup_queue_max, age_max_s=age_max_s)
+        # A folder that is its own index ends its answers early.
+        is_folder = config.index_url == "bulk:"
+        self.lookups = TierLookups(self._index, recorder, limits, ends_early=is_folder)
         load_s, save_s = config.load_deadline_ms / 1000, config.save_deadline_ms / 1000
         self.loads = TierJobs("load", recorder, queue_max=queue_max, deadline_s=load_s)
         self.saves = TierJobs("save", recorder, queue_max=queue_max, deadline_s=save_s)

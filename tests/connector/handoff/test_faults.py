@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,17 +13,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from objkv.assembly import agent
-from objkv.assembly.backends import Backends
+from objkv.assembly.backends import Backends, open_backends
 from objkv.cache.chunks import shard_record
 from objkv.codec.payload import LayerSpec, encode, frame_pages, read_header
+from objkv.config import load_config
 from objkv.connector.handoff import connector as handoff
 from objkv.connector.handoff.connector import RankAgreement
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry
 from objkv.index.memory import MemoryIndex
 from objkv.stores.memory import MemoryStore
+from objkv.telemetry import NullRecorder
 from tests.connector.handoff.model import model_folder, prompts
-from tests.connector.handoff.world import OPENED, PROMPTS, Engine, bits, step
+from tests.connector.handoff.world import PROMPTS, Engine, bits, step
 from tests.contracts.flaky import FlakyStore
 from tests.index.flaky_index import FlakyIndex
 
@@ -32,12 +34,17 @@ WAITS_S = 120.0
 
 
 @pytest.fixture
-def flaky(monkeypatch: pytest.MonkeyPatch) -> FlakyStore:
-    """The store of every node in a test."""
-    store, index = FlakyStore(MemoryStore()), FlakyIndex(MemoryIndex())
-    backends = Backends(store, None, index)
+def flaky() -> FlakyStore:
+    """The store of every node in a test that uses ``index``."""
+    return FlakyStore(MemoryStore())
+
+
+@pytest.fixture
+def index(monkeypatch: pytest.MonkeyPatch, flaky: FlakyStore) -> FlakyIndex:
+    """The index of every node in a test, whose store is ``flaky``."""
+    backends = Backends(flaky, None, FlakyIndex(MemoryIndex()))
     monkeypatch.setattr(agent, "open_backends", lambda *_, **__: backends)
-    return store
+    return cast("FlakyIndex", backends.index)
 
 
 def untouched(engine: Engine) -> bool:
@@ -60,7 +67,9 @@ def test_a_broken_byte_anywhere_is_a_miss_and_is_forgotten(folder: Path) -> None
     sender.send(step())
     whole = payload_of(sender, len(PROMPTS[0])).read_bytes()
     header = read_header(whole)
-    index = sender.agent.node._backends.index
+    stores = {"bulk_url": f"file://{folder}/chunks", "index_url": f"sqlite://{folder}/index.sqlite"}
+    backends = open_backends(load_config(stores, environ={}), NullRecorder())
+    index = backends.index
     claim = header.claim
     chunk = ChunkEntry(claim.key.namespace, claim.key.prefix_hash, claim.parent_hash, 0, 7)
     path = payload_of(sender, 7)
@@ -77,10 +86,11 @@ def test_a_broken_byte_anywhere_is_a_miss_and_is_forgotten(folder: Path) -> None
         assert receiver.receive(step()) == (None, False)
         assert untouched(receiver)
         assert receiver.agent.recorder.value("load_corrupt") == 1
-        OPENED.pop().close()
+        receiver.close()
         assert index.find(chunk.namespace, [chunk.prefix_hash], [claim.key.field]) == [None]
 
-    check()
+    with backends:
+        check()
 
 
 def relabel(layers: list[LayerSpec], index: int, **change: Any) -> list[LayerSpec]:
@@ -141,6 +151,7 @@ def test_a_bug_is_a_miss_or_a_drop(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert engine.receive(step()) == (None, False)
 
 
+@pytest.mark.usefixtures("index")
 def test_a_store_that_does_not_answer_is_left_at_the_deadline(
     folder: Path, flaky: FlakyStore
 ) -> None:
@@ -159,14 +170,13 @@ def test_a_store_that_does_not_answer_is_left_at_the_deadline(
 
 @pytest.mark.parametrize("end", ["bulk", "index"])
 def test_an_end_that_fails_is_a_miss_and_a_drop(
-    folder: Path, flaky: FlakyStore, end: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, flaky: FlakyStore, index: FlakyIndex, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handoff, "_STORED_S", 0.1)
     Engine(folder).send(step())
     engine, new = Engine(folder), prompts([[1, 2]], [[1]])
     engine.spoil()
-    index, down = engine.agent.node._backends.index, StoreUnavailable("down")
-    assert isinstance(index, FlakyIndex)
+    down = StoreUnavailable("down")
     if end == "bulk":
         flaky.fail_until_mended(down)
     else:
@@ -181,6 +191,7 @@ def test_an_end_that_fails_is_a_miss_and_a_drop(
     assert receiver.receive(step())[1]
 
 
+@pytest.mark.usefixtures("index")
 def test_a_store_that_takes_nothing_is_not_waited_for_in_every_step(
     folder: Path, flaky: FlakyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,7 +35,7 @@ def step(*, elsewhere: bool = False, **more: Any) -> SimpleNamespace:
 OPENED: list["Engine"] = []
 
 
-@dataclass
+@dataclass(eq=False)
 class Engine:
     """One rank of an engine whose stores are in ``folder``. It has a node and so an agent of its
     own, unless its settings name one."""
@@ -75,7 +75,9 @@ class Engine:
         return self.served
 
     def close(self) -> None:
-        """End it, and its agent."""
+        """End it, and its agent. Idempotent."""
+        if self in OPENED:
+            OPENED.remove(self)
         if hasattr(self, "connector"):
             self.connector.close()
         self.lose_agent()

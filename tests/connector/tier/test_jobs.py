@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.kv_offload.base import LookupResult
 
+from objkv.cache.lookup import LookupLimits
 from objkv.connector.tier.jobs import JobChunk, TierJobs
-from objkv.connector.tier.lookup import LookupBounds, TierLookups
+from objkv.connector.tier.lookup import TierLookups
 from objkv.connector.tier.rows import chunk_key
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.memory import MemoryIndex
@@ -122,7 +123,7 @@ class World:
         self.index, self.clock, self.recorder = MemoryIndex(), ManualClock(), MemoryRecorder()
         values: dict[str, Any] = {"deadline_s": 1, "queue_max": 8, "age_max_s": 30} | limits
         self.lookups = TierLookups(
-            self.index, self.recorder, LookupBounds(**values), clock=self.clock
+            self.index, self.recorder, LookupLimits(**values), clock=self.clock
         )
 
     def store(self, number: int) -> None:
