@@ -177,7 +177,7 @@ def test_what_was_denied_stays_denied_for_who_asks() -> None:
 
 
 def test_a_full_queue_is_a_no(monkeypatch: pytest.MonkeyPatch) -> None:
-    world, gate, begun = World(queue_max=1), threading.Event(), threading.Event()
+    world, gate, begun = World(queue_max=2), threading.Event(), threading.Event()
     monkeypatch.setattr(world.index, "find", lambda *_: begun.set() or (gate.wait(60) and [None]))
     for number in (1, 2, 3):  # the first is being looked up, the second waits
         world.lookups.ask("a", NAMESPACE, key(number))

@@ -141,4 +141,4 @@ def test_a_tier_whose_agent_is_elsewhere_starts_one_thread_for_each_of_its_tasks
     here.save(2)
     mine = {thread.name for thread in set(threading.enumerate()) - before}
     of_agent = {name for name in mine if name.startswith("objkv-client-")}
-    assert mine - of_agent == {"objkv-tier-lookup-0", "objkv-load-chunks", "objkv-save-chunks-0"}
+    assert mine - of_agent == {"objkv-tier-lookup", "objkv-load-chunks", "objkv-save-chunks-0"}
