@@ -96,12 +96,12 @@ class AnswerBoard:
         try:
             fd = os.memfd_create("objkv-answers", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as exc:
-            raise ConfigError(f"the system makes no memfd ({exc}): set agent to off") from exc
+            raise ConfigError(f"the system makes no memfd: {exc}") from exc
         try:
             return cls(fd, map_sealed(fd, _TOTAL))
         except OSError as exc:
             os.close(fd)
-            raise ConfigError(f"no memory for answers ({exc}): set agent to off") from exc
+            raise ConfigError(f"no memory for answers: {exc}") from exc
 
     @classmethod
     def join(cls, fd: int) -> "AnswerBoard":

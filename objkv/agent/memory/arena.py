@@ -145,7 +145,7 @@ class Arena:
         try:
             fd = os.memfd_create("objkv-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as exc:
-            raise ConfigError(f"the system makes no memfd ({exc}): set agent to off") from exc
+            raise ConfigError(f"the system makes no memfd: {exc}") from exc
         try:
             mapping = map_sealed(fd, total)
             _use_huge_pages(mapping)
@@ -153,8 +153,7 @@ class Arena:
             os.close(fd)
             why = getattr(exc, "strerror", None) or "too large"
             raise ConfigError(
-                f"no arena of {total >> 20:,} MiB ({why}): lower agent_memory_bytes, or "
-                "set agent to off"
+                f"no arena of {total >> 20:,} MiB ({why}): lower agent_memory_bytes"
             ) from exc
         return cls(fd, mapping, writable=True)
 
