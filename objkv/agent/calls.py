@@ -291,6 +291,9 @@ class AgentCalls:
         except ObjkvError:
             self._retry_at = self._clock() + RETRY_S
             raise
+        if self._closed:  # meanwhile
+            agent.close()
+            raise TransferError("no agent")
         return agent
 
 
