@@ -291,10 +291,13 @@ class AgentCalls:
         except ObjkvError:
             self._retry_at = self._clock() + RETRY_S
             raise
-        if self._closed:  # meanwhile
-            agent.close()
-            raise TransferError("no agent")
+        self._close_late(agent)
         return agent
+
+    def _close_late(self, agent: AgentConnection) -> None:
+        """Close a new connection if ``close`` was called while it was made."""
+        if self._closed:
+            agent.close()
 
 
 class AgentIndex:
