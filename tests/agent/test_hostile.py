@@ -30,6 +30,7 @@ from tests.agent.world import PATIENCE_S, Node, Sleeper, ended, gated, opened, p
 from tests.support.agents import AgentProcess
 from tests.support.mappings import is_private
 from tests.support.samples import NAMESPACE
+from tests.support.steps import complete
 from tests.support.waiting import wait_until
 
 
@@ -313,7 +314,7 @@ def test_lookups_of_any_number_of_fields_are_answered(node: Node, count: int) ->
         whole = dict.fromkeys(fields, record) if number == 7 else shards
         node.index.publish(entry, whole, ttl_s=3600)
     client = node.connect(wants_arena=False)
-    found = client.find(NAMESPACE, hashes, fields)
+    found = complete(client.find(NAMESPACE, hashes, fields))
     assert [one and len(one) for one in found] == [
         one and len(one) for one in node.index.find(NAMESPACE, hashes, fields)
     ]
