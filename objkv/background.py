@@ -287,7 +287,7 @@ class StepThread:
         self._traffic: dict[Line, _Traffic] = {}
         self._unfinished = 0
         self._end_at: float | None = None
-        self._sleeps = False
+        self._sleeps = self._has_ended = False
         self._thread: Thread | None = None
         self._has_thread()
 
@@ -354,8 +354,10 @@ class StepThread:
                 with suppress(Exception):
                     logger.exception("background work failed unexpectedly thread=%s", self._name)
                 sleep(_FAULT_S)
+        self._has_ended = True
         self._lose_all(TimeoutError("closed"))
-        self._work()
+        while self._ready or self._new:
+            self._work()
         self._alarm.close()
 
     def _is_over(self) -> bool:
@@ -383,7 +385,9 @@ class StepThread:
         except BaseException as exc:
             task.future.set_exception(exc)
         else:
-            if question is None:
+            if self._has_ended:
+                self._ready.append((task, TimeoutError("closed")))
+            elif question is None:
                 self._ready.append((task, None))
             else:
                 traffic = self._traffic.setdefault(question.line, _Traffic())

@@ -34,6 +34,7 @@ from objkv.telemetry import Trouble
 
 logger = logging.getLogger(__name__)
 DOCUMENT_BYTES_MAX: Final = 32_768
+"""Of a document, in an answer."""
 _CHUNKS_MAX = 1024
 """Chunks in a call, which fit into a message."""
 _IDENTITY = re.compile(r"[0-9a-f]{32}/identity\.json")
@@ -196,7 +197,8 @@ class NodeCalls:
         path: str = call["path"]
         if path != SWITCH_PATH:
             _check_identity(path)
-        document = self._bulk.get_range(path, 0, DOCUMENT_BYTES_MAX)
+        start = int(call.get("start", 0))
+        document = self._bulk.get_range(path, max(0, start), max(0, start) + DOCUMENT_BYTES_MAX)
         return None if document is None else base64.b64encode(document).decode()
 
     def _put(self, call: Arguments) -> bool:
@@ -291,7 +293,13 @@ class AgentCalls:
         except ObjkvError:
             self._retry_at = self._clock() + RETRY_S
             raise
+        self._close_late(agent)
         return agent
+
+    def _close_late(self, agent: AgentConnection) -> None:
+        """Close a new connection if ``close`` was called while it was made."""
+        if self._closed:
+            agent.close()
 
 
 class AgentIndex:
@@ -365,9 +373,18 @@ class AgentDocuments:
         self._calls = calls
 
     def get_range(self, key: str, start: int, end: int) -> Steps[bytes | None]:
-        """See ``ReadStore``."""
-        found = yield from self._calls.run("get", path=key)
-        return None if found is None else base64.b64decode(found)[start:end]
+        """See ``ReadStore``. A long document is read in parts, which may be of two versions."""
+        document = b""
+        while start + len(document) < end:
+            at = start + len(document)
+            found = yield from self._calls.run("get", path=key, start=at)
+            if found is None:
+                return None
+            part = base64.b64decode(found)
+            document += part
+            if len(part) < DOCUMENT_BYTES_MAX:
+                break
+        return document[: end - start]
 
     def put_if_absent(self, key: str, value: Buffer) -> Steps[bool]:
         """See ``WriteStore``."""

@@ -305,9 +305,8 @@ class Fill:
         header = read_claimed(
             self._stored[:needed], self.wanted.claim, self._known.layers, seal=self._cache.seal
         )
-        record = self.wanted.record
-        # A folder that is its own index knows only the length of the file, and gives it twice.
-        if header.raw_bytes != record.raw_bytes != record.nbytes:
+        record = self.wanted.record  # a folder that is its own index knows only a file's length
+        if record.raw_bytes not in (header.raw_bytes, record.nbytes):
             raise PayloadError(f"{header.raw_bytes} bytes of pages, not those of the record")
         if header.nbytes > self._nbytes:
             raise PayloadError(f"{header.nbytes} bytes, expected at most {self._nbytes}")

@@ -132,6 +132,8 @@ class NodeSaves:
         holds_back = not self._limits.may_save
         holds_back |= self.policy.holds_back(header.claim, nbytes)
         if holds_back and was_held_back and self.residents.holds([key.path()])[0]:
+            if not self._limits.may_save:
+                return CommitStatus.KEPT
             if self._unsaved.seen_again(key.path()) or key.path() not in self._unsaved:
                 return CommitStatus.ACCEPTED
             return CommitStatus.KEPT
@@ -156,12 +158,13 @@ class NodeSaves:
         if resident is None:
             return status
         if holds_back:
-            if is_new and not was_held_back:
+            if is_new and not (was_held_back and self._limits.may_save):
                 status = self._hold_back(resident, header)
                 if refusal is CommitStatus.NO_ROOM and self._unsaved.put(key.path()):
                     return CommitStatus.ACCEPTED  # it is saved when there is room
                 return status
-            if (refusal := self._refusal()) is not CommitStatus.ACCEPTED:
+            refusal = self._refusal() if self._limits.may_save else CommitStatus.REPEATED
+            if refusal is not CommitStatus.ACCEPTED:
                 self._cache.end_save(key)
                 self.residents.release(resident)
                 return refusal

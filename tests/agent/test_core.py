@@ -11,14 +11,18 @@ from hypothesis import strategies as st
 from objkv.agent import core
 from objkv.agent.fill import Staging, Wanted
 from objkv.agent.memory.arena import ALL_FRAMES, CellState, Progress
+from objkv.agent.messages import CommitStatus
 from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason, Resident
+from objkv.cache.bulk_index import BulkIndex
 from objkv.codec.payload import encode, frame_pages, read_header
+from objkv.codec.seal import Seal
 from objkv.errors import StoreUnavailable
 from objkv.net.deadline import ends_s
 from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
-from tests.agent.world import PATIENCE_S, RIGHT, Node, Sleeper, gated, pages_at
+from tests.agent.world import PATIENCE_S, RIGHT, Node, Sleeper, gated, pages_at, payloads
+from tests.codec.seals import SEALS
 from tests.support.samples import NAMESPACE, record_of
 from tests.support.waiting import wait_until
 
@@ -65,6 +69,26 @@ def test_every_codec_is_an_uncompressed_payload_in_the_arena(
         node.residents.release(one)
     assert node.residents.leased() == 0
     assert node.recorder.value("agent_fills") == 3
+
+
+@pytest.mark.parametrize("seal", [None, *SEALS.values()])
+def test_payloads_of_a_folder_that_is_its_index_are_as_long_as_their_files(
+    seal: Seal | None, make: Callable[..., Node]
+) -> None:
+    store = MemoryStore()
+    node = make(store=store, index=BulkIndex(store), seal=seal)
+    for payload in payloads():
+        assert node.commit_one(payload) is CommitStatus.ACCEPTED
+        claim = read_header(payload).claim
+        key = claim.key
+        assert node.saves.drain(PATIENCE_S)
+        node.residents.forget(key.path())
+        (found,) = node.index.find(NAMESPACE, [key.prefix_hash], [key.field])
+        assert found is not None
+        (one,) = fetch(node, Wanted(claim, found[key.field]))
+        assert right(node, one)
+        node.residents.release(one)
+        assert store.head(key.path()) is not None
 
 
 @pytest.mark.parametrize("codec", ["none", "blosc"])

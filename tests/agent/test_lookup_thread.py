@@ -3,6 +3,7 @@
 import os
 import select
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from threading import Event
 from threading import enumerate as enumerate_threads
 from typing import Any
@@ -14,6 +15,7 @@ from objkv.agent.calls import AgentCalls, AgentIndex
 from objkv.agent.client import AgentConnection
 from objkv.background import Question, Steps, StepThread
 from objkv.cache.lookup import LookupLimits, LookupService
+from objkv.errors import StoreUnavailable
 from objkv.index.base import Shards
 from objkv.telemetry import MemoryRecorder
 from tests.agent.world import Node
@@ -291,3 +293,45 @@ def test_closing_cancels_what_has_not_begun_and_fails_what_asks(mute: Mute) -> N
     assert isinstance(asked.exception(_SOON_S), TimeoutError)
     assert mute.closed
     assert repr(thread) == "<StepThread objkv-test: 0 unfinished>"
+
+
+def test_what_asks_again_at_the_end_ends(mute: Mute) -> None:
+    thread = StepThread("objkv-test", answer_s=PATIENCE_S)
+
+    def stubborn() -> Steps[str]:
+        for _ in range(3):
+            with suppress(TimeoutError):
+                yield Question(mute, b"question")
+            with suppress(TimeoutError):
+                yield None
+        return "ended"
+
+    asked = thread.start(stubborn())
+    assert asked is not None
+    wait_until(asked.running)
+    thread.close(0.0)
+    assert asked.result(_SOON_S) == "ended"
+
+
+def test_a_connection_that_comes_too_late_is_closed(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if node.server is None:
+        node.listen()
+    reached, gate = list[AgentConnection](), Event()
+
+    def connect() -> AgentConnection:
+        reached.append(node.connect(wants_arena=False))
+        assert gate.wait(PATIENCE_S)
+        return reached[0]
+
+    calls, thread = AgentCalls(connect), StepThread("objkv-test", answer_s=PATIENCE_S)
+    monkeypatch.setattr(background, "JOIN_S", 0.0)
+    asked = thread.start(calls.find(NAMESPACE, [b"x" * 20], (FIELD,)))
+    assert asked is not None
+    wait_until(lambda: bool(reached))
+    thread.close(0.0)
+    calls.close()
+    gate.set()
+    assert isinstance(asked.exception(_SOON_S), StoreUnavailable)
+    assert not reached[0].is_open

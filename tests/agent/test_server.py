@@ -416,6 +416,12 @@ def test_identities_can_be_made_and_read_the_switch_read_and_nothing_else(
     assert documents.get_range(path, 2, 100) == b"cument"
     node.store.put(SWITCH_PATH, b"{}")
     assert documents.get_range(SWITCH_PATH, 0, 100) == b"{}"
+    many = bytes(range(256)) * 500
+    node.store.put(SWITCH_PATH, many)
+    assert documents.get_range(SWITCH_PATH, 0, 1 << 20) == many
+    assert documents.get_range(SWITCH_PATH, 7, 40_000) == many[7:40_000]
+    node.store.put(SWITCH_PATH, many[: calls_module.DOCUMENT_BYTES_MAX])
+    assert documents.get_range(SWITCH_PATH, 0, 1 << 20) == many[: calls_module.DOCUMENT_BYTES_MAX]
     with pytest.raises(StoreDenied, match="no access"):
         documents.put_if_absent(SWITCH_PATH, b"of a client")
     payload = node.save()[0].claim.key.path()

@@ -13,6 +13,7 @@ import pytest
 from objkv.agent.client import AgentConnection
 from objkv.agent.fill import Wanted
 from objkv.agent.memory.arena import CellState
+from objkv.agent.messages import CommitStatus
 from objkv.agent.prefetch import Matched, Prefetches, PrefetchOrder
 from objkv.agent.residents import MissReason
 from objkv.agent.saves import NodeSaves
@@ -768,6 +769,20 @@ def test_an_agent_that_may_only_read_keeps_what_it_gets_for_its_node(
     assert node.saves.drain(PATIENCE_S)
     assert not node.stored
     assert not node.count("save_drops")
+
+
+def test_an_agent_that_may_only_read_takes_again_what_it_has(
+    make: Callable[..., Holder],
+) -> None:
+    node, made = make(holds_back=False, may_save=False), payloads()
+    (held,) = node.open(node.save()[0])
+    wait_until(lambda: node.residents.is_ready(held))
+    assert node.commit_one(made[0]) is CommitStatus.REPEATED
+    other = payloads(range(500, 500 + len(TOKENS)))[0]
+    for _ in range(2):
+        assert node.commit_one(other) is CommitStatus.KEPT
+    assert not node.count("save_over_quota")
+    node.residents.release(held)
 
 
 @pytest.mark.parametrize("is_in_time", [True, False])

@@ -289,8 +289,8 @@ class WatchedResidents(SpoilingResidents):
         super().__init__(*given, **how)
         self._placed: dict[int, Resident] = {}
 
-    def allot(self, one: Resident, *room: int) -> memoryview | None:
-        taken = super().allot(one, *room)
+    def allot(self, one: Resident, *room: int, **how: bool) -> memoryview | None:
+        taken = super().allot(one, *room, **how)
         if taken is not None:
             self._placed[one.offset] = one
         return taken
