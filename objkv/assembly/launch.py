@@ -80,7 +80,7 @@ class AgentSocket:
     @property
     def replaced(self) -> int:
         """The process that will be replaced; 0 if there is none, or this one cannot end it."""
-        return _agent_at(self._path) if self._replaces else 0
+        return agent_at(self._path) if self._replaces else 0
 
     def listen(self) -> None:
         """Have the path, and listen. Raises ``AgentRuns`` if the replaced agent does not end, or
@@ -201,7 +201,7 @@ def new_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
 
 
-def _agent_at(path: Path) -> int:
+def agent_at(path: Path) -> int:
     """Return the process that listens at ``path``; 0 if there is none, or if it is in a container
     of its own."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:

@@ -23,10 +23,10 @@ def replica_of(vllm_config: "VllmConfig") -> Replica:
     transfer = vllm_config.kv_transfer_config or vllm_config.ec_transfer_config
     assert transfer is not None
     workers = parallel.world_size // max(1, getattr(parallel, "nnodes", 1))
-    return Replica(str(transfer.engine_id), min(1.0, workers / max(1, _devices())))
+    return Replica(str(transfer.engine_id), min(1.0, workers / max(1, _count_gpus())))
 
 
-def _devices() -> int:
+def _count_gpus() -> int:
     """Return how many devices this machine or container has, whichever of them vLLM may use; 0 if
     that is not known."""
     try:

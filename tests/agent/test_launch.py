@@ -87,7 +87,7 @@ def test_an_agent_that_cannot_be_ended_keeps_its_socket(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one in another container."""
-    monkeypatch.setattr("objkv.assembly.launch._agent_at", lambda path: 0)
+    monkeypatch.setattr("objkv.assembly.launch.agent_at", lambda path: 0)
     monkeypatch.setattr("objkv.assembly.launch._REPLACE_S", 0.05)
     old, new = AgentSocket(path), AgentSocket(path, replace=True)
     old.listen()
@@ -450,7 +450,7 @@ def test_a_private_agent_is_the_replicas_own_and_leaves_nothing(config: Config) 
     assert len(set(paths)) == 2
     assert nbytes[0] < nbytes[1]
     for path in paths:
-        os.kill(launch._agent_at(path), signal.SIGTERM)
+        os.kill(launch.agent_at(path), signal.SIGTERM)
         wait_until(lambda path=path: not list(path.parent.glob(f"{path.name}*")))
 
 
