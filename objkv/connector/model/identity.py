@@ -232,19 +232,6 @@ def warn_of_outer_policy(vllm_config: "VllmConfig", config: Config) -> None:
         )
 
 
-def warn_of_sudden_end(vllm_config: "VllmConfig") -> None:
-    """Log if a server that shuts down would kill its workers before in-flight saves complete.
-
-    Source: vLLM 0.32, ``shutdown`` in ``v1/utils.py``: SIGTERM, then SIGKILL after
-    ``shutdown_timeout``, which is 0 unless set. An engine without a server has 5 seconds.
-    """
-    if getattr(vllm_config, "shutdown_timeout", 0) == 0:
-        logger.info(
-            "on SIGTERM the server exits at once and loses its in-flight saves: "
-            "start it with --shutdown-timeout 15"
-        )
-
-
 def safe_load_mode(vllm_config: "VllmConfig", geometry: Geometry, config: Config) -> Config:
     """Return the settings, with ``load_mode`` async if vLLM cannot recover from a load that fails
     within a step.

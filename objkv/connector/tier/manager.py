@@ -29,7 +29,6 @@ from objkv.config.tier import read_options
 from objkv.connector.guard import guarded, speak_as_vllm
 from objkv.connector.hooks import EngineHooks, holds_nothing
 from objkv.connector.metrics import tier_metric_definitions, tier_stats
-from objkv.connector.model.identity import warn_of_sudden_end
 from objkv.connector.namespace import ReplicaNamespace
 from objkv.connector.tier.identity import (
     TierAdapters,
@@ -201,8 +200,6 @@ class ObjKVTier(SecondaryTierManager):
             logger.warning(
                 "vLLM's configuration was not found: only 'settings' distinguish replicas"
             )
-        else:
-            warn_of_sudden_end(self._engine.config)
 
     # Requests.
 

@@ -53,6 +53,7 @@ class NodeRow:
     prefetch_used: float = 0.0
     prefetch_unused: float = 0.0
     puts: tuple[NodePuts, ...] = ()
+    breakers_open: tuple[str, ...] = ()
 
     @property
     def hit_rate(self) -> float | None:
@@ -84,6 +85,7 @@ _RATES: Final = {
     "save_bytes": "save_bytes_total",
     "no_room": "no_room_total",
 }
+_OPEN: Final = f"{PREFIX}breaker_open_"
 _COUNTED: Final = ("_total", "_count", "_sum")
 
 
@@ -97,6 +99,11 @@ def node_of(name: str, before: Scrape | None, now: Scrape) -> NodeRow:
         field: now.values.get(PREFIX + metric, 0.0) for field, metric in _LEVELS.items()
     }
     levels["puts"] = tuple(_puts(now.values))
+    levels["breakers_open"] = tuple(
+        key.removeprefix(_OPEN)
+        for key, value in now.values.items()
+        if key.startswith(_OPEN) and value
+    )
     if before is None or now.at_s <= before.at_s:
         return NodeRow(name, "new", **levels)
     restarted = _is_restarted(before.values, now.values)

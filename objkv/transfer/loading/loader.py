@@ -490,7 +490,6 @@ class Loader(Loads):
         one.end()
         one.job.came(nbytes)
         self._recorder.count("load_bytes", nbytes)
-        self._recorder.count("arena_load_bytes", nbytes)
         one.job.done(one.index)
         self._settle(one.job)
 
