@@ -281,10 +281,10 @@ def test_what_cannot_be_written_costs_one_payload(node: Node) -> None:
 def test_an_agent_that_saves_nothing_is_left_alone_for_a_while(
     node: Node, monkeypatch: pytest.MonkeyPatch, status: CommitStatus, outcome: WriteOutcome
 ) -> None:
-    commits: list[memoryview] = []
+    commits: list[int] = []
 
-    def commit(payload: memoryview, *, puts: bool = False) -> CommitStatus:
-        commits.append(payload)
+    def commit(_: object, offset: int, nbytes: int, *, puts: bool = False) -> CommitStatus:
+        commits.append(nbytes)
         return status
 
     clock = ManualClock(0.0)
