@@ -396,7 +396,7 @@ def test_all_records_of_a_long_prompt_are_touched(node: Node, calls: AgentCalls)
     touched: list[bytes] = []
     node.index.touch = lambda _, hashes, *, ttl_s: touched.extend(hashes)  # type: ignore[method-assign]
     hashes = [n.to_bytes(20, "big") for n in range(4000)]
-    AgentIndex(calls).touch(NAMESPACE, hashes, ttl_s=1)
+    Completed(AgentIndex(calls)).touch(NAMESPACE, hashes, ttl_s=1)
     assert touched == hashes
 
 
