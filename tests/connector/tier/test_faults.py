@@ -48,10 +48,10 @@ class World:
         saves, came = engine.agent.node.saves, list[int]()
         commit = saves.commit
 
-        def late(payload: memoryview, *, puts: bool = False) -> Any:
-            came.append(len(payload))
+        def late(outbox: Any, offset: int, nbytes: int, *, puts: bool = False) -> Any:
+            came.append(nbytes)
             self.gate.wait(60)
-            return commit(payload, puts=puts)
+            return commit(outbox, offset, nbytes, puts=puts)
 
         self._patch.setattr(saves, "commit", late)
         return came
