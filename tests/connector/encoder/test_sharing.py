@@ -29,6 +29,7 @@ from tests.connector.encoder.world import (
 )
 from tests.contracts.flaky import FlakyStore
 from tests.index.flaky_index import FlakyIndex
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -137,7 +138,8 @@ def test_nothing_stored_is_used_while_an_operator_says_so(place: Place, *, loads
     with replica(place, loads=loads) as second:
         assert second.see(request("b", "x")) == []
         set_switch(place.store, Switch("never", None, int(time()) + 3600, 0, "me"))
-        second.side.switch.read()
+        assert second.fetcher.submit(second.side.switch.read)
+        wait_until(lambda: not second.fetcher._thread.unfinished)
         assert second.see(request("c", "y")) == ["y"]
         assert second.saved == 0
 
