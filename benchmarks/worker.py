@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -21,6 +21,7 @@ from objkv.telemetry import NullRecorder
 from objkv.transfer.plan import LoadMove, LoadMoves, LoadPlan, SaveMove, SavePlan
 from tests.support.servers.certificates import make_certificates
 from tests.support.servers.quick_s3 import quick_s3_process
+from tests.support.steps import Completed
 
 NOTHING: Final = StepPlan(may_reuse=False)
 BOUND_S: Final = 100.0
@@ -62,7 +63,7 @@ class Side:
         link = AgentLink(config, Replica(f"bench {os.getpid()}"))
         assert link.await_agent(BOUND_S), "there is no agent"
         stack.callback(link.calls.close)
-        self.index = AgentIndex(link.calls)
+        self.index: Any = Completed(AgentIndex(link.calls))
         """Lookups by the agent."""
         self.caches = caches
         (group,) = geometry.groups

@@ -28,6 +28,7 @@ from objkv.assembly import launch
 from objkv.assembly.agent import NodeAgent
 from objkv.assembly.launch import IDLE_EXIT_S, AgentRuns, AgentSocket, failure_of, start_agent
 from objkv.assembly.link import AgentLink, Replica
+from objkv.background import StepThread
 from objkv.cache.chunks import CacheSettings
 from objkv.config import Config, node
 from objkv.config.node import agent_environment, agent_socket, http_path, replica_socket
@@ -564,5 +565,13 @@ def test_lookups_of_an_agent_that_is_stuck_fail_soon(tmp_path: Path) -> None:
         client._push = counted  # type: ignore[method-assign]
         wait_until(needs_no_message)
         agent.freeze()
-        wait_until(lambda: not finds())
+        thread = StepThread("lookups", answer_s=0.5)
+
+        def fails() -> bool:
+            future = thread.start(client.find(NAMESPACE, hashes, (field,)))
+            assert future is not None
+            return isinstance(future.exception(PATIENCE_S), (TimeoutError, TransferError))
+
+        wait_until(fails)
         assert client.has_ended()
+        thread.close(0.0)
