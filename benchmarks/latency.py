@@ -136,15 +136,15 @@ def fetch(path: str, message: str) -> None:
 
 
 def measure(
-    llm: Any, seeds: list[int], rounds: int, length: int, agent: str | None = None
+    llm: Any, seeds: list[int], rounds: int, lengths: list[int], agent: str | None = None
 ) -> dict[str, Any]:
     """Runs in the replica: durations of steps in seconds, without and during loads of one of the
-    prompts, which take turns. With the socket of an ``agent``, whose memory holds one prompt, also
+    prompts, which take turns. ``lengths``: tokens of a prompt and of a chunk. With the socket of an ``agent``, whose memory holds one prompt, also
     beside a process that has it fetch the first one, and then only the others are loaded."""
     from vllm import SamplingParams
 
-    engine = llm.llm_engine
-    bystander = None if agent is None else Bystander(agent, length // CHUNK)
+    engine, (length, chunk) = llm.llm_engine, lengths
+    bystander = None if agent is None else Bystander(agent, length // chunk)
     endless = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=4096)
     one = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=1)
     found: dict[str, list[float]] = {
@@ -298,7 +298,7 @@ def main() -> None:
         for prompt in prompts:
             saves += [Generate(prompts=(prompt,)), SAVED, ResetPrefixCache()]
         replica(saves, {"agent": agents["resident"].url}, folder)
-        arguments = {"seeds": seeds, "rounds": options.rounds, "length": LENGTH}
+        arguments = {"seeds": seeds, "rounds": options.rounds, "lengths": [LENGTH, CHUNK]}
         answers: dict[str, dict[str, list[float]]] = {}
         for _ in range(TURNS):
             for name, agent in agents.items():

@@ -68,7 +68,7 @@ def test_gpu_agent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 def test_latency(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from benchmarks import latency
 
-    for name, value in {"LENGTH": 1536, "TURNS": 1}.items():
+    for name, value in {"LENGTH": 512, "CHUNK": 64, "TURNS": 1}.items():
         monkeypatch.setattr(latency, name, value)
     found = printed(monkeypatch, capsys, latency, "--rounds", "2")
     assert set(found) == {"agent", "resident"}
