@@ -101,7 +101,7 @@ faults: $(STAMP) ## inject every fault, some into real engines; writes docs/reli
 gpu: $(STAMP) ## run the device's scenarios, and measure its loads and saves (SIMULATED=1: without a GPU)
 	@failed=0; device=$(if $(SIMULATED),sim,gpu); \
 	$(BIN)/python -m tests.device.self_test $$device || failed=1; \
-	for way in own registered registering refused; do \
+	for way in registered registering refused; do \
 	  $(BIN)/python -m tests.device.gpu_order $$device $$way || failed=1; \
 	done; \
 	$(BIN)/python -m benchmarks.gpu $(if $(SIMULATED),--simulated) $(ARGS) || failed=1; \

@@ -1,12 +1,10 @@
-"""Measure what loads by a node agent leave to the engine's other threads.
+"""Measure what loads from a node agent's memory leave to the engine's other threads.
 
-    python -m benchmarks.agent [--rounds N] [--tls] [--json]
+    python -m benchmarks.agent [--rounds N] [--json]
 
 A worker loads a gigabyte into a paged cache while another thread of its process counts. How much
 less it counts than alone is the time for which loads held the interpreter's lock, and what the two
-took from each other on one core. Once the worker loads by an agent from shared memory, once it
-fetches for itself, by a core inside its process that has nothing yet: from the same folder, or with
-``--tls`` from an S3 server on loopback.
+took from each other on one core.
 
 ``step_p99`` is the 99th percentile of the time in which that thread counts to 20,000, about a
 millisecond, as a share of what it is alone: so much longer a scheduler's slowest steps take.
@@ -35,36 +33,23 @@ from unittest import mock
 
 import numpy as np
 
-from benchmarks.inside import InsideLoads
-from objkv.agent.client import AgentConnection
-from objkv.assembly.backends import open_backends
-from objkv.cache.chunks import CacheSettings, ChunkCache
-from objkv.codec.payload import payload_bytes_max
-from objkv.config import load_config
+from benchmarks.worker import BOUND_S, Side, step_of, stored
+from objkv.connector.model.groups import Geometry
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
-from objkv.telemetry import MemoryRecorder, Recorder
-from objkv.transfer.lanes import HostLane
-from objkv.transfer.loading.arena_lane import ArenaLane
-from objkv.transfer.loading.loader import Loader
-from objkv.transfer.loading.loads import LoadLimits, Loads
-from objkv.transfer.paging import PagedGroup
-from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
-from objkv.transfer.saver import SaveLimits, Saver
-from objkv.transfer.slabs import SlabPool
+from objkv.transfer.loading.loads import Loads
+from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove
 from tests.support.agents import AgentProcess
 from tests.support.paged_cache import paged_group
-from tests.support.servers.certificates import make_certificates
-from tests.support.servers.quick_s3 import quick_s3_process
 
 CHUNK, BLOCK, CHUNKS = 256, 16, 32
 GROUP = GroupIdentity(
     "full", None, tuple(f"l{n}" for n in range(32)), heads=8, content=256, block_size=BLOCK
 )
+GEOMETRY = Geometry((GROUP,), CHUNK, BLOCK, tp_size=1)
 NAMESPACE = "0123456789abcdef" * 2
 TOKENS = list(range(1000, 1000 + CHUNKS * CHUNK))
 HASHES = prefix_hashes(NAMESPACE, TOKENS, CHUNK)
-PATIENCE_S = 600.0
 REPEATS = 20
 """Loads without copies per round: the kernel divides processor time by ticks of milliseconds."""
 STEP, ALONE_S = 20_000, 1.0
@@ -118,7 +103,7 @@ def load_once(loads: Loads, plan: LoadPlan) -> float:
     """Load the prompt; the seconds it took."""
     begun = time.perf_counter()
     loads.submit(plan)
-    loads.wait_over(PATIENCE_S)
+    loads.wait_over(BOUND_S)
     assert not loads.take_finished(sync=False)[0].failed_blocks
     return time.perf_counter() - begun
 
@@ -139,7 +124,7 @@ def without_copies(loads: Loads, plan: LoadPlan) -> Processor:
         before = resource.getrusage(resource.RUSAGE_SELF)
         for _ in range(REPEATS):
             loads.submit(plan)
-            loads.wait_over(PATIENCE_S)
+            loads.wait_over(BOUND_S)
             assert not loads.take_finished(sync=False)[0].failed_blocks
         after = resource.getrusage(resource.RUSAGE_SELF)
     return Processor(
@@ -185,111 +170,54 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tls", action="store_true", help="S3 by TLS instead of a folder")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        urls = stores(stack, folder, tls=options.tls)
-        config = load_config(urls, environ={})
-        paged, _ = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=1 + CHUNKS * 16, seed=1)
-        recorder = MemoryRecorder()
-        backends = stack.enter_context(open_backends(config, recorder))
-        settings = CacheSettings("bench", 3600, 60_000, 0)
-        cache = ChunkCache(backends.bulk, None, backends.index, settings, recorder)
-        slab_bytes = payload_bytes_max(paged.layers)
-        plan = saved(cache, paged, recorder, slab_bytes)
-        agent = stack.enter_context(AgentProcess(urls | {"agent_memory_bytes": "2GiB"}, fresh=True))
-        limits = LoadLimits(4096, PATIENCE_S, PATIENCE_S)
-        own = InsideLoads(
-            cache,
-            {0: paged},
-            recorder,
-            payloads=16,
-            payload_bytes=slab_bytes,
-            threads=8,
-            limits=limits,
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="objkv-")))
+        settings = {
+            "bulk_url": f"file://{folder}/c",
+            "index_url": f"sqlite://{folder}/i",
+            "agent_memory_bytes": "2GiB",
+        }
+        agent = stack.enter_context(AgentProcess(settings, fresh=True))
+        paged, caches = paged_group(
+            GROUP, chunk_tokens=CHUNK, num_blocks=1 + CHUNKS * CHUNK // BLOCK, seed=1
         )
-        shared = Loader(
-            {0: paged},
-            ArenaLane(),
-            partial(AgentConnection, agent.path, wants_arena=True, call_s=PATIENCE_S),
-            limits=limits,
-            recorder=recorder,
-        )
-        report(options, shared, own, plan, CHUNKS * paged.raw_bytes / 1e9)
-        shared.close()
-        own.loader.close()
+        side = Side(stack, {"agent": agent.url}, GEOMETRY, caches)
+        (plan,) = step_of(NAMESPACE, saved(side)).loads
+        document = measure(side.worker.loads, plan, options.rounds, CHUNKS * paged.raw_bytes / 1e9)
+    show({"agent": document}, as_json=options.json)
 
 
-def stores(stack: ExitStack, folder: Path, *, tls: bool) -> dict[str, str]:
-    """Settings of the stores that both sides use."""
-    index = {"index_url": f"sqlite://{folder}/i"}
-    if not tls:
-        return index | {"bulk_url": f"file://{folder}/c"}
-    certificates = make_certificates(folder / "tls")
-    server = stack.enter_context(quick_s3_process(tls=certificates))
-    return index | {
-        "bulk_url": "s3://bench/kv",
-        "s3_endpoint_url": server.url,
-        "s3_region": "us-east-1",
-        "s3_addressing": "path",
-        "s3_access_key_id": "bench",
-        "s3_secret_access_key": "bench",
-        "s3_ca_bundle": str(certificates / "ca.pem"),
-    }
-
-
-def saved(cache: ChunkCache, paged: PagedGroup, recorder: Recorder, slab_bytes: int) -> LoadPlan:
-    """Save the prompt; the plan that loads it."""
-    slabs = SlabPool("save", count=4, slab_bytes=slab_bytes)
-    limits = SaveLimits(2, 64, PATIENCE_S, "none", "bench")
-    saver = Saver(cache, {0: paged}, slabs, lane=HostLane(), limits=limits, recorder=recorder)
+def saved(side: Side) -> list[LoadMove]:
+    """Save the prompt; the moves that load it."""
+    saves = []
     for chunk in range(CHUNKS):
         digest = token_digest(tuple(TOKENS[chunk * CHUNK : (chunk + 1) * CHUNK]))
-        plan = SavePlan("r", NAMESPACE, (SaveMove(move(chunk), digest, None),))
-        assert not saver.gather((plan,))
-        assert saver.drain(PATIENCE_S)
-    saver.close(1.0)
-    records = cache._index.lookup(NAMESPACE, HASHES)
-    moves = tuple(
-        LoadMove(move(chunk), tuple(record.shards.items()))
-        for chunk, record in enumerate(records)
-        if record is not None
-    )
-    assert len(moves) == CHUNKS
-    return LoadPlan("r", NAMESPACE, moves, sync=False)
+        saves.append(SaveMove(move(chunk), digest, None))
+        side.save(NAMESPACE, saves[-1:])
+    return stored(side.index, NAMESPACE, saves)
 
 
-def report(
-    options: argparse.Namespace, agent: Loads, own: InsideLoads, plan: LoadPlan, gigabytes: float
-) -> None:
-    """Measure both sides in turn, and print medians."""
-    found: dict[str, list[Held]] = {"agent": [], "own": []}
+def measure(loads: Loads, plan: LoadPlan, rounds: int, gigabytes: float) -> dict[str, float]:
+    """Medians over rounds."""
+    found: list[Held] = []
     python: list[Processor] = []
-    counting = []
-    for number in range(options.rounds + 1):
-        for name, loads in (("agent", agent), ("own", own.loader)):
-            own.forget()
-            one = held(partial(load_once, loads, plan))
-            if number:  # the first fills caches
-                found[name].append(one)
-        python.append(without_copies(agent, plan))
+    counting: list[float] = []
+    for number in range(rounds + 1):
+        one = held(partial(load_once, loads, plan))
+        if number:  # the first fills caches
+            found.append(one)
+        python.append(without_copies(loads, plan))
         counting += [counting_s() for _ in range(REPEATS)]
-    document: dict[str, dict[str, float]] = {
-        name: {
-            "gb_per_s": gigabytes / statistics.median(one.seconds for one in rows),
-            "lock_ms_per_gb": 1e3 * statistics.median(one.held_s for one in rows) / gigabytes,
-            "step_p99": statistics.median(one.step_p99 for one in rows),
-        }
-        for name, rows in found.items()
-    }
-    document["agent"] |= {
+    return {
+        "gb_per_s": gigabytes / statistics.median(one.seconds for one in found),
+        "lock_ms_per_gb": 1e3 * statistics.median(one.held_s for one in found) / gigabytes,
+        "step_p99": statistics.median(one.step_p99 for one in found),
         "python_ms_per_gb": 1e3 * statistics.median(one.user_s for one in python) / gigabytes,
         "processor_ms_per_gb": 1e3 * statistics.median(map(sum, python)) / gigabytes,
         "counting_ms": 1e3 * statistics.median(counting),
     }
-    show(document, as_json=options.json)
 
 
 def show(document: Mapping[str, Mapping[str, float]], *, as_json: bool) -> None:

@@ -114,7 +114,6 @@ class _Places:
         self.example = setting.folder / "example"
         self.example.mkdir()
         self.settings = {
-            "OBJKV_AGENT": "off",
             "OBJKV_BULK_URL": f"file://{setting.folder / 'chunks'}",
             "OBJKV_INDEX_URL": f"sqlite://{setting.folder / 'index.sqlite'}",
         }

@@ -5,9 +5,11 @@ device. The model has the shape of an 8B: a chunk is 256 tokens, 32 layers, 32 M
 made as in a replica, and this program makes the calls that vLLM makes in each step. Transfers are
 timed on the device, from the call to the last copy.
 
-On the simulated device, copies and kernels take time by its model and no bytes move. Payloads are
-in place in the slabs, and pages are not verified: no small host verifies and copies as fast as a
-GPU's link. All Python code runs as it does with a GPU, and takes its real time.
+The agent's core is in this process, and its memory has all payloads before they are timed.
+
+On the simulated device, copies and kernels take time by its model and no bytes move. Payloads have
+no pages: no small host copies as fast as a GPU's link. All Python code runs as it does with a GPU,
+and takes its real time.
 """
 
 import copy
@@ -34,7 +36,8 @@ from benchmarks.harness import (
     interleave,
 )
 from benchmarks.sample import kv_like
-from objkv.assembly.backends import open_index
+from objkv.agent.core import CoreLimits
+from objkv.agent.memory.arena import PAGE
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.cli.command import Session
 from objkv.codec import payload, sealing
@@ -45,6 +48,7 @@ from objkv.connector.kv.wiring import make_worker_side, use_batched_copies
 from objkv.connector.kv.worker import Rank
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ShardRecord
+from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
@@ -64,6 +68,7 @@ from tests.device.devices import (
     model_time,
     open_device,
 )
+from tests.support.inside import InsideAgent
 
 FORMS: Final = ("NHD", "HND")
 """Orders of heads and tokens in a block. FlashAttention's is NHD, where a head's tokens are not
@@ -141,11 +146,11 @@ class OnePrompt:
     """A bulk store with the payloads of one prompt, which have equal pages. It keeps nothing."""
 
     def __init__(self, group: PagedGroup, *, in_place: bool) -> None:
-        """``in_place``: serve headers only, as if the pages were in every slab already."""
+        """``in_place``: serve headers only, as if the pages were in the arena already."""
         self.layers, self.in_place = group.layers, in_place
         room = header_room(group.layers)
-        self._slab = np.empty(room + group.raw_bytes, np.uint8).data
-        self._pages = self._slab[room:]
+        self.slab = np.empty(room + group.raw_bytes, np.uint8).data
+        self._pages = self.slab[room:]
         if not in_place:
             self._pages[:] = kv_like(group.raw_bytes)
         self._headers: dict[str, bytes] = {}
@@ -156,7 +161,7 @@ class OnePrompt:
         """Add a payload. Returns its record."""
         provenance = Provenance(token_digest(()), "objkv bench", 0)
         encoded, header = encode_in_place(
-            claim, self.layers, self._slab, codec="none", provenance=provenance
+            claim, self.layers, self.slab, codec="none", provenance=provenance
         )
         nbytes = len(self._pages)
         self._headers[claim.key.path()] = bytes(encoded[:-nbytes])
@@ -226,18 +231,17 @@ class Rig:
         shape = _GEOMETRY.shape(0, 0)
         assert shape is not None
         self._store = OnePrompt(PagedGroup(shape, list(self._caches.values())), in_place=in_place)
-        config = load_config(
-            {"bulk_url": "memory:", "index_url": "memory:", "pinned_bytes_max": _PINNED_BYTES},
-            environ={},
-        )
+        config = load_config({"pinned_bytes_max": _PINNED_BYTES}, environ={})
         recorder = NullRecorder()
         settings = CacheSettings("bench", ttl_s=600, lease_ms=60_000, hot_save_bytes_max=0)
-        store, index = cast("WriteStore", self._store), open_index(config, recorder)
+        cache = ChunkCache(cast("WriteStore", self._store), None, MemoryIndex(), settings, recorder)
+        nbytes = self.chunks * (len(self._store.slab) // PAGE + 2) * PAGE
+        self._agent = InsideAgent(cache, nbytes, CoreLimits(8, self.chunks), recorder)
         self._worker = make_worker_side(
             config,
             _GEOMETRY,
             Rank(0, "bench", 1),
-            ChunkCache(store, None, index, settings, recorder),
+            self._agent.connect,
             recorder=recorder,
             kv_caches=self._caches,
         )
@@ -255,6 +259,7 @@ class Rig:
 
     def __exit__(self, *_: object) -> None:
         self._worker.close()
+        self._agent.close(_BOUND_S)
         self._api.synchronize(self._device)
 
     # The measurements.

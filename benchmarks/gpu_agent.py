@@ -9,9 +9,9 @@ orders of heads and tokens and with scattered blocks, against plain copies of pa
 
 ``decode``: a decoder of random weights and the shape of an 8B generates tokens of 8 sequences, and
 a thousand lines of Python precede each step, as in an engine. Meanwhile loads of 1 GiB follow one
-another: by an agent that fetches them by TLS, by an agent that has them in memory, and by the
-worker's own threads by TLS. Printed are steps' times, of those alone and beside each kind of load,
-with launches from Python (``eager``) and as one CUDA graph (``graph``).
+another: by an agent that fetches them by TLS, and by one that has them in memory. Printed are
+steps' times, of those alone and beside each kind of load, with launches from Python (``eager``) and
+as one CUDA graph (``graph``).
 """
 
 import argparse
@@ -31,16 +31,13 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from benchmarks.agent import stores
 from benchmarks.sample import kv_like
-from objkv.assembly.agent import AgentLink
+from benchmarks.worker import BOUND_S, LOOK_S, NOTHING, Side, step_of, stores
 from objkv.assembly.backends import Backends, open_backends
-from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import Claim, Provenance, encode, read_header
 from objkv.config import load_config
 from objkv.connector.kv.metadata import StepPlan
-from objkv.connector.kv.wiring import make_worker_side, use_batched_copies
-from objkv.connector.kv.worker import Rank, WorkerSide
+from objkv.connector.kv.wiring import use_batched_copies
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
@@ -52,8 +49,7 @@ from objkv.telemetry import NullRecorder
 from objkv.transfer.devices import driver_of
 from objkv.transfer.loading.loader import Loader
 from objkv.transfer.paging import PagedGroup
-from objkv.transfer.plan import ChunkMove, LoadMove, LoadMoves, LoadPlan
-from tests.agent.test_http import Router
+from objkv.transfer.plan import ChunkMove, LoadMove
 from tests.device.devices import open_device
 from tests.support.agents import AgentProcess
 
@@ -62,8 +58,6 @@ BLOCKS = CHUNK // BLOCK
 LAYERS = tuple(f"layers.{number}" for number in range(32))
 GROUP = GroupIdentity("full", None, LAYERS, heads=8, content=256, block_size=BLOCK)
 GEOMETRY = Geometry((GROUP,), CHUNK, BLOCK, tp_size=1)
-NOTHING = StepPlan(may_reuse=False)
-BOUND_S, LOOK_S = 60.0, 5e-5
 SMALL_ARENA, LARGE_ARENA = "1280MiB", "5GiB"
 """Room for little more than one prompt, and for all of them."""
 SEQUENCES, CONTEXT, WIDTH, HEADS, KV_HEADS, INNER = 8, 2048, 4096, 32, 8, 14_336
@@ -71,8 +65,7 @@ PYTHON_LINES = 20_000
 """Iterations of a loop before each step, about a millisecond."""
 ALONE_STEPS, WARM_STEPS = 150, 20
 BESIDE_S = 2.5
-"""For so long at most, steps run beside one load. A worker that fetches by TLS itself gets its
-interpreter's lock rarely then, and its load may take a minute."""
+"""For so long at most, steps run beside one load."""
 
 
 class Prompts:
@@ -123,8 +116,7 @@ class Prompts:
     def plan(self, prompt: int, chunks: int = CHUNKS) -> StepPlan:
         """A step that begins to load the first chunks of a prompt."""
         self._requests += 1
-        moves = LoadMoves.pack(self.prompts[prompt][:chunks])
-        return StepPlan(loads=(LoadPlan(f"r{self._requests}", NAMESPACE, moves, sync=False),))
+        return step_of(NAMESPACE, self.prompts[prompt][:chunks], f"r{self._requests}")
 
     def check(self, caches: Sequence[torch.Tensor], prompt: int) -> None:
         """Raise AssertionError unless the paged cache has this prompt."""
@@ -148,75 +140,10 @@ def caches_of(device: torch.device, form: str) -> list[torch.Tensor]:
     return [layer.transpose(1, 2) for layer in whole.unbind(0)]
 
 
-class Side:
-    """A worker of a replica, and the step that an engine makes with it."""
-
-    def __init__(
-        self,
-        stack: ExitStack,
-        settings: Mapping[str, str],
-        caches: Sequence[torch.Tensor],
-        agent: AgentProcess | None = None,
-    ) -> None:
-        """``agent``: loads for it; None if it loads for itself."""
-        own = {"pinned_bytes_max": str(2 << 30), "load_deadline_ms": "60000"}
-        own["agent"] = "off" if agent is None else agent.url
-        config, recorder = load_config({**settings, **own}, environ={}), NullRecorder()
-        source: ChunkCache | AgentLink
-        if agent is None:
-            backends = stack.enter_context(open_backends(config, recorder))
-            options = CacheSettings("bench", 3600, 60_000, 0)
-            source = ChunkCache(backends.bulk, None, backends.index, options, recorder)
-        else:
-            source = AgentLink(config)
-        self.agent, self.caches = agent, caches
-        self.worker: WorkerSide = make_worker_side(
-            config,
-            GEOMETRY,
-            Rank(0, "bench", 1),
-            source,
-            recorder=recorder,
-            kv_caches=dict(zip(LAYERS, caches, strict=True)),
-        )
-        stack.callback(self.worker.close)
-
-    def load(self, plan: StepPlan) -> float:
-        """Load without an engine. Returns seconds until it is reported."""
-        begun = time.perf_counter()
-        self.begin(plan)
-        self.start(plan)
-        while not self.ended():
-            assert time.perf_counter() - begun < BOUND_S
-            time.sleep(LOOK_S)
-        return time.perf_counter() - begun
-
-    def begin(self, plan: StepPlan) -> None:
-        """What a model runner calls before its forward pass."""
-        self.worker.before_reuse(plan)
-        self.worker.before_forward(plan)
-
-    def start(self, plan: StepPlan) -> None:
-        """What it calls once that is launched."""
-        self.worker.start_loads(plan)
-        self.worker.end_forward(plan)
-
-    def ended(self) -> bool:
-        """Whether a load was reported."""
-        received = bool(self.worker.results(NOTHING, set()).received)
-        assert not self.worker.take_failed_blocks(), "a load failed"
-        return received
-
-    def registered(self) -> bool:
-        """Whether the device can read all of the agent's memory that was loaded so far."""
-        loads = self.worker.loads
-        return not (isinstance(loads, Loader) and loads.is_registering)
-
-    def fetched(self) -> int:
-        """Bytes that its agent has fetched."""
-        assert self.agent is not None
-        _, text = Router(Path(f"{self.agent.path}.http")).ask("GET", "/metrics")
-        (line,) = [x for x in text.splitlines() if x.startswith("objkv_agent_load_bytes_total ")]
-        return int(float(line.split()[1]))
+def is_registering(side: Side) -> bool:
+    """Whether the device cannot read all of the agent's memory yet that was loaded so far."""
+    loads = side.worker.loads
+    return isinstance(loads, Loader) and loads.is_registering
 
 
 def settle(side: Side, prompts: Prompts, numbers: Sequence[int]) -> None:
@@ -225,7 +152,7 @@ def settle(side: Side, prompts: Prompts, numbers: Sequence[int]) -> None:
         side.load(prompts.plan(number))
         prompts.check(side.caches, number)
     end = time.monotonic() + BOUND_S
-    while side.agent is not None and not side.registered():
+    while is_registering(side):
         assert time.monotonic() < end
         time.sleep(0.01)
 
@@ -242,7 +169,7 @@ def resident(
             agent = inner.enter_context(
                 AgentProcess({**settings, "agent_memory_bytes": LARGE_ARENA}, fresh=True)
             )
-            side = Side(inner, settings, caches, agent)
+            side = Side(inner, {"agent": agent.url}, GEOMETRY, caches)
             prompts = stored(settings, caches)
             nbytes = prompts.prompts[0][0].records[0][1].raw_bytes
             settle(side, prompts, (0, 0))
@@ -403,14 +330,14 @@ def decode(
         kinds["graph"] = decoder.replay
     caches = caches_of(device, "NHD")
     prompts = stored(settings, caches)
-    small, large = (
-        stack.enter_context(AgentProcess({**settings, "agent_memory_bytes": nbytes}, fresh=True))
-        for nbytes in (SMALL_ARENA, LARGE_ARENA)
-    )
+    agents = {
+        name: stack.enter_context(
+            AgentProcess({**settings, "agent_memory_bytes": nbytes}, fresh=True)
+        )
+        for name, nbytes in (("agent", SMALL_ARENA), ("resident", LARGE_ARENA))
+    }
     sides = {
-        "agent": Side(stack, settings, caches, small),
-        "resident": Side(stack, settings, caches, large),
-        "own": Side(stack, settings, caches),
+        name: Side(stack, {"agent": agent.url}, GEOMETRY, caches) for name, agent in agents.items()
     }
     for side in sides.values():
         settle(side, prompts, range(PROMPTS))
@@ -423,7 +350,7 @@ def decode(
         ratios: dict[str, list[float]] = {}
         loads: dict[str, list[float]] = {}
         spent: dict[str, list[float]] = {}
-        before = sides["agent"].fetched()
+        before = agents["agent"].metrics()["load_bytes_total"]
         for _ in range(rounds):
             alone = engine.alone()
             steps["alone"] += alone
@@ -435,7 +362,8 @@ def decode(
                 ratios.setdefault(name, []).append(
                     statistics.median(found.steps) / statistics.median(alone)
                 )
-        fetched = (sides["agent"].fetched() - before) / (max(1, len(loads["agent"])) * CHUNKS)
+        fetched = agents["agent"].metrics()["load_bytes_total"] - before
+        fetched /= max(1, len(loads["agent"])) * CHUNKS
         nbytes = prompts.prompts[0][0].records[0][1].raw_bytes
         numbers[f"{kind} fetched share"] = fetched / nbytes
         base = percentiles(steps["alone"])
@@ -477,7 +405,7 @@ def opened(options: argparse.Namespace) -> Iterator[tuple[ExitStack, dict[str, s
     """Stores on loopback behind TLS."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="objkv-")))
-        yield stack, stores(stack, folder, tls=True)
+        yield stack, stores(stack, folder)
 
 
 def main() -> None:

@@ -2,10 +2,10 @@
 
     python -m benchmarks.latency [--rounds N] [--json]
 
-Eight requests decode while another loads a prompt of a gigabyte from an S3 server by TLS, once by a
-node agent and once by the replica itself. An engine step gives each of the eight a token, so the
-duration of a step is their inter-token latency. Steps without a load are measured just before each
-load. Where loads are resident in the agent's memory, nothing is fetched: shown too.
+Eight requests decode while another loads a prompt of a gigabyte, once by an agent that fetches it
+from an S3 server by TLS, and once by one that has it in memory. An engine step gives each of the
+eight a token, so the duration of a step is their inter-token latency. Steps without a load are
+measured just before each load.
 
 ``beside`` are the steps while a process that is no engine has the agent fetch such a prompt: what
 work on the machine's other processor takes from this one.
@@ -32,7 +32,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from benchmarks.agent import show, stores
+from benchmarks.agent import show
+from benchmarks.worker import stores
 from objkv.agent.client import AgentConnection
 from objkv.agent.fill import Wanted
 from objkv.agent.memory.arena import CellState
@@ -135,15 +136,15 @@ def fetch(path: str, message: str) -> None:
 
 
 def measure(
-    llm: Any, seeds: list[int], rounds: int, length: int, agent: str | None = None
+    llm: Any, seeds: list[int], rounds: int, lengths: list[int], agent: str | None = None
 ) -> dict[str, Any]:
     """Runs in the replica: durations of steps in seconds, without and during loads of one of the
-    prompts, which take turns. With the socket of an ``agent``, whose memory holds one prompt, also
+    prompts, which take turns. ``lengths``: tokens of a prompt and of a chunk. With the socket of an ``agent``, whose memory holds one prompt, also
     beside a process that has it fetch the first one, and then only the others are loaded."""
     from vllm import SamplingParams
 
-    engine = llm.llm_engine
-    bystander = None if agent is None else Bystander(agent, length // CHUNK)
+    engine, (length, chunk) = llm.llm_engine, lengths
+    bystander = None if agent is None else Bystander(agent, length // chunk)
     endless = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=4096)
     one = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=1)
     found: dict[str, list[float]] = {
@@ -279,12 +280,12 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         everywhere = os.sched_getaffinity(0)
         os.sched_setaffinity(0, {max(everywhere)})
-        urls = stores(stack, folder, tls=True)
+        urls = stores(stack, folder)
         nbytes = LENGTH * TOKEN_NBYTES
         small, large = str(nbytes * 5 // 4), str(nbytes * 5 // 2)
         agents = {
             name: stack.enter_context(
-                AgentProcess(urls | {"agent_memory_bytes": memory}, fresh=True)
+                AgentProcess(urls | {"agent_memory_bytes": memory, "codec": "none"}, fresh=True)
             )
             for name, memory in (("agent", small), ("resident", large))
         }
@@ -296,15 +297,14 @@ def main() -> None:
         saves: list[Any] = []
         for prompt in prompts:
             saves += [Generate(prompts=(prompt,)), SAVED, ResetPrefixCache()]
-        replica(saves, urls | {"codec": "none"}, folder)
-        arguments = {"seeds": seeds, "rounds": options.rounds, "length": LENGTH}
-        sides = {name: {"agent": agent.url} for name, agent in agents.items()} | {"own": {}}
+        replica(saves, {"agent": agents["resident"].url}, folder)
+        arguments = {"seeds": seeds, "rounds": options.rounds, "lengths": [LENGTH, CHUNK]}
         answers: dict[str, dict[str, list[float]]] = {}
         for _ in range(TURNS):
-            for name, settings in sides.items():
-                beside = {"agent": str(agents[name].path)} if name == "agent" else {}
+            for name, agent in agents.items():
+                beside = {"agent": str(agent.path)} if name == "agent" else {}
                 look = Call(function="benchmarks.latency:measure", arguments=arguments | beside)
-                answer = replica([look], urls | settings, folder).answers[0]
+                answer = replica([look], {"agent": agent.url}, folder).answers[0]
                 kept = answers.setdefault(name, {key: [] for key in answer})
                 for key, values in answer.items():
                     kept[key] += values

@@ -1,27 +1,69 @@
-"""Background threads: pools that run jobs in order, and alarms that wake a waiting thread.
+"""Background threads: pools that run jobs in order, a thread that asks many questions before it
+waits for answers, and alarms that wake a waiting thread.
 
-All of objkv's background queues are pools, so they share three guarantees: an exception in a job
-never ends a thread, a waiting thread keeps no finished job alive, and closing a pool returns the
-jobs that no thread has started. The owner defines the jobs and limits their number and age. The
-threads are daemons, so a process can exit while a file system hangs. ``ThreadPoolExecutor`` would
-wait forever.
+All of objkv's background queues share three guarantees: an exception in a job never ends a thread,
+a waiting thread keeps no finished job alive, and closing gives back the jobs that no thread has
+started. The owner defines the jobs and limits their number and age. The threads are daemons, so a
+process can exit while a file system hangs. ``ThreadPoolExecutor`` would wait forever.
 """
 
 import logging
 import os
 import select
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from threading import Condition, Lock, Thread, get_ident
-from time import monotonic
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field
+from threading import Condition, Lock, Thread
+from time import monotonic, sleep
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 logger = logging.getLogger(__name__)
 
+_FAULT_S = 0.1
+"""Pause after a fault of a thread's own work, which may be there again at once."""
 JOIN_S = 1.0
 """The shortest time to wait for idle threads when closing."""
 Job = TypeVar("Job")
+T = TypeVar("T")
+
+
+class Line(Protocol):
+    """A way to another process, which answers questions in order. Its methods never wait, and raise
+    what has become of the line if it is lost."""
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when an answer has arrived."""
+
+    def send(self, message: bytes) -> bool:
+        """Send a question. False if there is no room before an earlier one is answered."""
+
+    def receive(self) -> bytes | None:
+        """Return the next answer, or None if it has not arrived."""
+
+    def close(self) -> None:
+        """Give up the line. Idempotent."""
+
+
+class Question(NamedTuple):
+    """What a step asks for."""
+
+    line: Line
+    message: bytes
+
+
+Steps = Generator[Question | None, bytes, T]
+"""Work in steps. It yields a question, to go on with its answer, or None to let others go first. If
+the line is lost, the question raises the reason, or ``TimeoutError``."""
+
+
+def in_steps(outcome: T | Steps[T]) -> Steps[T]:
+    """Return the outcome of a call that may be done in steps, as by an agent, or was done at once,
+    as by a store in this process."""
+    if isinstance(outcome, Generator):
+        return (yield from cast("Steps[T]", outcome))
+    return outcome
 
 
 class Pool(Generic[Job]):
@@ -37,7 +79,6 @@ class Pool(Generic[Job]):
         failed: Callable[[Job, Exception], None] | None = None,
         begin: Callable[[], None] | None = None,
         lazy: bool = False,
-        clock: Callable[[], float] = monotonic,
     ) -> None:
         """
         Args:
@@ -46,19 +87,16 @@ class Pool(Generic[Job]):
             failed: receives exceptions of ``run``; by default they are logged as errors.
             begin: called by each thread before its first job.
             lazy: start a thread only when a job arrives while all others are busy.
-            clock: for ``hanging``.
         """
         self._name = name
         self._threads_max = threads_max
         self._run = run
         self._failed = failed
         self._begin = begin
-        self._clock = clock
         self._lock = Lock()
         self._came, self._ended = Condition(self._lock), Condition(self._lock)
         self._jobs: deque[Job] = deque()
-        self._begun: dict[int, float] = {}
-        """Start time of each busy thread's job, by thread."""
+        self._begun = 0
         self._threads: list[Thread] = []
         self._closed = False
         for _ in range(0 if lazy else threads_max):
@@ -72,7 +110,7 @@ class Pool(Generic[Job]):
     @property
     def busy(self) -> int:
         """Jobs that are running."""
-        return len(self._begun)
+        return self._begun
 
     @property
     def threads(self) -> int:
@@ -84,37 +122,16 @@ class Pool(Generic[Job]):
         """Whether the pool refuses new jobs."""
         return self._closed
 
-    def put(self, jobs: Iterable[Job], *, first: bool = False) -> bool:
-        """Queue all jobs, ahead of waiting ones if ``first``. Return False and queue none after
-        ``close``, or if a needed thread cannot be started."""
+    def put(self, jobs: Iterable[Job]) -> bool:
+        """Queue all jobs. Return False and queue none after ``close``, or if a needed thread cannot
+        be started."""
         jobs = list(jobs)
         with self._lock:
             if self._closed or not self._has_threads_for(len(jobs)):
                 return False
-            if first:
-                self._jobs.extendleft(reversed(jobs))
-            else:
-                self._jobs.extend(jobs)
+            self._jobs.extend(jobs)
             self._came.notify(len(jobs))
         return True
-
-    def take_back(self, unwanted: Callable[[Job], bool]) -> list[Job]:
-        """Remove waiting jobs that are ``unwanted`` and return them to the caller."""
-        removed: list[Job] = []
-        kept: deque[Job] = deque()
-        with self._lock:
-            for job in self._jobs:  # call ``unwanted`` once per job: its answer may change
-                (removed if unwanted(job) else kept).append(job)
-            if removed:
-                self._jobs = kept
-                self._wake_drained()
-        return removed
-
-    def hanging(self, seconds: float) -> int:
-        """Return the number of threads that have run their job for at least ``seconds``."""
-        with self._lock:
-            since = self._clock() - seconds
-            return sum(begun <= since for begun in self._begun.values())
 
     def drain(self, seconds: float) -> bool:
         """Wait at most ``seconds`` until no job is waiting or running; return whether that
@@ -158,7 +175,7 @@ class Pool(Generic[Job]):
             self._ended.notify_all()
 
     def _has_threads_for(self, more: int) -> bool:
-        needed = min(self._threads_max, len(self._jobs) + len(self._begun) + more)
+        needed = min(self._threads_max, len(self._jobs) + self._begun + more)
         while len(self._threads) < needed:
             try:
                 self._start_thread()
@@ -182,7 +199,7 @@ class Pool(Generic[Job]):
                 if not self._jobs:
                     return
                 job = self._jobs.popleft()
-                self._begun[get_ident()] = self._clock()
+                self._begun += 1
             try:
                 self._run(job)
             except Exception as exc:  # a dead thread would let the queue fill up
@@ -190,7 +207,7 @@ class Pool(Generic[Job]):
             finally:
                 del job  # release its memory now rather than when the next job arrives
                 with self._lock:
-                    del self._begun[get_ident()]
+                    self._begun -= 1
                     self._wake_drained()
 
     def _take_error(self, job: Job, error: Exception) -> None:
@@ -200,6 +217,224 @@ class Pool(Generic[Job]):
             self._failed(job, error)
         except Exception:
             logger.exception("job failed unexpectedly pool=%s", self._name)
+
+
+def at_once(steps: Steps[T]) -> T:
+    """Return the outcome of work that asks no other process."""
+    try:
+        while True:
+            question = next(steps)
+            assert question is None
+    except StopIteration as end:
+        return cast("T", end.value)
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    steps: Steps[Any]
+    future: Future[Any] = field(default_factory=Future)
+
+
+@dataclass(slots=True)
+class _Traffic:
+    """The questions of a line that have no answer yet."""
+
+    sent: deque[_Task] = field(default_factory=deque)
+    unsent: deque[tuple[_Task, bytes]] = field(default_factory=deque)
+    heard_at: float = 0.0
+    """When the last answer came, or the first question was sent."""
+
+
+class StepThread:
+    """One thread for much work that mostly waits for answers. Thread-safe.
+
+    It sends the questions of all its work before it waits, and goes on with whichever is answered.
+    No exception ends it: those of work go to its future.
+    """
+
+    def __init__(self, name: str, *, answer_s: float) -> None:
+        """``answer_s``: a line without an answer for this time is lost. Raises ``OSError`` if the
+        process is out of descriptors."""
+        self._name, self._answer_s = name, answer_s
+        self._lock, self._alarm = Lock(), Alarm()
+        self._new: deque[_Task] = deque()
+        self._ready: deque[tuple[_Task, bytes | BaseException | None]] = deque()
+        self._traffic: dict[Line, _Traffic] = {}
+        self._unfinished = 0
+        self._end_at: float | None = None
+        self._sleeps = self._has_ended = False
+        self._thread: Thread | None = None
+        self._has_thread()
+
+    @property
+    def unfinished(self) -> int:
+        """Work that waits or has begun."""
+        return self._unfinished
+
+    def start(self, work: Steps[Any]) -> Future[Any] | None:
+        """Have work done, none of it by the caller. It can be cancelled until it begins. Returns
+        None after ``close``, or if the system is out of threads."""
+        task = _Task(work)
+        with self._lock:
+            if self._end_at is not None or not self._has_thread():
+                return None
+            self._unfinished += 1
+            task.future.add_done_callback(self._note_end)
+            self._new.append(task)
+        if self._sleeps:
+            self._alarm.ring()
+        return task.future
+
+    def close(self, seconds: float) -> None:
+        """Cancel what has not begun, and wait for the rest, at most ``seconds``; then its questions
+        fail. Idempotent."""
+        with self._lock:
+            if self._end_at is None:
+                self._end_at = monotonic() + seconds
+            left = list(self._new)
+            self._new.clear()
+        for task in left:
+            task.future.cancel()
+        self._alarm.ring()
+        if self._thread is not None:
+            self._thread.join(seconds + JOIN_S)
+
+    def __repr__(self) -> str:
+        return f"<StepThread {self._name}: {self._unfinished} unfinished>"
+
+    def _has_thread(self) -> bool:
+        if self._thread is not None and self._thread.is_alive():
+            return True
+        thread = Thread(target=self._run, name=self._name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # thread limit reached, or the interpreter is shutting down
+            return False
+        self._thread = thread
+        return True
+
+    def _run(self) -> None:
+        fault: Exception | None = None
+        while True:
+            try:
+                if fault is not None:  # a bug, or no memory: later work must find the thread
+                    self._lose_all(fault)
+                    fault = None
+                self._work()
+                self._listen()
+                if self._end_at is not None and (not self._unfinished or self._is_over()):
+                    break
+            except Exception as exc:
+                fault = exc
+                with suppress(Exception):
+                    logger.exception("background work failed unexpectedly thread=%s", self._name)
+                sleep(_FAULT_S)
+        self._has_ended = True
+        self._lose_all(TimeoutError("closed"))
+        while self._ready or self._new:
+            self._work()
+        self._alarm.close()
+
+    def _is_over(self) -> bool:
+        return self._end_at is not None and monotonic() >= self._end_at
+
+    def _work(self) -> None:
+        """Begin new work, and go on with what was answered."""
+        for _ in range(len(self._ready)):
+            task, answer = self._ready.popleft()
+            self._go_on(task, answer)
+        while self._new:
+            with suppress(IndexError):  # closed meanwhile
+                task = self._new.popleft()
+                if task.future.set_running_or_notify_cancel():
+                    self._go_on(task, None)
+
+    def _go_on(self, task: _Task, answer: bytes | BaseException | None) -> None:
+        try:
+            if isinstance(answer, BaseException):
+                question = task.steps.throw(answer)
+            else:
+                question = task.steps.send(cast("bytes", answer))
+        except StopIteration as end:
+            task.future.set_result(end.value)
+        except BaseException as exc:
+            task.future.set_exception(exc)
+        else:
+            if self._has_ended:
+                self._ready.append((task, TimeoutError("closed")))
+            elif question is None:
+                self._ready.append((task, None))
+            else:
+                traffic = self._traffic.setdefault(question.line, _Traffic())
+                traffic.unsent.append((task, question.message))
+                self._send(question.line, traffic)
+
+    def _note_end(self, _: Future[Any]) -> None:
+        with self._lock:
+            self._unfinished -= 1
+
+    def _send(self, line: Line, traffic: _Traffic) -> None:
+        """Send what there is room for. The rest follows after an answer."""
+        try:
+            while traffic.unsent and line.send(traffic.unsent[0][1]):
+                if not traffic.sent:
+                    traffic.heard_at = monotonic()
+                traffic.sent.append(traffic.unsent.popleft()[0])
+        except Exception as exc:
+            self._lose(line, exc)
+
+    def _listen(self) -> None:
+        """Wait for answers and new work, unless something can go on at once."""
+        poll = select.poll()
+        poll.register(self._alarm.fileno(), select.POLLIN)
+        lines = {}
+        for line, traffic in list(self._traffic.items()):
+            if not traffic.sent:  # not even its first question can be sent
+                self._lose(line, TimeoutError("no room for a question"))
+            else:
+                poll.register(line.fileno(), select.POLLIN)
+                lines[line.fileno()] = line
+        self._sleeps = True  # before the last look at new work
+        events = poll.poll(0 if self._new or self._ready else self._wait_ms())
+        self._sleeps = False
+        for fd, _ in events:
+            if fd in lines:
+                self._hear(lines[fd], self._traffic[lines[fd]])
+            else:
+                self._alarm.calm()
+        late = monotonic() - self._answer_s
+        for line, traffic in list(self._traffic.items()):
+            if traffic.heard_at <= late:
+                self._lose(line, TimeoutError(f"no answer within {self._answer_s:g} s"))
+
+    def _wait_ms(self) -> float | None:
+        ends = [traffic.heard_at + self._answer_s for traffic in self._traffic.values()]
+        if self._end_at is not None:
+            ends.append(self._end_at)
+        return 1000 * max(0.0, min(ends) - monotonic()) + 1 if ends else None
+
+    def _hear(self, line: Line, traffic: _Traffic) -> None:
+        try:
+            while traffic.sent and (answer := line.receive()) is not None:
+                traffic.heard_at = monotonic()
+                self._ready.append((traffic.sent.popleft(), answer))
+        except Exception as exc:
+            self._lose(line, exc)
+            return
+        self._send(line, traffic)
+        if not traffic.sent and not traffic.unsent:
+            del self._traffic[line]
+
+    def _lose(self, line: Line, error: Exception) -> None:
+        traffic = self._traffic.pop(line)
+        tasks = [*traffic.sent, *(task for task, _ in traffic.unsent)]
+        self._ready.extend((task, error) for task in tasks)
+        with suppress(Exception):
+            line.close()
+
+    def _lose_all(self, error: Exception) -> None:
+        for line in list(self._traffic):
+            self._lose(line, error)
 
 
 def join_all(threads: Sequence[Thread], seconds: float) -> list[str]:

@@ -6,14 +6,17 @@ miss, so no error reaches the engine.
 
 from collections.abc import Sequence
 
-from objkv.redact import hide_in_current_error, without_secrets
+from objkv.redact import hide_in_current_error, printable, without_secrets
 
 
 class ObjkvError(Exception):
-    """Base class of objkv's errors. Masks secrets, including secrets in a server's message."""
+    """Base class of objkv's errors. Masks secrets, including secrets in a server's message, and
+    control characters: each message is a line."""
 
     def __init__(self, *words: object) -> None:
-        super().__init__(*(without_secrets(w) if isinstance(w, str) else w for w in words))
+        super().__init__(
+            *(printable(without_secrets(w)) if isinstance(w, str) else w for w in words)
+        )
         hide_in_current_error()
 
 

@@ -1,4 +1,4 @@
-"""Keeps secrets out of error messages and logs.
+"""Keeps secrets and control characters out of error messages and logs.
 
 objkv writes no secret into a message itself, but its errors include messages of servers, which may
 quote a password, and of client libraries, which quote URLs. Code that reads a secret from the
@@ -47,6 +47,12 @@ def without_secrets(text: str) -> str:
     for pattern in sorted(_known.values(), key=lambda one: -len(one.pattern)):
         text = pattern.sub(MASK, text)
     return _SIGNED.sub(rf"\1{MASK}", text)
+
+
+def printable(text: str) -> str:
+    """Replace control characters and characters that reverse text direction in ``text``: names in a
+    store and answers of servers are not trusted. They could forge a line of a log, too."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def hide_in_current_error() -> None:

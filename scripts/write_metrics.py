@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from objkv.agent.http.metrics import LEVELS, PREFIX, TOTALS
+from objkv.agent.http.metrics import DECISIONS, LEVELS, PREFIX, TOTALS
 from objkv.connector.counters import (
     BUCKETS_S,
     ENCODER_METRICS,
@@ -23,25 +23,13 @@ Row = tuple[str, str, str]
 def connector(metrics: MetricTable) -> Iterator[Row]:
     """Yield a connector's metrics as Prometheus shows them. A histogram also has the suffixes
     ``_bucket``, ``_sum`` and ``_count``."""
-    parts = set[str]()
-    for suffix, kind, families in (
-        ("_total", "counter", metrics.counter_families),
-        ("", "gauge", metrics.gauge_families),
-    ):
-        for name, family in families.items():
-            parts |= family.parts.keys()
-            labels = ",".join(family.labels)
-            yield f"{metrics.prefix}{name}{suffix}{{{labels}}}", kind, family.text
     for suffix, kind, names in (
         ("_total", "counter", metrics.counters),
         ("", "gauge", metrics.gauges),
         ("", "histogram", metrics.histograms),
     ):
-        yield from (
-            (f"{metrics.prefix}{name}{suffix}", kind, names[name])
-            for name in names
-            if name not in parts
-        )
+        for name, text in names.items():
+            yield f"{metrics.prefix}{name}{suffix}", kind, text
 
 
 def exporter() -> Iterator[Row]:
@@ -57,6 +45,8 @@ def agent() -> Iterator[Row]:
         yield PREFIX + name, "gauge", text
     for name, text in TOTALS.items():
         yield f"{PREFIX}{name}_total", "counter", text
+    for name, text in DECISIONS.items():
+        yield f"{PREFIX}{name}{{namespace}}", "gauge", text
 
 
 def table(rows: Iterable[Row]) -> str:

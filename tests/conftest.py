@@ -25,8 +25,8 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("objkv")
 
-# Agents outlive what starts them. Tests of agents start their own; all others do without.
-os.environ["OBJKV_AGENT"] = "off"
+# Agents outlive what starts them: what a test starts without saying more has one of its own.
+os.environ["OBJKV_AGENT"] = "private"
 
 # A shell starts what it puts in the background deaf to SIGINT, and every child inherits that: then
 # no test could interrupt a program as a terminal does.

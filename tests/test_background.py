@@ -13,7 +13,6 @@ from threading import Event
 import pytest
 
 from objkv.background import Pool
-from tests.contracts.clock import ManualClock
 
 PATIENCE_S = 120.0
 
@@ -40,19 +39,18 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def test_jobs_run_in_order_and_those_put_first_before_the_others() -> None:
+def test_jobs_run_in_order() -> None:
     done: list[str] = []
     gate = Gate()
     pool: Pool[Callable[[], object]] = Pool("t", 1, run)
     assert pool.put([gate])
     assert gate.begun.wait(PATIENCE_S)
-    assert pool.put(lambda name=name: done.append(name) for name in "cd")
-    assert pool.put((lambda name=name: done.append(name) for name in "ab"), first=True)
-    assert str(pool) == "4 waiting, 1 under way"
+    assert pool.put(lambda name=name: done.append(name) for name in "ab")
+    assert str(pool) == "2 waiting, 1 under way"
     assert not pool.drain(0.001)
     gate.open.set()
     assert pool.drain(PATIENCE_S)
-    assert done == ["a", "b", "c", "d"]
+    assert done == ["a", "b"]
     assert pool.close() == []
     assert not pool.threads
 
@@ -108,7 +106,6 @@ def test_as_many_threads_are_woken_as_there_are_new_jobs_and_who_drains_only_at_
     pool.put([list, dict])
     pool.put([set])
     assert woken == [1, 2, 1]
-    assert pool.take_back(lambda job: job is dict) == [dict]
     assert drained == []
     gate.open.set()
     wait_until(lambda: not pool.waiting and not pool.busy)
@@ -129,50 +126,6 @@ def test_closing_hands_back_what_no_thread_began_and_names_what_hangs() -> None:
     assert pool.close(PATIENCE_S, give_up=left.extend) == []
     assert left == [list, dict]
     assert pool.drain(0.0)
-
-
-def test_waiting_jobs_can_be_taken_back() -> None:
-    gate = Gate()
-    pool: Pool[Callable[[], object]] = Pool("t", 1, run)
-    pool.put([gate, list, dict])
-    assert gate.begun.wait(PATIENCE_S)
-    assert pool.take_back(lambda job: job is list) == [list]
-    assert pool.waiting == 1
-    gate.open.set()
-    assert pool.drain(PATIENCE_S)
-    pool.close()
-
-
-def test_a_job_whose_worth_changes_while_it_is_looked_at_is_not_lost() -> None:
-    gate, seen = Gate(), list[object]()
-
-    def unwanted(job: object) -> bool:
-        seen.append(job)
-        return seen.count(job) > 1 or job is dict
-
-    pool: Pool[Callable[[], object]] = Pool("t", 1, run)
-    pool.put([gate, list, dict])
-    assert gate.begun.wait(PATIENCE_S)
-    assert pool.take_back(unwanted) == [dict]
-    assert pool.waiting == 1
-    gate.open.set()
-    assert pool.drain(PATIENCE_S)
-    pool.close()
-
-
-def test_threads_that_hang_are_counted() -> None:
-    clock, gates = ManualClock(), [Gate(), Gate()]
-    pool: Pool[Callable[[], object]] = Pool("t", 3, run, clock=clock)
-    for gate in gates:
-        pool.put([gate])
-        assert gate.begun.wait(PATIENCE_S)
-        clock.advance(1.0)
-    assert [pool.hanging(seconds) for seconds in (0.5, 1.5, 2.5)] == [2, 1, 0]
-    for gate in gates:
-        gate.open.set()
-    assert pool.drain(PATIENCE_S)
-    assert pool.hanging(0.0) == 0
-    pool.close()
 
 
 def test_a_job_that_is_done_is_not_kept_until_the_next_one() -> None:

@@ -14,6 +14,7 @@ from objkv.config import (
     load_config,
     local_path,
     make_private,
+    node,
     resolve_config,
 )
 from objkv.config.schema import BASIC, TOPICS
@@ -112,7 +113,7 @@ def test_only_a_folder_can_be_its_own_index() -> None:
     [
         ({"bulk_urll": "x"}, {}, "'bulk_urll' in kv_connector_extra_config; did you mean 'bulk_u"),
         ({}, {"OBJKV_BULK_ULR": "x"}, "'OBJKV_BULK_ULR' in the environment; did you mean 'OBJKV_B"),
-        ({}, {"OBJKV_AGENT": "foo"}, "OBJKV_AGENT in the environment: it must be off, auto, or un"),
+        ({}, {"OBJKV_AGENT": "foo"}, "OBJKV_AGENT in the environment: it must be auto, private,"),
         ({"agent_token": "short"}, {}, "agent_token in kv_connector_extra_config: it must have at"),
         (
             {"tenant": "a b"},
@@ -289,3 +290,23 @@ def test_a_token_is_long_and_fits_into_a_header(token: str) -> None:
     with pytest.raises(ConfigError, match="agent_token") as caught:
         load_config({"agent_token": token}, environ={})
     assert token not in str(caught.value)
+
+
+@pytest.mark.parametrize("own", ["0::/a/b", "9:name=systemd:/a\n4:memory:/a/b\n0::/"])
+@pytest.mark.parametrize("limited", ["a/b", "a", "."])
+def test_the_memory_of_this_machine_is_what_its_control_groups_allow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, limited: str
+) -> None:
+    """In both versions, and if the limit is that of a group of groups."""
+    file, version = tmp_path / "own", tmp_path / "memory" if "memory" in own else tmp_path
+    file.write_text(own)
+    (version / "a/b").mkdir(parents=True)
+    for folder in (version / "a/b", version / "a"):
+        (folder / "memory.max").write_text("max")
+    name = "memory.limit_in_bytes" if "memory" in own else "memory.max"
+    (version / limited / name).write_text("4096")
+    monkeypatch.setattr(node, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(node, "_OWN_CGROUPS", file)
+    assert node.host_bytes() == 4096
+    (version / limited / name).unlink()
+    assert node.host_bytes() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

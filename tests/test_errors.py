@@ -1,9 +1,9 @@
-"""The advice that errors give works."""
+"""Errors show nothing that a terminal or a log obeys, and their advice works."""
 
 import subprocess
 import sys
 
-from objkv.errors import pip_install
+from objkv.errors import StoreDenied, pip_install
 
 
 def test_the_advice_to_install_an_extra_needs_no_objkv_from_a_registry() -> None:
@@ -13,3 +13,9 @@ def test_the_advice_to_install_an_extra_needs_no_objkv_from_a_registry() -> None
     ran = subprocess.run(pip, capture_output=True, text=True, cwd="/")
     assert ran.returncode == 0, ran.stderr
     assert "Requirement already satisfied: cryptography" in ran.stdout
+
+
+def test_the_text_of_a_server_is_one_line_without_control_characters() -> None:
+    text = str(StoreDenied("get x: \x1b]0;owned\x07\x9b2J\nERROR forged\u202e"))
+    assert text.isprintable()
+    assert "ERROR forged" in text

@@ -17,6 +17,8 @@ from benchmarks.fleet.fleet import Agents, Fleet, Policy, Routing
 from benchmarks.fleet.report import Summary, quantile
 from benchmarks.fleet.sweep import Case, Runs, changed
 from benchmarks.fleet.trace import Request
+from objkv.cache.worth import SWEEP_WAIT_S, PutRule
+from objkv.config.prices import Prices
 
 ARENA_SHARE = 1 / 8
 """objkv's default: of the node's memory."""
@@ -26,11 +28,13 @@ with lifecycle rules of one and of two days, which S3 rounds up to midnight."""
 _TB = 1e12
 _GB_MONTH_HOURS = 730.0
 _COLUMNS = (
-    "GPU %", "node %", "bucket %", "loaded, of today", "put TB/h", "put, of today", "drops %",
-    "PUT M/h", "GET M/h", "requests $/h", "disk wear", "GPU time saved", "pays up to h",
+    "GPU %", "node %", "bucket %", "loaded, of no agents", "put TB/h", "put, of no agents",
+    "drops %", "PUT M/h", "GET M/h", "requests $/h", "disk wear", "GPU time saved", "pays up to h",
     *(f"net, {life}" for life in LIVES_H), "TTFT p50 s", "mean",
 )  # fmt: skip
 _PROCESSES_MAX = 4
+_STEP_TOKENS = 2048
+"""Of a prompt's beginning, by which the GPU time of a token is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +49,9 @@ class Row:
     node: float
     """Loaded from the agent's memory or disk."""
     bucket: float
-    loaded_of_today: float
+    loaded_share: float
     """Tokens loaded from anywhere, of those that are loaded without agents; likewise bytes put."""
-    put_of_today: float
+    put_share: float
     put_bytes: float
     dropped: float
     puts: float
@@ -96,10 +100,11 @@ def cases(fleet: Fleet, costs: Costs) -> Iterator[Case]:
 
     half = costs.node.memory_bytes / 2
     found = {
-        "everything, no agents (today)": fleet,
+        "no agents": fleet,
         "all": agents("all"),
         "all, one process": agents("all", processes=1),
-        "reused (default)": agents("reused"),
+        "reused": agents("reused"),
+        "auto (default)": agents(decided(fleet, costs)),
         "reused, one process": agents("reused", processes=1),
         "reused, arena of half the memory": agents("reused", memory_bytes=half),
         "reused, disk 4 TB of read payloads": agents("reused", 4, disk_keeps="read"),
@@ -108,6 +113,26 @@ def cases(fleet: Fleet, costs: Costs) -> Iterator[Case]:
     }
     for name, case in found.items():
         yield Case("agents", name, case)
+
+
+def decided(fleet: Fleet, costs: Costs) -> Policy:
+    """What ``auto`` puts, once the GPU time of a chunk is known."""
+    model, bulk, settings = costs.models[fleet.model], costs.bulk[fleet.bulk], fleet.settings
+    prices = Prices(
+        bulk.gb_month_usd,
+        1000 * bulk.put_usd,
+        1000 * bulk.get_usd,
+        gpu_hour=costs.client.gpu_hour_usd,
+        put_gb=bulk.put_gb_usd,
+        source=fleet.bulk,
+    )
+    rule = PutRule(
+        "auto", prices, settings.ttl_s + SWEEP_WAIT_S, multipart_bytes=settings.s3_multipart_bytes
+    )
+    tokens = settings.chunk_tokens
+    payload = model.token_bytes * tokens // model.shards
+    gpu_s = model.gpus * model.prefill_s(0, _STEP_TOKENS) * tokens / _STEP_TOKENS
+    return rule.decide(rule.chunk([payload] * model.shards, gpu_s)).puts
 
 
 def halves(requests: Sequence[Request]) -> dict[str, list[Request]]:
@@ -123,11 +148,11 @@ def halves(requests: Sequence[Request]) -> dict[str, list[Request]]:
 def rows(part: str, requests: Sequence[Request], costs: Costs, fleet: Fleet) -> list[Row]:
     """Simulate one part of the trace with one routing."""
     runs, out = Runs(requests, costs), list[Row]()
-    today: Summary | None = None
+    base: Summary | None = None
     for case in cases(fleet, costs):
         summary = runs.summary(case)
-        today = today or summary
-        out.append(_row(part, case, runs, (summary, today)))
+        base = base or summary
+        out.append(_row(part, case, runs, (summary, base)))
     return out
 
 
@@ -163,7 +188,7 @@ def tables(found: Sequence[Row]) -> Iterator[Table]:
 
 
 def _row(part: str, case: Case, runs: Runs, summaries: tuple[Summary, Summary]) -> Row:
-    summary, today = summaries
+    summary, base = summaries
     run = runs.run(case.fleet)
     world, per_h = run.world, 3600 * run.world.scale / run.span_s
     bulk, put_bytes = world.bulk, 3600 * summary.saved_bytes_s
@@ -176,8 +201,8 @@ def _row(part: str, case: Case, runs: Runs, summaries: tuple[Summary, Summary]) 
         gpu=summary.gpu,
         node=node,
         bucket=summary.bulk,
-        loaded_of_today=(node + summary.bulk) / max(today.bulk, 1e-9),
-        put_of_today=summary.saved_bytes_s / max(today.saved_bytes_s, 1e-9),
+        loaded_share=(node + summary.bulk) / max(base.bulk, 1e-9),
+        put_share=summary.saved_bytes_s / max(base.saved_bytes_s, 1e-9),
         put_bytes=put_bytes,
         dropped=summary.dropped,
         puts=3600 * summary.puts_s,
@@ -194,9 +219,9 @@ def _row(part: str, case: Case, runs: Runs, summaries: tuple[Summary, Summary]) 
 def _cells(row: Row) -> list[str]:
     return [
         *(f"{100 * share:.1f}" for share in (row.gpu, row.node, row.bucket)),
-        f"{row.loaded_of_today:.2f}",
+        f"{row.loaded_share:.2f}",
         f"{row.put_bytes / _TB:.1f}",
-        f"{row.put_of_today:.2f}",
+        f"{row.put_share:.2f}",
         f"{100 * row.dropped:.0f}",
         f"{row.puts / 1e6:.2f}",
         f"{row.gets / 1e6:.2f}",

@@ -31,7 +31,7 @@ def ask(url: str, max_tokens: int = 8, **asked: Any) -> dict[str, Any]:
 
 def saved(url: str) -> int:
     """Return how many of the replica's chunks other replicas find, from its metrics."""
-    saves = ("saves_accepted", "saves", "save_existed")
+    saves = ("saves_accepted", "save_existed")
     names = tuple(f"vllm:objkv_{name}_total" for name in saves)
     lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
     return int(sum(float(line.split()[-1]) for line in lines if line.startswith(names)))

@@ -40,7 +40,7 @@ def answer(model: str, prompts: list[str], engine: dict[str, Any]) -> list[dict[
         }
         for output in outputs
     ]
-    # A regular shutdown waits for in-flight saves (drain_deadline_ms).
+    # A regular shutdown hands the last saves over to the agent (drain_deadline_ms).
     llm.llm_engine.engine_core.shutdown()
     return answers
 

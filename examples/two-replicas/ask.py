@@ -14,7 +14,7 @@ DOCUMENT = " ".join(f"Shelf {shelf} holds {shelf * 7 % 90} boxes." for shelf in 
 QUESTIONS = ("How many boxes are on shelf 12?", "Which shelves hold more than 80 boxes?")
 SAVED_S = 60.0
 PREFIX = "vllm:objkv_"
-FINDABLE = ("saves_accepted_total", "saves_total", "save_existed_total")
+FINDABLE = ("saves_accepted_total", "save_existed_total")
 """Counters of chunks that other replicas find: the node's agent has them, or the store has."""
 REASONS = (
     "lookup_deadlines_total",

@@ -15,13 +15,14 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from threading import Lock
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from objkv.agent.connections import ArenaLease, lease_of
 from objkv.agent.fill import Wanted
-from objkv.agent.memory.answers import AnswerBoard, Scope
+from objkv.agent.leases import ArenaLease, lease_of
+from objkv.agent.memory.answers import FIELDS_MAX, AnswerBoard, Scope
 from objkv.agent.memory.arena import CELLS, Arena
 from objkv.agent.messages import (
+    DEADLINE_MS_MAX,
     MESSAGE_BYTES_MAX,
     OPEN_MAX,
     RELEASE_MAX,
@@ -45,8 +46,9 @@ from objkv.agent.messages import (
     unpack_opened,
     unpack_text,
 )
+from objkv.agent.peers import connect_to
 from objkv.agent.queue import Urgency
-from objkv.background import Alarm, wait_for
+from objkv.background import Alarm, Question, Steps, wait_for
 from objkv.errors import StoreUnavailable, TransferError
 from objkv.index.base import Shards
 from objkv.keys.prefix import PREFIX_HASH_BYTES
@@ -65,10 +67,17 @@ class AgentRefused(TransferError):
     """The agent does not serve this client, such as one of another version."""
 
 
-class AgentConnection:
-    """An ``ArenaConnection`` by the agent's socket. Thread-safe: calls take turns."""
+class Connect(Protocol):
+    """Connects to the agent: ``AgentLink.connect``."""
 
-    is_inside = False
+    def __call__(self, *, wants_arena: bool = False, outbox: int = -1) -> "AgentConnection":
+        """Return a new connection. Raises ``ObjkvError``. For the arguments see
+        ``AgentConnection``."""
+
+
+class AgentConnection:
+    """A way to the agent's payloads and answers. Thread-safe: calls take turns. What is done in
+    steps is for one thread, and a connection of its own."""
 
     def __init__(
         self,
@@ -82,7 +91,8 @@ class AgentConnection:
         agent serves ``path``, or it refuses."""
         self._path = path
         self._lock = Lock()
-        self._is_lost = False
+        self._is_lost = self._leaves = False
+        self._unanswered = 0
         self._arena: Arena | None = None
         self._board: AnswerBoard | None = None
         self._known: dict[bytes, tuple[int, FoundBlock]] = {}
@@ -90,7 +100,7 @@ class AgentConnection:
         """Rings when a payload that is being filled makes progress."""
         sock = self._sock = open_socket(call_s)
         try:
-            sock.connect(str(path))
+            connect_to(sock, path)
             hello = pack_hello(Hello(VERSION, wants_arena, outbox >= 0))
             socket.send_fds(sock, [hello], [outbox] if outbox >= 0 else [])
             message, descriptors, _, _ = socket.recv_fds(sock, MESSAGE_BYTES_MAX, 2)
@@ -144,7 +154,7 @@ class AgentConnection:
     ) -> list[ArenaLease]:
         """Open payloads of one namespace for reading, in order. Each lease must be released."""
         leases: list[ArenaLease] = []
-        deadline_ms = max(1, int(1000 * deadline_s))
+        deadline_ms = int(min(max(1.0, 1000 * deadline_s), DEADLINE_MS_MAX))
         for start in range(0, len(wanted), OPEN_MAX):
             part = wanted[start : start + OPEN_MAX]
             answer = self._call(pack_opening(Opening(urgency, deadline_ms, part)))
@@ -173,30 +183,47 @@ class AgentConnection:
 
     def find(
         self, namespace: str, hashes: Sequence[bytes], fields: tuple[str, ...]
-    ) -> list[Shards | None]:
-        """Look up chunks, see ``ReadIndex.find``. Raises ``StoreUnavailable`` if the agent has no
-        answer, also because its index has none."""
+    ) -> Steps[list[Shards | None]]:
+        """Look up chunks, see ``ReadIndex.find``: in the answers first, and in steps what they
+        lack. Raises ``StoreUnavailable`` if the agent has no answer, also because its index has
+        none."""
+        if len(fields) <= FIELDS_MAX:
+            return (yield from self._find(namespace, hashes, fields))
+        parts = (fields[at : at + FIELDS_MAX] for at in range(0, len(fields), FIELDS_MAX))
+        found: list[list[Shards | None]] = []
+        for part in parts:
+            found += [(yield from self._find(namespace, hashes, part))]
+        return [
+            dict(chain.from_iterable(one.items() for one in row if one)) or None
+            for row in zip(*found, strict=True)
+        ]
+
+    def _find(
+        self, namespace: str, hashes: Sequence[bytes], fields: tuple[str, ...]
+    ) -> Steps[list[Shards | None]]:
         scope = Scope(namespace, fields)
         parts = scope.blocks(b"".join(hashes))
         now = time.time()
-        blocks = [self._kept(scope, part, fields, now) for part in parts]
+        blocks = [self._kept(scope.key(part), part, fields, now) for part in parts]
         unknown = [number for number, block in enumerate(blocks) if block is None]
         at_once = max(1, find_max(len(fields)) // scope.chunks)
-        for first in range(0, len(unknown), at_once):
-            numbers = unknown[first : first + at_once]
-            answers = self._ask(namespace, [parts[number] for number in numbers], fields)
-            for number, block in zip(numbers, answers, strict=True):
+        while unknown:
+            some = [parts[number] for number in unknown[:at_once]]
+            answer = yield Question(self, pack_find(namespace, some, fields))
+            answers = self._found(answer, some, fields)
+            at_once = len(answers)
+            for number, block in zip(unknown[:at_once], answers, strict=True):
                 blocks[number] = block
+            del unknown[:at_once]
         return list(chain.from_iterable(block for block in blocks if block is not None))
 
     def _kept(
-        self, scope: Scope, part: bytes, fields: tuple[str, ...], now: float
+        self, key: bytes, part: bytes, fields: tuple[str, ...], now: float
     ) -> FoundBlock | None:
         """Return a block of an answer if it is in shared memory."""
         if self._board is None or self._is_lost:
             return None
-        key = scope.key(part)
-        found = self._board.find(scope, key, now)
+        found = self._board.find(key, now)
         if found is None:
             return None
         known = self._known.get(key)
@@ -211,29 +238,68 @@ class AgentConnection:
         self._known[key] = found[0], block
         return block
 
-    def _ask(
-        self, namespace: str, parts: Sequence[bytes], fields: tuple[str, ...]
+    def _found(
+        self, answer: bytes, parts: Sequence[bytes], fields: tuple[str, ...]
     ) -> list[FoundBlock]:
-        """Ask the agent for some blocks of prefix hashes."""
-        answer = self._call(pack_find(namespace, parts, fields))
+        """Read what the agent answers about some blocks of prefix hashes: it may be less than
+        all."""
         if self._read(partial(kind_of, answer)) is MessageKind.FAILED:
             raise StoreUnavailable(f"lookup by the agent: {unpack_text(answer)}")
         texts = self._read(partial(unpack_found, answer, len(parts)))
         return [
             self._read(partial(read_block, text, len(part) // PREFIX_HASH_BYTES, fields))
-            for text, part in zip(texts, parts, strict=True)
+            for text, part in zip(texts, parts, strict=False)
         ]
 
-    def call(self, message: bytes) -> bytes:
+    def call(self, message: bytes) -> Steps[bytes]:
         """Send a message of ``objkv.agent.calls`` and return the answer."""
-        answer = self._call(message)
+        answer = yield Question(self, message)
         if self._read(partial(kind_of, answer)) not in (MessageKind.RESULT, MessageKind.FAILED):
             self._is_lost = True
             raise ProtocolError(f"{kind_of(answer).name} instead of a result")
         return answer
 
+    def fileno(self) -> int:
+        """See ``Line``."""
+        return self._sock.fileno()
+
+    def send(self, message: bytes) -> bool:
+        """See ``Line``. Not for a connection that is used in another way, too."""
+        if self._is_lost:
+            raise TransferError(f"the connection to the agent at {self._path} is lost")
+        try:
+            self._sock.send(message, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError as exc:
+            raise self._lost("no connection to", exc) from exc
+        self._unanswered += 1
+        return True
+
+    def receive(self) -> bytes | None:
+        """See ``Line``."""
+        try:
+            answer = self._sock.recv(MESSAGE_BYTES_MAX + 1, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        except OSError as exc:
+            raise self._lost("no answer from", exc) from exc
+        if not answer:
+            raise self._lost("no answer from", "it ended the connection")
+        self._unanswered -= 1
+        if self._leaves:
+            self.leave()
+        return answer
+
+    def leave(self) -> None:
+        """Close the connection once all questions are answered: one that the agent has ended."""
+        self._leaves = True
+        if not self._unanswered:
+            self.close()
+
     def wait(self, seconds: float, also: Alarm | None = None) -> bool:
-        """See ``ArenaConnection``."""
+        """Wait for progress of a payload that is being filled, or for ``also``, for at most
+        ``seconds``. Returns False if the agent has gone."""
         alarms = [one for one in (self.alarm, also) if one is not None]
         if not wait_for(alarms, seconds, until_hangup=self._sock.fileno()):
             self._is_lost = True
@@ -262,13 +328,9 @@ class AgentConnection:
         try:
             answer = self._sock.recv(MESSAGE_BYTES_MAX + 1)
         except OSError as exc:
-            self._is_lost = True
-            raise TransferError(
-                f"no answer from the agent at {self._path}: {_reason(exc)}"
-            ) from exc
+            raise self._lost("no answer from", exc) from exc
         if not answer:
-            self._is_lost = True
-            raise TransferError(f"the agent at {self._path} ended the connection")
+            raise self._lost("no answer from", "it ended the connection")
         return answer
 
     def _send(self, message: bytes) -> None:
@@ -281,10 +343,12 @@ class AgentConnection:
         try:
             self._sock.send(message)
         except OSError as exc:
-            self._is_lost = True
-            raise TransferError(
-                f"no connection to the agent at {self._path}: {_reason(exc)}"
-            ) from exc
+            raise self._lost("no connection to", exc) from exc
+
+    def _lost(self, what: str, reason: OSError | str) -> TransferError:
+        self._is_lost = True
+        text = _reason(reason) if isinstance(reason, OSError) else reason
+        return TransferError(f"{what} the agent at {self._path}: {text}")
 
     def _read(self, parse: Callable[[], T]) -> T:
         """Parse an answer. A connection that sends nonsense is lost."""
@@ -296,11 +360,11 @@ class AgentConnection:
 
 
 def is_listening(path: Path) -> bool:
-    """Whether an agent accepts connections."""
+    """Whether an agent that this process trusts accepts connections."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.settimeout(1.0)
-            sock.connect(str(path))
+            connect_to(sock, path)
     except OSError:
         return False
     return True

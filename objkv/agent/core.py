@@ -1,4 +1,4 @@
-"""The core: what a node's replicas share by an agent, or one worker has inside its process.
+"""The core: what a node's replicas share by an agent.
 
 Clients open payloads. Each payload is fetched and verified once, by threads of the core, in the
 order of urgency and, among clients, in turn by bytes. Any fault is a miss with a reason.
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Condition, Lock, Thread
-from time import monotonic, thread_time
+from time import monotonic
 
 from objkv.agent.fill import (
     UNKNOWN,
@@ -24,7 +24,7 @@ from objkv.agent.fill import (
     Wanted,
 )
 from objkv.agent.memory.arena import Arena, CellState
-from objkv.agent.queue import Due, FetchJob, Pace, Turns, Urgency
+from objkv.agent.queue import BusyThreads, Due, FetchJob, Turns, Urgency
 from objkv.agent.residents import MissReason, Resident, Residents, Waiter
 from objkv.agent.spill.disk import Disk
 from objkv.agent.spill.spill import Spill, SpillLimits
@@ -51,10 +51,6 @@ class CoreLimits:
     """Payloads that may wait for a thread. Further ones are misses."""
     disk_keeps_all: bool = False
     """Whether payloads are written to the disk that were not read."""
-    is_paced: bool = False
-    """Whether few threads work at once with a quick store, see ``Pace``."""
-    waits_for_room: bool = False
-    """Whether a fetch waits, up to its deadline, for memory that readers will give back."""
     cuts: Cuts = field(default_factory=Cuts)
 
 
@@ -69,13 +65,6 @@ class _MissError(ObjkvError):
 class Core:
     """Thread-safe. ``open`` and ``release`` never wait."""
 
-    on_rejected: Callable[[str, bytes], object] = staticmethod(lambda namespace, prefix_hash: None)
-    """Called for the chunk of each payload whose record was forgotten."""
-    _is_paced = False
-    """Whether the last look for a job found one that has to wait for the end of another."""
-    on_ended: Callable[[], object] = staticmethod(lambda: None)
-    """Called by the last of the threads, at its end."""
-
     def __init__(
         self,
         cache: ChunkCache,
@@ -84,9 +73,11 @@ class Core:
         recorder: Recorder,
         *,
         disk: Disk | None = None,
+        changed: Callable[[bytes], object] = lambda prefix_hash: None,
     ) -> None:
-        """The core closes ``disk``, and neither ``cache`` nor ``arena``."""
-        self.residents = Residents(arena, recorder)
+        """The core closes ``disk``, and neither ``cache`` nor ``arena``. ``changed``: called for a
+        chunk after a lookup of it has another outcome. Must not wait."""
+        self.residents = Residents(arena, recorder, changed)
         self.spill: Spill | None = None
         """The tier below the arena; None if there is none."""
         if disk is not None:
@@ -94,15 +85,15 @@ class Core:
             bounds = SpillLimits(readers, keeps_all=limits.disk_keeps_all)
             self.spill = Spill(self.residents, disk, cache.seal, bounds, recorder)
         self._cache, self._limits, self._recorder = cache, limits, recorder
+        self._record_changed = changed
         self._trouble = Trouble(logger, "loads")
         self._changed = Condition(Lock())
-        self._turns, self._pace = Turns(), Pace(None if limits.is_paced else limits.threads)
+        self._turns, self._busy = Turns(), BusyThreads()
         self._prefetching = 0
-        self._closed = self._draining = self._is_watched = False
+        self._closed = self._draining = False
         self._known: dict[tuple[str, str], KnownShape] = {}
-        self._running = limits.threads
         self._threads = [
-            Thread(target=self._work, name=f"objkv-fill-{n}", daemon=True)
+            Thread(target=self._serve, name=f"objkv-fill-{n}", daemon=True)
             for n in range(limits.threads)
         ]
         for thread in self._threads:
@@ -138,8 +129,8 @@ class Core:
                 if self._is_stuck():
                     self.residents.release(resident)
                     return MissReason.NO_ROOM
-                self._turns.hasten(resident, due)
-            self._changed.notify()
+                if self._turns.hasten(resident, due):
+                    self._changed.notify()
         if is_lost:
             self.residents.failed(resident, MissReason.NO_ROOM)
         if not ahead:
@@ -166,18 +157,13 @@ class Core:
     def in_flight(self) -> int:
         """Payloads that wait for a thread or are being fetched."""
         with self._changed:
-            return len(self._turns) + self._pace.busy
+            return len(self._turns) + len(self._busy)
 
     @property
     def is_stuck(self) -> bool:
         """Whether every thread hangs well beyond its payload's deadline."""
         with self._changed:
             return self._is_stuck()
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether no thread writes the arena any more, nor will."""
-        return not self._running
 
     def forget_client(self, client: Waiter) -> None:
         """The client has gone; its leases were released."""
@@ -210,57 +196,32 @@ class Core:
         if self._closed or len(self._turns) >= self._limits.queue_max or self._is_stuck():
             return False
         self._turns.add(client, one, wanted, due)
+        self._changed.notify()
         return True
 
-    def _drop_abandoned(self) -> None:
-        """End queued payloads without a client's lease, and free their memory."""
-        with self._changed:
-            self._turns.discard(self.residents.give_up)
-
     def _is_stuck(self) -> bool:
-        return self._pace.all_late(self._limits.threads)
-
-    def _work(self) -> None:
-        try:
-            self._serve()
-        finally:
-            with self._changed:
-                self._running -= 1
-                is_last = not self._running
-            if is_last:
-                self.on_ended()
+        return self._busy.all_late(self._limits.threads)
 
     def _serve(self) -> None:
         staging = Staging()
         while True:
             with self._changed:
                 while (job := self._take()) is None and not self._closed:
-                    self._pause(staging)
+                    if not self._changed.wait(_IDLE_S if staging else None):
+                        staging.clear()
             if job is None:
                 return
-            began, rest = thread_time(), None
+            rest = None
             try:
                 rest = self._run(job, staging)
             finally:
-                self._end(job, rest, thread_time() - began)
+                self._end(job, rest)
             del job, rest
 
-    def _pause(self, staging: Staging) -> None:
-        """Wait for a change. While payloads wait for others, one thread also watches the time."""
-        if not self._is_paced:
-            if not self._changed.wait(_IDLE_S if staging else None):
-                staging.clear()
-        elif self._is_watched:
-            self._changed.wait()
-        else:
-            self._is_watched = True
-            self._changed.wait(self._pace.wait_s())
-            self._is_watched = False
-
-    def _end(self, job: FetchJob, rest: FetchJob | None, busy_s: float) -> None:
+    def _end(self, job: FetchJob, rest: FetchJob | None) -> None:
         """End a job, or queue the rest of it."""
         with self._changed:
-            self._pace.end(busy_s)
+            self._busy.end()
             if job.urgency is Urgency.PREFETCH:
                 self._prefetching -= 1
             if rest is not None and not self._closed:
@@ -276,15 +237,14 @@ class Core:
         """Return the next job; None if there is none, or only prefetches, and the other threads are
         kept for loads."""
         urgency = self._turns.next_urgency()
-        self._is_paced = urgency is not None and not self._pace.may_begin()
-        if urgency is None or self._closed or self._is_paced:
+        if urgency is None or self._closed:
             return None
         if urgency is Urgency.PREFETCH:
             if self._prefetching >= max(1, self._limits.threads * 3 // 4):
                 return None
             self._prefetching += 1
         job = self._turns.take()
-        self._pace.begin(job.deadline)
+        self._busy.begin(job.deadline)
         if self._turns.next_urgency() is not None:
             self._changed.notify()
         return job
@@ -340,7 +300,7 @@ class Core:
         return not layers and not is_over and reason in (MissReason.LATE, MissReason.STORE)
 
     def _new_fill(self, job: FetchJob, source: Source | None = None) -> Fill:
-        key, limits = job.wanted.claim.key, self._limits
+        key = job.wanted.claim.key
         return Fill(
             job.one,
             job.wanted,
@@ -348,9 +308,7 @@ class Core:
             self._cache,
             self._known.get((key.namespace, key.field), UNKNOWN),
             source=source,
-            cuts=limits.cuts if job.urgency is Urgency.IN_STEP else WHOLE,
-            room_until=job.deadline if limits.waits_for_room else 0.0,
-            make_room=self._drop_abandoned,
+            cuts=self._limits.cuts if job.urgency is Urgency.IN_STEP else WHOLE,
         )
 
     def _from_disk(self, job: FetchJob, staging: Staging) -> Fill | None:
@@ -414,7 +372,7 @@ class Core:
             self._recorder.count("load_bytes", fill.header.nbytes)
             where = "hot_load_bytes" if fill.is_hot else "bulk_load_bytes"
             self._recorder.count(where, fill.header.nbytes)
-            seconds = monotonic() - began - fill.waited_s if fill.is_whole else None
+            seconds = monotonic() - began if fill.is_whole else None
             self._cache.note_load(fill.header, hot=wanted.record.hot, seconds=seconds)
         return MissReason.NONE
 
@@ -422,7 +380,7 @@ class Core:
         """Forget a record, also in what lookups remember: it would be a miss again and again."""
         key = wanted.claim.key
         self._cache.reject(key, {key.field: wanted.record}, corrupt=corrupt)
-        self.on_rejected(key.namespace, key.prefix_hash)
+        self._record_changed(key.prefix_hash)
 
     def _remember(self, shard: tuple[str, str], shape: KnownShape) -> None:
         """Keep one tuple of layers per shard, since the header's parser goes by its identity, and

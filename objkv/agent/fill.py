@@ -4,9 +4,6 @@ An uncompressed payload goes from the socket to its place in the arena. Others a
 the fetching thread, and each frame is decoded to its place. A frame is announced to readers when
 it is verified. In both cases the arena holds an uncompressed, unsealed payload.
 
-A fetch that has to wait for memory waits between gets, because a get occupies a connection: before
-the first one if the size of its place is known, otherwise it gets the payload again.
-
 Payloads for which a forward pass waits come in parts, so that the first layers of all payloads
 arrive before the last layers of any.
 """
@@ -14,7 +11,6 @@ arrive before the last layers of any.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from time import monotonic
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,14 +89,6 @@ class NoRoomError(TransferError):
     """The arena has no memory for the payload."""
 
 
-class _NoRoomYetError(TransferError):
-    """The arena has no memory for a payload whose get is under way."""
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(f"no room yet for {nbytes} bytes in the arena")
-        self.nbytes = nbytes
-
-
 class Staging:
     """The buffer of one fetching thread, for payloads that are decoded. It grows as needed."""
 
@@ -124,22 +112,6 @@ class Staging:
 class Fill:
     """One fetch. Belongs to one thread at a time."""
 
-    header: Header | None = None
-    """The stored payload's header, once it is verified."""
-    is_complete = False
-    """Whether the whole payload is in the arena."""
-    waited_s = 0.0
-    """How long the fetch has waited for memory."""
-    is_hot = False
-    """Whether bytes came from the hot store."""
-    header_bytes = 0
-    """Length of the payload's header in the arena, once the stored header is verified."""
-    _is_encrypted = False
-    _place: memoryview | None = None
-    """The payload's memory in the arena."""
-    _stored = memoryview(b"")
-    """The buffer of the store's bytes: the same memory, or a staging buffer."""
-
     def __init__(
         self,
         one: Resident,
@@ -150,20 +122,28 @@ class Fill:
         *,
         source: Source | None = None,
         cuts: Cuts = WHOLE,
-        room_until: float = 0.0,
-        make_room: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
             known: of earlier payloads of the shard.
             source: where to read it instead of from the stores. Frames are announced only when all
                 are verified: after a fault the stores' bytes may come to other places.
-            room_until: how long to wait for memory, by ``monotonic``.
-            make_room: called, often, while it waits.
         """
+        self.header: Header | None = None
+        """The stored payload's header, once it is verified."""
+        self.is_complete = False
+        """Whether the whole payload is in the arena."""
+        self.is_hot = False
+        """Whether bytes came from the hot store."""
+        self.header_bytes = 0
+        """Length of the payload's header in the arena, once the stored header is verified."""
+        self._is_encrypted = False
+        self._place: memoryview | None = None
+        """The payload's memory in the arena."""
+        self._stored = memoryview(b"")
+        """The buffer of the store's bytes: the same memory, or a staging buffer."""
         self._one, self.wanted, self._source = one, wanted, source
         self._residents, self._cache, self._known = residents, cache, known
-        self._room_until, self._make_room = room_until, make_room
         is_plain = source is not None or wanted.record.codec == "none"
         self._is_direct = is_plain and cache.seal is None
         self._nbytes = wanted.record.nbytes if source is None else source.nbytes
@@ -185,39 +165,38 @@ class Fill:
         Raises ``PayloadError`` or ``ValueTooLong`` if it is not what its key and its record
         promise, ``NoRoomError``, and ``StoreError``.
         """
-        if self._nbytes > self._residents.total_bytes:
-            raise NoRoomError(f"a payload of {self._nbytes} bytes is larger than the arena")
+        if self._nbytes > self._residents.payload_bytes_max:
+            raise NoRoomError(f"a payload of {self._nbytes} bytes is too large for the arena")
         if not self._nbytes:
             raise PayloadError("an empty payload by the record")
         try:
-            self._take_memory(staging)
-            while True:  # at most twice
-                began = monotonic()
-                try:
-                    is_stored = self._next_part()
-                    if is_stored and self.is_whole and not self.is_complete:
-                        is_stored = self._whole()
-                    return is_stored
-                except _NoRoomYetError as exc:
-                    self.waited_s += monotonic() - began
-                    self._allot(exc.nbytes)
-                    self._room_until, self.is_hot = 0.0, False
+            is_stored = self._take_memory(staging) and self._next_part()
+            if is_stored and self.is_whole and not self.is_complete:
+                is_stored = self._whole()
+            return is_stored
         finally:
             self._stored = memoryview(b"")
             if self.is_complete:
                 self._place = None
 
-    def _take_memory(self, staging: Staging) -> None:
-        """Have the buffer for the store's bytes, and the payload's place if its size is known."""
+    def _take_memory(self, staging: Staging) -> bool:
+        """Have the buffer for the store's bytes, and the payload's place if its size is known.
+        Returns False if the payload is not stored. Until it is known that it is, no payload is
+        evicted for it that no store has."""
         spare = not self.is_whole  # shows a payload that is too long
-        if self._is_direct:
-            self._stored = self._place or self._allot(self._nbytes, spare)
-            return
-        if self._place is None and (size := self._known.header_bytes):
-            size += self.wanted.record.raw_bytes
-            if size <= self._residents.total_bytes:
-                self._allot(size)
-        self._stored = staging.view(self._nbytes + spare)
+        if not self._is_direct:
+            if self._place is None and (size := self._known.header_bytes):
+                size += self.wanted.record.raw_bytes
+                self._place = self._residents.allot(self._one, size, is_sure=False)
+            self._stored = staging.view(self._nbytes + spare)
+            return True
+        is_sure = self._source is not None
+        if self._place is None:
+            self._place = self._residents.allot(self._one, self._nbytes, spare, is_sure=is_sure)
+        if self._place is None and not is_sure and self._get(staging.view(1), 0, 0) is None:
+            return False
+        self._stored = self._place or self._allot(self._nbytes, spare)
+        return True
 
     def _whole(self) -> bool:
         got = self._get(self._stored[: self._nbytes], 0, None)
@@ -288,25 +267,16 @@ class Fill:
         self.is_hot = True
 
     def _allot(self, nbytes: int, spare: int = 0) -> memoryview:
-        began = monotonic()
-        room = self._residents.allot(
-            self._one, nbytes, spare, until=self._room_until, make_room=self._make_room
-        )
-        self.waited_s += monotonic() - began
+        room = self._residents.allot(self._one, nbytes, spare)
         if room is None:
             raise NoRoomError(f"no room for {nbytes} bytes in the arena")
         self._place = room
         return room
 
     def _resize(self, nbytes: int) -> memoryview:
-        """Return the payload's place in the arena, of this size. Does not wait, as a get is under
-        way. No reader knows the place yet."""
+        """Return the payload's place in the arena, of this size. No reader knows the place yet."""
         if self._place is None or len(self._place) != nbytes:
             self._residents.retract(self._one)
-            self._place = self._residents.take_room(self._one, nbytes)
-        if self._place is None:
-            if self._room_until > monotonic():
-                raise _NoRoomYetError(nbytes)
             return self._allot(nbytes)
         return self._place
 
@@ -335,6 +305,9 @@ class Fill:
         header = read_claimed(
             self._stored[:needed], self.wanted.claim, self._known.layers, seal=self._cache.seal
         )
+        record = self.wanted.record  # a folder that is its own index knows only a file's length
+        if record.raw_bytes not in (header.raw_bytes, record.nbytes):
+            raise PayloadError(f"{header.raw_bytes} bytes of pages, not those of the record")
         if header.nbytes > self._nbytes:
             raise PayloadError(f"{header.nbytes} bytes, expected at most {self._nbytes}")
         if self._is_direct:

@@ -6,12 +6,14 @@ little-endian. Reading raises ``ProtocolError`` for anything that this module wo
 """
 
 import struct
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 from objkv.agent.fill import Wanted
-from objkv.agent.memory.answers import RECORD_BYTES
+from objkv.agent.memory.answers import FIELDS_MAX
 from objkv.agent.memory.arena import CellState
 from objkv.agent.residents import MissReason
 from objkv.codec.payload import Claim
@@ -22,11 +24,13 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.keys.topology import Shard
 
-VERSION: Final = 4
+VERSION: Final = 5
 MESSAGE_BYTES_MAX: Final = 65_536
 OPEN_MAX: Final = 256
 """Payloads in one ``open``."""
+DEADLINE_MS_MAX: Final = 0xFFFF_FFFF
 _NAMESPACE_CHARS = 32
+_FIND_RECORDS = 512
 _RECORD_BYTES_MAX = 400
 """An encoded shard record is shorter."""
 
@@ -279,8 +283,8 @@ def unpack_committed(message: bytes) -> CommitStatus:
 
 
 def find_max(fields: int) -> int:
-    """Return how many chunks one FIND may ask for, so that question and answer fit."""
-    return (MESSAGE_BYTES_MAX - 1024) // max(PREFIX_HASH_BYTES, RECORD_BYTES * fields)
+    """Return how many chunks one FIND may ask for. Their answer fits nearly always."""
+    return max(1, _FIND_RECORDS // fields) if 0 < fields <= FIELDS_MAX else 0
 
 
 def pack_find(namespace: str, hashes: Sequence[bytes], fields: Sequence[str]) -> bytes:
@@ -307,17 +311,18 @@ def unpack_find(message: bytes) -> tuple[str, bytes, tuple[str, ...]]:
     return _namespace(name), hashes, fields
 
 
-def pack_found(texts: Sequence[bytes]) -> bytes | None:
-    """Return the answer to FIND with the text of each block, or None if it would be too long."""
-    message = bytes((MessageKind.FOUND,)) + b";".join(texts)
-    return message if len(message) <= MESSAGE_BYTES_MAX else None
+def pack_found(texts: Sequence[bytes]) -> bytes:
+    """Return the answer to FIND: the texts of as many leading blocks as fit. One always does."""
+    ends = accumulate(len(text) + 1 for text in texts)
+    count = bisect_right(list(ends), MESSAGE_BYTES_MAX)
+    return bytes((MessageKind.FOUND,)) + b";".join(texts[:count])
 
 
 def unpack_found(message: bytes, count: int) -> list[bytes]:
-    """Read the text of each of ``count`` blocks."""
+    """Read the texts of one or more leading blocks of ``count``."""
     _expect(message, MessageKind.FOUND)
     texts = message[1:].split(b";")
-    if len(texts) != count:
+    if len(texts) > count:
         raise ProtocolError(f"{len(texts)} blocks instead of {count}")
     return texts
 

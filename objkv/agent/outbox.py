@@ -1,11 +1,10 @@
 """The outbox of a replica's worker: memory in which it hands payloads to the agent.
 
-The worker makes and writes it, the agent maps it read-only and copies each payload before it
-verifies the copy. It can neither shrink nor grow, so no reader faults.
+The worker makes, maps and writes it. The agent never maps it: that would allocate what the worker
+has not written, at the agent's expense. It reads each payload into the arena, and verifies that.
 """
 
 import logging
-import mmap
 import os
 from collections.abc import Callable
 from threading import Lock
@@ -17,10 +16,8 @@ from objkv.agent.client import AgentConnection
 from objkv.agent.memory.arena import PAGE, check_seals, seal_size
 from objkv.agent.messages import CommitStatus
 from objkv.cache.chunks import InFlightSaves, SaveOutcome
-from objkv.cache.speed import LinkSpeed
 from objkv.codec.payload import Claim, Header
-from objkv.codec.seal import Seal
-from objkv.errors import ObjkvError, StoreBusy, TransferError
+from objkv.errors import ObjkvError, PayloadError, StoreBusy, TransferError
 from objkv.keys.chunk import ChunkKey
 from objkv.stores.base import Buffer
 
@@ -53,25 +50,49 @@ class Outbox:
             os.close(fd)
 
 
-def join_outbox(fd: int) -> mmap.mmap:
-    """Map the outbox that a client sent. Takes over ``fd``. Raises ``TransferError`` unless its
-    size is fixed."""
-    try:
-        nbytes = os.fstat(fd).st_size
-        if not check_seals(fd, writable=True) or not nbytes or nbytes % PAGE:
-            raise TransferError("the outbox is not sealed, or has an invalid size")
-        return mmap.mmap(fd, nbytes, prot=mmap.PROT_READ)
-    except OSError as exc:
-        raise TransferError(f"the outbox cannot be mapped: {exc}") from exc
-    finally:
-        os.close(fd)
+class ClientOutbox:
+    """The agent's end of an outbox."""
+
+    def __init__(self, fd: int) -> None:
+        """Takes over ``fd``. Raises ``TransferError`` unless it is a memfd of a fixed size: reading
+        another file might take for ever."""
+        self._fd = fd
+        try:
+            self.nbytes = os.fstat(fd).st_size
+            if not check_seals(fd, writable=True):
+                raise TransferError("the outbox is not sealed")
+        except OSError as exc:
+            self.close()
+            raise TransferError(f"the outbox is no memfd: {exc}") from exc
+        except TransferError:
+            self.close()
+            raise
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Read ``len(buffer)`` bytes, which the client may change meanwhile. Raises
+        ``PayloadError`` if there are not as many."""
+        at = 0
+        while at < len(buffer):
+            got = os.preadv(self._fd, [buffer[at:]], offset + at)
+            if not got:
+                raise PayloadError("a payload outside of the outbox")
+            at += got
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Return ``nbytes``, as ``read_into`` does."""
+        content = bytearray(nbytes)
+        self.read_into(memoryview(content), offset)
+        return bytes(content)
+
+    def close(self) -> None:
+        """Close the descriptor. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 class AgentSaves:
-    """The agent as a worker's ``SaveTarget``. Thread-safe."""
-
-    seal: Seal | None = None
-    """None: the agent seals."""
+    """Where a worker's payloads go: to the agent. Thread-safe."""
 
     def __init__(
         self,
@@ -79,18 +100,18 @@ class AgentSaves:
         outbox: Outbox,
         memory: np.ndarray[tuple[int], np.dtype[np.uint8]],
         *,
+        accepted: Callable[[ChunkKey], object] | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         """``connect``: returns a new connection that has the outbox with the given descriptor, or
         raises ``ObjkvError``. ``outbox``: this object closes it. ``memory``: the outbox, as this
-        process has mapped it."""
-        self.link = LinkSpeed()
-        self.accepted: Callable[[ChunkKey], None] = lambda key: None
-        """Called for each payload that the agent saves."""
+        process has mapped it. ``accepted``: called for each payload that the agent saves."""
         self._connect, self._outbox, self._clock = connect, outbox, clock
+        self._accepted = accepted
         self._base, self._end = memory.ctypes.data, memory.ctypes.data + memory.nbytes
         self._memory = memory
-        self._in_flight = InFlightSaves()
+        self.in_flight = InFlightSaves()
+        """Payloads that are being handed over, and those that just were."""
         self._marking = Lock()
         """Not ``_lock``, which is held while an agent is connected to: forward passes begin saves.
         """
@@ -105,27 +126,21 @@ class AgentSaves:
         return self._clock() >= self._full_until
 
     def begin_save(self, key: ChunkKey, *, puts: bool = False) -> bool:
-        """See ``ChunkCache.begin_save``. ``puts``: whether the agent must not hold it back, also if
-        it does so already."""
+        """Whether a payload is not being saved, nor was just saved. The caller then calls
+        ``end_save``. ``puts``: whether the agent must not hold it back, also if it does so
+        already."""
         path = key.path()
         with self._marking:
             if puts:
-                self._in_flight.forget(path)
+                self.in_flight.forget(path)
                 self._puts.add(path)
-            return self._in_flight.begin(path)
+            return self.in_flight.begin(path)
 
     def end_save(self, key: ChunkKey) -> None:
-        """See ``ChunkCache.end_save``."""
+        """A save has ended, with or without success."""
         with self._marking:
             self._puts.discard(key.path())
-            self._in_flight.end(key.path())
-
-    def take_lease(self, key: ChunkKey) -> bool:
-        """Return True: the agent takes the lease."""
-        return True
-
-    def release_lease(self, key: ChunkKey) -> None:
-        """Do nothing."""
+            self.in_flight.end(key.path())
 
     def save(self, claim: Claim, payload: Buffer, header: Header) -> SaveOutcome:
         """Hand ``payload``, which is in the outbox, to the agent. When this returns, the agent has
@@ -141,11 +156,12 @@ class AgentSaves:
         if status is CommitStatus.KEPT and not puts and claim.key.path() in self._puts:
             status = self._reach().commit(offset, view.nbytes, puts=True)
         if status is CommitStatus.ACCEPTED:
-            self._in_flight.keep(claim.key.path())
-            self.accepted(claim.key)
+            self.in_flight.keep(claim.key.path())
+            if self._accepted is not None:
+                self._accepted(claim.key)
             return SaveOutcome.ACCEPTED
         if status is CommitStatus.KEPT:  # not accepted yet: other nodes do not find it
-            self._in_flight.keep(claim.key.path())
+            self.in_flight.keep(claim.key.path())
             return SaveOutcome.ACCEPTED
         if status is CommitStatus.REPEATED:
             return SaveOutcome.EXISTED
@@ -155,14 +171,13 @@ class AgentSaves:
             self._full_until = self._clock() + _PAUSE_S
         raise TransferError(f"the agent did not take a payload: {status.name}")
 
-    def close(self, deadline_s: float) -> bool:
-        """End the connection. Accepted payloads are still saved."""
+    def close(self) -> None:
+        """End the connection. Accepted payloads are still saved. Idempotent."""
         with self._lock:
             if self._agent is not None:
                 self._agent.close()
                 self._agent = None
             self._outbox.close()
-        return True
 
     def _reach(self) -> AgentConnection:
         with self._lock:

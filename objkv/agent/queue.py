@@ -1,13 +1,5 @@
-"""The order in which the core fetches payloads, and the number of threads at once.
+"""The order in which the agent fetches payloads, and which threads are busy."""
 
-Half as many threads as CPU cores begin at once. A payload that takes at least twice its usual CPU
-time is waiting for the store, so another thread may begin. If the one that ended last was slow, all
-threads may. With a store that keeps the cores busy, more threads only contend: 2 MiB from S3 on the
-same two cores took 0.9 ms of CPU time with one thread and 2.5 ms with eight, each waiting for the
-interpreter's lock (2026-11).
-"""
-
-import os
 from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
@@ -24,9 +16,6 @@ _OVERDUE_SHARE = 1 / 4
 """A load between steps is overdue after this share of its time."""
 _LATE_S = 0.2
 """A thread hangs if it goes on for this time after its payload's deadline."""
-_PATIENCE_MIN_S = 3e-4
-_USUAL_TASKS = 8
-"""Decay of the average CPU time: a task this many tasks ago has a third of the newest's weight."""
 
 
 class Urgency(IntEnum):
@@ -96,12 +85,12 @@ class Turns:
         """Queue the rest of a payload, behind the beginnings of others of its urgency."""
         self._push(job._replace(priority=job.priority + 1, number=next(self._numbers)))
 
-    def hasten(self, one: Resident, due: Due) -> None:
+    def hasten(self, one: Resident, due: Due) -> bool:
         """Another client waits for a payload too: if it is queued, the more urgent of both
-        urgencies and the later of both deadlines apply."""
+        urgencies and the later of both deadlines apply. Returns whether it is queued."""
         job = self._jobs.get(one)
         if job is None:
-            return
+            return False
         sooner = due[:2] if due[:2] < job[:2] else job[:2]
         if sooner != job[:2] or due.deadline > job.deadline:
             number, deadline = next(self._numbers), max(job.deadline, due.deadline)
@@ -109,6 +98,7 @@ class Turns:
             self._push(
                 job._replace(urgency=urgency, priority=priority, number=number, deadline=deadline)
             )
+        return True
 
     def discard(self, given_up: Callable[[Resident], bool]) -> None:
         """Remove the payloads that are ``given_up``."""
@@ -151,65 +141,28 @@ class Turns:
         self._due.pop(client, None)
 
 
-class Pace:
-    """Not thread-safe: its owner's lock guards it."""
+class BusyThreads:
+    """The threads that fetch. Not thread-safe: its owner's lock guards it."""
 
-    def __init__(self, eager: int | None = None) -> None:
-        """``eager``: how many threads work at once, by default half the number of CPU cores."""
-        self._eager = eager or max(1, _processors() // 2)
-        self._usual_s = 0.0
-        self._begun: dict[int, tuple[float, float]] = {}
-        """When each busy thread began, and its payload's deadline, by thread id."""
-        self._progress = 0.0
+    def __init__(self) -> None:
+        self._deadlines: dict[int, float] = {}
+        """The deadline of each busy thread's payload, by thread id."""
 
-    @property
-    def busy(self) -> int:
-        """Number of threads that fetch a payload."""
-        return len(self._begun)
+    def __len__(self) -> int:
+        return len(self._deadlines)
 
     def all_late(self, threads: int) -> bool:
         """Whether all ``threads`` work well beyond their payloads' deadlines, because a file system
         hangs whose calls cannot be cancelled. To queue more is pointless then."""
-        if len(self._begun) < threads:
+        if len(self._deadlines) < threads:
             return False
         now = monotonic()
-        return all(deadline + _LATE_S < now for _, deadline in self._begun.values())
-
-    def may_begin(self) -> bool:
-        """Whether another thread may begin."""
-        since = monotonic() - self._patience_s()
-        return self._progress <= since or self._eager > sum(
-            begun > since for begun, _ in self._begun.values()
-        )
-
-    def wait_s(self) -> float:
-        """Return when to ask again, if nothing ends before."""
-        first = min((begun for begun, _ in self._begun.values()), default=self._progress)
-        late = min(first, self._progress) + self._patience_s()
-        left = late - monotonic()
-        return left if left > 0 else self._patience_s()
+        return all(deadline + _LATE_S < now for deadline in self._deadlines.values())
 
     def begin(self, deadline: float) -> None:
         """The calling thread begins to fetch a payload."""
-        now = monotonic()
-        if not self._begun:
-            self._progress = now
-        self._begun[get_ident()] = now, deadline
+        self._deadlines[get_ident()] = deadline
 
-    def end(self, busy_s: float) -> None:
-        """The calling thread has ended, with or without success. ``busy_s``: its CPU time."""
-        now = monotonic()
-        begun, _ = self._begun.pop(get_ident())
-        if now - begun < self._patience_s():
-            self._progress = now
-        self._usual_s += (busy_s - self._usual_s) / _USUAL_TASKS
-
-    def _patience_s(self) -> float:
-        return max(_PATIENCE_MIN_S, 2 * self._usual_s)
-
-
-def _processors() -> int:
-    """Return the number of CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # Linux
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    def end(self) -> None:
+        """The calling thread has ended, with or without success."""
+        del self._deadlines[get_ident()]

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from threading import Condition, Lock
-from time import monotonic
 from typing import Protocol
 
 from objkv.agent.memory.arena import BOARD_BYTES, CELLS, Arena, CellState, Extents, Progress
@@ -20,8 +19,8 @@ from objkv.codec.payload import Claim
 from objkv.index.base import ShardRecord
 from objkv.telemetry import Recorder
 
-_ROOM_LOOK_S = 0.05
-"""How often a fetch that waits for memory looks for payloads without a client's lease."""
+_SHARE = 4
+"""Divisor: a payload takes at most this fraction of the arena."""
 _AHEAD_SHARE = 4
 """Divisor: prefetched payloads that nothing has read take at most this fraction of the arena."""
 
@@ -58,6 +57,7 @@ class Resident:
     key: str
     """Its path in the bulk store."""
     cell: int
+    """-1 if it is complete, and was not leased for a moment since: nobody waits for it."""
     state: CellState = CellState.FILLING
     leases: int = 0
     offset: int = -1
@@ -107,9 +107,15 @@ class Unread:
 class Residents:
     """All payloads of one arena. Thread-safe; only ``wait_idle`` waits."""
 
-    def __init__(self, arena: Arena, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        recorder: Recorder,
+        changed: Callable[[bytes], object] = lambda prefix_hash: None,
+    ) -> None:
+        """``changed``: see ``UnsavedPayloads``."""
         self._arena, self._recorder = arena, recorder
-        self.unsaved = UnsavedPayloads(recorder)
+        self.unsaved = UnsavedPayloads(recorder, changed)
         """Those that no store has yet."""
         self._extents = Extents(BOARD_BYTES, arena.nbytes)
         self._ranking = Ranking(self._extents.total_bytes)
@@ -122,6 +128,8 @@ class Residents:
         self._all: set[Resident] = set()
         """Those, and failed or forgotten ones that are still leased."""
         self._cells = deque(range(CELLS))
+        self._idle_bytes = 0
+        """Memory of payloads without a lease: all that can be evicted."""
         self._closed = False
         self.on_ready: Callable[[Resident], None] = lambda one: None
         """Called with each payload that became READY, before its fill's lease ends."""
@@ -135,6 +143,11 @@ class Residents:
     def free_bytes(self) -> int:
         """Room that nothing uses."""
         return self._extents.free_bytes
+
+    @property
+    def payload_bytes_max(self) -> int:
+        """Largest payload that gets memory. A larger one would evict most others."""
+        return self.total_bytes // _SHARE
 
     @property
     def ahead_bytes_max(self) -> int:
@@ -173,7 +186,7 @@ class Residents:
         with self._lock:
             one = self._by_key.get(key)
             if one is not None:
-                one.leases += 1
+                self._lease(one)
                 is_first = one.is_unused and not ahead
                 if is_first:  # it counts like the read for which another payload is loaded
                     one.is_unused = False
@@ -187,7 +200,7 @@ class Residents:
                 elif waiter is not None and one.state is CellState.FILLING:
                     one.waiters.add(waiter)
                 return one, False
-            if not self._cells and not self._make_cell():
+            if not self._cells:
                 return None
             one = self._by_key[key] = Resident(key, self._cells.popleft(), leases=2)
             one.is_unused = ahead
@@ -204,7 +217,7 @@ class Residents:
             one = self._by_key.get(key)
             if one is None or one.state is not CellState.READY:
                 return None
-            one.leases += 1
+            self._lease(one)
             return one
 
     def note_unsaved(
@@ -246,49 +259,32 @@ class Residents:
         return self._arena.view[one.offset : one.offset + one.nbytes]
 
     def allot(
-        self,
-        one: Resident,
-        nbytes: int,
-        spare: int = 0,
-        *,
-        until: float = 0.0,
-        make_room: Callable[[], None] = lambda: None,
+        self, one: Resident, nbytes: int, spare: int = 0, *, is_sure: bool = True
     ) -> memoryview | None:
         """Give a payload that is being filled its memory, evicting others if need be. None if the
-        arena is full, also after waiting for leases to end, or closed.
+        arena is full of leased payloads, or closed, or the payload is too large.
 
-        ``spare``: further bytes of memory that are not the payload's. ``until``: how long to wait,
-        by ``monotonic``. ``make_room``: called without locks, before each wait.
+        Args:
+            spare: further bytes of memory that are not the payload's.
+            is_sure: False if the payload may not exist: None, too, if others would be lost for it
+                that only this node has.
         """
-        while True:
-            room = self.take_room(one, nbytes, spare)
-            if room is not None:
-                return room
-            left = until - monotonic()
-            if self._closed or left <= 0:
-                break
-            make_room()
-            with self._lock:
-                self._unleased.wait(min(left, _ROOM_LOOK_S))
-        self._recorder.count("agent_no_room")
-        return None
-
-    def take_room(self, one: Resident, nbytes: int, spare: int = 0) -> memoryview | None:
-        """Do what ``allot`` does, if there is memory now. None otherwise, which is not counted."""
         assert one.offset < 0
         with self._lock:
-            offset = self._take(nbytes + spare)
-            if offset is None:
-                return None
-            one.offset, one.nbytes = offset, nbytes
-            self._at[offset] = one
-            return self._arena.view[offset : offset + nbytes + spare]
+            offset = self._take(nbytes + spare, is_sure=is_sure)
+            if offset is not None:
+                one.offset, one.nbytes = offset, nbytes
+                self._at[offset] = one
+                return self._arena.view[offset : offset + nbytes + spare]
+        if is_sure:
+            self._recorder.count("agent_no_room")
+        return None
 
-    def _take(self, nbytes: int) -> int | None:
-        if self._closed:
+    def _take(self, nbytes: int, *, is_sure: bool) -> int | None:
+        if self._closed or nbytes > self.payload_bytes_max:
             return None
         offset = self._extents.take(nbytes)
-        return self._make_room(nbytes) if offset is None else offset
+        return self._make_room(nbytes, is_sure=is_sure) if offset is None else offset
 
     def retract(self, one: Resident) -> None:
         """Take back the memory of a payload that is being filled. No frame of it was reported, so
@@ -367,7 +363,9 @@ class Residents:
             return (
                 self._extents.check()
                 and self._extents.taken == self._at.keys()
-                and len(self._cells) + len(everything) == CELLS
+                and len(self._cells) + sum(one.cell >= 0 for one in everything) == CELLS
+                and self._idle_bytes
+                == sum(self._extents.size(one.offset) for one in everything if not one.leases)
                 and len(ranked) == len(self._ranking)
                 and all(
                     path in self._by_key or self.unsaved.keep(path) for path in self.unsaved.paths
@@ -394,29 +392,43 @@ class Residents:
             one.waiters.clear()
             self._release(one)
 
+    def _lease(self, one: Resident) -> None:
+        if not one.leases:
+            self._idle_bytes -= self._extents.size(one.offset)
+        one.leases += 1
+
     def _release(self, one: Resident) -> None:
         assert one.leases > 0
         one.leases -= 1
         if not one.leases:
-            if not one.is_listed:
+            if one.is_listed:
+                self._idle_bytes += self._extents.size(one.offset)
+                if one.cell >= 0:
+                    self._cells.append(one.cell)
+                    one.cell = -1
+            else:
                 self._free(one)
             self._unleased.notify_all()
 
-    def _make_room(self, nbytes: int) -> int | None:
+    def _make_room(self, nbytes: int, *, is_sure: bool) -> int | None:
         """Evict until there is a gap of ``nbytes``, in the ranking's order at first. If the gaps
         that this makes do not add up, evict the cheapest row of neighbours."""
-        if nbytes > self._extents.total_bytes:
+        if nbytes > self._extents.free_bytes + self._idle_bytes:
             return None
         evicted = 0
         while evicted < 2 * nbytes:
             key = self._ranking.victim(self._is_free)
             if key is None:
                 break
+            if not is_sure and key in self.unsaved and not self.unsaved.keep(key):
+                return None
             evicted += self._by_key[key].nbytes
             self._evict(self._by_key[key])
             offset = self._extents.take(nbytes)
             if offset is not None:
                 return offset
+        if not is_sure and len(self.unsaved):
+            return None
         movable = {
             offset: one.nbytes
             for offset, one in self._at.items()
@@ -428,14 +440,6 @@ class Residents:
         for offset in row[1]:
             self._evict(self._at[offset])
         return self._extents.take(nbytes)
-
-    def _make_cell(self) -> bool:
-        """Evict a payload for its cell: small ones may take all cells before they fill the arena.
-        Returns False if all are leased."""
-        key = self._ranking.victim(self._is_free)
-        if key is not None:
-            self._evict(self._by_key[key])
-        return key is not None
 
     def _is_free(self, key: str) -> bool:
         return not self._by_key[key].leases
@@ -452,6 +456,8 @@ class Residents:
     def _unlist(self, one: Resident) -> None:
         if one.is_listed:
             one.is_listed = False
+            if not one.leases:
+                self._idle_bytes -= self._extents.size(one.offset)
             del self._by_key[one.key]
             self._ranking.remove(one.key, was_read=not one.is_unused)
             self._unread.remove(one)
@@ -462,4 +468,5 @@ class Residents:
             del self._at[one.offset]
             self._extents.give_back(one.offset)
         self._all.remove(one)
-        self._cells.append(one.cell)
+        if one.cell >= 0:
+            self._cells.append(one.cell)

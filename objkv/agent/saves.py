@@ -5,15 +5,18 @@ back are saved when they are seen a second time, see ``objkv.agent.unsaved``.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from threading import Event, Lock
 from time import monotonic
 
 from objkv.agent.memory.arena import ALL_FRAMES
 from objkv.agent.messages import CommitStatus
+from objkv.agent.outbox import ClientOutbox
 from objkv.agent.residents import MissReason, Resident, Residents
 from objkv.agent.unsaved.payloads import unsaved_record
+from objkv.agent.unsaved.policy import PutPolicy
 from objkv.agent.unsaved.sightings import Sightings
 from objkv.cache.chunks import ChunkCache
 from objkv.cache.codec_choice import CodecChooser
@@ -27,7 +30,7 @@ from objkv.codec.payload import (
     read_header,
 )
 from objkv.errors import PayloadError
-from objkv.stores.base import copy_bytes
+from objkv.stores.base import Buffer
 from objkv.telemetry import Recorder
 
 logger = logging.getLogger(__name__)
@@ -51,8 +54,8 @@ class NodeSaveLimits:
     """A codec of the payload format, or ``auto``."""
     far: bool
     """Whether the bulk store is behind a network. If not, ``auto`` compresses nothing."""
-    holds_back: bool = False
-    """Whether a payload is saved only when it is seen a second time."""
+    may_save: bool = True
+    """Whether payloads may be saved at all. If not, all are held back, for this node."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,9 +81,15 @@ class NodeSaves:
     store."""
 
     def __init__(
-        self, cache: ChunkCache, residents: Residents, limits: NodeSaveLimits, recorder: Recorder
+        self,
+        cache: ChunkCache,
+        residents: Residents,
+        limits: NodeSaveLimits,
+        policy: PutPolicy,
+        recorder: Recorder,
     ) -> None:
-        self.residents = residents
+        """``policy``: which payloads are saved only when they are seen a second time."""
+        self.residents, self.policy = residents, policy
         self._cache, self._limits, self._recorder = cache, limits, recorder
         self._codec = limits.codec if limits.codec != "auto" or limits.far else "none"
         self._lock = Lock()
@@ -103,21 +112,28 @@ class NodeSaves:
             cache, self._unsaved, self._save_due, lambda: self._has_turns, recorder
         )
 
-    def commit(self, payload: memoryview, *, puts: bool = False) -> CommitStatus:
+    def commit(
+        self, outbox: ClientOutbox, offset: int, nbytes: int, *, puts: bool = False
+    ) -> CommitStatus:
         """Take a copy of an uncompressed, unsealed payload, and save it.
 
-        ``payload`` may change at any time: only the copy is trusted, once it is verified. ``puts``:
-        whether to save it at once if that is possible, and to hold it back only if not.
+        It may change at any time: only the copy is trusted, once it is verified. ``puts``: whether
+        to save it at once if that is possible, and to hold it back only if not.
         """
         try:
-            header, text = self._claimed(payload)
+            needed = header_bytes_needed(outbox.read(offset, _LENGTH_BYTES))
+            text = outbox.read(offset, min(nbytes, needed))
+            header = _claimed(text, nbytes)
         except PayloadError as exc:
             logger.warning("payload of a client refused reason=%s", exc)
             return CommitStatus.REFUSED
         key = header.claim.key
         was_held_back = key.path() in self._unsaved
-        holds_back = self._limits.holds_back
+        holds_back = not self._limits.may_save
+        holds_back |= self.policy.holds_back(header.claim, nbytes)
         if holds_back and was_held_back and self.residents.holds([key.path()])[0]:
+            if not self._limits.may_save:
+                return CommitStatus.KEPT
             if self._unsaved.seen_again(key.path()) or key.path() not in self._unsaved:
                 return CommitStatus.ACCEPTED
             return CommitStatus.KEPT
@@ -133,7 +149,8 @@ class NodeSaves:
             return CommitStatus.REPEATED
         resident = None
         try:
-            status, resident, is_new = self._keep(header, text, payload)
+            read = partial(outbox.read_into, offset=offset)
+            status, resident, is_new = self._keep(header, text, read)
         finally:
             if resident is None:
                 self._cache.end_save(key)
@@ -141,12 +158,13 @@ class NodeSaves:
         if resident is None:
             return status
         if holds_back:
-            if is_new and not was_held_back:
+            if is_new and not (was_held_back and self._limits.may_save):
                 status = self._hold_back(resident, header)
                 if refusal is CommitStatus.NO_ROOM and self._unsaved.put(key.path()):
                     return CommitStatus.ACCEPTED  # it is saved when there is room
                 return status
-            if (refusal := self._refusal()) is not CommitStatus.ACCEPTED:
+            refusal = self._refusal() if self._limits.may_save else CommitStatus.REPEATED
+            if refusal is not CommitStatus.ACCEPTED:
                 self._cache.end_save(key)
                 self.residents.release(resident)
                 return refusal
@@ -228,18 +246,9 @@ class NodeSaves:
         has_room = self._leased_bytes * _SHARE < self.residents.total_bytes
         return has_room and self._pool.waiting < self._limits.queue_max
 
-    def _claimed(self, payload: memoryview) -> tuple[Header, bytes]:
-        """Return the header of a payload whose frames are not verified yet, and its text. Raises
-        ``PayloadError``."""
-        text = bytes(payload[: header_bytes_needed(payload[:_LENGTH_BYTES])])
-        header = read_header(text)
-        if header.nbytes != len(payload) or header.codec != "none" or any(header.marks):
-            raise PayloadError("a payload of another length, compressed or sealed")
-        return header, text
-
     def _refusal(self) -> CommitStatus:
         """Return why nothing can be saved now, or ACCEPTED."""
-        if not self._cache.has_room():
+        if not (self._limits.may_save and self._cache.has_room()):
             self._recorder.count("save_over_quota")
             return CommitStatus.OVER_QUOTA
         if self.is_shedding:
@@ -266,7 +275,8 @@ class NodeSaves:
         self._cache.end_save(header.claim.key)
         self.residents.release(resident)
         self._recorder.count("agent_held_back")
-        self._sightings.add(resident.key)
+        if self._limits.may_save:
+            self._sightings.add(resident.key)
         return CommitStatus.KEPT
 
     def _save_due(self, claim: Claim) -> None:
@@ -286,10 +296,10 @@ class NodeSaves:
         self._unsaved.not_saved(path)
 
     def _keep(
-        self, header: Header, text: bytes, payload: memoryview
+        self, header: Header, text: bytes, read: Callable[[memoryview], None]
     ) -> tuple[CommitStatus, Resident | None, bool]:
-        """Have the payload in the arena, with a lease. ``text``: what the header was read from. The
-        last result: whether it is new there."""
+        """Have the payload in the arena, with a lease. ``text``: what the header was read from.
+        ``read``: fills a buffer with the payload. The last result: whether it is new there."""
         opened = self.residents.open(header.claim.key.path(), None)
         if opened is None:
             return CommitStatus.NO_ROOM, None, False
@@ -298,7 +308,7 @@ class NodeSaves:
             return *self._join(header.claim, resident), False
         reason = MissReason.CLOSED
         try:
-            reason = self._copy(header, text, payload, resident)
+            reason = self._copy(header, text, read, resident)
         finally:
             if reason is MissReason.NONE:
                 self.residents.ready(resident, ALL_FRAMES)
@@ -311,14 +321,18 @@ class NodeSaves:
         return status, None, True
 
     def _copy(
-        self, header: Header, text: bytes, payload: memoryview, resident: Resident
+        self,
+        header: Header,
+        text: bytes,
+        read: Callable[[memoryview], None],
+        resident: Resident,
     ) -> MissReason:
         """Copy a payload to its place and verify it there."""
-        place = self.residents.allot(resident, len(payload))
+        place = self.residents.allot(resident, header.nbytes)
         if place is None:
             return MissReason.NO_ROOM
-        copy_bytes(place, payload, len(payload))
         try:
+            read(place)
             if place[: len(text)] != text:
                 raise PayloadError("the payload changed while it was copied")
             for frame in range(len(header.frames)):
@@ -332,7 +346,9 @@ class NodeSaves:
         """Save a payload that is resident already, and so verified."""
         status = CommitStatus.REPEATED  # it is being fetched, so it is stored
         if self.residents.is_ready(resident):
-            if self._claimed(self.residents.view(resident))[0].claim == claim:
+            plain = self.residents.view(resident)
+            text = plain[: header_bytes_needed(plain[:_LENGTH_BYTES])]
+            if _claimed(text, len(plain)).claim == claim:
                 return CommitStatus.ACCEPTED, resident
             logger.warning("payload of a client refused reason=it claims other tokens")
             status = CommitStatus.REFUSED
@@ -364,3 +380,12 @@ class NodeSaves:
             self._cache.end_save(save.claim.key)
             save.release()
             self._recorder.count("save_drops")
+
+
+def _claimed(text: Buffer, nbytes: int) -> Header:
+    """Return the header of a payload of ``nbytes`` whose frames are not verified yet. ``text``: its
+    start, up to the frames. Raises ``PayloadError``."""
+    header = read_header(text)
+    if header.nbytes != nbytes or header.codec != "none" or any(header.marks):
+        raise PayloadError("a payload of another length, compressed or sealed")
+    return header

@@ -12,12 +12,13 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from threading import Lock, Thread
 
-from objkv.agent.calls import LookUp, NodeCalls, NodeLookups
-from objkv.agent.connections import LeaseHolder
+from objkv.agent.calls import NodeCalls, NodeLookups
 from objkv.agent.core import Core
+from objkv.agent.leases import LeaseHolder
 from objkv.agent.memory.arena import Arena, CellState
 from objkv.agent.messages import (
     MESSAGE_BYTES_MAX,
@@ -40,14 +41,15 @@ from objkv.agent.messages import (
     unpack_release,
     unpack_text,
 )
-from objkv.agent.outbox import join_outbox
+from objkv.agent.outbox import ClientOutbox
+from objkv.agent.peers import is_served, peer_of
 from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason
 from objkv.agent.saves import NodeSaves
-from objkv.background import JOIN_S, join_all
+from objkv.background import JOIN_S, Pool, join_all
 from objkv.errors import StoreError, TransferError
-from objkv.index.base import Shards
 from objkv.keys.prefix import PREFIX_HASH_BYTES
+from objkv.telemetry import Trouble
 
 logger = logging.getLogger(__name__)
 _SEND_S = 5.0
@@ -55,9 +57,11 @@ _SEND_S = 5.0
 _HELLO_S = 10.0
 """How long a client may take to greet."""
 _REFUSAL_S = 1.0
+_PAUSE_S = 1.0
+"""After a connection that could not be served, such as without a free descriptor."""
 _LOOK_S = 0.02
-_PEER = struct.Struct("3i")
-_ROOT = 0
+_REFUSED_MAX = 8
+"""Refused clients that may wait for the reason. Others are only hung up on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,7 @@ class AgentSession(LeaseHolder):
     def __init__(self, core: Core, sock: socket.socket, number: int) -> None:
         super().__init__(core)
         self.sock, self.number = sock, number
-        self.outbox = memoryview(b"")
+        self.outbox: ClientOutbox | None = None
         self.busy = Lock()
         """Held while a message is processed."""
 
@@ -96,7 +100,8 @@ class AgentSession(LeaseHolder):
         """See ``LeaseHolder``. Closes the socket, too."""
         super().end_all()
         self.sock.close()
-        self.outbox = memoryview(b"")
+        if self.outbox is not None:
+            self.outbox.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +130,8 @@ class AgentServer:
         self._lock = Lock()
         self._clients: dict[AgentSession, Thread] = {}
         self._numbers = 0
+        self._refusals = Pool("objkv-refuse", 1, self._refuse, lazy=True)
+        self._trouble = Trouble(logger, "connections of new clients")
         self._closed = self._draining = False
         self._answers: dict[MessageKind, Callable[[AgentSession, bytes], bytes | None]] = {
             MessageKind.OPEN: self._open,
@@ -142,12 +149,17 @@ class AgentServer:
         """Threads that have not ended."""
         with self._lock:
             threads = [self._thread, *self._clients.values()]
-        return sum(thread.is_alive() for thread in threads)
+        return sum(thread.is_alive() for thread in threads) + self._refusals.threads
 
     @property
     def clients(self) -> int:
         """Number of connections."""
         return len(self._clients)
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether new clients are served."""
+        return self._thread.is_alive()
 
     def listen_at(self, listener: socket.socket) -> None:
         """Accept connections at another socket, which this object closes as it does the old one."""
@@ -183,62 +195,61 @@ class AgentServer:
             self._listener.close()
         for client in clients:
             _hang_up(client.sock)
+        self._refusals.close(give_up=_close_all)
         join_all([self._thread, *clients.values()], JOIN_S)
 
     def __repr__(self) -> str:
         return f"<AgentServer {len(self._clients)} clients, {self._core!r}>"
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed:
             listener = self._listener
             try:
                 sock, _ = listener.accept()
-            except OSError as exc:
+                self._admit(sock)
+            except Exception as exc:  # a dead thread would keep every later client waiting
                 if self._closed or self._draining or self._listener.fileno() < 0:
                     return
-                if listener is not self._listener:
-                    continue
-                logger.warning("connection not accepted reason=%s", exc)
-                time.sleep(_REFUSAL_S)  # such as no descriptor: it may be some time
-                continue
+                if listener is self._listener:
+                    self._trouble.failed(exc)
+                    time.sleep(_PAUSE_S)  # such as no descriptor: it may be some time
+
+    def _admit(self, sock: socket.socket) -> None:
+        """Serve a connection. If this raises, it is closed."""
+        with ExitStack() as undo:
+            undo.callback(sock.close)
             if (reason := self._refusal(sock)) is not None:
-                thread = Thread(target=self._refuse, args=(sock, reason), daemon=True)
-                if not _started(thread):
-                    sock.close()
-                continue
+                self._trouble.failed(TransferError(reason))
+                if self._refusals.waiting < _REFUSED_MAX and self._refusals.put([(sock, reason)]):
+                    undo.pop_all()
+                return
             self._numbers += 1
             client = AgentSession(self._core, sock, self._numbers)
-            thread = Thread(
-                target=self._serve,
-                args=(client,),
-                name=f"objkv-client-{client.number}",
-                daemon=True,
-            )
+            undo.callback(self._end, client)
+            name = f"objkv-client-{client.number}"
+            thread = Thread(target=self._serve, args=(client,), name=name, daemon=True)
             with self._lock:
                 if self._closed:
-                    sock.close()
                     return
+                thread.start()
                 self._clients[client] = thread
-            if not _started(thread):
-                self._end(client)
+            undo.pop_all()
+            self._trouble.worked()
 
     def _refusal(self, sock: socket.socket) -> str | None:
-        _, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-        if uid not in (os.geteuid(), _ROOT):
+        _, uid = peer_of(sock)
+        if not is_served(uid):
             return f"this agent serves user {os.geteuid()}, not user {uid}"
         if len(self._clients) >= self._limits.clients_max:
             return f"this agent has {self._limits.clients_max} clients already"
         return None
 
-    def _refuse(self, sock: socket.socket, reason: str) -> None:
-        logger.warning("client refused reason=%s", reason)
-        with sock:
-            try:
-                sock.settimeout(_REFUSAL_S)
-                sock.recv(MESSAGE_BYTES_MAX)  # unread, it would reset the connection
-                sock.send(pack_text(MessageKind.REFUSED, reason))
-            except OSError:
-                logger.debug("refusal not sent", exc_info=True)
+    def _refuse(self, refusal: tuple[socket.socket, str]) -> None:
+        sock, reason = refusal
+        with sock, suppress(OSError):
+            sock.settimeout(_REFUSAL_S)
+            sock.recv(MESSAGE_BYTES_MAX)  # unread, it would reset the connection
+            sock.send(pack_text(MessageKind.REFUSED, reason))
 
     def _serve(self, client: AgentSession) -> None:
         is_greeted = False
@@ -273,7 +284,7 @@ class AgentServer:
                 return False
             hello = unpack_hello(message)
             if hello.version == VERSION and hello.has_outbox and given:
-                client.outbox = memoryview(join_outbox(given.pop()))
+                client.outbox = ClientOutbox(given.pop())
         finally:
             for fd in given:
                 os.close(fd)
@@ -318,10 +329,10 @@ class AgentServer:
 
     def _commit(self, client: AgentSession, message: bytes) -> bytes:
         offset, nbytes, puts = unpack_commit(message)
-        if offset + nbytes > len(client.outbox):
+        if client.outbox is None or offset + nbytes > client.outbox.nbytes:
             raise ProtocolError("a commit of bytes outside of the outbox")
-        payload = client.outbox[offset : offset + nbytes]
-        return pack_committed(self._parts.saves.commit(payload, puts=puts))
+        status = self._parts.saves.commit(client.outbox, offset, nbytes, puts=puts)
+        return pack_committed(status)
 
     def _call(self, client: AgentSession, message: bytes) -> bytes:
         try:
@@ -331,17 +342,11 @@ class AgentServer:
 
     def _find(self, client: AgentSession, message: bytes) -> bytes:
         namespace, hashes, fields = unpack_find(message)
-        if not 0 < len(hashes) <= PREFIX_HASH_BYTES * find_max(len(fields)):
-            raise ProtocolError(f"a lookup of {len(hashes)} bytes of hashes")
-        unsaved = self._core.residents.unsaved
-
-        def complete(some: Sequence[bytes], look_up: LookUp) -> Sequence[Shards | None]:
-            return unsaved.find(namespace, some, fields, look_up)
-
-        answer = pack_found(self._parts.lookups.find(namespace, hashes, fields, complete))
-        if answer is None:
-            raise StoreError("the answer is too long")
-        return answer
+        if not hashes:
+            raise ProtocolError("a lookup of nothing")
+        if len(hashes) > PREFIX_HASH_BYTES * find_max(len(fields)):
+            raise StoreError(f"a lookup of {len(hashes)} bytes of hashes in {len(fields)} fields")
+        return pack_found(self._parts.lookups.find(namespace, hashes, fields))
 
     def _end(self, client: AgentSession) -> None:
         client.end_all()
@@ -349,13 +354,9 @@ class AgentServer:
             self._clients.pop(client, None)
 
 
-def _started(thread: Thread) -> bool:
-    try:
-        thread.start()
-    except RuntimeError as exc:  # the system is out of threads
-        logger.warning("connection not served reason=%s", exc)
-        return False
-    return True
+def _close_all(refusals: Sequence[tuple[socket.socket, str]]) -> None:
+    for sock, _ in refusals:
+        sock.close()
 
 
 def _await_end(sock: socket.socket, seconds: float | None) -> None:

@@ -7,19 +7,11 @@ import socket
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from threading import Event
-from time import monotonic, sleep, time
+from time import monotonic, time
 from types import TracebackType
-from typing import Self, cast
+from typing import Protocol, Self
 
-from objkv.agent.calls import (
-    AgentCalls,
-    AgentDocuments,
-    AgentIndex,
-    NodeCalls,
-    NodeLookups,
-)
-from objkv.agent.client import AgentConnection, AgentRefused
+from objkv.agent.calls import NodeCalls, NodeLookups
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
 from objkv.agent.http.listener import check_address
@@ -29,28 +21,23 @@ from objkv.agent.prefetch import Prefetches
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentParts, AgentServer
 from objkv.agent.spill.disk import Disk, DiskFolder
-from objkv.assembly.backends import Backends, check_backends, is_far, open_backends, open_room
-from objkv.assembly.launch import AgentRuns, AgentSocket, failure_of, start_agent
+from objkv.agent.unsaved.policy import PutPolicy
+from objkv.assembly.backends import check_backends, is_far, open_backends, open_room
+from objkv.assembly.launch import AgentRuns, AgentSocket
 from objkv.assembly.seal import open_seal
 from objkv.background import JOIN_S
 from objkv.cache.chunks import CacheSettings, ChunkCache
+from objkv.cache.worth import PutRule
 from objkv.config import Config
-from objkv.config.node import agent_environment, agent_socket, host_bytes, http_path
+from objkv.config.node import arena_bytes, host_bytes, http_path
 from objkv.config.urls import local_path, parse_address
-from objkv.errors import ConfigError, TransferError
-from objkv.index.base import WriteIndex
-from objkv.stores.base import PruneStore
+from objkv.errors import ConfigError
 from objkv.telemetry import MemoryRecorder, Recorder, Trouble
 
 logger = logging.getLogger(__name__)
-_MEMORY_SHARE = 8
-"""Divisor: the default arena is this fraction of the machine's memory."""
 _WORKERS = 16
 """As many workers of a node may have payloads waiting to be saved as their settings allow."""
-_START_S = 30.0
-"""How long a replica waits at its start for an agent that is being started."""
 _LOOK_S = 1.0
-_POLL_S = 0.05
 _SWITCH_S = 5e-4
 """How long a thread keeps the interpreter while another waits for it. Lookups take microseconds,
 and would wait for Python's usual 5 ms behind threads that fetch."""
@@ -59,85 +46,6 @@ and would wait for Python's usual 5 ms behind threads that fetch."""
 def cache_settings(config: Config, writer: str) -> CacheSettings:
     """Return the cache's part of the settings."""
     return CacheSettings(writer, config.ttl_s, config.lease_ms, config.hot_save_bytes_max)
-
-
-class AgentLink:
-    """A replica's way to its agent. With ``auto`` it starts one."""
-
-    def __init__(self, config: Config) -> None:
-        """Raises ``ConfigError`` if an agent cannot be started here."""
-        path = agent_socket(config)
-        assert path is not None
-        self._config, self._path = config, path
-        self.calls = AgentCalls(self.connect)
-        if config.agent == "auto":
-            start_agent(path, agent_environment(config))
-
-    def connect(self, *, wants_arena: bool = False, outbox: int = -1) -> AgentConnection:
-        """Return a new connection. Raises ``TransferError``, and with ``auto`` has then started
-        another agent for the next attempt."""
-        try:
-            return AgentConnection(self._path, wants_arena=wants_arena, outbox=outbox)
-        except TransferError:
-            if self._config.agent == "auto":
-                start_agent(self._path, agent_environment(self._config))
-            raise
-
-    def await_agent(self, seconds: float) -> bool:
-        """Wait until an agent listens, for at most ``seconds``. Raises ``ConfigError`` if the
-        agent that this process started could not."""
-        end = monotonic() + seconds
-        while not self._answers():
-            if (reason := failure_of(self._path)) is not None:
-                raise ConfigError(f"the node agent did not start: {reason}")
-            if monotonic() >= end:
-                return False
-            sleep(_POLL_S)
-        return True
-
-    def _answers(self) -> bool:
-        """Whether an agent is ready, or refuses. One that listens may still fail to start."""
-        try:
-            AgentConnection(self._path).close()
-        except AgentRefused:
-            return True
-        except TransferError:
-            return False
-        return True
-
-
-def reach_agent(config: Config) -> AgentLink | None:
-    """Return the way to this machine's agent. None if the replica is to load for itself: without an
-    agent, and with ``auto`` if none can serve these settings or start within 30 s, which is logged.
-    """
-    if config.agent not in ("off", "auto"):
-        return AgentLink(config)
-    try:
-        if agent_socket(config) is None:
-            return None
-        link = AgentLink(config)
-        if link.await_agent(_START_S):
-            return link
-        reason = "it does not listen yet"
-    except ConfigError as exc:
-        reason = str(exc)
-    logger.warning("no node agent, this replica loads for itself reason=%s", reason)
-    return None
-
-
-def open_agent_backends(link: AgentLink) -> Backends:
-    """Return a replica's stores and index, by way of its agent."""
-    calls = link.calls
-    # Replicas use documents and the verbs that these have; the rest is for operators.
-    return Backends(
-        cast("PruneStore", AgentDocuments(calls)), None, cast("WriteIndex", AgentIndex(calls))
-    )
-
-
-def _holds_back(config: Config) -> bool:
-    """Whether payloads are saved only when they are seen again."""
-    policy = config.save_to_bucket
-    return is_far(config) if policy == "auto" else policy == "reused"
 
 
 def _lease_owner(path: Path) -> str:
@@ -154,6 +62,13 @@ def _lease_owner(path: Path) -> str:
     return f"{socket.gethostname()}:{place}:agent"
 
 
+class Ended(Protocol):
+    """An event that ends a program."""
+
+    def wait(self, timeout: float | None = None, /) -> bool:
+        """Wait for it, for at most ``timeout`` seconds. Returns whether it has come."""
+
+
 class NodeAgent:
     """An agent that serves a socket until it is closed. A context manager."""
 
@@ -163,17 +78,29 @@ class NodeAgent:
         """``replace``: take over from the agent that serves ``path``, once this one can start.
         Raises ``AgentRuns`` if another one serves it, ``ConfigError``, and with ``at_start`` strict
         ``StoreError``."""
-        self._config, self._path = config, path
+        self._config, self._path, self._rule = config, path, PutRule.of(config)
         self._trouble = Trouble(logger, "connections of new clients")
         self._open(path, recorder, replace)
-        self.saves = NodeSaves(self._cache, self.core.residents, self._save_limits(), recorder)
-        self.lookups = NodeLookups(
-            self._backends.index, self._board, ttl_s=config.lookup_ttl_ms / 1000
+        policy = PutPolicy(self._rule)
+        self.saves = NodeSaves(
+            self._cache, self.core.residents, self._save_limits(), policy, recorder
         )
-        self.core.on_rejected = self.lookups.invalidate
+        self.lookups = NodeLookups(
+            self._backends.index,
+            self.core.residents.unsaved,
+            self._board,
+            ttl_s=config.lookup_ttl_ms / 1000,
+        )
         index = self._backends.index
         prefetches = Prefetches(self.core, index, self._backends.bulk)
-        calls = NodeCalls(index, self._backends.bulk, prefetches, ttl_s=config.ttl_s)
+        calls = NodeCalls(
+            index,
+            self._backends.bulk,
+            prefetches,
+            policy,
+            ttl_s=config.ttl_s,
+            changed=self._board.discard,
+        )
         parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls)
         self.server = AgentServer(self._socket.listener, parts)
         self.numbers = AgentNumbers(recorder)
@@ -191,7 +118,7 @@ class NodeAgent:
         )
         try:
             return AgentHttp(
-                places, self.core, prefetches, self.numbers, lambda: self.server.clients
+                places, self.core, prefetches, self.numbers, self.server, self.saves.policy
             )
         except ConfigError as exc:
             self._socket.report(exc)
@@ -226,7 +153,7 @@ class NodeAgent:
         self._socket.report(None)
 
     def _arena_bytes(self) -> int:
-        nbytes = self._config.agent_memory_bytes or host_bytes() // _MEMORY_SHARE
+        nbytes = arena_bytes(self._config)
         if nbytes > host_bytes():
             logger.warning(
                 "arena larger than this machine's memory, lower agent_memory_bytes: an agent "
@@ -251,13 +178,14 @@ class NodeAgent:
     def _open_core(self, recorder: Recorder) -> Core:
         config = self._config
         keeps = config.agent_disk_keeps
-        keeps_all = _holds_back(config) if keeps == "auto" else keeps == "all"
+        keeps_all = self._rule.may_hold_back if keeps == "auto" else keeps == "all"
         limits = CoreLimits(config.load_threads, config.load_queue_max, keeps_all)
         disk = None
         if config.agent_disk_url is not None:
             folder = DiskFolder(local_path(config.agent_disk_url))
             disk = Disk(folder, config.agent_disk_bytes, "-".join(config.seals) or "plain")
-        return Core(self._cache, self.arena, limits, recorder, disk=disk)
+        changed = self._board.discard
+        return Core(self._cache, self.arena, limits, recorder, disk=disk, changed=changed)
 
     def _save_limits(self) -> NodeSaveLimits:
         config, far = self._config, is_far(self._config)
@@ -267,10 +195,10 @@ class NodeAgent:
             config.save_deadline_ms / 1000,
             config.codec,
             far,
-            holds_back=_holds_back(config),
+            may_save=config.role != "reader",
         )
 
-    def run(self, ended: Event, *, idle_s: float | None = None) -> None:
+    def run(self, ended: Ended, *, idle_s: float | None = None) -> None:
         """Serve until ``ended`` is set, or no client has been connected for ``idle_s``."""
         sys.setswitchinterval(_SWITCH_S)
         used = monotonic()
@@ -287,6 +215,9 @@ class NodeAgent:
 
     def _is_served(self) -> bool:
         """Whether replicas can connect, or could be once the socket's folder is back."""
+        if not self.server.is_accepting:
+            logger.error("no thread accepts replicas any more, ending")
+            return False
         try:
             listener = self._socket.restore()
             if listener is not None:
@@ -297,7 +228,7 @@ class NodeAgent:
         except AgentRuns as exc:
             logger.warning("the agent's socket is another agent's, ending reason=%s", exc)
             return False
-        except ConfigError as exc:
+        except Exception as exc:  # such as no memory: it is tried again
             self._trouble.failed(exc)
         return True
 
@@ -309,6 +240,7 @@ class NodeAgent:
             self._http.close()
         self.server.stop_accepting()
         if self.core.spill is not None:  # the next agent needs the folder
+            self.core.spill.drain(JOIN_S)
             self.core.spill.close(JOIN_S)
         self._socket.close()
         self.core.drain()
@@ -321,7 +253,21 @@ class NodeAgent:
         self._cache.close(1.0)
         self._backends.close()
         self.arena.close()
-        numbers, unsaved = self.numbers.read(), self.core.residents.unsaved
+        self._log_end()
+
+    def _log_end(self) -> None:
+        numbers, spill = self.numbers.read(), self.core.spill
+        kept = frozenset[str]() if spill is None else spill.held_back
+        lost, lost_bytes = self.core.residents.unsaved.lost(kept)
+        if lost:
+            keeps = "agent_disk_url" if spill is None else "agent_disk_keeps to all"
+            logger.warning(
+                "payloads lost that nothing has read again count=%d bytes=%d: set %s to keep them, "
+                "or save_to_bucket to all",
+                lost,
+                lost_bytes,
+                keeps,
+            )
         logger.info(
             "agent ended hits=%d fills=%d disk_hits=%d load_bytes=%d saves=%d save_bytes=%d "
             "evictions=%d unsaved=%d unsaved_bytes=%d",
@@ -332,8 +278,8 @@ class NodeAgent:
             numbers.get("saves", 0),
             numbers.get("save_bytes", 0),
             numbers.get("agent_evictions", 0),
-            len(unsaved),
-            unsaved.nbytes,
+            lost,
+            lost_bytes,
         )
 
     def __enter__(self) -> Self:

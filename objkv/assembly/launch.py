@@ -5,21 +5,29 @@ import logging
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Final
 
 from objkv.agent.client import is_listening
+from objkv.agent.peers import bind_private, peer_of
+from objkv.config.node import is_private, open_private
 from objkv.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 IDLE_EXIT_S: Final = 600
 """An agent that a replica started ends after this time without clients."""
+_PAUSES_S = "1 2 4 8 16 32 60 60 60 60 60 60"
+"""After each agent that cannot start, or is killed. Then a replica has to ask for another one."""
+_KEEP = 'for pause in %s; do "$@" && break; sleep $pause; done'
+"""Starts agents until one ends in order. They are children of this shell, because process 1 of a
+container often reaps no others."""
+_LEAVE_NOTHING = '; rm -f "$0".*'
+"""The end of the agent of one replica: nobody else uses the name."""
 _BACKLOG = 128
 _LOG_BYTES_MAX = 4 << 20
 _REPLACE_S = 15.0
@@ -29,7 +37,7 @@ _LOOK_S = 1.0
 _POLL_S = 0.02
 _CPUS_MAX = 8192
 """More than Linux numbers. It keeps those that the container allows."""
-_PEER = struct.Struct("3i")
+_OWN = os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def failure_of(path: Path) -> str | None:
@@ -61,6 +69,8 @@ class AgentSocket:
                 self._locks.append(self._take(changing, _LOOK_S))
             else:
                 self._locks.append(self._take(f"{path}.lock"))
+                if is_listening(path):  # something has removed the lock of the agent that runs
+                    raise AgentRuns(self._why_taken())
                 if os.path.lexists(changing):  # an agent that replaces another goes first
                     os.close(self._take(changing))
         except BaseException:
@@ -70,7 +80,7 @@ class AgentSocket:
     @property
     def replaced(self) -> int:
         """The process that will be replaced; 0 if there is none, or this one cannot end it."""
-        return _agent_at(self._path) if self._replaces else 0
+        return agent_at(self._path) if self._replaces else 0
 
     def listen(self) -> None:
         """Have the path, and listen. Raises ``AgentRuns`` if the replaced agent does not end, or
@@ -93,13 +103,16 @@ class AgentSocket:
             self._replaces = False  # from now on it may be replaced itself
 
     def restore(self) -> socket.socket | None:
-        """Listen at the path again if something has removed it, such as a job that cleans folders.
-        Returns the new listener, or None if the path is as it was. The old one still has to be
-        closed. Raises ``AgentRuns`` if the path is another agent's now, and ``ConfigError`` if
-        nothing can listen there."""
+        """Listen at the path again if something has removed it, such as a job that cleans folders,
+        and take its lock again; keep the lock from looking old to such a job. Returns the new
+        listener, or None if the path is as it was. The old one still has to be closed. Raises
+        ``AgentRuns`` if the path is another agent's now, and ``ConfigError`` if nothing can listen
+        there."""
         try:
             if self._path.lstat().st_ino != self._inode:
                 raise AgentRuns(self._why_taken())
+            with suppress(AgentRuns):  # a start that finds this agent, and gives the lock up again
+                self._relock()
             return None
         except FileNotFoundError:
             pass
@@ -107,9 +120,7 @@ class AgentSocket:
             raise ConfigError(f"the agent cannot see {self._path}: {exc.strerror or exc}") from exc
         before = self.listener
         try:
-            lock = Path(f"{self._path}.lock")
-            if not lock.exists() or lock.stat().st_ino != os.fstat(self._locks[-1]).st_ino:
-                self._locks.append(self._take(str(lock)))
+            self._relock()
             self.listener = new_socket()
             self._listen()
         except OSError as exc:  # such as no descriptor: it is tried again
@@ -124,10 +135,11 @@ class AgentSocket:
     def report(self, error: BaseException | None) -> None:
         """Leave a note for replicas if the agent cannot start; without an error, remove it."""
         note = Path(f"{self._path}.error")
-        if error is None:
+        with suppress(OSError):
             note.unlink(missing_ok=True)
-        elif not self._replaces:
-            note.write_text(str(error), encoding="utf-8")
+            if error is not None and not self._replaces:
+                with open(os.open(note, _OWN, 0o600), "w", encoding="utf-8") as file:
+                    file.write(str(error))
 
     def close(self) -> None:
         """Give the path to others. The lock file stays: removing it would let two agents run."""
@@ -144,14 +156,19 @@ class AgentSocket:
         """Listen, and have the path, also if it is the name of a socket already."""
         made = Path(f"{self._path}.{'next' if self._replaces else 'new'}")
         made.unlink(missing_ok=True)
-        before = os.umask(0o177)
-        try:
-            self.listener.bind(str(made))
-        finally:
-            os.umask(before)
+        bind_private(self.listener, str(made))
         self.listener.listen(_BACKLOG)
         self._inode = made.stat().st_ino
         made.rename(self._path)
+
+    def _relock(self) -> None:
+        """Keep the lock, or take it again. Raises like ``_take``."""
+        lock, own = f"{self._path}.lock", os.fstat(self._locks[-1])
+        with suppress(FileNotFoundError):
+            if os.lstat(lock).st_ino == own.st_ino:
+                os.utime(self._locks[-1])
+                return
+        self._locks.append(self._take(lock))
 
     def _why_taken(self) -> str:
         if self._replaces:
@@ -162,7 +179,7 @@ class AgentSocket:
         """Return a descriptor that holds a lock. Raises ``AgentRuns`` if another process has it for
         ``seconds``, and ``ConfigError``."""
         try:
-            lock = os.open(name, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            lock = os.open(name, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as exc:
             raise ConfigError(
                 f"the agent cannot create {name} ({exc.strerror}): give another --socket, whose "
@@ -184,48 +201,61 @@ def new_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
 
 
-def _agent_at(path: Path) -> int:
+def agent_at(path: Path) -> int:
     """Return the process that listens at ``path``; 0 if there is none, or if it is in a container
     of its own."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.settimeout(1.0)
         try:
             sock.connect(str(path))
-            peer = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+            pid, uid = peer_of(sock)
         except OSError:
             return 0
-        pid, uid, _ = _PEER.unpack(peer)
-        return int(pid) if uid == os.geteuid() else 0
+        return pid if uid == os.geteuid() else 0
 
 
-def start_agent(path: Path, environ: Mapping[str, str], idle_s: int = IDLE_EXIT_S) -> None:
-    """Start an agent that outlives this process, unless one listens or is being started. Does not
-    wait for it. Its log is next to its socket. Raises ``ConfigError``."""
+def start_agent(path: Path, environ: Mapping[str, str], idle_s: int) -> None:
+    """Start an agent that outlives this process, unless one listens, or a process of the node has
+    started one that has not ended, or will be tried again. Does not wait for it. ``path``: of
+    ``replica_socket``. Its log is next to its socket. Raises ``ConfigError``."""
     if is_listening(path):
         return
-    log = Path(f"{path}.log")
-    Path(f"{path}.error").unlink(missing_ok=True)
-    command = [sys.executable, "-m", "objkv", "agent", "--socket", str(path)]
+    command = ["agent", "--socket", str(path), "--idle-exit", f"{idle_s}s"]
+    script = f"({_KEEP % _PAUSES_S}{_LEAVE_NOTHING if is_private(path) else ''}) &"
     try:
-        if log.exists() and log.stat().st_size > _LOG_BYTES_MAX:
-            log.unlink()
-        with open(log, "ab", opener=_private) as output, _all_cores():
-            # By a shell that ends at once, so that this process has no child to wait for. Not in a
-            # session of its own: Linux divides processors between sessions (autogroups), and then
-            # threads of vLLM that spin with sched_yield kept an agent waiting for up to 0.9 s.
+        with open_private(path.parent) as folder, ExitStack() as opened, _all_cores():
+
+            def own_file(kind: str) -> int:
+                fd = os.open(f"{path.name}.{kind}", _OWN | os.O_APPEND, 0o600, dir_fd=folder)
+                opened.callback(os.close, fd)
+                return fd
+
+            starts = own_file("start")
+            try:
+                fcntl.flock(starts, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+            with suppress(FileNotFoundError):
+                os.unlink(f"{path.name}.error", dir_fd=folder)
+            log = own_file("log")
+            if os.fstat(log).st_size > _LOG_BYTES_MAX:
+                os.ftruncate(log, 0)
+            # Not in a session of its own: Linux divides processors between sessions (autogroups),
+            # and then threads of vLLM that spin with sched_yield kept an agent waiting for 0.9 s.
             subprocess.run(
-                ["/bin/sh", "-c", '"$@" &', "sh", *command, "--idle-exit", f"{idle_s}s"],
+                ["/bin/sh", "-c", script, path, sys.executable, "-m", "objkv", *command],
                 check=True,
                 env=dict(environ),
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
+                stdout=log,
+                stderr=log,
                 process_group=0,
                 cwd="/",
+                pass_fds=[starts],  # so the lock is held until the last of them has ended
             )
     except (OSError, subprocess.SubprocessError) as exc:
-        raise ConfigError(f"the agent cannot be started ({exc}): set agent to off") from exc
-    logger.info("agent started socket=%s log=%s", path, log)
+        raise ConfigError(f"the agent cannot be started: {exc}") from exc
+    logger.info("agent started socket=%s log=%s.log", path, path)
 
 
 @contextmanager
@@ -240,7 +270,3 @@ def _all_cores() -> Iterator[None]:
     finally:
         if os.sched_getaffinity(0) != own:
             os.sched_setaffinity(0, own)
-
-
-def _private(name: str, flags: int) -> int:
-    return os.open(name, flags, 0o600)

@@ -183,8 +183,7 @@ def _environment(resolved: Resolved) -> dict[str, str]:
     passed = {name: values[name] for name in given if values[name] is not None}
     # Always include both URLs, whatever their source.
     passed |= {name: values[name] for name in ("bulk_url", "index_url", "quota_bytes")}
-    # A warmed prompt is stored before the command ends; an agent may hold back its payloads.
-    passed["agent"] = "off"
+    passed.setdefault("agent", "private")  # it ends with the engine
     return {f"OBJKV_{name.upper()}": str(value) for name, value in passed.items()}
 
 

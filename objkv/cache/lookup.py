@@ -10,23 +10,22 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from math import inf
-from threading import BoundedSemaphore, Event
+from threading import Event
 from time import monotonic
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
-from objkv.background import Pool
+from objkv.background import Steps, StepThread, in_steps
 from objkv.errors import StoreError
-from objkv.index.base import ReadIndex, Shards
+from objkv.index.base import Shards
 from objkv.telemetry import Recorder, Trouble
 from objkv.tracing import NO_TRACING, Span, Tracing
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 Records = tuple[Shards | None, ...]
 """The found shards of each chunk of a prompt, in order."""
-_THREADS = 4
-"""Redis replies for a whole prompt in one round trip; a few threads keep one slow reply from
-delaying the others."""
+_ANSWER_S = 2.0
+"""An agent answers within microseconds, unless it is stopped, its index is down, or the machine is
+very busy."""
 _CLOSE_S_MAX = 5.0
 _IN_TIME_S = 10.0
 """Lookups work again when none was late for this time: otherwise two lines per request would say
@@ -40,7 +39,7 @@ class Hashes(Protocol):
         """Return their number, without computing them."""
 
     def __getitem__(self, chunks: slice, /) -> Sequence[bytes]:
-        """Return some of them. May take long; called only on lookup threads."""
+        """Return some of them. May take long; called only on the lookup thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,32 +70,22 @@ class _Memo:
         return self.known + (None,) * (self.count - len(self.known))
 
 
-class _Job(Generic[T]):
-    """Work whose outcome is read later. It can be cancelled until it starts."""
+class FindIndex(Protocol):
+    """The part of an index that lookups use."""
 
-    def __init__(self, work: Callable[[], T]) -> None:
-        self.future: Future[T] = Future()
-        self._work = work
-
-    def run(self) -> None:
-        """Do the work; its exceptions go to the future."""
-        if not self.future.set_running_or_notify_cancel():
-            return
-        try:
-            outcome = self._work()
-        except BaseException as exc:  # raised where the outcome is read
-            self.future.set_exception(exc)
-        else:
-            self.future.set_result(outcome)
+    def find(
+        self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
+    ) -> Steps[list[Shards | None]] | list[Shards | None]:
+        """See ``ReadIndex.find``. In steps, if it is in another process."""
 
 
 class LookupService:
-    """Looks up the stored ``fields`` of each chunk in the background. Only one thread may call
-    ``ask`` and ``forget``."""
+    """Looks up the stored ``fields`` of each chunk in the background, on one thread. Only one
+    thread may call ``ask`` and ``forget``."""
 
     def __init__(
         self,
-        index: ReadIndex,
+        index: FindIndex,
         fields: Sequence[str],
         recorder: Recorder,
         limits: LookupLimits,
@@ -110,9 +99,9 @@ class LookupService:
         self._limits = limits
         self._clock = clock
         self._tracing = tracing
-        self._slots, self._ended = BoundedSemaphore(limits.queue_max), Event()
+        self._ended = Event()
         # Started here, because starting takes longer than the rest of ``ask``.
-        self._pool: Pool[_Job[Any]] = Pool("objkv-lookup", _THREADS, _Job.run)
+        self._thread = StepThread("objkv-lookup", answer_s=_ANSWER_S)
         self._memos: dict[str, _Memo] = {}
         self._trouble, self._late_at = Trouble(logger, "lookups"), -inf
 
@@ -148,22 +137,24 @@ class LookupService:
         """Whether ``deadline`` has passed."""
         return self._clock() >= deadline
 
-    def submit(self, job: Callable[[], None]) -> bool:
-        """Run ``job`` on a lookup thread. Return False if the queue is full. A ``StoreError`` of
-        the job is counted and dropped."""
+    def submit(self, job: Callable[[], Steps[None] | None]) -> bool:
+        """Run ``job`` on the lookup thread. Return False if the queue is full. An exception of the
+        job is counted and dropped. Lookups wait meanwhile, so one that takes long is done in
+        steps."""
 
-        def run() -> None:
+        def run() -> Steps[None]:
             try:
-                job()
-            except StoreError:
+                yield from in_steps(job())
+            except Exception as exc:  # nobody waits for the outcome
                 self._recorder.count("background_errors")
+                logger.debug("background job failed reason=%r", exc)
 
-        return self._submit(run) is not None
+        return self._submit(run()) is not None
 
     @property
     def in_flight(self) -> int:
         """Jobs that wait or run."""
-        return self._pool.waiting + self._pool.busy
+        return self._thread.unfinished
 
     def wait(self, seconds: float) -> None:
         """Block until a job ends, for at most ``seconds``. Returns at once if one has ended since
@@ -180,10 +171,8 @@ class LookupService:
         return bool(wait((memo.future,), seconds).done)
 
     def close(self) -> None:
-        """Refuse further lookups and end the threads. A job that outlasts the deadline ends by the
-        index's own time-outs."""
-        seconds = min(self._limits.deadline_s, _CLOSE_S_MAX)
-        self._pool.close(seconds, give_up=lambda jobs: [job.future.cancel() for job in jobs])
+        """Refuse further lookups and end the thread. Lookups that outlast the deadline fail."""
+        self._thread.close(min(self._limits.deadline_s, _CLOSE_S_MAX))
 
     def __repr__(self) -> str:
         pending = sum(memo.answer is None for memo in self._memos.values())
@@ -208,37 +197,31 @@ class LookupService:
         started = self._clock()
         span = self._tracing.begin("objkv.lookup", trace, request_id=request_id)
 
-        def find() -> list[Shards | None]:
+        def find() -> Steps[list[Shards | None]]:
             found = None
             try:
                 wanted = hashes[len(known) : memo.count]
-                found = self._index.find(namespace, wanted, self._fields)
+                found = yield from in_steps(self._index.find(namespace, wanted, self._fields))
                 _decode(found)
                 return found
             finally:
                 self._recorder.observe("lookup_seconds", self._clock() - started)
                 _end(span, namespace, memo.count - len(known), found)
 
-        memo.future = self._submit(find)
+        memo.future = self._submit(find())
         if memo.future is None:
             self._recorder.count("lookup_refused")
             span.end("refused: the queue is full", namespace=namespace)
             self._answer(memo, memo.no_match)
         return memo
 
-    def _submit(self, job: Callable[[], T]) -> Future[T] | None:
-        if not self._slots.acquire(blocking=False):
+    def _submit(self, job: Steps[Any]) -> Future[Any] | None:
+        if self._thread.unfinished >= self._limits.queue_max:
             return None
-        queued = _Job(job)
-        if not self._pool.put((queued,)):  # closed
-            self._slots.release()
-            return None
-        queued.future.add_done_callback(self._note_end)
-        return queued.future
-
-    def _note_end(self, future: Future[T]) -> None:
-        self._slots.release()
-        self._ended.set()
+        future = self._thread.start(job)
+        if future is not None:
+            future.add_done_callback(lambda _: self._ended.set())
+        return future
 
     def _poll(self, memo: _Memo) -> None:
         assert memo.future is not None

@@ -11,13 +11,9 @@ from time import monotonic
 from typing import Generic, Protocol, TypeVar
 
 from objkv.background import JOIN_S, Pool
-from objkv.cache.chunks import SaveOutcome
-from objkv.cache.speed import LinkSpeed
+from objkv.cache.chunks import ChunkCache, SaveOutcome
 from objkv.codec.payload import Claim, Header
-from objkv.codec.seal import Seal
 from objkv.errors import LeftAlone, ObjkvError, StoreBusy
-from objkv.keys.chunk import ChunkKey
-from objkv.stores.base import Buffer
 from objkv.telemetry import Recorder, Trouble
 
 logger = logging.getLogger(__name__)
@@ -44,31 +40,6 @@ class Save(Protocol):
         """Release the item's resources. Called once, on a thread of the pool."""
 
 
-class SaveTarget(Protocol):
-    """The destination of saves: a ``ChunkCache``, which documents the methods, or an agent."""
-
-    seal: Seal | None
-    link: LinkSpeed
-
-    def has_room(self) -> bool:
-        """See ``ChunkCache``."""
-
-    def begin_save(self, key: ChunkKey, *, puts: bool = False) -> bool:
-        """See ``ChunkCache``."""
-
-    def end_save(self, key: ChunkKey) -> None:
-        """See ``ChunkCache``."""
-
-    def take_lease(self, key: ChunkKey) -> bool:
-        """See ``ChunkCache``."""
-
-    def release_lease(self, key: ChunkKey) -> None:
-        """See ``ChunkCache``."""
-
-    def save(self, claim: Claim, payload: Buffer, header: Header) -> SaveOutcome:
-        """See ``ChunkCache``."""
-
-
 Item = TypeVar("Item", bound=Save)
 
 
@@ -79,13 +50,12 @@ class SavePool(Generic[Item]):
         self,
         name: str,
         threads: int,
-        cache: SaveTarget,
+        cache: ChunkCache,
         recorder: Recorder,
         *,
         late: Callable[[Item], object],
         saved: Callable[[Header, float, SaveOutcome], None] = lambda *_: None,
         leased: Callable[[Item], object] = lambda _: None,
-        begin: Callable[[], None] | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         """
@@ -94,7 +64,6 @@ class SavePool(Generic[Item]):
             late: called for an item whose deadline has passed.
             saved: called with the header, seconds and outcome of each save.
             leased: called for an item that another process is saving.
-            begin: called once by each thread when it starts.
         """
         self._name = name
         self._cache = cache
@@ -105,7 +74,7 @@ class SavePool(Generic[Item]):
         self._trouble = Trouble(logger, name)
         self._shed_until = -math.inf
         label = name.removesuffix("s").replace(" ", "-")
-        self._pool = Pool(f"objkv-{label}", threads, self._save, failed=self._failed, begin=begin)
+        self._pool = Pool(f"objkv-{label}", threads, self._save, failed=self._failed)
 
     @property
     def waiting(self) -> int:
@@ -179,9 +148,6 @@ class SavePool(Generic[Item]):
         if outcome is SaveOutcome.SAVED:
             self._recorder.count("saves")
             self._recorder.count("save_bytes", header.nbytes)
-        elif outcome is SaveOutcome.ACCEPTED:
-            self._recorder.count("saves_accepted")
-            self._recorder.count("save_accepted_bytes", header.nbytes)
         else:
             self._recorder.count("save_existed")
         self._saved(header, seconds, outcome)

@@ -1,17 +1,18 @@
 """An operator's switch that decides about loads before every replica's own settings.
 
 One small document in the bulk store holds it, so that it works with any index and needs no rights
-that replicas do not have. Each replica reads it in the background; no request waits for it.
+that replicas do not have. Each replica reads it in the background while it has requests; none of
+them waits for it.
 """
 
 import json
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
-from threading import Event, Thread
 from time import gmtime, strftime, time
-from typing import Final, Protocol, Self, get_args
+from typing import Final, Protocol, get_args
 
+from objkv.background import Steps, in_steps
 from objkv.cache.admission import Mode
 from objkv.errors import ConfigError, PayloadError, StoreError
 from objkv.stores.base import ReadStore, WriteStore
@@ -31,7 +32,6 @@ _UNTIL_S_MAX: Final = 1 << 40
 AUTHOR_CHARS_MAX: Final = 200
 _NAMESPACE_CHARS_MAX: Final = 200
 _INTERVAL_S: Final = 20.0
-_CLOSE_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,7 @@ class Switch:
 def read_switches(bulk: ReadStore) -> tuple[Switch, ...]:
     """Return all orders, also ended ones; none without a document. Raises ``StoreError``, and
     ``PayloadError`` if objkv did not write the document."""
-    document = bulk.get_range(SWITCH_PATH, 0, _DOCUMENT_BYTES_MAX)
-    return () if document is None else _parse(document)
+    return _parse(bulk.get_range(SWITCH_PATH, 0, _DOCUMENT_BYTES_MAX))
 
 
 def set_switch(bulk: WriteStore, switch: Switch) -> None:
@@ -107,10 +106,10 @@ class Named(Protocol):
 
 
 class AdmissionSwitch:
-    """Whether one replica loads, by its settings and an operator's order.
+    """Whether one replica loads, by its settings and an operator's order. For one thread.
 
-    After ``start``, a thread reads the document three times a minute. If that fails, the last order
-    stays in force until its own end.
+    After ``start``, the document is read again when the mode is asked for and 20 seconds have gone
+    by. If that fails, the last order stays in force until its own end.
     """
 
     def __init__(
@@ -119,60 +118,51 @@ class AdmissionSwitch:
         bulk: ReadStore,
         namespace: Named,
         recorder: Recorder,
+        submit: Callable[[Callable[[], Steps[None]]], bool],
         *,
         clock: Callable[[], float] = time,
     ) -> None:
-        """``configured`` applies without an order. Does not close ``bulk``."""
+        """``configured`` applies without an order. ``submit`` runs a job in the background, or
+        returns False if too many are queued."""
         self._configured: Mode = configured
         self._bulk = bulk
         self._namespace = namespace
         self._recorder = recorder
+        self._submit = submit
         self._clock = clock
         self._switches: tuple[Switch, ...] = ()
         self._shown: Switch | None = None
-        self._closed = Event()
-        self._thread: Thread | None = None
+        self._asked_at: float | None = None
 
-    def start(self) -> Self:
-        """Read the document now and then, from now on. Does not wait."""
-        self._thread = Thread(target=self._watch, name="objkv-switch", daemon=True)
-        self._thread.start()
-        return self
+    def start(self) -> None:
+        """Read the document in the background, now and from now on."""
+        self._asked_at = self._clock()
+        self._submit(self.read)
 
     @property
     def mode(self) -> Mode:
         """The mode that applies now. Never waits."""
+        if self._asked_at is not None and abs(self._clock() - self._asked_at) >= _INTERVAL_S:
+            self.start()
         found = self._order() if self._switches else None
         return self._configured if found is None else found.mode
 
-    def read(self) -> None:
-        """Read the document. For the thread, and for tests in its place. Never raises."""
+    def read(self) -> Steps[None]:
+        """Read the document. Never raises."""
         try:
-            self._switches = read_switches(self._bulk)
+            document = yield from in_steps(
+                self._bulk.get_range(SWITCH_PATH, 0, _DOCUMENT_BYTES_MAX)
+            )
+            self._switches = _parse(document)
         except (StoreError, PayloadError):
             self._recorder.count("admission_switch_errors")
         self._show()
-
-    def close(self) -> None:
-        """Stop the thread. Waits at most a second for a reading in progress. Idempotent."""
-        self._closed.set()
-        if self._thread is not None:
-            self._thread.join(_CLOSE_S)
 
     def __repr__(self) -> str:
         return f"<AdmissionSwitch {self.mode}>"
 
     def _order(self) -> Switch | None:
         return in_force(self._switches, self._namespace.name, now_s=self._clock())
-
-    def _watch(self) -> None:
-        while True:
-            try:
-                self.read()
-            except Exception:  # a bug; without this thread no order would arrive
-                self._recorder.count("admission_switch_errors")
-            if self._closed.wait(_INTERVAL_S):
-                return
 
     def _show(self) -> None:
         found = self._order()
@@ -208,7 +198,9 @@ def _write(bulk: WriteStore, switches: list[Switch]) -> None:
     bulk.put(SWITCH_PATH, json.dumps(values).encode("ascii"))
 
 
-def _parse(document: bytes) -> tuple[Switch, ...]:
+def _parse(document: bytes | None) -> tuple[Switch, ...]:
+    if document is None:
+        return ()
     try:
         values = json.loads(document)
         if values["format"] != _FORMAT or len(values["switches"]) > _SWITCHES_MAX:

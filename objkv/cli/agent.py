@@ -3,6 +3,7 @@
 import logging
 import sys
 from pathlib import Path
+from resource import RLIMIT_NOFILE, getrlimit, setrlimit
 from typing import Annotated
 
 import typer
@@ -14,7 +15,7 @@ from objkv.cli.signals import end_signals
 from objkv.cli.upkeep import refuse_memory
 from objkv.config.node import agent_socket
 from objkv.errors import ConfigError
-from objkv.telemetry import MemoryRecorder
+from objkv.telemetry import LogLimit, MemoryRecorder
 
 
 @command
@@ -44,7 +45,12 @@ def agent(
     where = path or agent_socket(session.config)
     if where is None:
         raise ConfigError("no socket to serve: give --socket PATH, or set OBJKV_AGENT")
-    logging.basicConfig(format="%(asctime)s %(levelname)s objkv: %(message)s", level=logging.INFO)
+    log = logging.StreamHandler()
+    log.addFilter(LogLimit())
+    form = "%(asctime)s %(levelname)s objkv: %(message)s"
+    logging.basicConfig(format=form, level=logging.INFO, handlers=[log])
+    limit = getrlimit(RLIMIT_NOFILE)[1]
+    setrlimit(RLIMIT_NOFILE, (limit, limit))  # each replica takes several
     with (
         end_signals() as ended,
         NodeAgent(session.config, where, MemoryRecorder(), replace=replace) as running,

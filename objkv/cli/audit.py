@@ -15,7 +15,7 @@ from objkv import __version__
 from objkv.assembly.backends import read_lifecycle
 from objkv.cli.audit_answers import show_answers
 from objkv.cli.command import FINE, FOUND, Session, command
-from objkv.cli.options import check_file
+from objkv.cli.options import PriceGbMonth, PriceGets, PricePuts, check_file, priced
 from objkv.cli.output import Printer, age, counted, plain, size
 from objkv.cli.upkeep import (
     WORKERS,
@@ -37,13 +37,11 @@ from objkv.ops.audit.audit import (
     find_places,
     walk_stages,
 )
-from objkv.ops.audit.figures import LIST_PRICES
 from objkv.ops.audit.report import (
     JSON_FORMAT,
     AuditFinding,
     AuditReport,
     NamespaceAudit,
-    Prices,
     RootAudit,
     verdict,
 )
@@ -313,15 +311,9 @@ def audit(
             metavar="N",
         ),
     ] = LIMIT,
-    price_gb_month: Annotated[
-        float, typer.Option(min=0, help="Price of 10^9 bytes for a month.", metavar="USD")
-    ] = LIST_PRICES.gb_month,
-    price_puts: Annotated[
-        float, typer.Option(min=0, help="Price of 1,000 PUT requests.", metavar="USD")
-    ] = LIST_PRICES.per_1000_puts,
-    price_gets: Annotated[
-        float, typer.Option(min=0, help="Price of 1,000 GET requests.", metavar="USD")
-    ] = LIST_PRICES.per_1000_gets,
+    price_gb_month: PriceGbMonth = None,
+    price_puts: PricePuts = None,
+    price_gets: PriceGets = None,
     price_gpu_hour: Annotated[
         float | None,
         typer.Option(
@@ -343,7 +335,9 @@ def audit(
     options = replace(
         audit_options(session.config, __version__),
         roots_max=roots,
-        prices=Prices(price_gb_month, price_puts, price_gets, price_gpu_hour),
+        prices=replace(
+            priced(session.config, price_gb_month, price_puts, price_gets), gpu_hour=price_gpu_hour
+        ),
         tokenizer=None if tokenizer is None else load_tokenizer(tokenizer),
         show_text=show_text,
         workers=workers,

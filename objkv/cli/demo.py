@@ -102,11 +102,10 @@ def print_report(out: Printer, report: DemoReport) -> None:
         f"Median speed-up: {report.speed_up_median:.1f}x. Stored: {stored.chunks} chunks, "
         f"{stored.tokens:,} tokens, {size(stored.nbytes)}."
     )
-    if report.agent is not None:
-        out.line(
-            f"B read {report.agent.read} chunks from the node agent's memory, which fetched "
-            f"{report.agent.fetched} from the store."
-        )
+    out.line(
+        f"B read {report.agent.read} chunks from the node agent's memory, which fetched "
+        f"{report.agent.fetched} from the store."
+    )
     if report.load_failures:
         out.line(f"{report.load_failures} loads failed; their tokens were recomputed.", "yellow")
     if not report.identical:

@@ -88,9 +88,9 @@ def match(
 
 def _in_memory(session: Session, report: MatchReport) -> "Matched | None":
     """Return what the node's agent has of the prompt; None without an agent that answers."""
-    if session.config.agent == "off" or not report.chunks:
+    if not report.chunks:
         return None
-    from objkv.agent.http.client import AgentApi, AskedPrompt  # late: without an agent not needed
+    from objkv.agent.http.client import AgentApi, AskedPrompt  # late: `--help` must start at once
     from objkv.config.node import agent_socket, http_path
 
     prompt = AskedPrompt(report.namespace, hashes=[one.prefix_hash for one in report.chunks])

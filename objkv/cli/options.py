@@ -8,12 +8,17 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from objkv.errors import ConfigError
 
+if TYPE_CHECKING:
+    from objkv.config import Config
+    from objkv.config.prices import Prices
+
+_PRICE_MAX = 1e6
 Output = Literal["table", "json", "wide"]
 
 
@@ -108,6 +113,40 @@ def size_option(text: str, *names: str, least: int = 0, shown: str = "") -> Any:
         parser=parse,
         show_default=False,
     )
+
+
+PriceGbMonth = Annotated[
+    float | None,
+    typer.Option(min=0, help="Price of 10^9 bytes for a month, not price_gb_month.", metavar="USD"),
+]
+PricePuts = Annotated[
+    float | None,
+    typer.Option(min=0, help="Price of 1,000 PUT requests, not price_puts.", metavar="USD"),
+]
+PriceGets = Annotated[
+    float | None,
+    typer.Option(
+        min=0, help="Price of 1,000 GET requests, not the provider's list price.", metavar="USD"
+    ),
+]
+
+
+def priced(
+    config: "Config", gb_month: float | None, puts: float | None, gets: float | None
+) -> "Prices":
+    """Return the prices of the configured bucket, or of S3 Standard without one; those that are
+    given replace them. Raises ``ConfigError``."""
+    from objkv.config.prices import LIST_PRICES, prices_of
+
+    known = prices_of(config)
+    if not config.bulk_url.startswith("s3:"):
+        known = replace(LIST_PRICES, gpu_hour=known.gpu_hour)
+    given = {"gb_month": gb_month, "per_1000_puts": puts, "per_1000_gets": gets}
+    own = {name: price for name, price in given.items() if price is not None}
+    if not all(0 <= price < _PRICE_MAX for price in own.values()):
+        raise ConfigError("a price must be at least 0 and less than 1,000,000 dollars")
+    source = "options" if len(own) == len(given) else known.source
+    return replace(known, **own, source=source)
 
 
 def check_file(option: str, file: Path) -> None:

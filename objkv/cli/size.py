@@ -1,19 +1,21 @@
 """``objkv size``: an estimate of what a fleet stores, requests and pays."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from objkv.cache.worth import ChunkCost, PutRule
 from objkv.cli.command import FINE, Session, command
-from objkv.cli.options import time_option
+from objkv.cli.options import PriceGbMonth, PriceGets, PricePuts, priced, time_option
 from objkv.cli.output import Printer, counted, plain
 from objkv.cli.output import size as bytes_text
+from objkv.config.prices import Prices
 from objkv.errors import ConfigError
-from objkv.ops.audit.report import Prices
 from objkv.ops.size.model import DTYPES, PRESETS, ModelShape, attention, preset, read_model
-from objkv.ops.size.sizing import Layout, Load, Sizing, size_fleet
+from objkv.ops.size.sizing import ChunkSizing, Layout, Load, Sizing, size_fleet
 
 _GIGABIT = 1e9 / 8
 _LARGE = 1_000
@@ -65,11 +67,6 @@ Used = Annotated[
 SweepEvery = Annotated[
     float, time_option("Time between sweeps", "--sweep-every", most=1e10, shown="1h")
 ]
-GbMonth = Annotated[
-    float, typer.Option(help="Price of 10^9 bytes for a month in US dollars.", metavar="USD")
-]
-Puts = Annotated[float, typer.Option(help="Price of 1,000 PUTs in US dollars.", metavar="USD")]
-Gets = Annotated[float, typer.Option(help="Price of 1,000 GETs in US dollars.", metavar="USD")]
 
 
 @command
@@ -90,9 +87,9 @@ def size(
     ttl: Ttl = None,
     used: Used = 0.0,
     sweep_every: SweepEvery = 3_600.0,
-    price_gb_month: GbMonth = 0.023,
-    price_puts: Puts = 0.005,
-    price_gets: Gets = 0.0004,
+    price_gb_month: PriceGbMonth = None,
+    price_puts: PricePuts = None,
+    price_gets: PriceGets = None,
 ) -> int:
     """Estimate a fleet's storage, request rate and cost.
 
@@ -121,15 +118,14 @@ def size(
     )
     ttl_s = config.ttl_s if ttl is None else int(ttl)
     load = Load(rate, prompt_tokens, stored, ttl_s, used, sweep_every)
-    prices = Prices(price_gb_month, price_puts, price_gets)
-    if not all(0 <= price < 1e6 for price in (price_gb_month, price_puts, price_gets)):
-        raise ConfigError("a price must be at least 0 and less than 1,000,000 dollars")
+    prices = priced(config, price_gb_month, price_puts, price_gets)
     found = size_fleet(_shape(model, (layers, kv_heads, head_size), kv_dtype), layout, load, prices)
     if session.out.machine:
         document = {**plain(found), "month": found.month}
         session.out.document({"sizing": document, "layout": layout, "load": load, "prices": prices})
     else:
-        _print(session.out, found, layout, load)
+        rule = replace(PutRule.of(config), prices=prices, life_s=ttl_s + sweep_every / 2)
+        _print(session.out, found, layout, load, rule)
     return FINE
 
 
@@ -165,7 +161,20 @@ def _shape(
     )
 
 
-def _print(out: Printer, found: Sizing, layout: Layout, load: Load) -> None:
+def _puts(chunk: ChunkSizing, tp_size: int, rule: PutRule) -> tuple[str, str]:
+    """Return which payloads are put, and why."""
+    cost = ChunkCost(chunk.puts, chunk.nbytes)
+    if rule.is_fixed:
+        decision = rule.decide(cost)
+        return decision.puts, decision.reason
+    gpu_s = rule.gpu_s_for_all(cost)
+    return "auto", (
+        f"all if a replica computes fewer than {tp_size * chunk.tokens / gpu_s:,.0f} prompt "
+        f"tokens/s, with GPUs at ${rule.prices.gpu_hour:g}/h; reused if it computes more"
+    )
+
+
+def _print(out: Printer, found: Sizing, layout: Layout, load: Load, rule: PutRule) -> None:
     chunk = found.chunk
     kept = load.ttl_s + load.used_s
     rows: list[tuple[str, str, str]] = [
@@ -201,8 +210,10 @@ def _print(out: Printer, found: Sizing, layout: Layout, load: Load) -> None:
         (
             "per month",
             f"${found.month:,.0f}",
-            f"storage ${found.storage_month:,.0f}, requests ${found.requests_month:,.0f}",
+            f"storage ${found.storage_month:,.0f}, requests ${found.requests_month:,.0f}, at "
+            f"prices of {rule.prices.source}",
         ),
+        ("save_to_bucket", *_puts(chunk, layout.tp_size, rule)),
     ]
     out.table(("", "", "~"), rows)
     if found.prompt_chunks == 0:

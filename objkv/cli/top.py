@@ -44,22 +44,21 @@ _SOURCES: Final = (
 )
 _STATE_STYLES: Final = {"up": "green", "down": "bold red", "restarted": "yellow", "new": "dim"}
 REPLICA_COLUMNS: Final = (
-    "replica", "state", ">tokens/s", ">hit", ">local", ">agent/s", ">hot/s", ">bulk/s",
-    ">saved/s", ">refused/s", ">missed/s", ">dropped/s", ">lookup", ">load", ">run", ">wait",
-    "notes",
+    "replica", "state", ">tokens/s", ">hit", ">local", ">loaded/s", ">saved/s",
+    ">refused/s", ">missed/s", ">dropped/s", ">lookup", ">load", ">run", ">wait", "notes",
 )  # fmt: skip
 NODE_COLUMNS: Final = (
     "node", "state", ">arena", ">used", ">leased", ">clients", ">in memory", ">on disk",
     ">fetched/s", ">saved/s", ">no room/s", ">prefetched", ">read", ">unread", "notes",
 )  # fmt: skip
-_DROPPED_FIRST: Final = {
+_DROPPED_FIRST: Final[dict[tuple[str, ...], tuple[str, ...]]] = {
     REPLICA_COLUMNS: (">wait", ">run", ">load", ">lookup", ">local", ">saved/s", ">missed/s"),
     NODE_COLUMNS: (">clients", ">saved/s", ">on disk", ">arena", ">prefetched", ">read"),
 }
 """Columns omitted on a narrow terminal, the least important first."""
-_DROPPED_FOR_NOTES: Final = {
+_DROPPED_FOR_NOTES: Final[dict[tuple[str, ...], tuple[str, ...]]] = {
     REPLICA_COLUMNS: (
-        ">dropped/s", ">agent/s", ">hot/s", ">bulk/s", ">hit", ">refused/s", ">tokens/s",
+        ">dropped/s", ">loaded/s", ">hit", ">refused/s", ">tokens/s",
     ),
     NODE_COLUMNS: (">unread", ">fetched/s", ">leased", ">used", ">in memory", ">no room/s"),
 }  # fmt: skip
@@ -158,16 +157,14 @@ def summary_lines(view: View) -> list[str]:
         lines = [
             f"{count} {'replica' if count == 1 else 'replicas'}, {down} down; hit rate -; "
             "- prompt tokens/s",
-            "loads - from agents, - hot, - bulk; saves -; refused -, missed -, dropped -",
+            "loads -; saves -; refused -, missed -, dropped -",
             "no replica answers: is vllm serve running there? --endpoint URL names another",
         ]
         return lines + _stored_lines(view)
     lines = [
         f"{count} {'replica' if count == 1 else 'replicas'}, {down} down; hit rate "
         f"{_hit_rate(total)}; {total.tokens:,.0f} prompt tokens/s: {shares or 'none'}",
-        f"loads {size(round(total.arena_load_bytes))}/s from agents, "
-        f"{size(round(total.hot_load_bytes))}/s hot, "
-        f"{size(round(total.bulk_load_bytes))}/s bulk; saves {size(round(total.save_bytes))}/s; "
+        f"loads {size(round(total.load_bytes))}/s; saves {size(round(total.save_bytes))}/s; "
         f"refused {total.refusals:.1f}/s, missed {total.misses:.1f}/s, "
         f"dropped {total.drops:.1f}/s",
     ]
@@ -202,10 +199,7 @@ def _stored_lines(view: View) -> list[str]:
 def replica_cells(row: ReplicaRow) -> list[str]:
     """One replica's row as text."""
     if row.state in ("down", "no objkv"):
-        return [row.name, row.state, *[""] * 14, row.problem or ""]
-    notes = [f"circuit open: {name.replace('_', ' ')}" for name in row.breakers_open]
-    if row.switched:
-        notes.insert(0, "operator's order")
+        return [row.name, row.state, *[""] * 12, row.problem or ""]
     flow, known = row.flow, row.state != "new"
     return [
         row.name,
@@ -213,9 +207,7 @@ def replica_cells(row: ReplicaRow) -> list[str]:
         f"{flow.tokens:,.0f}" if known else "",
         percent(flow.hit_rate) if known else "",
         percent(flow.local_tokens / flow.tokens if flow.tokens else None) if known else "",
-        _bytes(flow.arena_load_bytes) if known else "",
-        _bytes(flow.hot_load_bytes) if known else "",
-        _bytes(flow.bulk_load_bytes) if known else "",
+        _bytes(flow.load_bytes) if known else "",
         _bytes(flow.save_bytes) if known else "",
         _count(flow.refusals) if known else "",
         _count(flow.misses) if known else "",
@@ -224,7 +216,7 @@ def replica_cells(row: ReplicaRow) -> list[str]:
         _millis(flow.load_ms),
         f"{flow.running:.0f}",
         f"{flow.waiting:.0f}",
-        ", ".join(notes),
+        "operator's order" if row.switched else "",
     ]
 
 
@@ -234,6 +226,7 @@ def node_cells(row: NodeRow) -> list[str]:
         return [row.name, row.state, *[""] * 12, row.problem or ""]
     known = row.state != "new"
     asked = row.hits + row.fills
+    opened = [f"circuit open: {name.replace('_', ' ')}" for name in row.breakers_open]
     return [
         row.name,
         row.state,
@@ -249,7 +242,7 @@ def node_cells(row: NodeRow) -> list[str]:
         f"{row.prefetches:,.0f}",
         f"{row.prefetch_used:,.0f}",
         f"{row.prefetch_unused:,.0f}",
-        "",
+        ", ".join([*opened, *map(str, row.puts)]),
     ]
 
 

@@ -1,20 +1,23 @@
 """The node: its memory, where its agent listens, and which settings an agent's replicas share."""
 
-import hashlib
+import hmac
 import json
 import os
+import secrets
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from objkv.config.schema import Config
 from objkv.config.sources import CONFIG_FILE_VARIABLE, ENV_PREFIX
-from objkv.config.urls import local_path
+from objkv.config.urls import local_path, make_private
 from objkv.errors import ConfigError
 
 _REPLICAS_OWN: Final = frozenset(
     {
-        *("agent", "chunk_tokens", "codec", "load_mode", "save_decode", "model_id"),
+        *("agent", "chunk_tokens", "load_mode", "save_decode", "model_id"),
         *("weights_epoch", "weights_digest", "vllm_patches", "pinned_bytes_max", "store_tokens"),
         *("lookup_deadline_ms", "load_deadline_ms", "step_load_deadline_ms", "save_deadline_ms"),
         *("encoder_deadline_ms", "drain_deadline_ms", "load_queue_max", "save_queue_max"),
@@ -24,29 +27,44 @@ _REPLICAS_OWN: Final = frozenset(
 """Settings that replicas of one agent may have different."""
 _BINDS_THREADS: Final = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
 """Variables by which OpenMP, which vLLM preloads, binds a process to the cores of one worker."""
-_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
-_CONTAINER_CORES = Path("/sys/fs/cgroup/cpu.max")
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+_CONTAINER_CORES = _CGROUPS / "cpu.max"
+_SHARED_FOLDER = Path("/tmp")  # noqa: S108 # the owner of what is in it is checked
+_KEY = "names"
 _PATH_BYTES_MAX = 70
-"""A socket's path may have 107, 22 of them for its name."""
+"""A socket's path may have 107, 30 of them for its name."""
+_PRIVATE = "private-"
+_MEMORY_SHARE = 8
+"""Divisor: the default arena is this fraction of the machine's memory."""
 
 
 def agent_socket(config: Config) -> Path | None:
-    """Return where the agent for these settings listens; None if replicas use none.
+    """Return where the agent for these settings listens; None if each replica has its own.
 
     With ``auto``, replicas have an agent in common if they would use the same stores with the same
-    credentials and keys. Raises ``ConfigError`` if the folder of the socket belongs to another
-    user.
+    credentials and keys. Raises ``ConfigError`` without a private folder for the socket.
     """
-    if config.agent == "off":
+    if config.agent == "private":
         return None
     if config.agent != "auto":
         return local_path(config.agent)
-    if any(url.startswith("memory:") for url in (config.bulk_url, config.index_url)):
-        return None  # another process has its own
     kept = config.model_dump(mode="json", exclude=set(_REPLICAS_OWN))
     aws = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-    text = json.dumps([kept, aws], sort_keys=True)
-    return _own_folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.sock"
+    return _own_socket("", json.dumps([kept, aws], sort_keys=True))
+
+
+def replica_socket(config: Config, engine_id: str) -> Path:
+    """Return where the agent of a replica listens. Raises ``ConfigError`` like ``agent_socket``."""
+    path = agent_socket(config)
+    if path is not None:
+        return path
+    return _own_socket(_PRIVATE, engine_id)
+
+
+def is_private(path: Path) -> bool:
+    """Whether the agent that listens at ``path`` is that of one replica."""
+    return path.name.startswith(_PRIVATE)
 
 
 def http_path(path: Path) -> Path:
@@ -66,33 +84,96 @@ def agent_environment(config: Config) -> dict[str, str]:
     return environ
 
 
-def _own_folder() -> Path:
-    """Return a folder of this user, with a short path, that is gone after a restart."""
-    given = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(given) / "objkv" if given else None
-    if folder is None or len(os.fsencode(folder)) > _PATH_BYTES_MAX:
-        folder = Path("/tmp") / f"objkv-{os.geteuid()}"  # noqa: S108 # its owner is checked
+def _own_socket(prefix: str, text: str) -> Path:
+    """Return the socket for ``text``. Every user sees its name, and nobody can guess the text from
+    it, by a random key that is kept in the folder: as a link, which is made in one step."""
+    folder = _own_folder()
+    with open_private(folder) as place:
+        try:
+            with suppress(FileExistsError):
+                os.symlink(secrets.token_hex(), _KEY, dir_fd=place)
+            key = os.fsencode(os.readlink(_KEY, dir_fd=place))
+        except OSError as exc:
+            raise ConfigError(f"no socket for an agent in {folder}: {exc}") from exc
+    return folder / f"{prefix}{hmac.digest(key, text.encode(), 'sha256').hex()[:16]}.sock"
+
+
+@contextmanager
+def open_private(folder: Path) -> Iterator[int]:
+    """Open a folder in which only this user can see and change files. Raises ``ConfigError``."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.lstat()
+        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as exc:
         raise ConfigError(
-            f"no folder {folder} for the agent's socket ({exc}): set agent to off"
+            f"no folder {folder} for the agent's socket ({exc}): set XDG_RUNTIME_DIR to one"
         ) from exc
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise ConfigError(
-            f"{folder} is not a private folder of this user: make it one, or set agent to off"
-        )
+    try:
+        found = os.fstat(place)
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise ConfigError(
+                f"{folder} is not a private folder of this user: make it one, or set "
+                "XDG_RUNTIME_DIR"
+            )
+        yield place
+    finally:
+        os.close(place)
+
+
+def _own_folder() -> Path:
+    """Return a folder for sockets, with a short path, that is gone after a restart. It is made
+    again if it has gone."""
+    given = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(given or "/") / "objkv"
+    if given and len(os.fsencode(folder)) <= _PATH_BYTES_MAX and _is_own(folder.parent):
+        with suppress(OSError):  # such as below /run/user, after a logout
+            make_private(folder)
+            return folder
+    folder = _SHARED_FOLDER / f"objkv-{os.geteuid()}"
+    with suppress(OSError):  # opening it tells why
+        make_private(folder)
     return folder
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether only this user can change what is in ``folder``, or it can be made so. It is another
+    user's after ``su`` and ``sudo -E``."""
+    try:
+        found = folder.lstat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return is_ours and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def host_bytes() -> int:
     """Return the memory of this machine, or of this container if that is less."""
     nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        return min(nbytes, int(_CONTAINER_LIMIT.read_text()))
-    except (OSError, ValueError):  # no such file, or "max"
-        return nbytes
+    return min([nbytes, *_container_limits()])
+
+
+def _container_limits() -> Iterator[int]:
+    """Return the limits of this process's control groups and of those that they are in, in both
+    versions."""
+    with suppress(OSError, ValueError):
+        for line in _OWN_CGROUPS.read_text().splitlines():
+            _, kinds, name = line.split(":", 2)
+            if kinds not in ("", "memory"):
+                continue
+            root = _CGROUPS / kinds
+            folder = root / name.lstrip("/")
+            for place in (folder, *folder.parents):
+                with suppress(OSError, ValueError):  # no such file, or "max"
+                    file = "memory.limit_in_bytes" if kinds else "memory.max"
+                    yield int((place / file).read_text())
+                if place == root:
+                    break
+
+
+def arena_bytes(config: Config) -> int:
+    """Return the size of an agent's arena."""
+    return config.agent_memory_bytes or host_bytes() // _MEMORY_SHARE
 
 
 def host_cores() -> int:

@@ -203,17 +203,15 @@ class Config(BaseModel):
     """Objects younger than this are never swept. Must exceed the longest save, because writers
     publish last. A value above ``ttl_s`` keeps expired payloads longer."""
     pinned_bytes_max: int = Field(default=0, ge=0)
-    """Pinned (page-locked) memory per worker for loads and saves. 0: enough for all load threads
-    and for the saves of two full steps, and at most an eighth of the host's memory for all workers.
-    Without a node agent, memory for loads is at least twice the largest payload of any replica of
-    the model."""
+    """Pinned (page-locked) memory per worker, in which it hands saves over to its agent. 0: enough
+    for two full steps, and at most an eighth of the host's memory for all workers."""
 
-    agent: str = Field(default="auto", pattern=r"^(off|auto|unix:///[^\x00]{1,100})$")
-    """Whether a node agent loads and saves for all replicas of this machine. ``auto``: on CPUs and
-    with CUDA, the first replica starts an agent, which ends ten minutes after the last; with ROCm
-    or XPU, or if no agent can start, each worker loads for itself. ``unix:///path``: the socket of
-    an agent that you run, with any device; without it, replicas load and save nothing. ``off``:
-    each worker loads for itself."""
+    agent: str = Field(default="auto", pattern=r"^(auto|private|unix:///[^\x00]{1,100})$")
+    """The agent that loads and saves for a replica. ``auto``: one for all replicas of this user on
+    this machine that have the same stores; the first replica starts it, and it ends ten minutes
+    after the last. ``private``: the replica's own, which ends half a minute after it.
+    ``unix:///path``: the socket of an agent that you run. Without an agent a replica computes, and
+    caches nothing until one answers."""
     agent_memory_bytes: int = Field(default=0, ge=0)
     """Memory of an agent for payloads, its arena. 0: an eighth of the memory of the machine or
     container. It is taken as payloads fill it."""
@@ -250,7 +248,14 @@ class Config(BaseModel):
     """Which payloads an agent puts to the bulk store. ``all``: each at once. ``reused``: a payload
     stays in the agent's memory until it is read or computed again, here or on another node, or a
     request says ``objkv_put``; it is lost if it is evicted before that or the agent ends. ``auto``:
-    ``reused`` if the bulk store is behind a network, ``all`` otherwise."""
+    ``all`` if that costs less than the GPU time that it saves, ``reused`` otherwise."""
+    price_gb_month: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Price of 10^9 bytes in the bucket for a month, in US dollars. Unset: the list price of the
+    provider, 0 for folders and private addresses, and that of S3 Standard for other endpoints."""
+    price_puts: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Price of 1,000 PUT requests, in US dollars. Unset: like ``price_gb_month``."""
+    price_gpu_hour: float = Field(default=3.0, ge=0, allow_inf_nan=False)
+    """Price of one GPU for an hour, in US dollars. Prices decide ``save_to_bucket`` ``auto``."""
 
     lookup_deadline_ms: int = Field(default=500, ge=1)
     """A lookup that takes longer is a miss."""
@@ -265,10 +270,9 @@ class Config(BaseModel):
     drain_deadline_ms: int = Field(default=10_000, ge=0)
     """How long a shutdown waits for in-flight saves."""
     load_threads: int = Field(default=8, ge=1, le=256)
-    """Threads per worker that fetch and decode chunks. Fewer of them work at once if there are few
-    CPU cores and the store is fast."""
+    """Threads of an agent that fetch and decode payloads."""
     save_threads: int = Field(default=16, ge=1, le=256)
-    """Threads per worker that encode and upload chunks."""
+    """Threads of an agent that encode and upload payloads."""
     load_queue_max: int = Field(default=4096, ge=1)
     """Chunks per worker that may wait to be loaded. Further ones are misses."""
     save_queue_max: int = Field(default=64, ge=1)

@@ -39,7 +39,7 @@ _NAME = "it must have 1 to 64 letters, digits, dots, underscores or hyphens"
 _CREDENTIAL = "it must be printable ASCII, with no spaces or line breaks"
 _ONE_LINE = "it must not contain a line break or another control character"
 _FORMS = {
-    "agent": "it must be off, auto, or unix:// and the absolute path of a socket, at most 101 "
+    "agent": "it must be auto, private, or unix:// and the absolute path of a socket, at most 101 "
     "characters, as in unix:///run/objkv/agent.sock",
     "agent_token": "it must have at least 16 printable ASCII characters, and no spaces",
     "redis_credentials": "it must be MODULE:FUNCTION",

@@ -4,8 +4,7 @@ vLLM requires its own classes from each connector. They share the implementation
 their ``MetricTable``.
 """
 
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
 
 _LATEST = "mostrecent"
 """How gauges of several processes are combined."""
-_TIER_UNPREFIXED = ("admission_", "breaker_", "quota_", "sweep")
-"""Prefixes of numbers that are counted by code shared with the connectors, without ``tier_``."""
+_TIER_UNPREFIXED = "admission_"
+"""Prefix of numbers that are counted by code shared with the connectors, without ``tier_``."""
 
 
 class TableStats:
@@ -106,48 +105,19 @@ class TableMetrics:
                 for name, text in texts.items()
             }
 
-        def helps(names: Iterable[str]) -> dict[str, str]:
-            return {name: table.help_of(name) for name in names}
-
-        self._counters = metrics(self._counter_cls, helps(table.counters))
-        self._gauges = metrics(self._gauge_cls, helps(table.gauges), multiprocess_mode=_LATEST)
+        self._counters = metrics(self._counter_cls, table.counters)
+        self._gauges = metrics(self._gauge_cls, table.gauges, multiprocess_mode=_LATEST)
         self._histograms = metrics(self._histogram_cls, table.histograms, buckets=list(BUCKETS_S))
-        self._parts = self._families(labelnames, per_engine_labelvalues.values())
         for labels in per_engine_labelvalues.values():
             for metric in chain(
                 *map(dict.values, (self._counters, self._gauges, self._histograms))
             ):
                 metric.labels(*labels)  # start at 0, otherwise Prometheus misses the first increase
 
-    def _families(
-        self, labelnames: list[str], engines: Iterable[list[object]]
-    ) -> dict[str, tuple[Any, tuple[str, ...]]]:
-        """Return each part's metric and the values of its own labels."""
-        kinds = (
-            (self.table.counter_families, self._counter_cls),
-            (self.table.gauge_families, partial(self._gauge_cls, multiprocess_mode=_LATEST)),
-        )
-        parts = dict[str, tuple[Any, tuple[str, ...]]]()
-        for families, kind in kinds:
-            for name, family in families.items():
-                labels = [*labelnames, *family.labels]
-                metric = kind(
-                    name=self.table.prefix + name, documentation=family.text, labelnames=labels
-                )
-                parts |= {part: (metric, values) for part, values in family.parts.items()}
-        for metric, values in parts.values():
-            for engine in engines:
-                metric.labels(*engine, *values)  # start at 0, as above
-        return parts
-
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one report."""
         labels = self.per_engine_labelvalues[engine_idx]
         for name, value in transfer_stats_data.items():
-            if name in self._parts:
-                metric, own = self._parts[name]
-                one = metric.labels(*labels, *own)
-                (one.set if name in self._gauges else one.inc)(value)
             if counter := self._counters.get(name):
                 counter.labels(*labels).inc(value)
             elif gauge := self._gauges.get(name):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
+from objkv.background import Steps, in_steps
 from objkv.keys.identity import identity_path
 from objkv.stores.base import WriteStore
 
@@ -22,7 +23,7 @@ class ReplicaNamespace(Generic[IdentityT]):
         self,
         identity: IdentityT,
         bulk: WriteStore,
-        submit: Callable[[Callable[[], None]], bool],
+        submit: Callable[[Callable[[], Steps[None]]], bool],
         *,
         writes: bool,
     ) -> None:
@@ -52,9 +53,9 @@ class ReplicaNamespace(Generic[IdentityT]):
             logger.info("objkv identity namespace=%s document=%s", name, document.decode())
             return
 
-        def put() -> None:
+        def put() -> Steps[None]:
             try:
-                self._bulk.put_if_absent(identity_path(name), document)
+                yield from in_steps(self._bulk.put_if_absent(identity_path(name), document))
                 self._stored.add(name)
             finally:
                 self._storing = False

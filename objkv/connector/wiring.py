@@ -1,16 +1,15 @@
-"""Opens stores and a cache from the settings, for every connector. Imports no vLLM."""
+"""What every connector reads from its settings and from vLLM's. Imports no vLLM."""
 
 import os
 import socket
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from objkv.assembly.agent import cache_settings
-from objkv.assembly.backends import Backends, check_backends, open_backends, open_room
-from objkv.assembly.seal import open_seal
-from objkv.cache.chunks import ChunkCache
+from objkv.assembly.link import Replica
 from objkv.config import Config
 from objkv.errors import ConfigError
-from objkv.telemetry import Recorder
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 def writer_name(connector: object) -> str:
@@ -18,32 +17,22 @@ def writer_name(connector: object) -> str:
     return f"{socket.gethostname()}:{os.getpid()}:{id(connector):x}"
 
 
-def open_checked_backends(config: Config, recorder: Recorder) -> Backends:
-    """Open the stores and the index, and check each with one call; see ``check_backends``."""
-    backends = open_backends(config, recorder)
-    check_backends(backends, config)
-    return backends
+def replica_of(vllm_config: "VllmConfig") -> Replica:
+    """Return what an agent of this replica alone needs to know."""
+    parallel = vllm_config.parallel_config
+    transfer = vllm_config.kv_transfer_config or vllm_config.ec_transfer_config
+    assert transfer is not None
+    workers = parallel.world_size // max(1, getattr(parallel, "nnodes", 1))
+    return Replica(str(transfer.engine_id), min(1.0, workers / max(1, _count_gpus())))
 
 
-def open_cache(
-    config: Config, backends: Backends, writer: str, recorder: Recorder, *, read_once: bool = False
-) -> ChunkCache:
-    """Open the cache of payloads, including the keys for sealing. Raises ``ConfigError``.
-
-    Args:
-        writer: the name of this process in leases.
-        read_once: payloads are usually read once, so no quota applies.
-    """
-    settings = cache_settings(config, writer)
-    return ChunkCache(
-        backends.bulk,
-        backends.hot,
-        backends.index,
-        settings,
-        recorder,
-        room=None if read_once else open_room(config, backends, recorder),
-        seal=open_seal(config),
-    )
+def _count_gpus() -> int:
+    """Return how many devices this machine or container has, whichever of them vLLM may use; 0 if
+    that is not known."""
+    try:
+        return len(os.listdir("/proc/driver/nvidia/gpus"))
+    except OSError:
+        return 0
 
 
 def may_save(config: Config, *, producer: bool, consumer: bool) -> bool:

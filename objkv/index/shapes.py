@@ -12,12 +12,11 @@ background.
 import hashlib
 import time
 from collections.abc import Callable, Collection, Sequence
-from threading import Condition
 from typing import Final
 
+from objkv.background import Steps, in_steps
 from objkv.errors import StoreError
 from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards, WriteIndex
-from objkv.index.guarded import GuardedIndex
 
 SHAPES_HASH: Final = hashlib.sha256(b"objkv-shapes-1").digest()[:20]
 FIELDS_MAX: Final = 512
@@ -37,10 +36,10 @@ def is_shapes(record: Record) -> bool:
     return record.prefix_hash == SHAPES_HASH
 
 
-class ShapesIndex(GuardedIndex):
+class ShapesIndex:
     """Queries ``inner`` for the fields of all shapes in use, whatever fields the caller requests.
 
-    Thread-safe. ``find`` is for background threads and may make one more query.
+    ``find`` is for one background thread, which may have begun several. It may make one more query.
     """
 
     def __init__(
@@ -58,13 +57,12 @@ class ShapesIndex(GuardedIndex):
         readable: whether another replica's field can belong to this model at all.
         writes: whether to announce ``own``.
         """
-        super().__init__(inner)
+        self._inner = inner
         self._own = tuple(sorted(own))
         self._readable = readable
         self._writes = writes
         self._ttl_s = ttl_s
         self._clock = clock
-        self._changed = Condition()
         self._namespace: str | None = None
         self._known = self._asking = False
         self._fields = self._own
@@ -77,9 +75,10 @@ class ShapesIndex(GuardedIndex):
 
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
-    ) -> list[Shards | None]:
+    ) -> Steps[list[Shards | None]]:
         """Find the shards of all fields in use."""
-        found = self._inner.find(namespace, prefix_hashes, self._in_use(namespace))
+        in_use = yield from self._in_use(namespace)
+        found = yield from in_steps(self._inner.find(namespace, prefix_hashes, in_use))
         if self.mixed and found and found[0]:
             self._found.update(found[0])
         return found
@@ -87,31 +86,24 @@ class ShapesIndex(GuardedIndex):
     def __repr__(self) -> str:
         return f"<ShapesIndex {len(self._fields)} fields, of {self._inner!r}>"
 
-    def _in_use(self, namespace: str) -> tuple[str, ...]:
-        with self._changed:
-            # The first caller queries the index. Until anything is known, the others wait, because
-            # the result decides about all hits.
-            self._changed.wait_for(lambda: self._is_known(namespace) or not self._asking)
-            if self._is_known(namespace) and (self._asking or self._is_early()):
-                return self._fields
-            self._known &= namespace == self._namespace
-            self._namespace, self._asking = namespace, True
-        fields, wait_s = None, _RETRY_S
-        try:  # without the lock: other threads continue with the known fields
-            fields, wait_s = self._ask(namespace), _REFRESH_S
+    def _in_use(self, namespace: str) -> Steps[tuple[str, ...]]:
+        is_known = self._known and namespace == self._namespace
+        if is_known and (self._asking or self._is_early()):
+            return self._fields
+        # Until anything is known, all lookups that begin ask: the result decides about all hits.
+        self._known, self._namespace, self._asking = is_known, namespace, True
+        wait_s = _RETRY_S
+        try:
+            fields = yield from self._ask(namespace)
+            if namespace == self._namespace:
+                wait_s = _REFRESH_S
+                self._take(fields)
         except StoreError:  # continue as before; the next query reports the error to its caller
             pass
         finally:
-            with self._changed:
-                self._asking, self._known = False, True
-                self._due_s = self._clock() + wait_s
-                if fields is not None:
-                    self._take(fields)
-                self._changed.notify_all()
+            self._asking, self._known = False, True
+            self._due_s = self._clock() + wait_s
         return self._fields
-
-    def _is_known(self, namespace: str) -> bool:
-        return self._known and namespace == self._namespace
 
     def _is_early(self) -> bool:
         now = self._clock()
@@ -123,10 +115,10 @@ class ShapesIndex(GuardedIndex):
             self.mixed |= len(fields) > len(self._own)  # before any of their chunks are found
             self._fields = fields
 
-    def _ask(self, namespace: str) -> tuple[str, ...]:
+    def _ask(self, namespace: str) -> Steps[tuple[str, ...]]:
         """Return the fields in use. Announce this replica's fields, and those it found, when they
         get old."""
-        (record,) = self._inner.lookup(namespace, [SHAPES_HASH])
+        (record,) = yield from in_steps(self._inner.lookup(namespace, [SHAPES_HASH]))
         now_s = int(self._clock())
         ages = {f: now_s - s.created_s for f, s in (record.shards if record else {}).items()}
         used, self._found = self._found.difference(self._own), set()
@@ -135,7 +127,8 @@ class ShapesIndex(GuardedIndex):
         if stale := [f for f in used if ages.get(f, self._ttl_s) >= self._ttl_s // 4]:
             empty = ShardRecord(0, 0, "none", False, "", now_s)
             entry = ChunkEntry(namespace, SHAPES_HASH, SHAPES_HASH, 0, 1)
-            self._inner.publish(entry, dict.fromkeys(stale, empty), ttl_s=self._ttl_s)
+            publish = self._inner.publish
+            yield from in_steps(publish(entry, dict.fromkeys(stale, empty), ttl_s=self._ttl_s))
         ages |= dict.fromkeys(stale, 0)
         others = [f for f in ages if f not in self._own and self._readable(f)]
         alive = sorted(f for f in others if ages[f] < self._ttl_s)

@@ -11,7 +11,7 @@ import random
 import shutil
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
@@ -24,7 +24,7 @@ from objkv.agent.client import is_listening
 from objkv.config import Config, load_config, make_private
 from objkv.config.node import agent_socket
 from objkv.errors import ConfigError
-from objkv.ops.programs import Program, ProgramFailed
+from objkv.ops.programs import Program
 from objkv.ops.top.scrape import MetricsSource
 
 Size = Literal["normal", "small"]
@@ -255,8 +255,7 @@ class DemoReport:
     load_failures: int
     """Failed loads, whose tokens were recomputed."""
     stored: DemoStore
-    agent: "DemoAgent | None"
-    """None if no agent could start: then the replicas loaded and saved for themselves."""
+    agent: DemoAgent
     notices: tuple[str, ...]
 
     @property
@@ -288,21 +287,14 @@ def show_replicas(
     size: Size, place: DemoFolder, tell: Tell, count: Callable[[], DemoStore]
 ) -> DemoReport:
     """Run all three replicas, then call ``count()`` for the stored totals. Takes about a minute.
-    Raises ``ProgramFailed``."""
+    Raises ``ConfigError`` and ``ProgramFailed``."""
     recomputed, _ = _live("R", size, place, tell, {})
     notices: list[str] = []
-    with ExitStack() as stack:
-        settings, numbers = place.settings, None
-        try:
-            agent = stack.enter_context(_Agent(place, tell))
-            settings = settings | {"OBJKV_AGENT": f"unix://{agent.path}"}
-        except (ConfigError, ProgramFailed) as exc:
-            notices.append(f"Without a node agent: {exc}")
-            agent = None
+    with _Agent(place, tell) as agent:
+        settings = {"OBJKV_AGENT": f"unix://{agent.path}"}  # replicas need no other
         first, first_end = _live("A", size, place, tell, settings)
         second, end = _live("B", size, place, tell, settings)
-        if agent is not None:
-            numbers = agent.end()
+        numbers = agent.end()
     rows = compare(prompts_of(size), recomputed, first, second)
     if not all(row.complete for row in rows):
         notices.append(f"B loaded less than A should have saved; see the logs in {place.logs}")

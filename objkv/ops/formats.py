@@ -6,20 +6,14 @@ from typing import Final
 
 from markupsafe import Markup, escape
 
+from objkv.redact import printable as printable
+
 DASH: Final = "–"
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SPANS: Final = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 _COMMAND: Final = re.compile(r"(\bobjkv [a-z]+(?: --[a-z][a-z-]*)*)")
 _CENT: Final = 0.01
 _SHORT: Final = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-
-
-def printable(text: str) -> str:
-    """Replace control characters and characters that reverse text direction in ``text``.
-
-    Names in a store are not trusted.
-    """
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def size(nbytes: float | None) -> str:

@@ -16,9 +16,9 @@ from objkv.errors import ObjkvError
 
 _TAIL_LINES = 25
 _PR_SET_PDEATHSIG = 1
-# A child needs no network, reports no usage, listens on loopback only, and starts no node agent.
+# A child needs no network, reports no usage, listens on loopback only, and leaves no node agent.
 _ENVIRONMENT = {
-    "OBJKV_AGENT": "off",
+    "OBJKV_AGENT": "private",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_HOST_IP": "127.0.0.1",

@@ -16,6 +16,7 @@ from pathlib import Path
 from threading import Condition, Thread
 from typing import IO, Any
 
+from objkv.background import at_once
 from objkv.connector.model.weights import adapter_digest, adapter_files
 from objkv.ops.warm.prefill import TRANSFER_PARAMS, PrefillError, PrefillReply, PrefillRequest
 from objkv.ops.warm.prompts import Chat, WarmPrompt
@@ -180,7 +181,7 @@ class LlmAsker:
 
 def adapter_content(folder: Path) -> bytes | None:
     """Return the digest that replicas compute for the adapter in ``folder``; None without one."""
-    return adapter_digest(adapter_files(folder))
+    return at_once(adapter_digest(adapter_files(folder)))
 
 
 def _of_chat(tokenizer: Any, chat: Chat) -> list[int]:

@@ -13,6 +13,7 @@ key extends another key with a ``/``: a folder cannot hold both ``a`` and ``a/b`
 ``check_key`` before it does anything else.
 """
 
+import mmap
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -209,6 +210,17 @@ def copy_into(
     if arrived is not None:
         arrived(nbytes)
     return nbytes
+
+
+def map_memory(fd: int, nbytes: int, *, writable: bool = True) -> mmap.mmap:
+    """Map memory for KV, of a memfd or, with -1, of this process alone. It is in no core dump, and
+    no child process inherits it. Raises ``OSError`` and ``OverflowError``."""
+    flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    mapping = mmap.mmap(fd, nbytes, flags=flags, prot=prot)
+    mapping.madvise(mmap.MADV_DONTFORK)
+    mapping.madvise(mmap.MADV_DONTDUMP)
+    return mapping
 
 
 def copy_bytes(target: memoryview, source: Buffer, nbytes: int) -> None:

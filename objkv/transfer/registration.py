@@ -19,11 +19,10 @@ from time import monotonic, sleep
 from typing import Final
 
 import numpy as np
-import torch
 
 from objkv.agent.memory.arena import Arena
 from objkv.background import join_all
-from objkv.transfer.devices import SEAM_BYTES, driver_of
+from objkv.transfer.devices import SEAM_BYTES
 from objkv.transfer.slabs import Slab, SlabPool
 
 logger = logging.getLogger(__name__)
@@ -37,21 +36,6 @@ _LIBC = ctypes.CDLL(None)
 
 PinReadOnly = Callable[[int, int], Callable[[], None]]
 """Page-locks mapped memory and returns what unlocks it, see ``DeviceDriver.pin_read_only``."""
-
-
-def pin_arena(arena: Arena, device: torch.device, address: int, nbytes: int) -> Callable[[], None]:
-    """Page-lock a part of an arena that this process may write. For the rest see ``DeviceDriver``:
-    ``pin`` and ``pin_read_only``."""
-    memory = torch.frombuffer(arena.view, dtype=torch.uint8)
-    start = address - memory.data_ptr()
-    undo = driver_of(device).pin(memory[start : start + nbytes])
-
-    def unlock() -> None:
-        nonlocal memory
-        undo()
-        del memory  # kept until now, so that the pages were mapped
-
-    return unlock
 
 
 def _nothing() -> None:
@@ -110,14 +94,6 @@ class Windows:
                 self._want(number)
         return False
 
-    def prepare(self) -> None:
-        """Have all windows registered in the background. Never waits."""
-        first, last = (
-            at // self._window for at in (self._address, self._address + self._nbytes - 1)
-        )
-        for number in range(first, last + 1):
-            self._want(number)
-
     def close(self, then: Callable[[], None]) -> None:
         """Unlock all windows in the background, then call ``then``, which may remove the mapping.
         Never waits. Called once."""
@@ -149,8 +125,12 @@ class Windows:
             self._wanted.append(number)
             self._changed.notify_all()
             if self._thread is None:
-                self._thread = Thread(target=self._work, name="objkv-register", daemon=True)
-                self._thread.start()
+                thread = Thread(target=self._work, name="objkv-register", daemon=True)
+                try:
+                    thread.start()
+                    self._thread = thread
+                except RuntimeError as exc:
+                    self._refuse(exc)
 
     def _work(self) -> None:
         try:
@@ -188,14 +168,17 @@ class Windows:
         try:
             undo = self._pin(start, end - start)
         except RuntimeError as exc:  # others would be refused, too
-            self._refused = True
-            logger.warning(
-                "memory of the agent not registered with the device, copying loads twice reason=%s",
-                exc,
-            )
+            self._refuse(exc)
             return
         self._undo[number] = undo
         self._pause(monotonic() - began)
+
+    def _refuse(self, reason: RuntimeError) -> None:
+        self._refused = True
+        logger.warning(
+            "memory of the agent not registered with the device, copying loads twice reason=%s",
+            reason,
+        )
 
     def _pause(self, seconds: float) -> None:
         """Leave the driver alone for some time after a call that took ``seconds``."""
@@ -214,13 +197,6 @@ def _map_pages(start: int, end: int) -> None:
     for at in range(start, end, _STEP_BYTES):
         nbytes = min(_STEP_BYTES, end - at)
         _LIBC.madvise(ctypes.c_void_p(at), ctypes.c_size_t(nbytes), _POPULATE_READ)
-
-
-def reads_agents(device_type: str) -> bool:
-    """Whether workers with a device of this type use a node agent unless the settings name one.
-    ROCm and XPU page-lock no read-only memory, so that loads are copied twice, and have not been
-    tried."""
-    return device_type == "cpu" or (device_type == "cuda" and torch.version.hip is None)
 
 
 class DeviceFrames:
@@ -253,11 +229,6 @@ class DeviceFrames:
             window_bytes=self._window_bytes,
             begin=self._begin,
         )
-
-    def prepare(self) -> None:
-        """Have the whole arena registered in the background, before it is read."""
-        if self._windows is not None:
-            self._windows.prepare()
 
     def detach(self, then: Callable[[], None]) -> None:
         """Unlock the arena in the background, then call ``then``, which may unmap it. No copy from

@@ -1,80 +1,31 @@
-"""Saves: the forward thread gathers finished chunks into slabs, other threads encode and store
-them.
+"""Saves: the forward thread gathers finished chunks into slabs, another thread hands them over.
 
 The forward thread's work is bounded and local: it leases slabs and submits copies to the lane.
 Without a free slab or room in the queue a chunk is dropped: counted and reported to the scheduler,
-without waiting. One thread polls the device and passes chunks on when their copies have ended. The
-payload is encoded in place in the slab and sent from there.
+without waiting. One thread polls the device, and when copies have ended it writes each payload's
+header around its pages, in the slab, and hands the payload to the agent.
 """
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from time import monotonic, sleep, time
+from typing import Protocol
 
-from objkv.background import Pool
+from objkv.background import JOIN_S, Pool
 from objkv.cache.chunks import SaveOutcome
-from objkv.cache.codec_choice import CodecChooser
-from objkv.cache.saving import SavePool, SaveTarget
 from objkv.codec.payload import Claim, Header, Provenance, encode_in_place, header_room
+from objkv.errors import ObjkvError, StoreBusy
 from objkv.keys.chunk import ChunkKey
-from objkv.telemetry import Recorder
+from objkv.stores.base import Buffer
+from objkv.telemetry import Recorder, Trouble
 from objkv.transfer.lanes import Lane, Mark
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import SaveMove, SavePlan
 from objkv.transfer.slabs import Slab, SlabPool, SlabsExhaustedError
-
-
-class PayloadEncoder:
-    """Encodes payloads in place, in the slab that has their pages. Thread-safe, if each thread uses
-    its own slabs."""
-
-    def __init__(
-        self, groups: Mapping[int, PagedGroup], cache: SaveTarget, limits: "SaveLimits"
-    ) -> None:
-        self._groups = groups
-        self._codec = limits.codec if limits.codec != "auto" or limits.far else "none"
-        self._writer = limits.writer
-        self._seal = cache.seal
-        chooses = self._codec == "auto"
-        self._chooser = CodecChooser(lambda: cache.link.bytes_per_s) if chooses else None
-
-    def room(self, save: SaveMove) -> int:
-        """Return the offset in the slab at which the pages of a chunk must begin."""
-        layers = self._groups[save.move.group].layers
-        return header_room(layers, tokens=len(save.tokens or ()))
-
-    def encode(self, claim: Claim, save: SaveMove, slab: Slab) -> tuple[memoryview, Header]:
-        """Encode the chunk whose pages are in ``slab`` from ``room`` on. The payload is a view of
-        the slab."""
-        group = self._groups[claim.key.group]
-        codec = self._codec
-        if self._chooser is not None:
-            room = self.room(save)
-            pages = slab.view[room : room + group.raw_bytes]
-            codec = self._chooser.choose(claim.key.group, group.layers, pages)
-        provenance = Provenance(
-            token_digest=save.token_digest,
-            writer=self._writer,
-            created_s=int(time()),
-            tokens=save.tokens,
-        )
-        return encode_in_place(
-            claim,
-            group.layers,
-            slab.view,
-            codec=codec,
-            provenance=provenance,
-            seal=self._seal,
-        )
-
-    def saved(self, seconds: float) -> None:
-        """Record that a payload was encoded and stored in ``seconds``."""
-        if self._chooser is not None:
-            self._chooser.saved(seconds)
-
 
 logger = logging.getLogger(__name__)
 _COPIES_S = 1.0
@@ -84,47 +35,52 @@ _LOOK_S, _LOOK_MAX_S = 1e-3, 4e-3
 hundreds of milliseconds, and nothing waits for their saves."""
 
 
+_SHED_S = 0.1
+"""How long saves pause after the agent's store refused one."""
+
+
+class SaveTarget(Protocol):
+    """Where payloads go: ``objkv.agent.outbox.AgentSaves``, which documents the methods."""
+
+    def has_room(self) -> bool:
+        """See ``AgentSaves``."""
+
+    def begin_save(self, key: ChunkKey, *, puts: bool = False) -> bool:
+        """See ``AgentSaves``."""
+
+    def end_save(self, key: ChunkKey) -> None:
+        """See ``AgentSaves``."""
+
+    def save(self, claim: Claim, payload: Buffer, header: Header) -> SaveOutcome:
+        """See ``AgentSaves``."""
+
+
 @dataclass(frozen=True, slots=True)
 class SaveLimits:
-    """Bounds of the saver, and the codec and writer of its payloads."""
+    """Bounds of the saver, and the writer of its payloads."""
 
-    threads: int
     queue_max: int
+    """Chunks that may wait, for the device or to be handed over."""
     deadline_s: float
     """A chunk that waited longer is dropped."""
-    codec: str
-    """A codec of the payload format, or ``auto``."""
     writer: str
-    far: bool = True
-    """Whether the bulk store is behind a network. If not, ``auto`` compresses nothing: loads from a
-    directory mostly come from memory, faster than any codec decodes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SavedChunk:
-    """A chunk with a slab. Save threads receive it when its pages are in the slab."""
+class _SavedChunk:
+    """A chunk with a slab, which will have its pages."""
 
     request_id: str
     claim: Claim
     move: SaveMove
     slab: Slab
-    encoder: PayloadEncoder
-    deadline: float
-
-    def encode(self) -> tuple[memoryview, Header]:
-        """See ``Save``."""
-        return self.encoder.encode(self.claim, self.move, self.slab)
-
-    def release(self) -> None:
-        """See ``Save``."""
-        self.slab.release()
 
 
 @dataclass(frozen=True, slots=True)
 class _Gathered:
     """Chunks of one step. Their pages are in their slabs once ``mark`` is done."""
 
-    chunks: Sequence[SavedChunk]
+    chunks: Sequence[_SavedChunk]
     mark: Mark
     deadline: float
 
@@ -133,13 +89,9 @@ class Saver:
     """Executes save plans. Only the forward thread calls ``gather``, ``fence``, ``left_device`` and
     ``forget``."""
 
-    _copying = 0
-    """Chunks that wait for the device."""
-    _gives_up = False
-
     def __init__(
         self,
-        cache: SaveTarget,
+        target: SaveTarget,
         groups: Mapping[int, PagedGroup],
         slabs: SlabPool,
         *,
@@ -148,24 +100,21 @@ class Saver:
         recorder: Recorder,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        self._cache, self._groups, self._slabs, self._lane = cache, groups, slabs, lane
+        self._target, self._groups, self._slabs, self._lane = target, groups, slabs, lane
         self._limits, self._recorder, self._clock = limits, recorder, clock
-        self._encoder = PayloadEncoder(groups, cache, limits)
+        self._trouble = Trouble(logger, "saves")
         self._marks: dict[str, Mark] = {}
         """Mark of the last gather of each request. Only the forward thread uses it."""
         self._open: deque[Mark] = deque()
         """Marks of gathers that are not known to be done, in their order."""
         self._lock = Lock()
-        """Guards ``_copying``."""
-        self._gathered = self._open_gathered()
-        self._pool: SavePool[SavedChunk] = SavePool(
-            "saves",
-            limits.threads,
-            cache,
-            recorder,
-            late=lambda chunk: self._count_drop(chunk.claim.key),
-            saved=self._saved,
-            clock=clock,
+        """Guards ``_waiting``."""
+        self._waiting = 0
+        """Chunks that wait for the device, or to be handed over."""
+        self._shed_until = -math.inf
+        self._gives_up = False
+        self._pool: Pool[_Gathered] = Pool(
+            "objkv-save", 1, self._save_all, failed=self._not_copied, begin=lane.adopt_thread
         )
 
     def gather(self, plans: tuple[SavePlan, ...]) -> set[tuple[str, int]]:
@@ -178,9 +127,9 @@ class Saver:
         dropped: set[tuple[str, int]] = set()
         if not plans:
             return dropped
-        taken: dict[int, list[SavedChunk]] = {}
-        room = self._limits.queue_max - self._pool.waiting - self._copying
-        is_full = not self._cache.has_room()
+        taken: dict[int, list[_SavedChunk]] = {}
+        room = self._limits.queue_max - self._waiting
+        is_full = not self._target.has_room()
         for plan in plans:
             for save in plan.moves:
                 group = self._groups.get(save.move.group)
@@ -189,9 +138,9 @@ class Saver:
                 key = _key(plan, save, group)
                 if is_full:  # not a drop, which the scheduler would plan again for the next step
                     self._recorder.count("save_over_quota")
-                elif self._pool.is_shedding:  # not a drop either, for the same reason
+                elif self.is_shedding:  # not a drop either, for the same reason
                     self._recorder.count("saves_shed")
-                elif not self._cache.begin_save(key, puts=plan.puts):
+                elif not self._target.begin_save(key, puts=plan.puts):
                     self._recorder.count("save_repeats")
                 elif room > 0 and (chunk := self._take(plan, save, key)) is not None:
                     taken.setdefault(key.group, []).append(chunk)
@@ -228,47 +177,37 @@ class Saver:
 
     def drain(self, deadline_s: float) -> bool:
         """Wait for all saves, for at most ``deadline_s``. Returns whether all have ended."""
-        end = monotonic() + deadline_s
-        return self._gathered.drain(deadline_s) and self._pool.drain(max(0.0, end - monotonic()))
+        return self._pool.drain(deadline_s)
 
     def close(self, drain_deadline_s: float) -> None:
         """Drain within the bound, then stop. Remaining chunks are dropped.
 
         No block is read afterwards, unless the device still copies a second after the bound. The
-        slabs of those copies are never reused. If a put hangs, its thread keeps its slab until the
-        put ends.
+        slabs of those copies are never reused.
         """
         end = self._clock() + drain_deadline_s
         if not self._copies_end(end + _COPIES_S):
             logger.error("copies of saves did not finish on the device, shutting down without them")
             self._gives_up = True
-        self._gathered.drain(_COPIES_S)  # takes as long as one look at the device
-        self._gathered.close(give_up=self._give_up_gathered)
-        left_s = max(0.0, end - self._clock())
-        self._pool.close(left_s, self._give_up)
+        # One look at the device takes a moment, also after the bound.
+        if not self._pool.drain(max(_COPIES_S, end - self._clock())):
+            logger.warning("saves dropped at shutdown count=%d", self._waiting)
+        self._gives_up = True
+        if self._pool.close(JOIN_S, give_up=self._give_up_gathered):
+            logger.warning("a save is still being handed over at shutdown")
 
     @property
     def threads(self) -> int:
         """Threads that have not ended."""
-        return self._gathered.threads + self._pool.threads
+        return self._pool.threads
 
     @property
     def is_shedding(self) -> bool:
-        """Whether saves pause because the store has just refused one."""
-        return self._pool.is_shedding
+        """Whether saves pause because the agent's store has just refused one."""
+        return self._clock() < self._shed_until
 
     def __repr__(self) -> str:
-        return f"<Saver {self._pool}>"
-
-    def _open_gathered(self) -> "Pool[_Gathered]":
-        return Pool(
-            "objkv-gathered",
-            1,
-            self._hand_over,
-            failed=self._not_copied,
-            begin=self._lane.adopt_thread,
-            lazy=True,
-        )
+        return f"<Saver {self._waiting} chunks waiting>"
 
     def _copies_end(self, until: float) -> bool:
         """Poll until all copies are done. Returns False if the time ``until`` comes first, or if
@@ -299,7 +238,7 @@ class Saver:
         mark = self._marks.get(request_id)
         return mark is not None and bool(self._open) and mark.number >= self._open[0].number
 
-    def _take(self, plan: SavePlan, save: SaveMove, key: ChunkKey) -> SavedChunk | None:
+    def _take(self, plan: SavePlan, save: SaveMove, key: ChunkKey) -> _SavedChunk | None:
         move = save.move
         assert move.first_block == 0
         group = self._groups[key.group]
@@ -311,10 +250,9 @@ class Saver:
         except SlabsExhaustedError:
             return None
         claim = Claim(key, move.parent_hash, move.token_start, move.token_end)
-        deadline = self._clock() + self._limits.deadline_s
-        return SavedChunk(plan.request_id, claim, save, slab, self._encoder, deadline)
+        return _SavedChunk(plan.request_id, claim, save, slab)
 
-    def _gather(self, taken: Mapping[int, list[SavedChunk]]) -> set[tuple[str, int]]:
+    def _gather(self, taken: Mapping[int, list[_SavedChunk]]) -> set[tuple[str, int]]:
         """Submit the copies of the chunks of each group. Returns the dropped ones."""
         chunks = [chunk for group in taken.values() for chunk in group]
         try:
@@ -330,20 +268,20 @@ class Saver:
             self._open.append(mark)
             self._marks |= {chunk.request_id: mark for chunk in chunks}
         dropped = self._give_up(failed, mark)
-        if ready := [chunk for chunk in chunks if chunk not in failed]:
-            gathered = _Gathered(ready, mark, ready[0].deadline)
-            if not (self._pool.put(ready) if is_done else self._put(gathered)):
-                dropped |= self._give_up(ready, mark)
+        ready = [chunk for chunk in chunks if chunk not in failed]
+        gathered = _Gathered(ready, mark, self._clock() + self._limits.deadline_s)
+        if ready and not self._put(gathered):
+            dropped |= self._give_up(ready, mark)
         return dropped
 
-    def _submit(self, taken: Mapping[int, list[SavedChunk]]) -> list[SavedChunk]:
+    def _submit(self, taken: Mapping[int, list[_SavedChunk]]) -> list[_SavedChunk]:
         """Submit copies after what computes now. Returns the chunks of groups that failed, some of
         whose copies may have been submitted."""
-        failed: list[SavedChunk] = []
+        failed: list[_SavedChunk] = []
         self._lane.follow(self._lane.mark_compute())
         for number, chunks in taken.items():
             block_ids = [c.move.move.block_ids for c in chunks]
-            pages = [c.slab.tensor[self._encoder.room(c.move) :] for c in chunks]
+            pages = [c.slab.tensor[self._room(c) :] for c in chunks]
             try:
                 self._groups[number].gather(self._lane, block_ids, pages)
             except Exception:  # such as no memory for staging: a drop, as without a slab
@@ -351,23 +289,28 @@ class Saver:
                 failed += chunks
         return failed
 
+    def _room(self, chunk: _SavedChunk) -> int:
+        """Return where the pages of a chunk begin in its slab."""
+        layers = self._groups[chunk.claim.key.group].layers
+        return header_room(layers, tokens=len(chunk.move.tokens or ()))
+
     def _put(self, gathered: _Gathered) -> bool:
         with self._lock:
-            self._copying += len(gathered.chunks)
-        if self._gathered.put([gathered]):
+            self._waiting += len(gathered.chunks)
+        if self._pool.put([gathered]):
             return True
-        self._copied(gathered)
+        self._end_waiting(gathered)
         return False
 
-    def _copied(self, gathered: _Gathered) -> None:
+    def _end_waiting(self, gathered: _Gathered) -> None:
         with self._lock:
-            self._copying -= len(gathered.chunks)
+            self._waiting -= len(gathered.chunks)
 
-    def _hand_over(self, gathered: _Gathered) -> None:
-        """Pass chunks on to the save threads when their copies have ended.
+    def _save_all(self, gathered: _Gathered) -> None:
+        """Hand chunks over when their copies have ended.
 
-        One thread polls for all. None waits in the driver, where a device that hangs would keep it
-        for ever.
+        The thread polls for all. It does not wait in the driver, where a device that hangs would
+        keep it for ever.
         """
         pause_s = _LOOK_S
         while not gathered.mark.done():
@@ -376,35 +319,79 @@ class Saver:
                 return
             sleep(pause_s)
             pause_s = min(2 * pause_s, _LOOK_MAX_S)
-        self._copied(gathered)
-        if not self._pool.put(gathered.chunks):
-            self._give_up(gathered.chunks)
+        for chunk in gathered.chunks:
+            try:
+                if self._gives_up or self._clock() >= gathered.deadline:
+                    self._count_drop(chunk.claim.key)
+                else:
+                    self._save(chunk)
+            finally:
+                chunk.slab.release()
+                self._target.end_save(chunk.claim.key)
+        self._end_waiting(gathered)
+
+    def _save(self, chunk: _SavedChunk) -> None:
+        """Hand one chunk over. Every failure is a drop."""
+        if self.is_shedding:
+            self._recorder.count("saves_shed")
+            return
+        started = self._clock()
+        try:
+            payload, header = self._encode(chunk)
+            outcome = self._target.save(chunk.claim, payload, header)
+        except StoreBusy:
+            self._recorder.count("saves_shed")
+            self._shed_until = self._clock() + _SHED_S
+            return
+        except Exception as exc:
+            self._recorder.count("save_errors")
+            if isinstance(exc, ObjkvError):
+                self._trouble.failed(exc)
+            else:
+                logger.exception("save failed unexpectedly key=%s", chunk.claim.key.path())
+            return
+        self._trouble.worked()
+        self._recorder.observe("save_seconds", self._clock() - started)
+        if outcome is SaveOutcome.EXISTED:
+            self._recorder.count("save_existed")
+        else:
+            self._recorder.count("saves_accepted")
+            self._recorder.count("save_accepted_bytes", header.nbytes)
+
+    def _encode(self, chunk: _SavedChunk) -> tuple[memoryview, Header]:
+        """Write the header around the pages. The payload is a view of the slab."""
+        save = chunk.move
+        provenance = Provenance(
+            token_digest=save.token_digest,
+            writer=self._limits.writer,
+            created_s=int(time()),
+            tokens=save.tokens,
+        )
+        layers = self._groups[chunk.claim.key.group].layers
+        return encode_in_place(
+            chunk.claim, layers, chunk.slab.view, codec="none", provenance=provenance
+        )
 
     def _not_copied(self, gathered: _Gathered, error: Exception) -> None:
         """The device failed, and what it still copies is unknown."""
         logger.error("saves dropped, the device failed", exc_info=error)
-        self._copied(gathered)
+        self._end_waiting(gathered)
         self._strand(gathered.chunks)
 
     def _give_up_gathered(self, waiting: Iterable[_Gathered]) -> None:
         for gathered in waiting:
-            self._copied(gathered)
+            self._end_waiting(gathered)
             self._give_up(gathered.chunks, gathered.mark)
 
-    def _give_up(
-        self, chunks: Iterable[SavedChunk], mark: Mark | None = None
-    ) -> set[tuple[str, int]]:
-        """Drop chunks. ``mark``: the end of their copies, None if they have ended."""
+    def _give_up(self, chunks: Iterable[_SavedChunk], mark: Mark) -> set[tuple[str, int]]:
+        """Drop chunks. ``mark``: the end of their copies."""
         dropped = set()
         for c in chunks:
-            if mark is None:
-                c.slab.release()
-            else:
-                c.slab.release_after(mark)
+            c.slab.release_after(mark)
             dropped.add(self._drop(c.request_id, c.move, c.claim.key))
         return dropped
 
-    def _strand(self, chunks: Iterable[SavedChunk]) -> set[tuple[str, int]]:
+    def _strand(self, chunks: Iterable[_SavedChunk]) -> set[tuple[str, int]]:
         """Drop chunks whose copies may never end."""
         dropped = set()
         for c in chunks:
@@ -413,14 +400,9 @@ class Saver:
         return dropped
 
     def _drop(self, request_id: str, save: SaveMove, key: ChunkKey) -> tuple[str, int]:
-        self._cache.end_save(key)
+        self._target.end_save(key)
         self._count_drop(key)
         return request_id, save.move.chunk
-
-    def _saved(self, header: Header, seconds: float, outcome: SaveOutcome) -> None:
-        self._encoder.saved(seconds)
-        if outcome is SaveOutcome.SAVED:
-            self._recorder.count(f"save_codec_{header.codec.partition('+')[0]}")
 
     def _count_drop(self, key: ChunkKey) -> None:
         self._recorder.count("save_drops")

@@ -6,7 +6,6 @@ may be huge, have a queue.
 """
 
 import logging
-import mmap
 import os
 import weakref
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 
 from objkv.errors import TransferError
+from objkv.stores.base import map_memory
 from objkv.transfer.lanes import Mark
 
 logger = logging.getLogger(__name__)
@@ -263,13 +263,9 @@ def _allocate(nbytes: int, pin: Pin | None, fd: int = -1) -> torch.Tensor:
     Pages of its own, exactly as many as needed: PyTorch's pinned memory is rounded up to a power of
     two, so that 1 GiB in slabs of 33 MiB takes 1.5.
     """
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if fd < 0 else mmap.MAP_SHARED
-    pages = mmap.mmap(fd, nbytes, flags=flags)
-    memory = np.frombuffer(pages, np.uint8)
+    memory = np.frombuffer(map_memory(fd, nbytes), np.uint8)
     tensor = torch.from_numpy(memory)
     if pin is not None:
-        # A forked child would copy all locked pages at once, and has no use for them.
-        pages.madvise(mmap.MADV_DONTFORK)
         # Views keep the array alive, and so does the tensor. At exit the system unlocks the pages;
         # a device that hangs would hold up that call.
         weakref.finalize(memory, _unpin, pin(tensor), os.getpid()).atexit = False

@@ -6,15 +6,22 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from threading import Event, Thread
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from objkv.agent.calls import LookUp, NodeLookups
-from objkv.agent.memory.answers import BLOCK_MAX, TEXT_AT, TEXT_BYTES_MAX, AnswerBoard, Scope
+from objkv.agent.calls import NodeLookups
+from objkv.agent.memory.answers import (
+    BLOCK_MAX,
+    FIELDS_MAX,
+    TEXT_AT,
+    TEXT_BYTES_MAX,
+    AnswerBoard,
+    Scope,
+)
 from objkv.agent.messages import (
-    MESSAGE_BYTES_MAX,
     find_max,
     pack_find,
     pack_found,
@@ -22,10 +29,16 @@ from objkv.agent.messages import (
     unpack_find,
     unpack_found,
 )
-from objkv.errors import TransferError
+from objkv.agent.unsaved.payloads import UnsavedPayloads
+from objkv.codec.payload import Claim
+from objkv.errors import StoreUnavailable, TransferError
 from objkv.index.base import ChunkEntry, ShardRecord, Shards
 from objkv.index.fields import WrittenShards, encode_shard, written_rows
 from objkv.index.memory import MemoryIndex
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.topology import Shard
+from objkv.telemetry import NullRecorder
+from tests.agent.world import down
 
 NAMESPACE = "0123456789abcdef" * 2
 FIELDS = ("0.L0-2_H0-2", "1.L0-2_H0-2")
@@ -40,16 +53,30 @@ def record(number: int) -> ShardRecord:
     return ShardRecord(number + 1, number + 1, "none", False, f"{number:032x}", 1)
 
 
+class WatchedIndex(MemoryIndex):
+    """Counts the chunks that it is asked for."""
+
+    asked = 0
+
+    def find(
+        self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
+    ) -> list[Shards | None]:
+        self.asked += len(prefix_hashes)
+        return super().find(namespace, prefix_hashes, fields)
+
+
 class World:
     """An index, what an agent keeps of it, and clients that read it."""
 
     def __init__(self) -> None:
         self.now = 1e9
-        self.index = MemoryIndex(clock=lambda: self.now)
-        self.asked = 0
+        self.index = WatchedIndex(clock=lambda: self.now)
         self.board = AnswerBoard.create()
         self.board.vouch(2e9)
-        self.lookups = NodeLookups(self.index, self.board, ttl_s=TTL_S, clock=lambda: self.now)
+        self.unsaved = UnsavedPayloads(NullRecorder(), self.board.discard)
+        self.lookups = NodeLookups(
+            self.index, self.unsaved, self.board, ttl_s=TTL_S, clock=lambda: self.now
+        )
         self.scope = Scope(NAMESPACE, FIELDS)
         self.reader = AnswerBoard.join(os.dup(self.board.fd))
 
@@ -64,29 +91,34 @@ class World:
             self.index.publish(entry, shards, ttl_s=3_600)
 
     def invalidate(self, number: int) -> None:
-        self.lookups.invalidate(NAMESPACE, hashed(number))
+        self.board.discard(hashed(number))
+
+    def hold_back(self, number: int, field: str = FIELDS[0]) -> str:
+        """Have a payload of the chunk on this node only; its path."""
+        group, _, shard = field.partition(".")
+        key = ChunkKey(NAMESPACE, hashed(number), int(group), Shard.parse(shard))
+        self.unsaved.add(Claim(key, bytes(20), 0, 16), record(number), is_due=False)
+        return key.path()
+
+    def write(self, key: bytes, text: bytes, span: tuple[float, float]) -> None:
+        self.board.write(self.board.begin(key, ()), text, span)
 
     def find(self, numbers: Sequence[int]) -> list[Shards | None]:
         """Look up chunks by a message."""
-        texts = self.lookups.find(NAMESPACE, joined(numbers), FIELDS, self.complete)
-        return self._read(numbers, unpack_found(pack_found(texts) or b"", len(texts)))
+        texts = self.lookups.find(NAMESPACE, joined(numbers), FIELDS)
+        return self._read(numbers, unpack_found(pack_found(texts), len(texts)))
 
     def kept(self, numbers: Sequence[int]) -> list[Shards | None] | None:
         """Read the same from the board; None if it lacks a block."""
         texts = []
         for block in self.scope.blocks(joined(numbers)):
             key = self.scope.key(block)
-            found = self.reader.find(self.scope, key, self.now)
+            found = self.reader.find(key, self.now)
             text = None if found is None else self.reader.read(key, found)
             if text is None:
                 return None
             texts.append(text)
         return self._read(numbers, texts)
-
-    def complete(self, hashes: Sequence[bytes], look_up: LookUp) -> Sequence[Shards | None]:
-        """Ask the index only."""
-        self.asked += len(hashes)
-        return look_up(hashes)
 
     def _read(self, numbers: Sequence[int], texts: Sequence[bytes]) -> list[Shards | None]:
         blocks = self.scope.blocks(joined(numbers))
@@ -122,23 +154,20 @@ def test_repeated_lookups_find_what_is_stored(
             due = [dict.fromkeys(FIELDS, record(n)) if n in stored else None for n in question]
             for _ in range(data.draw(st.integers(1, 3))):
                 assert plain(world.find(question)) == due
-            if None not in due:
-                assert plain(world.kept(question)) == due
-            else:
-                assert world.kept(question) is None
+            assert plain(world.kept(question)) == due
 
 
 def test_what_was_looked_up_is_read_without_a_message(world: World) -> None:
     numbers = range(3 * BLOCK_MAX + 5)
     world.publish(*numbers)
     world.find(numbers[: 2 * BLOCK_MAX])
-    assert world.asked == 2 * BLOCK_MAX
+    assert world.index.asked == 2 * BLOCK_MAX
     first = world.find(numbers)
-    assert world.asked == len(numbers), "a longer prompt asks only for its new blocks"
+    assert world.index.asked == len(numbers), "a longer prompt asks only for its new blocks"
     assert plain(world.kept(numbers)) == plain(first)
     assert plain(world.kept(numbers[: 2 * BLOCK_MAX])) == plain(first[: 2 * BLOCK_MAX])
     world.find(numbers)
-    assert world.asked == len(numbers)
+    assert world.index.asked == len(numbers)
 
 
 @pytest.mark.parametrize("change", ["invalidated", "ended", "clock set back"])
@@ -158,41 +187,78 @@ def test_a_block_ends_with_its_records(world: World, change: str) -> None:
     assert plain(world.kept(numbers))[3] == dict.fromkeys(FIELDS, record(1003))
 
 
-def test_a_record_that_is_discarded_while_it_is_looked_up_is_not_kept(world: World) -> None:
-    numbers = range(BLOCK_MAX)
+def test_a_record_that_is_discarded_while_it_is_looked_up_is_not_kept(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers, find = range(2 * BLOCK_MAX), world.index.find
     world.publish(*numbers)
 
-    def complete(hashes: Sequence[bytes], look_up: LookUp) -> Sequence[Shards | None]:
-        found = look_up(hashes)
+    def slow(*question: Any) -> list[Shards | None]:
+        found = find(*question)
         world.publish(3, version=1)
         world.invalidate(3)
         return found
 
-    world.lookups.find(NAMESPACE, joined(numbers), FIELDS, complete)
-    assert world.kept(numbers) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(world.index, "find", slow)
+        world.find(numbers)
+    assert world.kept(numbers[:BLOCK_MAX]) is None
+    assert world.kept(numbers[BLOCK_MAX:]) is not None, "nothing changed there"
     assert plain(world.find(numbers))[3] == dict.fromkeys(FIELDS, record(1003))
 
 
+def test_a_lookup_that_fails_leaves_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world.index, "find", down)
+    with pytest.raises(StoreUnavailable):
+        world.find(range(BLOCK_MAX))
+    assert world.kept(range(BLOCK_MAX)) is None
+    assert not world.board._by_chunk
+
+
 @pytest.mark.parametrize("stored", [(), FIELDS[:1]])
-def test_what_the_index_does_not_have_of_all_fields_is_not_kept(
+def test_what_the_index_does_not_have_of_all_fields_is_asked_for_soon(
     world: World, stored: Sequence[str]
 ) -> None:
-    """A payload that the node holds back, or a shard of two that will follow, may be gone soon."""
-    numbers, held = range(BLOCK_MAX), dict.fromkeys(FIELDS, record(3))
-    for number in numbers:
-        if number != 3:
-            world.publish(number)
+    """Another node may save it, or the shard of two that will follow."""
+    numbers = range(BLOCK_MAX)
+    world.publish(*(number for number in numbers if number != 3))
     if stored:
         entry = ChunkEntry(NAMESPACE, hashed(3), bytes(20), 0, 16)
-        world.index.publish(entry, {name: held[name] for name in stored}, ttl_s=3_600)
-
-    def complete(hashes: Sequence[bytes], look_up: LookUp) -> Sequence[Shards | None]:
-        found = look_up(hashes)
-        return [*found[:3], {**held, **(found[3] or {})}, *found[4:]]
-
-    texts = world.lookups.find(NAMESPACE, joined(numbers), FIELDS, complete)
-    assert b"" not in texts[0].split(b"\n")
+        world.index.publish(entry, dict.fromkeys(stored, record(3)), ttl_s=3_600)
+    world.find(numbers)
+    assert world.kept(numbers) is not None
+    world.publish(3)
+    world.now += 0.6
     assert world.kept(numbers) is None
+    assert plain(world.find(numbers))[3] == dict.fromkeys(FIELDS, record(3))
+
+
+def test_what_the_node_saves_or_loses_is_known_at_once(world: World) -> None:
+    numbers = range(BLOCK_MAX)
+    world.publish(*(number for number in numbers if number != 3))
+
+    def third() -> set[str]:
+        found = world.find(numbers)[3]
+        assert plain(world.kept(numbers))[3] == (None if found is None else dict(found))
+        return set(found or ())
+
+    assert third() == set()
+    paths = [world.hold_back(3, field) for field in FIELDS]
+    assert third() == set(FIELDS)
+    world.unsaved.dropped(paths[1])
+    assert third() == {FIELDS[0]}
+    world.publish(3, version=1)
+    world.unsaved.saved(paths[0])
+    assert plain(world.find(numbers))[3] == dict.fromkeys(FIELDS, record(1003))
+
+
+def test_the_board_remembers_no_more_blocks_than_it_has_slots(world: World) -> None:
+    for first in range(0, 50_000, 10):
+        key = world.scope.key(joined(range(first, first + 2)))
+        draft = world.board.begin(key, [hashed(first), hashed(first + 1)])
+        world.board.write(draft, b"text", (0.0, 2e9))
+    assert len(world.board._at) <= 1024
+    assert len(world.board._by_chunk) == 2 * len(world.board._at)
 
 
 def test_an_agent_that_hangs_vouches_for_nothing(world: World) -> None:
@@ -205,37 +271,45 @@ def test_an_agent_that_hangs_vouches_for_nothing(world: World) -> None:
     assert world.kept(numbers) is None
 
 
-def test_other_namespaces_keep_their_answers_and_answer_no_others(world: World) -> None:
-    numbers = range(5)
-    world.publish(*numbers)
-    world.find(numbers)
-    other = Scope("f" * 32, FIELDS)
-    assert other.key(joined(numbers)) != world.scope.key(joined(numbers))
-    assert Scope(NAMESPACE, FIELDS[:1]).key(b"") != world.scope.key(b"")
-    world.board.discard("f" * 32)
-    assert world.kept(numbers) is not None
-    world.board.discard(NAMESPACE)
-    assert world.kept(numbers) is None
+def test_a_block_answers_for_its_chunks_namespace_and_fields_alone(world: World) -> None:
+    key = world.scope.key(joined(range(5)))
+    assert Scope("f" * 32, FIELDS).key(joined(range(5))) != key
+    assert Scope(NAMESPACE, FIELDS[:1]).key(joined(range(5))) != key
+    assert world.scope.key(joined(range(4))) != key
+
+
+def test_a_change_of_one_chunk_voids_only_blocks_that_have_it(world: World) -> None:
+    world.publish(*range(3 * BLOCK_MAX))
+    world.find(range(3 * BLOCK_MAX))
+    world.find(range(5))
+    world.invalidate(BLOCK_MAX)
+    assert world.kept(range(BLOCK_MAX)) is not None
+    assert world.kept(range(BLOCK_MAX, 2 * BLOCK_MAX)) is None
+    world.invalidate(0)
+    assert world.kept(range(BLOCK_MAX)) is None
+    assert world.kept(range(5)) is None
+    assert world.kept(range(2 * BLOCK_MAX, 3 * BLOCK_MAX)) is not None
+    assert len(world.board._by_chunk) == BLOCK_MAX
 
 
 def test_what_is_too_long_or_damaged_is_not_read(world: World) -> None:
     key = world.scope.key(b"x")
     span, now = (0.0, 2e9), world.now
-    world.board.write(key, bytes(TEXT_BYTES_MAX + 1), span, 0)
-    assert world.reader.find(world.scope, key, now) is None
-    world.board.write(key, bytes(range(256)) * 100, span, 0)
-    found = world.reader.find(world.scope, key, now)
+    world.write(key, bytes(TEXT_BYTES_MAX + 1), span)
+    assert world.reader.find(key, now) is None
+    world.write(key, bytes(range(256)) * 100, span)
+    found = world.reader.find(key, now)
     assert found is not None
     memory = mmap.mmap(world.board.fd, 0, prot=mmap.PROT_READ)
     at = memory.find(key)
     assert at > 0
     for place in range(at, at + 400):
         with patched(world.board, place):
-            now_found = world.reader.find(world.scope, key, now)
+            now_found = world.reader.find(key, now)
             assert now_found is None or world.reader.read(key, now_found) is None
             assert world.reader.read(key, found) is None or place < at + TEXT_AT
     assert world.reader.read(key, found) is not None
-    world.board.write(key, b"another text", span, 0)
+    world.write(key, b"another text", span)
     assert world.reader.read(key, found) is None, "it was written anew"
 
 
@@ -252,7 +326,7 @@ def test_a_reader_never_sees_half_of_what_is_written(world: World) -> None:
 
     def write() -> None:
         for text in itertools.cycle(texts):
-            world.board.write(key, text, (0.0, 2e9), 0)
+            world.write(key, text, (0.0, 2e9))
             if ended.is_set():
                 return
 
@@ -260,7 +334,7 @@ def test_a_reader_never_sees_half_of_what_is_written(world: World) -> None:
     writer.start()
     seen = set()
     for _ in range(20_000):
-        found = world.reader.find(world.scope, key, world.now)
+        found = world.reader.find(key, world.now)
         text = None if found is None else world.reader.read(key, found)
         if text is not None:
             assert text in texts
@@ -288,7 +362,7 @@ def test_a_replica_cannot_write_answers(world: World) -> None:
 
 
 def test_the_largest_lookup_fits_both_ways() -> None:
-    for count in (1, 2, 8, 40):
+    for count in (1, 2, 8, 40, FIELDS_MAX):
         fields = tuple(f"{n}.L0-99_H0-99" for n in range(count))
         step = find_max(count)
         assert step >= 1
@@ -297,8 +371,9 @@ def test_the_largest_lookup_fits_both_ways() -> None:
         each = Scope(NAMESPACE, fields).chunks
         texts = [b"\n".join(rows[at : at + each]) for at in range(0, step, each)]
         assert max(map(len, texts)) <= TEXT_BYTES_MAX
-        assert pack_found(texts) is not None
-        assert pack_found([*texts, bytes(MESSAGE_BYTES_MAX)]) is None
+        answered = unpack_found(pack_found(texts[:1] * 99), 99)
+        assert 0 < len(answered) < 99
+        assert set(answered) == {texts[0]}
         question = pack_find(NAMESPACE, [bytes(20)] * step, fields)
         assert unpack_find(question) == (NAMESPACE, bytes(20 * step), fields)
 

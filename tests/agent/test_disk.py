@@ -151,7 +151,7 @@ def test_what_was_loaded_comes_back_from_disk(
 
 
 def test_what_the_arena_evicts_comes_back_from_disk(make: Callable[..., DiskNode]) -> None:
-    node = make(memory=4 * PAGE)
+    node = make(memory=8 * PAGE)
     wanted = node.save(tuple(range(16 * 12)))
     assert len(wanted) == 12
     for one in wanted:
@@ -170,7 +170,7 @@ def test_what_was_only_saved_or_prefetched_is_not_written_until_it_is_read(
     wanted, other, _ = node.save()
     payload = node.store.get(wanted.claim.key.path())
     assert payload is not None
-    assert node.saves.commit(memoryview(payload)) is CommitStatus.ACCEPTED
+    assert node.commit_one(payload) is CommitStatus.ACCEPTED
     assert node.saves.drain(PATIENCE_S)
     (ahead,) = node.open(other, urgency=Urgency.PREFETCH)
     wait_until(lambda: ahead.state is CellState.READY)
@@ -241,7 +241,7 @@ def sealed(node: Node) -> list:  # type: ignore[type-arg]
     for key in keys:
         payload = plain.get(key.path())
         assert payload is not None
-        assert node.saves.commit(memoryview(payload)) is CommitStatus.ACCEPTED
+        assert node.commit_one(payload) is CommitStatus.ACCEPTED
     assert node.saves.drain(PATIENCE_S)
     for key in keys:
         node.residents.forget(key.path())

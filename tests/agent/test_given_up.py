@@ -2,21 +2,17 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from threading import Event, Thread
+from threading import Event
 from time import monotonic
 
 import pytest
 
-from objkv.agent import connections
-from objkv.agent.connections import InsideAgent
-from objkv.agent.core import CoreLimits
 from objkv.agent.memory.arena import CellState
-from objkv.agent.queue import Urgency
 from objkv.agent.residents import Resident
 from objkv.errors import TransferError
 from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
-from tests.agent.world import PATIENCE_S, Node, gated
+from tests.agent.world import PATIENCE_S, Node
 from tests.support.samples import TOKENS
 from tests.support.waiting import wait_until
 
@@ -116,67 +112,3 @@ def test_who_came_later_is_not_bound_by_the_first_deadline(node: Node) -> None:
     assert settled(second[0]) is CellState.READY
     for lease in (*first, *second):
         node.residents.release(lease)
-
-
-def test_memory_of_abandoned_rests_is_given_to_who_waits_for_it() -> None:
-    node = Node(store=SlowStore(), threads=1, memory=16_384)
-    node.core._limits = CoreLimits(1, 100, waits_for_room=True)
-    store_of(node).go.set()
-    wanted = node.save(TOKENS)
-    held = node.open(*wanted[:2])
-    assert [settled(one) for one in held] == [CellState.READY] * 2
-    found: list[CellState] = []
-
-    def third() -> None:
-        (one,) = node.open(wanted[2])
-        found.append(settled(one))
-        node.residents.release(one)
-
-    thread = Thread(target=third)
-    thread.start()
-    Event().wait(0.1)
-    assert not found, "the arena is full"
-    for one in held:
-        node.residents.release(one)
-    thread.join(PATIENCE_S)
-    assert found == [CellState.READY]
-    node.close()
-    assert node.residents.leased() == 0
-
-
-@pytest.fixture
-def inside() -> Iterator[tuple[Node, InsideAgent]]:
-    node = Node()
-    inside = InsideAgent(node.cache, 1 << 20, CoreLimits(1, 10), node.recorder)
-    yield node, inside
-    inside.close(PATIENCE_S)
-    wait_until(lambda: inside.arena.fd < 0)
-    node.close()
-
-
-def test_without_a_free_descriptor_there_is_no_connection(
-    inside: tuple[Node, InsideAgent], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, agent = inside
-
-    def refuse() -> None:
-        raise OSError(24, "too many open files")
-
-    with monkeypatch.context() as full:
-        full.setattr(connections, "Alarm", refuse)
-        with pytest.raises(TransferError, match="too many open files"):
-            agent.connect()
-    agent.connect().close()
-
-
-def test_memory_that_a_thread_on_the_network_writes_goes_when_it_ends(
-    inside: tuple[Node, InsideAgent],
-) -> None:
-    node, agent = inside
-    wanted, gate, client = node.save(TOKENS)[:1], gated(node), agent.connect()
-    client.open(wanted, deadline_s=PATIENCE_S, urgency=Urgency.IN_STEP)
-    wait_until(lambda: bool(node.store.gets))  # type: ignore[attr-defined]
-    client.close()
-    assert not agent.close(0.01)
-    assert agent.arena.fd >= 0
-    gate.set()

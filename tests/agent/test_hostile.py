@@ -11,18 +11,26 @@ import pytest
 
 from objkv.agent import core as core_module
 from objkv.agent import messages as m
-from objkv.agent import saves as saves_module
+from objkv.agent.client import AgentConnection
 from objkv.agent.fill import Wanted
-from objkv.agent.memory.arena import CellState
+from objkv.agent.memory import arena as arena_module
+from objkv.agent.memory.answers import FIELDS_MAX
+from objkv.agent.memory.arena import BOARD_BYTES, Board, CellState, Progress
 from objkv.agent.messages import CommitStatus
+from objkv.agent.outbox import ClientOutbox, Outbox
 from objkv.agent.prefetch import Prefetches, PrefetchOrder
 from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason, Resident
-from objkv.codec.payload import encode, read_header
+from objkv.codec.payload import LayerSpec, encode, header_bytes_needed, read_header
+from objkv.index.base import ChunkEntry, ShardRecord
+from objkv.stores.processes.process import _shared_memory
 from tests.agent.test_core import settled
 from tests.agent.test_server import greeted
 from tests.agent.world import PATIENCE_S, Node, Sleeper, ended, gated, opened, payloads
+from tests.support.agents import AgentProcess
+from tests.support.mappings import is_private
 from tests.support.samples import NAMESPACE
+from tests.support.steps import complete
 from tests.support.waiting import wait_until
 
 
@@ -94,7 +102,7 @@ def test_no_memory_is_given_out_once_an_agent_ends(node: Node) -> None:
     (resident,) = node.open(*node.save()[:1])
     resident = settled(node, resident)
     node.core.close(PATIENCE_S)
-    assert node.saves.commit(memoryview(payloads()[1])) is CommitStatus.NO_ROOM
+    assert node.commit_one(payloads()[1]) is CommitStatus.NO_ROOM
     node.residents.release(resident)
 
 
@@ -166,7 +174,7 @@ def test_a_save_of_a_payload_that_is_resident_with_another_claim_is_refused(node
     assert memory is not None
     memory[:] = made[0]  # as if a client had made another payload of this name resident
     node.residents.ready(found[0], 2)
-    assert node.saves.commit(memoryview(made[1])) is CommitStatus.REFUSED
+    assert node.commit_one(made[1]) is CommitStatus.REFUSED
     assert node.saves.drain(PATIENCE_S)
     assert node.store.get(other) is None
     node.residents.release(found[0])
@@ -247,15 +255,14 @@ def test_a_slab_that_is_reused_while_the_agent_copies_it_is_saved_right_or_not_a
     first, second, *_ = header.frames.starts
     cuts = {"nothing": 0, "half a header": first // 2, "header": first, "a frame": second}
     count = cuts.get(cut, len(ours))
-    slab, copy = bytearray(ours), saves_module.copy_bytes
 
-    def interrupted(place: memoryview, payload: memoryview, nbytes: int) -> None:
-        copy(place, payload, count)
-        slab[:] = theirs
-        copy(place[count:], payload[count:], nbytes - count)
+    def interrupted(outbox: ClientOutbox, place: memoryview, offset: int) -> None:
+        place[:] = (ours[:count] + theirs[count:] if len(place) == len(ours) else ours)[
+            : len(place)
+        ]
 
-    monkeypatch.setattr(saves_module, "copy_bytes", interrupted)
-    status = node.saves.commit(memoryview(slab))
+    monkeypatch.setattr(ClientOutbox, "read_into", interrupted)
+    status = node.commit_one(ours)
     assert node.saves.drain(PATIENCE_S)
     stored = {entry.key: node.store.get(entry.key) for entry in node.store.scan("")}
     if cut == "all":
@@ -265,3 +272,127 @@ def test_a_slab_that_is_reused_while_the_agent_copies_it_is_saved_right_or_not_a
         assert status is CommitStatus.REFUSED
         assert not stored
     assert node.residents.leased() == 0
+
+
+def test_an_outbox_costs_the_agent_nothing_that_its_client_has_not_written(node: Node) -> None:
+    layer = LayerSpec("l.0", "BF16", (2, 2, 8, 1 << 9))
+    found = read_header(payloads()[0])
+    payload = encode(
+        found.claim, [layer], [bytes(layer.nbytes)], codec="none", provenance=found.provenance
+    )
+    box = Outbox(1 << 45)
+    os.pwrite(box.fd, payload[: header_bytes_needed(payload[:8])], 0)
+    client = node.connect(wants_arena=False, outbox=box.fd)
+    written = os.fstat(box.fd).st_blocks
+    for _ in range(3):
+        client.commit(0, len(payload))
+    assert os.fstat(box.fd).st_blocks == written
+    assert "objkv-outbox" not in Path("/proc/self/maps").read_text()
+    box.close()
+
+
+def test_memory_of_kv_is_in_no_core_dump_and_no_child(node: Node) -> None:
+    reader, asker = node.connect(), node.connect(wants_arena=False)
+    assert is_private(node.arena.view)
+    assert is_private(reader.arena.view)
+    for board in (node.lookups.board, asker._board):
+        assert board is not None
+        assert is_private(board._view)
+    fd, lanes = _shared_memory(1 << 16)
+    os.close(fd)
+    assert is_private(lanes)
+
+
+@pytest.mark.parametrize("count", [1, FIELDS_MAX, FIELDS_MAX + 1, 700])
+def test_lookups_of_any_number_of_fields_are_answered(node: Node, count: int) -> None:
+    fields = tuple(f"{n}.L0-99_H0-99" for n in range(count))
+    record = ShardRecord(10**17, 10**17, "x" * 100, False, "f" * 100, 10**17)
+    hashes = [bytes([n] * 20) for n in range(40)]
+    shards = {fields[0]: record, fields[-1]: record}
+    for number, one in enumerate(hashes[:-1]):
+        entry = ChunkEntry(NAMESPACE, one, bytes(20), 0, 16)
+        whole = dict.fromkeys(fields, record) if number == 7 else shards
+        node.index.publish(entry, whole, ttl_s=3600)
+    client = node.connect(wants_arena=False)
+    found = complete(client.find(NAMESPACE, hashes, fields))
+    assert [one and len(one) for one in found] == [
+        one and len(one) for one in node.index.find(NAMESPACE, hashes, fields)
+    ]
+    assert client.is_open
+
+
+def test_a_question_that_is_too_large_ends_no_conversation(node: Node) -> None:
+    sock = greeted(node)
+    for fields in (("0.L0-1_H0-1",), tuple(map(str, range(9000)))):
+        sock.send(m.pack_find(NAMESPACE, [bytes(20)] * 600, fields))
+        assert m.kind_of(sock.recv(m.MESSAGE_BYTES_MAX)) is m.MessageKind.FAILED
+    sock.close()
+
+
+def test_a_client_that_sends_nonsense_does_not_fill_the_log(tmp_path: Path) -> None:
+    where = {"bulk_url": f"file://{tmp_path}/chunks", "index_url": f"sqlite://{tmp_path}/index"}
+    with AgentProcess(where | {"agent_memory_bytes": str(1 << 20)}) as agent:
+        box = Outbox(4096)
+        client = AgentConnection(agent.path, outbox=box.fd, call_s=PATIENCE_S)
+        for _ in range(100):
+            assert client.commit(0, 100) is CommitStatus.REFUSED
+        client.close()
+        box.close()
+        assert agent.log_file.read_text().count("payload of a client refused") == 20
+
+
+@pytest.mark.parametrize("codec", ["none", "blosc"])
+@pytest.mark.parametrize("pages", [1, 512])
+def test_payloads_that_do_not_exist_evict_nothing_that_no_store_has(pages: int, codec: str) -> None:
+    node = Node(memory=1 << 20, holds_back=True)
+    made = payloads(list(range(16 * 130)))
+    for payload in made:
+        node.commit_one(payload)
+    before = set(node.residents.unsaved.paths)
+    assert len(before) > 100
+    one = node.save(list(range(7000, 7016)), codec=codec)[0]
+    key = one.claim.key
+    for number in range(20):
+        ghost = replace(one.claim, key=replace(key, prefix_hash=bytes([number] * 20)))
+        record = replace(one.record, nbytes=pages * 2048, raw_bytes=pages * 2048)
+        (found,) = node.open(Wanted(ghost, record))
+        settled(node, found)
+        assert found.reason in (MissReason.MISSING, MissReason.NO_ROOM)
+        node.residents.release(found)
+    assert set(node.residents.unsaved.paths) == before
+    (found,) = node.open(one)
+    assert settled(node, found).state is CellState.READY
+    node.residents.release(found)
+    node.close()
+    assert node.residents.check()
+
+
+def test_a_hit_wakes_no_thread(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, woken = node.save(), list[object]()
+    for one in node.open(*wanted):
+        node.residents.release(settled(node, one))
+    wait_until(lambda: not node.core.in_flight)
+    monkeypatch.setattr(node.core._changed, "notify", lambda *_: woken.append(1))
+    for one in node.open(*wanted):
+        assert one.state is CellState.READY
+        node.residents.release(one)
+    assert not woken
+
+
+def test_a_cell_that_is_half_written_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another core may see words of a cell in any order."""
+    memory = memoryview(bytearray(BOARD_BYTES))
+    board, old = Board(memory), Progress(CellState.FILLING, 1, 4096, 512, 0)
+    new = Progress(CellState.READY, 9, 8192, 1024, 0)
+    board.write(7, old)
+    before = bytes(memory)
+    board.write(7, new)
+    after = bytes(memory)
+    monkeypatch.setattr(arena_module, "_READS_MAX", 3)
+    for mask in range(1, 15):
+        for word in range(4):
+            at = 7 * 32 + 8 * word
+            memory[at : at + 8] = (after if mask >> word & 1 else before)[at : at + 8]
+        assert board.read(7) == Progress(CellState.FILLING, 0, 0, 0, 0)
+    memory[:] = after
+    assert board.read(7) == new

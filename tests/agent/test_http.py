@@ -6,9 +6,10 @@ import os
 import re
 import shutil
 import socket
+import socketserver
 import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from objkv.agent.http.api import HttpPlaces
 from objkv.agent.http.metrics import LEVELS, PREFIX, TOTALS
 from objkv.errors import ConfigError
 from objkv.ops.top.scrape import values_of
-from tests.agent.world import PATIENCE_S, Node, down, ended, gated, opened, serving
+from tests.agent.world import PATIENCE_S, REPLICAS, Node, down, ended, gated, opened, serving
 from tests.support.samples import IDENTITY, NAMESPACE, TOKENS, save_identity
 from tests.support.waiting import wait_until
 
@@ -294,7 +295,6 @@ def test_a_wrong_question_is_answered_with_the_fix(
 
 
 def test_other_paths_methods_and_faults_have_their_status(node: Node, router: Router) -> None:
-    assert router.ask("GET", "/healthz") == (200, "ok\n")
     assert router.ask("POST", "/metrics", "x")[0] == 405
     status, answer = router.ask("GET", "/v1/match")
     assert (status, "use POST" in str(answer)) == (405, True)
@@ -305,11 +305,20 @@ def test_other_paths_methods_and_faults_have_their_status(node: Node, router: Ro
     assert router.ask("POST", "/v1/match", body) == (503, {"error": "down"})
 
 
+def test_an_agent_is_healthy_while_replicas_can_connect(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert router.ask("GET", "/healthz") == (200, "ok\n")
+    monkeypatch.setattr(REPLICAS, "is_accepting", False)
+    assert router.ask("GET", "/healthz")[0] == 503
+
+
 def test_metrics_are_whole_from_the_start_and_levels_fall_again(node: Node, router: Router) -> None:
     """A rate from the first event on needs the 0 before it, and large counters all their digits."""
     page = router.ask("GET", "/metrics")[1]
     values = values_of(page)
-    assert values.keys() == {PREFIX + name for name in LEVELS} | {
+    decided = {f"{PREFIX}puts_all", f"{PREFIX}puts_all:"}
+    assert values.keys() - decided == {PREFIX + name for name in LEVELS} | {
         f"{PREFIX}{name}_total" for name in TOTALS
     }
     assert values[f"{PREFIX}arena_bytes"] == node.residents.total_bytes
@@ -349,3 +358,54 @@ def test_the_documented_command_gives_node_exporter_a_file_while_there_is_an_age
         if files:
             values = values_of((tmp_path / "objkv.prom").read_text())
             assert values[f"{PREFIX}clients"] == 7
+
+
+def test_strangers_keep_no_client_out(node: Node) -> None:
+    with serving(node, address=("127.0.0.1", 0), token=TOKEN) as server:
+        place, heads = ("127.0.0.1", server.port), (b"GET /met", b"POST /v1/match HTTP/1.0\r\n")
+        with ExitStack() as all_of_them:
+            for number in range(3 * listener._CLIENTS_MAX):
+                stranger = all_of_them.enter_context(socket.create_connection(place, PATIENCE_S))
+                stranger.send(heads[number % 2])
+                if number % 2:
+                    stranger.send(b"Content-Length: 100000\r\n\r\n")
+            for _ in range(3):
+                assert Router(place, f"Bearer {TOKEN}").ask("GET", "/metrics")[0] == 200
+
+
+def test_a_request_without_a_thread_keeps_no_slot(
+    node: Node, router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socketserver.ThreadingMixIn, "process_request", none_left)
+        for _ in range(listener._CLIENTS_MAX):
+            with suppress(ConnectionError, http.client.HTTPException):
+                router.ask("GET", "/healthz")
+    assert router.ask("GET", "/healthz") == (200, "ok\n")
+
+
+def test_bodies_have_one_bound(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "_SILENT_S", 0.1)
+    save_identity(node.store)
+    router, bound = Router(node.http), listener.BODY_BYTES_MAX
+    with serving(node) as server:
+        with socket.socket(socket.AF_UNIX) as large:
+            large.connect(str(node.http))
+            large.send(f"POST /v1/match HTTP/1.0\r\nContent-Length: {bound}\r\n\r\n".encode())
+            wait_until(lambda: server._bodies._left <= 0)
+            assert router.ask("POST", "/v1/match", PROMPT)[0] == 503
+            assert router.ask("GET", "/healthz")[0] == 200
+        wait_until(lambda: server._bodies._left == bound)
+        assert router.ask("POST", "/v1/match", PROMPT)[0] == 200
+
+
+def test_no_version_of_anything_is_told(node: Node, router: Router) -> None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(str(node.http))
+        sock.send(b"GET /healthz HTTP/1.0\r\n\r\n")
+        answer = sock.makefile("rb").read()
+    assert b"\r\nServer: objkv\r\n" in answer
+    assert b"Python" not in answer

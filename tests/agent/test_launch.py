@@ -1,26 +1,37 @@
 """Agents as processes: one for each socket, started by the first replica, gone when idle."""
 
+import ctypes
 import errno
+import fcntl
 import os
+import resource
+import shutil
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from objkv.agent.client import AgentConnection, is_listening
+from objkv.agent.http import listener
+from objkv.agent.server import AgentServer
 from objkv.assembly import agent as agent_module
 from objkv.assembly import launch
-from objkv.assembly.agent import AgentLink, NodeAgent
-from objkv.assembly.launch import AgentRuns, AgentSocket, failure_of, start_agent
+from objkv.assembly.agent import NodeAgent
+from objkv.assembly.launch import IDLE_EXIT_S, AgentRuns, AgentSocket, failure_of, start_agent
+from objkv.assembly.link import AgentLink, Replica
+from objkv.background import StepThread
 from objkv.cache.chunks import CacheSettings
-from objkv.config import Config
-from objkv.config.node import agent_environment, agent_socket, http_path
+from objkv.config import Config, node
+from objkv.config.node import agent_environment, agent_socket, http_path, replica_socket
 from objkv.errors import ConfigError, TransferError
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.sqlite.index import SqliteIndex
@@ -28,7 +39,11 @@ from objkv.telemetry import MemoryRecorder
 from tests.agent.test_http import Router
 from tests.support.agents import AgentProcess, agent_folder
 from tests.support.samples import NAMESPACE
+from tests.support.steps import complete
 from tests.support.waiting import PATIENCE_S, wait_until
+
+REPLICA = Replica("engine")
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 @pytest.fixture
@@ -73,7 +88,7 @@ def test_an_agent_that_cannot_be_ended_keeps_its_socket(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one in another container."""
-    monkeypatch.setattr("objkv.assembly.launch._agent_at", lambda path: 0)
+    monkeypatch.setattr("objkv.assembly.launch.agent_at", lambda path: 0)
     monkeypatch.setattr("objkv.assembly.launch._REPLACE_S", 0.05)
     old, new = AgentSocket(path), AgentSocket(path, replace=True)
     old.listen()
@@ -143,26 +158,41 @@ def test_a_socket_that_was_removed_is_made_again_and_keeps_its_clients(
     assert not path.exists()
 
 
-def test_an_agent_without_a_descriptor_for_its_socket_goes_on_and_tries_again(
-    config: Config, path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("place", "name", "error", "socket_of"),
+    [
+        (launch, "new_socket", partial(OSError, errno.EMFILE, "too many open files"), Path),
+        (launch, "bind_private", MemoryError, Path),
+        (listener, "Thread", RuntimeError, http_path),
+    ],
+)
+def test_an_agent_that_cannot_listen_again_at_once_goes_on_and_tries_again(
+    config: Config,
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    place: Any,
+    name: str,
+    error: Callable[[], Exception],
+    socket_of: Callable[[Path], Path],
 ) -> None:
     monkeypatch.setattr("objkv.assembly.agent._LOOK_S", 0.02)
     ended, refused = threading.Event(), threading.Event()
-    new_socket = launch.new_socket
+    usual = getattr(place, name)
 
-    def too_many() -> socket.socket:
+    def once(*given: Any, **named: Any) -> Any:
         if not refused.is_set():
             refused.set()
-            raise OSError(errno.EMFILE, "too many open files")
-        return new_socket()
+            raise error()
+        return usual(*given, **named)
 
     with NodeAgent(config, path, MemoryRecorder()) as agent:
         running = threading.Thread(target=agent.run, args=(ended,))
         running.start()
-        monkeypatch.setattr(launch, "new_socket", too_many)
-        path.unlink()
+        monkeypatch.setattr(place, name, once)
+        socket_of(path).unlink()
         assert refused.wait(PATIENCE_S)
-        wait_until(lambda: is_listening(path))
+        wait_until(lambda: is_listening(path) and http_path(path).exists())
+        assert Router(http_path(path)).ask("GET", "/healthz") == (200, "ok\n")
         ended.set()
         running.join(PATIENCE_S)
 
@@ -217,7 +247,7 @@ def test_an_agent_answers_at_its_address(config: Config, path: Path) -> None:
 
 
 def test_the_first_replica_starts_an_agent_for_all(config: Config) -> None:
-    links = [AgentLink(config) for _ in range(3)]
+    links = [AgentLink(config, REPLICA) for _ in range(3)]
     assert all(link.await_agent(PATIENCE_S) for link in links)
     connections = [link.connect(wants_arena=True) for link in links]
     for connection in connections:
@@ -236,7 +266,7 @@ def test_an_agent_runs_on_all_cores_and_shares_them_with_its_replicas(
     everywhere = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(everywhere)})
     try:
-        start_agent(path, agent_environment(config))
+        start_agent(path, agent_environment(config), IDLE_EXIT_S)
         assert os.sched_getaffinity(0) == {min(everywhere)}
     finally:
         os.sched_setaffinity(0, everywhere)
@@ -249,16 +279,180 @@ def test_an_agent_runs_on_all_cores_and_shares_them_with_its_replicas(
     assert os.getpgid(pid) != os.getpgid(0), "Ctrl-C at a terminal is for the replica"
 
 
-def test_an_agent_that_cannot_start_is_an_error_with_its_reason(config: Config, path: Path) -> None:
+def test_an_agent_that_cannot_start_is_logged_with_its_reason_and_tried_again(
+    config: Config, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = Path(config.bulk_url.removeprefix("file://"))
     folder.parent.mkdir(exist_ok=True)
     folder.write_text("a file where a folder is needed")
-    link = AgentLink(config)
-    with pytest.raises(ConfigError, match="the node agent did not start: bulk store"):
-        link.await_agent(PATIENCE_S)
+    link = AgentLink(config, REPLICA)
+    assert not link.await_agent(PATIENCE_S)
+    (line,) = caplog.messages
+    assert line.startswith("no node agent, caching nothing until one answers reason=bulk store")
+    strict = AgentLink(config.model_copy(update={"at_start": "strict"}), REPLICA)
+    with pytest.raises(ConfigError, match="at_start is strict: bulk store"):
+        strict.await_agent(PATIENCE_S)
     folder.unlink()
-    assert AgentLink(config).await_agent(PATIENCE_S)
+    wait_until(lambda: link.await_agent(PATIENCE_S))
     assert failure_of(path) is None
+
+
+def test_no_other_thread_gets_the_mode_of_a_socket(
+    config: Config, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "umask", lambda _: pytest.fail("the umask is the whole process's"))
+    with NodeAgent(config, path, MemoryRecorder()):
+        assert [one.stat().st_mode & 0o777 for one in (path, http_path(path))] == [0o600] * 2
+
+
+def test_a_lock_that_was_removed_lets_no_second_agent_in_and_is_taken_again(path: Path) -> None:
+    lock = Path(f"{path}.lock")
+    with closing(AgentSocket(path)) as agent:
+        agent.listen()
+        lock.unlink()
+        with pytest.raises(AgentRuns):
+            AgentSocket(path)
+        with lock.open("ab") as other:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            assert agent.restore() is None, "who has it for a moment gives it up again"
+        os.utime(lock, (0, 0))
+        assert agent.restore() is None
+        assert agent.restore() is None
+        assert lock.stat().st_mtime > 0, "jobs that clean folders remove old files"
+        path.unlink()
+        with pytest.raises(AgentRuns):
+            AgentSocket(path)
+
+
+def test_an_agent_without_a_thread_that_accepts_ends(
+    config: Config, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with NodeAgent(config, path, MemoryRecorder()) as agent:
+        monkeypatch.setattr(AgentServer, "is_accepting", False)
+        agent.run(threading.Event())
+
+
+@pytest.mark.parametrize("kind", ["lock", "error", "log", "start"])
+def test_no_file_is_written_through_a_link(path: Path, tmp_path: Path, kind: str) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    Path(f"{path}.{kind}").symlink_to(victim)
+    if kind == "error":
+        with closing(AgentSocket(path)) as agent:
+            agent.report(ConfigError("no"))
+        assert failure_of(path) == "no"
+    else:
+        with pytest.raises(ConfigError):
+            AgentSocket(path) if kind == "lock" else start_agent(path, {}, 1)
+    assert victim.read_text() == "mine"
+
+
+@pytest.mark.parametrize("spoil", ["mode", "link", "length"])
+def test_a_runtime_folder_that_others_can_change_is_not_used(
+    config: Config, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: str
+) -> None:
+    """As that of another user, which root has after ``su``."""
+    given = path.parents[1]
+    if spoil == "mode":
+        given.chmod(0o777)
+    else:
+        link = given / ("l" * (80 if spoil == "length" else 1))
+        link.symlink_to(given)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(link))
+    monkeypatch.setattr(node, "_SHARED_FOLDER", tmp_path)
+    assert replica_socket(config, "").parent == tmp_path / f"objkv-{os.geteuid()}"
+
+
+def test_a_folder_is_checked_again_when_an_agent_is_started(path: Path) -> None:
+    path.parent.chmod(0o755)
+    with pytest.raises(ConfigError, match="not a private folder"):
+        start_agent(path, {}, 1)
+
+
+def test_names_of_sockets_tell_nothing_of_the_settings(
+    config: Config, path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A user who guesses a password cannot tell by the name, which all users see."""
+    assert agent_socket(config) == path
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(path.parents[1] / "other"))
+    other = replica_socket(config, "")
+    assert other.parent != path.parent
+    assert other.name != path.name
+
+
+@pytest.mark.parametrize("fault", ["folder", "note", "shell"])
+def test_a_replica_that_cannot_start_an_agent_goes_on(
+    config: Config, path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    if fault == "shell":
+        monkeypatch.setattr(subprocess, "run", read_only)
+    elif fault == "note":
+        Path(f"{path}.error").mkdir()
+    else:
+        monkeypatch.setattr(Path, "mkdir", read_only)
+        monkeypatch.setattr(node, "_SHARED_FOLDER", path.parent / "gone")
+        shutil.rmtree(path.parent)
+    with pytest.raises(TransferError):
+        AgentLink(config, REPLICA).connect()
+
+
+def test_a_folder_that_was_removed_is_made_again(config: Config, path: Path) -> None:
+    """As that of a user who has logged out."""
+    shutil.rmtree(path.parent)
+    assert AgentLink(config, REPLICA).await_agent(PATIENCE_S)
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_one_process_of_the_node_starts_agents_and_leaves_no_dead_ones(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Process 1 of a container often reaps none. Here this process gets them."""
+    begun, gate, python = tmp_path / "begun", tmp_path / "gate", tmp_path / "python"
+    python.write_text(
+        f"#!/bin/sh\necho x >> {begun}\nwhile [ ! -e {gate} ]; do sleep 0.02; done\nexit 1"
+    )
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(launch, "_PAUSES_S", "0 0 0")
+
+    def children() -> set[str]:
+        files = Path("/proc/self/task").glob("*/children")
+        return {pid for file in files for pid in file.read_text().split()}
+
+    libc, others = ctypes.CDLL(None), children()
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        for _ in range(10):
+            start_agent(path, os.environ, 1)
+        assert len(children() - others) == 1, "a shell, which tries three times"
+        wait_until(begun.exists)
+    finally:
+        gate.touch()
+        for pid in children() - others:
+            os.waitpid(int(pid), 0)
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+    assert begun.read_text() == "x\n" * 3
+    assert children() == others
+
+
+def test_a_private_agent_is_the_replicas_own_and_leaves_nothing(config: Config) -> None:
+    config = config.model_copy(update={"agent": "private", "agent_memory_bytes": 4 << 20})
+    paths, nbytes = [], []
+    for engine_id, share in (("one", 0.5), ("other", 1.0)):
+        link = AgentLink(config, Replica(engine_id, share))
+        assert link.await_agent(PATIENCE_S)
+        connection = link.connect(wants_arena=True)
+        nbytes.append(connection.arena.nbytes)
+        connection.close()
+        paths.append(replica_socket(config, engine_id))
+    assert len(set(paths)) == 2
+    assert nbytes[0] < nbytes[1]
+    for path in paths:
+        os.kill(launch.agent_at(path), signal.SIGTERM)
+        wait_until(lambda path=path: not list(path.parent.glob(f"{path.name}*")))
 
 
 @pytest.mark.slow
@@ -286,7 +480,7 @@ def test_settings_that_matter_have_agents_of_their_own(
     monkeypatch.setenv("AWS_PROFILE", "else")
     assert agent_socket(config) != same
     assert other(agent="unix:///run/x.sock") == Path("/run/x.sock")
-    assert other(agent="off") is None
+    assert other(agent="private") is None
 
 
 def test_a_folder_of_another_user_is_refused(config: Config, path: Path) -> None:
@@ -318,7 +512,11 @@ def test_closing_takes_no_time_to_wait_for(config: Config, path: Path) -> None:
 
 def test_the_command_says_where_it_serves_and_ends_in_order(tmp_path: Path) -> None:
     settings = {"bulk_url": f"file://{tmp_path}/c", "index_url": f"sqlite://{tmp_path}/i"}
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard - 1), hard))
     with AgentProcess(settings, fresh=True) as agent:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert resource.prlimit(agent.process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
         wait_until(lambda: f"serving {agent.path}" in agent.log())
         again = subprocess.run(
             [sys.executable, "-m", "objkv", "agent", "--socket", str(agent.path)],
@@ -350,7 +548,7 @@ def test_lookups_of_an_agent_that_is_stuck_fail_soon(tmp_path: Path) -> None:
 
         def finds() -> bool:
             try:
-                return client.find(NAMESPACE, hashes, (field,)) == [{field: record}]
+                return complete(client.find(NAMESPACE, hashes, (field,))) == [{field: record}]
             except TransferError:
                 return False
 
@@ -367,5 +565,13 @@ def test_lookups_of_an_agent_that_is_stuck_fail_soon(tmp_path: Path) -> None:
         client._push = counted  # type: ignore[method-assign]
         wait_until(needs_no_message)
         agent.freeze()
-        wait_until(lambda: not finds())
+        thread = StepThread("lookups", answer_s=0.5)
+
+        def fails() -> bool:
+            future = thread.start(client.find(NAMESPACE, hashes, (field,)))
+            assert future is not None
+            return isinstance(future.exception(PATIENCE_S), (TimeoutError, TransferError))
+
+        wait_until(fails)
         assert client.has_ended()
+        thread.close(0.0)

@@ -1,4 +1,4 @@
-"""How many threads fetch at once, and what is fetched next."""
+"""What is fetched next."""
 
 from dataclasses import replace
 from threading import Event, Lock
@@ -8,80 +8,27 @@ import pytest
 from objkv.agent import queue
 from objkv.agent.fill import Cuts
 from objkv.agent.memory.arena import CellState
-from objkv.agent.queue import Pace, Urgency
+from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason, Resident
 from tests.agent.world import PATIENCE_S, Node, Sleeper
 from tests.support.samples import TOKENS
 from tests.support.waiting import wait_until
 
 
-@pytest.mark.parametrize(("processors", "at_once"), [(1, 1), (2, 1), (6, 3), (64, 32)])
-def test_half_the_processors_are_used_at_once(
-    monkeypatch: pytest.MonkeyPatch, processors: int, at_once: int
-) -> None:
-    monkeypatch.setattr(queue, "_processors", lambda: processors)
-    one = Pace()
-    one._usual_s = 1e6  # nobody is ever late
-    one._progress = 1e9
-    for thread in range(at_once):
-        assert one.may_begin()
-        one._begun[thread] = 1e9, 2e9
-    assert not one.may_begin()
-
-
-def test_an_unpaced_crew_never_waits() -> None:
-    one = Pace(4)
-    one._usual_s, one._progress = 1e6, 1e9
-    for thread in range(3):
-        one._begun[thread] = 1e9, 2e9
-        assert one.may_begin()
-
-
 class Gate:
     """Holds gets of a store until it opens, and counts them."""
 
     def __init__(self, node: Node) -> None:
-        self.open, self.inside, self.most = Event(), 0, 0
+        self.open, self.inside = Event(), 0
         self._lock = Lock()
         node.store.on_get = self  # type: ignore[attr-defined]
 
     def __call__(self, key: str) -> None:
         with self._lock:
             self.inside += 1
-            self.most = max(self.most, self.inside)
         assert self.open.wait(PATIENCE_S)
         with self._lock:
             self.inside -= 1
-
-
-def paced(threads: int = 4) -> Node:
-    node = Node(threads=threads)
-    node.core._pace = Pace(1)
-    return node
-
-
-def test_the_others_join_when_a_store_lets_one_wait() -> None:
-    node = paced()
-    wanted = node.save(TOKENS)
-    gate = Gate(node)
-    node.open(*wanted)
-    wait_until(lambda: gate.inside == len(wanted))
-    gate.open.set()
-    wait_until(lambda: node.core.in_flight == 0)
-    node.close()
-
-
-def test_with_a_quick_store_one_thread_works_at_a_time() -> None:
-    node = paced()
-    wanted = node.save(TOKENS)
-    node.core._pace._usual_s = 1e6  # nobody is late
-    gate = Gate(node)
-    node.open(*wanted)
-    wait_until(lambda: gate.inside == 1)
-    gate.open.set()
-    wait_until(lambda: node.core.in_flight == 0)
-    assert gate.most == 1
-    node.close()
 
 
 def test_when_all_threads_are_late_nothing_more_is_queued() -> None:

@@ -19,7 +19,7 @@ from objkv.keys.topology import Shard
 from objkv.telemetry import MemoryRecorder
 from tests.agent.world import Sleeper
 
-PAGES = 10
+PAGES = 20
 CLAIMS = {
     (key := ChunkKey("0" * 32, bytes([number]) * 20, 0, Shard(0, 2, 0, 2))).path(): Claim(
         key, bytes([number - 1]) * 20, 16 * number - 16, 16 * number
@@ -83,7 +83,7 @@ class ResidentsMachine(RuleBasedStateMachine):
         ]
         return data.draw(st.sampled_from(found)) if found else None
 
-    @rule(data=st.data(), pages=st.integers(1, PAGES // 2))
+    @rule(data=st.data(), pages=st.integers(1, PAGES // 4))
     def allot(self, data: st.DataObject, pages: int) -> None:
         fill = self.some(data, filling=True, placed=False)
         if fill is None:
@@ -196,6 +196,10 @@ class ResidentsMachine(RuleBasedStateMachine):
         for fill in self.all:
             if not fill.holders:
                 continue
+            if fill.one.cell < 0:
+                assert fill in self.listed.values()
+                assert not fill.is_filling
+                continue
             progress = self.arena.board.read(fill.one.cell)
             if fill.is_filling:
                 assert progress.state is CellState.FILLING
@@ -210,7 +214,7 @@ TestResidents.settings = settings(max_examples=60, stateful_step_count=50, deadl
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    with closing(Arena.create(6 * PAGE)) as arena:
+    with closing(Arena.create(12 * PAGE)) as arena:
         yield arena
 
 
@@ -226,35 +230,58 @@ def filled(residents: Residents, key: str, pages: int = 1) -> Resident:
 
 def test_neighbours_make_room_where_single_gaps_do_not(arena: Arena) -> None:
     residents = Residents(arena, MemoryRecorder())
-    ones = [filled(residents, str(number)) for number in range(6)]
-    for number in (0, 1, 2, 4, 5):
-        residents.release(ones[number])
+    for number in range(12):
+        one = filled(residents, str(number))
+        if number not in (3, 6, 9):
+            residents.release(one)
     large = residents.open("large", None)
     assert large is not None
     assert residents.allot(large[0], 3 * PAGE) is not None
-    assert residents.holds(["3"]) == [True]
+    assert residents.holds("369") == [True] * 3
     small = residents.open("small", None)
     assert small is not None
-    assert residents.allot(small[0], 3 * PAGE) is None, "page 3 is leased"
+    assert residents.allot(small[0], 3 * PAGE) is None, "the pages between are leased"
+    assert residents.allot(small[0], 2 * PAGE) is not None
     assert residents.check()
 
 
-def test_many_small_payloads_make_room_for_each_other(
+def test_only_payloads_that_somebody_may_wait_for_need_a_cell(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CELLS", 2)
     residents = Residents(arena, MemoryRecorder())
     assert residents.wait_idle(0.0)
-    for key in ("a", "b"):
+    for key in "abcd":
         residents.release(filled(residents, key))
-    kept = residents.open("b", None)
-    assert kept is not None
-    assert not kept[1]
-    third = residents.open("c", None)
-    assert third is not None, "the arena has memory, only no cell"
-    assert third[1]
-    assert residents.holds("ab") == [False, True]
-    assert residents.open("d", None) is None, "b is leased, c is being filled"
-    assert residents.open("c", None) == (third[0], False)
+    assert residents.holds("abcd") == [True] * 4
+    again = residents.open("b", None)
+    assert again is not None
+    assert (again[0].cell, again[1]) == (-1, False)
+    leased, filling = filled(residents, "e"), residents.open("f", None)
+    assert filling is not None
+    assert residents.open("g", None) is None, "e has been leased since it was filled"
+    assert residents.open("f", None) == (filling[0], False)
+    residents.release(leased)
+    assert residents.open("g", None) is not None
     assert not residents.wait_idle(0.0)
+    assert residents.check()
+
+
+def test_a_full_arena_is_not_searched(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    residents = Residents(arena, MemoryRecorder())
+    ones = [filled(residents, str(number), pages=3) for number in range(4)]
+    fill = residents.open("more", None)
+    assert fill is not None
+    searched: list[object] = []
+    victim = residents._ranking.victim
+    monkeypatch.setattr(
+        residents._ranking, "victim", lambda is_free: searched.append(1) or victim(is_free)
+    )
+    assert residents.allot(fill[0], PAGE) is None
+    assert not searched
+    for one in ones[2:]:
+        residents.release(one)
+    assert residents.allot(fill[0], 3 * PAGE + 1) is None, "a payload larger than a quarter"
+    assert residents.holds("23") == [True, True]
+    assert residents.allot(fill[0], 3 * PAGE) is not None
     assert residents.check()

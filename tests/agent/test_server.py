@@ -1,10 +1,12 @@
 """Clients of one agent, over its socket."""
 
+import errno
 import json
 import os
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -13,10 +15,12 @@ import pytest
 
 from objkv.agent import calls as calls_module
 from objkv.agent import client as client_module
+from objkv.agent import leases, peers
 from objkv.agent import messages as m
 from objkv.agent import server as server_module
 from objkv.agent.calls import AgentCalls, AgentDocuments, AgentIndex, NodeCalls
-from objkv.agent.client import AgentConnection, is_listening
+from objkv.agent.client import AgentConnection, AgentRefused, is_listening
+from objkv.agent.http.client import AgentApi
 from objkv.agent.memory.arena import CellState
 from objkv.agent.prefetch import PrefetchOrder
 from objkv.agent.queue import Urgency
@@ -25,9 +29,8 @@ from objkv.agent.server import ServerLimits
 from objkv.cache.chunks import SaveOutcome
 from objkv.cache.switch import SWITCH_PATH
 from objkv.codec.payload import read_header
-from objkv.errors import StoreBusy, StoreDenied, StoreUnavailable, TransferError
+from objkv.errors import StoreBusy, StoreDenied, StoreError, StoreUnavailable, TransferError
 from objkv.index.base import Savings
-from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
 from tests.agent.world import (
     PATIENCE_S,
@@ -39,8 +42,10 @@ from tests.agent.world import (
     opened,
     pages_at,
     payloads,
+    serving,
 )
-from tests.support.samples import NAMESPACE
+from tests.support.samples import NAMESPACE, TOKENS
+from tests.support.steps import Completed, complete
 from tests.support.waiting import wait_until
 
 
@@ -100,11 +105,21 @@ def test_a_client_that_lies_harms_only_itself_and_keeps_its_memory_until_it_goes
     honest.release([leases[0].number])
 
 
-def test_a_stranger_is_refused(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module.os, "geteuid", lambda: 4242)
-    monkeypatch.setattr(server_module, "_ROOT", 4243)
-    with pytest.raises(TransferError, match="serves user 4242"):
-        node.connect()
+@pytest.mark.parametrize(
+    ("mode", "refusal"),
+    [(0o700, "serves user 4242, not"), (0o777, "serves it, and others can write its folder")],
+)
+def test_a_stranger_is_refused_also_if_it_is_the_agent(
+    node: Node, monkeypatch: pytest.MonkeyPatch, mode: int, refusal: str
+) -> None:
+    node.folder.chmod(mode)
+    with serving(node):
+        monkeypatch.setattr(os, "geteuid", lambda: 4242)
+        monkeypatch.setattr(peers, "_ROOT", 4243)
+        with pytest.raises(TransferError, match=refusal):
+            node.connect()
+        with pytest.raises(StoreUnavailable):
+            AgentApi(node.http).namespaces()
 
 
 def test_the_agents_time_to_live_is_that_of_its_clients(node: Node) -> None:
@@ -146,7 +161,7 @@ def test_there_is_a_limit_of_clients_leases_and_deadlines() -> None:
     (over,) = opened(first, wanted[2:])
     assert (over.number, over.progress.state) == (0, CellState.FAILED)
     first.release([lease.number for lease in leases])
-    (held,) = first.open(wanted[:1], deadline_s=3600, urgency=Urgency.IN_STEP)
+    (held,) = first.open(wanted[:1], deadline_s=1e9, urgency=Urgency.IN_STEP)
     (resident,) = node.residents.seen([wanted[0].claim.key.path()])
     assert resident is not None
     assert resident.deadline <= monotonic() + 600
@@ -154,22 +169,63 @@ def test_there_is_a_limit_of_clients_leases_and_deadlines() -> None:
     node.close()
 
 
-def test_clients_are_accepted_again_when_there_are_threads_again(
+@pytest.mark.parametrize("clients_max", [0, 1])
+@pytest.mark.parametrize(
+    ("place", "name", "error"),
+    [
+        (threading.Thread, "start", RuntimeError),
+        (leases, "Alarm", partial(OSError, errno.EMFILE, "too many open files")),
+        (server_module, "peer_of", MemoryError),
+    ],
+)
+def test_clients_are_accepted_again_whatever_went_wrong_with_one(
     monkeypatch: pytest.MonkeyPatch,
+    place: object,
+    name: str,
+    error: Callable[[], Exception],
+    clients_max: int,
 ) -> None:
-    node = Node().listen(ServerLimits(clients_max=1))
-    first = node.connect()
+    """A client is served, or refused, once there are threads, descriptors and memory again."""
 
-    def none_left(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
+    def none_left(*_: object) -> None:
+        raise error()
 
-    monkeypatch.setattr(threading.Thread, "start", none_left)
-    with pytest.raises(TransferError):
-        node.connect()
-    monkeypatch.undo()
-    first.close()
-    wait_until(lambda: node.server is not None and not node.server.clients)
-    assert node.connect().is_open
+    monkeypatch.setattr(server_module, "_PAUSE_S", 0.01)
+    node = Node().listen(ServerLimits(clients_max=clients_max))
+    with monkeypatch.context() as patch:
+        patch.setattr(place, name, none_left)
+        with pytest.raises(TransferError):
+            node.connect()
+    assert node.server is not None
+    assert node.server.is_accepting
+    assert not node.server.clients
+    if clients_max:
+        assert node.connect().is_open
+    else:
+        with pytest.raises(AgentRefused, match="has 0 clients already"):
+            node.connect()
+    node.close()
+
+
+def test_those_beyond_the_limit_get_one_thread_and_one_line_of_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "_REFUSAL_S", PATIENCE_S)
+    node = Node().listen(ServerLimits(clients_max=0))
+    before = threading.active_count()
+    silent = [raw(node) for _ in range(30)]
+    assert silent[-1].recv(100) == b"", "who cannot be told why is hung up on"
+    assert threading.active_count() <= before + 1
+    for sock in silent:
+        sock.close()
+
+    def is_told_why() -> bool:
+        with pytest.raises(TransferError) as caught:  # those before may not be seen to have left
+            node.connect()
+        return caught.type is AgentRefused
+
+    wait_until(is_told_why)
+    assert len(caplog.messages) == 1
     node.close()
 
 
@@ -183,7 +239,7 @@ def test_without_a_free_descriptor_there_is_no_agent(
     with monkeypatch.context() as patch:
         patch.setattr(socket, "socket", none_left)
         with pytest.raises(StoreUnavailable, match="Too many open files"):
-            calls.run("get", path=SWITCH_PATH)
+            Completed(calls).run("get", path=SWITCH_PATH)
         assert not is_listening(node.path)
     calls.close()
 
@@ -197,11 +253,13 @@ def test_an_agent_that_never_answers_is_lost_in_time(node: Node) -> None:
     client = AgentConnection(node.path, call_s=1.0)
     gate = threading.Event()
     node.index.find = lambda *_: gate.wait(20) and []  # type: ignore[assignment, method-assign, func-returns-value]
+    assert client.send(m.pack_find(NAMESPACE, [bytes(20)], ("0.L0-2_H0-2",)))
+    assert client.receive() is None
     with pytest.raises(TransferError, match="no answer"):
-        client.find(NAMESPACE, [bytes(20)], ("0.L0-2_H0-2",))
+        client.commit(0, 1)
     assert not client.is_open
     with pytest.raises(TransferError, match="lost"):
-        client.find(NAMESPACE, [bytes(20)], ("0.L0-2_H0-2",))
+        complete(client.find(NAMESPACE, [bytes(20)], ("0.L0-2_H0-2",)))
     gate.set()
     client.close()
 
@@ -214,7 +272,7 @@ def calls(node: Node) -> Any:
 
 
 def test_lookups_are_answered_from_one_board(node: Node, calls: AgentCalls) -> None:
-    wanted, index = node.save(), AgentIndex(calls)
+    wanted, index = node.save(), Completed(AgentIndex(calls))
     key = wanted[0].claim.key
     hashes = [one.claim.key.prefix_hash for one in wanted]
     found = index.find(NAMESPACE, [*hashes, bytes(20)], [key.field])
@@ -223,7 +281,7 @@ def test_lookups_are_answered_from_one_board(node: Node, calls: AgentCalls) -> N
         None,
     ]
     assert None not in index.find(NAMESPACE, hashes, [key.field])
-    index.forget(NAMESPACE, key.prefix_hash, key.field, wanted[0].record)
+    node.index.forget(NAMESPACE, key.prefix_hash, key.field, wanted[0].record)
     assert index.find(NAMESPACE, hashes, [key.field])[0] is not None, "for a while"
     assert index.lookup(NAMESPACE, hashes)[0] is None
     assert index.lookup(NAMESPACE, hashes)[1] == node.index.lookup(NAMESPACE, hashes)[1]
@@ -236,26 +294,59 @@ def test_what_one_replica_looked_up_others_read_without_a_message(
     wanted, sent = node.save(), list[bytes]()
     field = wanted[0].claim.key.field
     hashes = [one.claim.key.prefix_hash for one in wanted]
-    push = AgentConnection._push
+    send = AgentConnection.send
 
-    def counted(self: AgentConnection, message: bytes) -> None:
+    def counted(self: AgentConnection, message: bytes) -> bool:
         sent.append(message)
-        push(self, message)
+        return send(self, message)
 
-    monkeypatch.setattr(AgentConnection, "_push", counted)
+    monkeypatch.setattr(AgentConnection, "send", counted)
     clients = [node.connect(wants_arena=False) for _ in range(3)]
     due = [{field: one.record} for one in wanted]
     for client in clients:
         for _ in range(2):
-            found = client.find(NAMESPACE, hashes, (field,))
+            found = complete(client.find(NAMESPACE, hashes, (field,)))
             assert [None if one is None else dict(one) for one in found] == due
     assert len(sent) == 1, "the first lookup of the first one"
-    node.lookups.invalidate(NAMESPACE, hashes[0])
+    node.lookups.board.discard(hashes[0])
     for client in clients:
-        client.find(NAMESPACE, hashes, (field,))
+        complete(client.find(NAMESPACE, hashes, (field,)))
     assert len(sent) == 2
-    node.connect().find(NAMESPACE, hashes, (field,))
+    complete(node.connect().find(NAMESPACE, hashes, (field,)))
     assert len(sent) == 3, "who has the arena has no answers"
+
+
+def test_a_node_that_saves_and_refuses_all_the_time_answers_from_memory(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, wanted, desk = list[Any](), node.save(), Desk(node)
+    field = wanted[0].claim.key.field
+    hashes = [one.claim.key.prefix_hash for one in wanted]
+    client, find = node.connect(wants_arena=False), node.index.find
+    monkeypatch.setattr(node.index, "find", lambda *of: [asked.append(of), find(*of)][1])
+    for round_ in range(5):
+        assert None not in complete(client.find(NAMESPACE, hashes, (field,)))
+        other = payloads([7 + round_, *TOKENS])[0]
+        desk.hand_over(other)
+        key = read_header(other).claim.key
+        node.saves.drain(PATIENCE_S)
+        node.core.reject(node.wanted([key])[0])
+    assert len(asked) == 1, "a change of one chunk voids what was answered about others"
+    desk.close()
+
+
+def test_a_replica_finds_at_once_what_its_node_saved(node: Node) -> None:
+    """Though it was missing, and that was remembered."""
+    client, desk = node.connect(wants_arena=False), Desk(node)
+    samples = payloads()
+    keys = [read_header(one).claim.key for one in samples]
+    hashes, field = [key.prefix_hash for key in keys], keys[0].field
+    for count, sample in enumerate(samples):
+        found = complete(client.find(NAMESPACE, hashes, (field,)))
+        assert [one is not None for one in found] == [n < count for n in range(len(keys))]
+        desk.hand_over(sample)
+    assert None not in complete(client.find(NAMESPACE, hashes, (field,)))
+    desk.close()
 
 
 def test_a_client_remembers_a_bounded_number_of_blocks(
@@ -266,8 +357,8 @@ def test_a_client_remembers_a_bounded_number_of_blocks(
     field, client = wanted[0].claim.key.field, node.connect(wants_arena=False)
     for count in (1, 2, 3, 1, 2, 3):
         hashes = [one.claim.key.prefix_hash for one in wanted[:count]]
-        assert None not in client.find(NAMESPACE, hashes, (field,))
-        assert None not in client.find(NAMESPACE, hashes, (field,))
+        assert None not in complete(client.find(NAMESPACE, hashes, (field,)))
+        assert None not in complete(client.find(NAMESPACE, hashes, (field,)))
         assert len(client._known) <= 2
 
 
@@ -275,7 +366,7 @@ def test_a_client_remembers_a_bounded_number_of_blocks(
 def test_a_payload_that_was_missed_is_not_found_again(
     node: Node, calls: AgentCalls, is_missing: bool
 ) -> None:
-    wanted, index = node.save(), AgentIndex(calls)
+    wanted, index = node.save(), Completed(AgentIndex(calls))
     key = wanted[0].claim.key
     hashes = [one.claim.key.prefix_hash for one in wanted]
     assert None not in index.find(NAMESPACE, hashes, [key.field])
@@ -291,7 +382,7 @@ def test_a_payload_that_was_missed_is_not_found_again(
 
 
 def test_writes_of_an_index_go_through(node: Node, calls: AgentCalls) -> None:
-    wanted, index = node.save(), AgentIndex(calls)
+    wanted, index = node.save(), Completed(AgentIndex(calls))
     hashes = [one.claim.key.prefix_hash for one in wanted]
     index.touch(NAMESPACE, hashes, ttl_s=100)
     (record, *_) = node.index.lookup(NAMESPACE, hashes)
@@ -306,69 +397,92 @@ def test_writes_of_an_index_go_through(node: Node, calls: AgentCalls) -> None:
     assert node.index.lookup(NAMESPACE, [b"x" * 20])[0] is not None
 
 
-def test_documents_can_be_read_and_written_and_payloads_cannot(
+def test_all_records_of_a_long_prompt_are_touched(node: Node, calls: AgentCalls) -> None:
+    touched: list[bytes] = []
+    node.index.touch = lambda _, hashes, *, ttl_s: touched.extend(hashes)  # type: ignore[method-assign]
+    hashes = [n.to_bytes(20, "big") for n in range(4000)]
+    Completed(AgentIndex(calls)).touch(NAMESPACE, hashes, ttl_s=1)
+    assert touched == hashes
+
+
+def test_identities_can_be_made_and_read_the_switch_read_and_nothing_else(
     node: Node, calls: AgentCalls
 ) -> None:
-    documents = AgentDocuments(calls)
+    documents = Completed(AgentDocuments(calls))
     path = identity_path(NAMESPACE)
     assert documents.get_range(path, 0, 100) is None
     assert documents.put_if_absent(path, b"document")
     assert not documents.put_if_absent(path, b"other")
     assert documents.get_range(path, 2, 100) == b"cument"
-    documents.put(SWITCH_PATH, b"{}")
-    assert node.store.get(SWITCH_PATH) == b"{}"
+    node.store.put(SWITCH_PATH, b"{}")
+    assert documents.get_range(SWITCH_PATH, 0, 100) == b"{}"
+    many = bytes(range(256)) * 500
+    node.store.put(SWITCH_PATH, many)
+    assert documents.get_range(SWITCH_PATH, 0, 1 << 20) == many
+    assert documents.get_range(SWITCH_PATH, 7, 40_000) == many[7:40_000]
+    node.store.put(SWITCH_PATH, many[: calls_module.DOCUMENT_BYTES_MAX])
+    assert documents.get_range(SWITCH_PATH, 0, 1 << 20) == many[: calls_module.DOCUMENT_BYTES_MAX]
+    with pytest.raises(StoreDenied, match="no access"):
+        documents.put_if_absent(SWITCH_PATH, b"of a client")
     payload = node.save()[0].claim.key.path()
     for wrong in (payload, "../x", f"{path}/x"):
         with pytest.raises(StoreDenied, match="no access"):
             documents.get_range(wrong, 0, 10)
         with pytest.raises(StoreDenied, match="no access"):
-            documents.put(wrong, b"x")
+            documents.put_if_absent(wrong, b"x")
+    with pytest.raises(StoreError, match="bytes"):
+        documents.put_if_absent(path, bytes(m.MESSAGE_BYTES_MAX))
 
 
 def test_a_replica_prefetches_in_calls_of_bounded_length(
     node: Node, calls: AgentCalls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls_module, "_PREFETCH_MAX", 2)
+    monkeypatch.setattr(calls_module, "_CHUNKS_MAX", 2)
     wanted = node.save(range(1000, 1000 + 16 * 7))
     hashes = [one.claim.key.prefix_hash for one in wanted]
     nbytes = wanted[0].record.raw_bytes
-    assert calls.prefetch(NAMESPACE, hashes, PrefetchOrder(60.0, 0, 3 * nbytes)) == 3
+    assert Completed(calls).prefetch(NAMESPACE, hashes, PrefetchOrder(60.0, 0, 3 * nbytes)) == 3
     assert node.residents.wait_idle(PATIENCE_S)
-    assert calls.prefetch(NAMESPACE, [*hashes[:5], bytes(20), *hashes[5:]], PrefetchOrder(60)) == 2
+    assert (
+        Completed(calls).prefetch(
+            NAMESPACE, [*hashes[:5], bytes(20), *hashes[5:]], PrefetchOrder(60)
+        )
+        == 2
+    )
     assert node.residents.wait_idle(PATIENCE_S)
     assert node.residents.holds([w.claim.key.path() for w in wanted]) == [True] * 5 + [False] * 2
     with pytest.raises(StoreDenied, match="invalid call"):
-        calls.run("prefetch", namespace=NAMESPACE, hashes=[], order={"deadline_s": -1})
+        Completed(calls).run("prefetch", namespace=NAMESPACE, hashes=[], order={"deadline_s": -1})
     with pytest.raises(StoreDenied, match="invalid namespace"):
-        calls.run("prefetch", namespace="../x", hashes=[], order={"deadline_s": 1})
+        Completed(calls).run("prefetch", namespace="../x", hashes=[], order={"deadline_s": 1})
 
 
 def test_the_stores_errors_arrive_as_what_they_are(node: Node, calls: AgentCalls) -> None:
     node.index.find = denied  # type: ignore[method-assign]
     node.index.touch = denied  # type: ignore[method-assign]
-    index = AgentIndex(calls)
+    index = Completed(AgentIndex(calls))
     with pytest.raises(StoreUnavailable, match="no rights"):
         index.find(NAMESPACE, [bytes(20)], ["0.L0-2_H0-2"])
     with pytest.raises(StoreDenied, match="no rights"):
         index.touch(NAMESPACE, [bytes(20)], ttl_s=1)
     with pytest.raises(StoreDenied, match="invalid call"):
-        calls.run("explode")
+        Completed(calls).run("explode")
 
 
 def test_a_lost_connection_is_replaced(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     calls = AgentCalls(lambda: node.connect(wants_arena=False), clock=lambda: now[0])
-    assert calls.run("get", path=SWITCH_PATH) is None
+    assert Completed(calls).run("get", path=SWITCH_PATH) is None
     node.clients[-1]._is_lost = True
-    assert calls.run("get", path=SWITCH_PATH) is None
+    assert Completed(calls).run("get", path=SWITCH_PATH) is None
     assert len(node.clients) == 2
     assert node.server is not None
     node.server.close()
     with pytest.raises(StoreUnavailable):
-        calls.run("get", path=SWITCH_PATH)
+        Completed(calls).run("get", path=SWITCH_PATH)
     tries = len(node.clients)
     with pytest.raises(StoreUnavailable):
-        calls.run("get", path=SWITCH_PATH)
+        Completed(calls).run("get", path=SWITCH_PATH)
     assert len(node.clients) == tries, "not before a pause has passed"
     assert caplog.text.count("by the agent failing") == 1
     calls.close()
@@ -382,8 +496,7 @@ def desk(node: Node) -> Any:
 
 
 def test_what_was_handed_over_is_saved_and_resident(node: Node, desk: Desk) -> None:
-    made, taken = payloads(), list[ChunkKey]()
-    desk.saves.accepted = taken.append
+    made = payloads()
     assert [desk.hand_over(payload) for payload in made] == [SaveOutcome.ACCEPTED] * 3
     assert node.saves.drain(PATIENCE_S)
     keys = [read_header(payload).claim.key for payload in made]
@@ -396,7 +509,7 @@ def test_what_was_handed_over_is_saved_and_resident(node: Node, desk: Desk) -> N
     client.release([lease.number for lease in leases])
     assert not node.store.gets
     assert desk.hand_over(made[0]) is SaveOutcome.EXISTED
-    assert taken == keys
+    assert desk.accepted == keys
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
@@ -13,6 +13,7 @@ import pytest
 from objkv.agent.client import AgentConnection
 from objkv.agent.fill import Wanted
 from objkv.agent.memory.arena import CellState
+from objkv.agent.messages import CommitStatus
 from objkv.agent.prefetch import Matched, Prefetches, PrefetchOrder
 from objkv.agent.residents import MissReason
 from objkv.agent.saves import NodeSaves
@@ -22,7 +23,6 @@ from objkv.codec.payload import read_header
 from objkv.errors import StoreBusy, StoreUnavailable, TransferError
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.memory import MemoryIndex
-from objkv.keys.chunk import ChunkKey
 from tests.agent.world import (
     PATIENCE_S,
     RIGHT,
@@ -37,6 +37,7 @@ from tests.agent.world import (
 )
 from tests.support.agents import AgentProcess
 from tests.support.samples import NAMESPACE, TOKENS
+from tests.support.steps import complete
 from tests.support.waiting import wait_until
 
 
@@ -50,8 +51,7 @@ class Holder(Node):
         self.reader = self.connect()
 
     def _new_desk(self) -> None:
-        self.desk, self.taken = Desk(self), list[ChunkKey]()
-        self.desk.saves.accepted = self.taken.append
+        self.desk = Desk(self)
 
     def commit(self, made: Sequence[bytes], *, puts: bool = False) -> list[SaveOutcome]:
         """Hand payloads over, as a worker does; waits until the fleet has counted them."""
@@ -111,7 +111,7 @@ def find(client: AgentConnection, made: Sequence[bytes]) -> list[Wanted]:
     wanted = []
     for claim, shards in zip(
         claims,
-        client.find(NAMESPACE, [claim.key.prefix_hash for claim in claims], fields),
+        complete(client.find(NAMESPACE, [claim.key.prefix_hash for claim in claims], fields)),
         strict=True,
     ):
         if not shards:
@@ -154,7 +154,7 @@ def test_what_was_seen_once_is_found_on_its_node_and_stored_nowhere(
     assert node.commit(made) == [SaveOutcome.ACCEPTED] * 3
     assert not node.stored
     assert of_index(node, made) == [None] * 3
-    assert node.taken == [], "no other node can load it: no event"
+    assert node.desk.accepted == [], "no other node can load it: no event"
     wanted = node.find(made)
     assert [one.record.nbytes for one in wanted] == [len(payload) for payload in made]
     assert all(is_unsaved(one.record) for one in wanted)
@@ -256,7 +256,7 @@ def test_what_one_node_makes_twice_is_stored(make: Callable[..., Holder]) -> Non
     node.commit(made)
     node.again(made[:1])
     assert node.stored == set(paths(made[:1]))
-    assert [key.path() for key in node.taken] == paths(made[:1])
+    assert [key.path() for key in node.desk.accepted] == paths(made[:1])
 
 
 def test_a_commit_that_says_so_is_stored_at_once(make: Callable[..., Holder]) -> None:
@@ -264,7 +264,7 @@ def test_a_commit_that_says_so_is_stored_at_once(make: Callable[..., Holder]) ->
     node.commit(made[:2])
     node.commit(made[1:], puts=True)
     assert node.stored == set(paths(made)), "a beginning that was held back is due with its end"
-    assert [key.path() for key in node.taken] == paths(made[1:])
+    assert [key.path() for key in node.desk.accepted] == paths(made[1:])
     assert not node.unsaved
     assert node.count("save_repeats") == 0
 
@@ -296,6 +296,19 @@ def test_no_save_is_begun_later_because_an_agent_is_being_connected_to(
         forward.join()
 
 
+def test_a_commit_that_says_so_is_stored_although_another_node_holds_it_back(
+    make: Callable[..., Holder],
+) -> None:
+    store, index, made = WatchedStore(), MemoryIndex(), payloads()
+    one, other = make(store=store, index=index), make(store=store, index=index)
+    one.commit(made)
+    assert not one.stored
+    assert other.commit(made, puts=True) == [SaveOutcome.ACCEPTED] * len(made)
+    assert one.stored == set(paths(made))
+    assert not other.unsaved
+    assert one.read(one.find(made)) == [MissReason.NONE] * len(made)
+
+
 def test_a_commit_that_says_so_is_stored_when_there_is_room(make: Callable[..., Holder]) -> None:
     node, made, gate = make(memory=3 * 8192), payloads(), threading.Event()
     put = node.store.put_if_absent
@@ -310,14 +323,14 @@ def test_a_commit_that_says_so_is_stored_when_there_is_room(make: Callable[..., 
     gate.set()
     assert node.saves.drain(PATIENCE_S)
     assert node.stored == set(paths(made))
-    assert [key.path() for key in node.taken] == paths(made)
+    assert [key.path() for key in node.desk.accepted] == paths(made)
 
 
 def test_what_was_evicted_unread_is_stored_when_it_is_made_again(
     make: Callable[..., Holder],
 ) -> None:
-    node, made = make(memory=2 * 8192), payloads()
-    others = payloads(list(range(9000, 9000 + 16 * 4)))
+    node, made = make(memory=4 * 8192), payloads()
+    others = payloads(list(range(9000, 9000 + 16 * 8)))
     node.commit(made[:1])
     node.commit(others)
     assert paths(made)[0] not in node.unsaved
@@ -346,12 +359,12 @@ def test_the_beginning_of_a_prompt_is_stored_before_its_end(make: Callable[..., 
 def test_a_held_back_payload_can_be_evicted_and_is_an_ordinary_miss_then(
     make: Callable[..., Holder],
 ) -> None:
-    node, made = make(memory=2 * 8192), payloads()
-    others = node.save(list(range(9000, 9000 + 16 * 4)))
+    node, made = make(memory=4 * 8192), payloads()
+    others = node.save(list(range(9000, 9000 + 16 * 8)))
     node.commit(made[:1])
     (wanted,) = node.find(made)
     before = len(list(node.index.scan(NAMESPACE)))
-    assert node.read(others) == [MissReason.NONE] * 4
+    assert node.read(others) == [MissReason.NONE] * 8
     assert not node.unsaved
     assert node.count("agent_unsaved_dropped") == 1
     assert node.count("agent_unsaved_dropped_bytes") == len(made[0])
@@ -367,8 +380,8 @@ def test_a_held_back_payload_can_be_evicted_and_is_an_ordinary_miss_then(
 def test_an_old_record_of_a_payload_that_was_stored_meanwhile_loads_it(
     make: Callable[..., Holder],
 ) -> None:
-    node, made = make(memory=2 * 8192, codec="blosc"), payloads()
-    others = node.save(list(range(9000, 9000 + 16 * 4)))
+    node, made = make(memory=4 * 8192, codec="blosc"), payloads()
+    others = node.save(list(range(9000, 9000 + 16 * 8)))
     node.commit(made[:1])
     wanted = node.find(made)
     node.read(wanted)
@@ -384,8 +397,8 @@ def test_an_old_record_of_a_payload_that_was_stored_meanwhile_loads_it(
 def test_an_old_record_without_an_index_is_a_miss(
     make: Callable[..., Holder], error: Exception
 ) -> None:
-    node, made = make(memory=2 * 8192), payloads()
-    others = node.save(list(range(9000, 9000 + 16 * 4)))
+    node, made = make(memory=4 * 8192), payloads()
+    others = node.save(list(range(9000, 9000 + 16 * 8)))
     node.commit(made[:1])
     wanted = node.find(made)
     node.read(others)
@@ -474,7 +487,7 @@ def test_a_save_that_failed_is_tried_at_the_next_read(make: Callable[..., Holder
     assert node.saves.drain(PATIENCE_S)
     assert not node.stored, "not at once"
     assert node.again(made) == [SaveOutcome.ACCEPTED] * 3
-    assert (node.taken, node.stored) == ([], set()), "made again, and not saved: no event"
+    assert (node.desk.accepted, node.stored) == ([], set()), "made again, and not saved: no event"
     now[0] = 100.0
     node.read(node.find(made))
     assert node.saves.drain(PATIENCE_S)
@@ -582,7 +595,7 @@ def test_a_chunk_with_some_of_its_shards_stored_is_found_with_all(
     node.index.publish(entry, {other: record}, ttl_s=100)
     hashes = [read_header(payload).claim.key.prefix_hash for payload in made]
     fields = (claim.key.field, other)
-    found = node.reader.find(NAMESPACE, hashes, fields)
+    found = complete(node.reader.find(NAMESPACE, hashes, fields))
     assert [set(shards or ()) for shards in found] == [
         {claim.key.field},
         set(fields),
@@ -665,14 +678,21 @@ def test_random_use_leaves_nothing_behind(make: Callable[..., Holder]) -> None:
 class Service:
     """An agent in a process of its own, and a worker that has handed payloads over and gone."""
 
-    def __init__(self, folder: Path, made: Sequence[bytes], policy: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        made: Sequence[bytes],
+        policy: str,
+        more: Mapping[str, str] | None = None,
+        options: Sequence[str] = (),
+    ) -> None:
         self.settings = {
             "bulk_url": f"file://{folder}/c",
             "index_url": f"sqlite://{folder}/i",
             "save_to_bucket": policy,
             "agent_memory_bytes": str(1 << 20),
-        }
-        self.agent = AgentProcess(self.settings)
+        } | dict(more or {})
+        self.agent = AgentProcess(self.settings, options=options)
         desk = Desk(self)  # type: ignore[arg-type]  # it only connects
         for payload in made:
             desk.hand_over(payload)
@@ -695,7 +715,10 @@ def test_an_engine_that_has_gone_loses_nothing_and_the_agents_end_is_reported(
         assert read(client, wanted[0]) is MissReason.NONE
         client.close()
         numbers = agent.end()
+        (lost,) = [line for line in agent.log().splitlines() if "payloads lost" in line]
     assert (numbers["saves"], numbers["unsaved"]) == (1, 2)
+    assert "count=2" in lost
+    assert "set agent_disk_url to keep them" in lost
     assert numbers["unsaved_bytes"] == sum(map(len, made[1:]))
 
 
@@ -733,3 +756,50 @@ def test_saves_that_wait_lease_at_most_a_quarter_of_the_arena(make: Callable[...
     store.gate.set()
     assert node.saves.drain(PATIENCE_S)
     node.desk.hand_over(payloads()[2])
+
+
+def test_an_agent_that_may_only_read_keeps_what_it_gets_for_its_node(
+    make: Callable[..., Holder],
+) -> None:
+    node, made = make(holds_back=False, may_save=False), payloads()
+    node.commit(made)
+    assert node.unsaved == set(paths(made))
+    for _ in range(2):
+        assert node.read(node.find(made)) == [MissReason.NONE] * 3
+    assert node.saves.drain(PATIENCE_S)
+    assert not node.stored
+    assert not node.count("save_drops")
+
+
+def test_an_agent_that_may_only_read_takes_again_what_it_has(
+    make: Callable[..., Holder],
+) -> None:
+    node, made = make(holds_back=False, may_save=False), payloads()
+    (held,) = node.open(node.save()[0])
+    wait_until(lambda: node.residents.is_ready(held))
+    assert node.commit_one(made[0]) is CommitStatus.REPEATED
+    other = payloads(range(500, 500 + len(TOKENS)))[0]
+    for _ in range(2):
+        assert node.commit_one(other) is CommitStatus.KEPT
+    assert not node.count("save_over_quota")
+    node.residents.release(held)
+
+
+@pytest.mark.parametrize("is_in_time", [True, False])
+def test_an_agent_that_ends_puts_what_is_due_within_its_deadline(
+    is_in_time: bool, make: Callable[..., Holder]
+) -> None:
+    store, made = GatedStore(), payloads()
+    node = make(store=store, saves_max=1)
+    node.commit(made)
+    assert node.read(node.find(made)) == [MissReason.NONE] * len(made)
+    node.core.close(PATIENCE_S)
+    ending = threading.Thread(target=node.saves.close, args=(PATIENCE_S if is_in_time else 0.1,))
+    ending.start()
+    if is_in_time:
+        store.gate.set()
+    ending.join(PATIENCE_S)
+    lost, _ = node.residents.unsaved.lost(())
+    store.gate.set()
+    assert (node.stored == set(paths(made))) is is_in_time
+    assert lost == (0 if is_in_time else len(made))

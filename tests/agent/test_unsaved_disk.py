@@ -1,6 +1,7 @@
 """Held-back payloads that the arena evicted and the disk still has."""
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ from objkv.agent.prefetch import Prefetches, PrefetchOrder
 from objkv.agent.residents import MissReason, Resident
 from objkv.agent.spill.disk import Disk, DiskFolder
 from objkv.codec.payload import read_header
-from tests.agent.test_unsaved import Holder, paths
+from tests.agent.test_unsaved import Holder, Service, find, paths, read
 from tests.agent.world import PATIENCE_S, down, payloads
+from tests.support.agents import AgentProcess
 from tests.support.samples import NAMESPACE
 from tests.support.waiting import wait_until
 
@@ -211,3 +213,86 @@ def test_a_rejected_payload_leaves_memory_and_disk(make: Callable[..., DiskHolde
     node.core.reject(wanted[0])
     assert paths(made)[0] not in node.unsaved
     assert node.find(made) == []
+
+
+def test_what_a_disk_holds_back_is_listed_for_the_next_agent(
+    make: Callable[..., DiskHolder],
+) -> None:
+    first, made = make(), payloads()
+    first.keep(made)
+    assert first.core.spill is not None
+    first.core.spill.close(PATIENCE_S)
+    assert first.residents.unsaved.lost(first.core.spill.held_back) == (0, 0)
+    later = make()
+    assert later.core.spill is not None
+    later.core.spill.close(PATIENCE_S)  # its thread has read the list
+    assert later.unsaved == set(paths(made))
+
+
+def end_by(how: str, service: Service) -> AgentProcess:
+    """End an agent; the next one."""
+    agent = service.agent
+    if how == "replaced":
+        return AgentProcess(service.settings, path=agent.path, options=["--replace"])
+    if how == "idle":
+        assert agent.process.wait(PATIENCE_S) == 0
+    else:
+        agent.end()
+    return AgentProcess(service.settings, path=agent.path)
+
+
+@pytest.mark.parametrize("how", ["ended", "replaced", "idle"])
+def test_what_is_on_an_agents_disk_is_found_by_the_next_one(how: str, tmp_path: Path) -> None:
+    made = payloads()
+    disk = {"agent_disk_url": f"file://{tmp_path}/disk"}
+    options = ["--idle-exit", "1"] if how == "idle" else []
+    service = Service(tmp_path, made, "reused", disk, options)
+    with service.agent as agent:
+        if how != "idle":  # otherwise its last client has gone, and it ends when it has written all
+            wait_until(lambda: agent.metrics()["disk_payloads"] == len(made))
+        with end_by(how, service) as after:
+            wait_until(lambda: after.metrics()["unsaved_payloads"] == len(made))
+            assert agent.process.wait(PATIENCE_S) == 0
+            assert "lost" not in agent.log()
+            with closing(service.connect()) as client:
+                wanted = find(client, made)
+                assert len(wanted) == len(made)
+                assert [read(client, one) for one in wanted] == [NONE] * len(made)
+            wait_until(lambda: after.metrics()["unsaved_payloads"] == 0)
+            assert after.metrics()["saves_total"] == len(made)
+
+
+@pytest.mark.parametrize("text", [b"[", b"\xff\n", b'["x"]\n', b"[1, 2]\n" * 9, b"{}\n"])
+def test_a_list_of_held_back_payloads_that_is_damaged_is_ignored(
+    text: bytes, tmp_path: Path
+) -> None:
+    made = payloads()
+    service = Service(tmp_path, made, "reused", {"agent_disk_url": f"file://{tmp_path}/disk"})
+    with service.agent as agent:
+        wait_until(lambda: agent.metrics()["disk_payloads"] == len(made))
+        agent.end()
+        kept = tmp_path / "disk" / "payloads" / "held-back"
+        lines = kept.read_bytes().splitlines(keepends=True)
+        kept.write_bytes(lines[0] + text + lines[1])
+        with AgentProcess(service.settings, path=agent.path) as after:
+            wait_until(lambda: after.metrics()["disk_payloads"] == len(made))
+            wait_until(lambda: not kept.exists())
+            with closing(service.connect()) as client:
+                assert find(client, made) in ([], find(client, made[:1]))
+            after.end()
+
+
+def test_a_listed_payload_whose_file_is_gone_is_not_found(tmp_path: Path) -> None:
+    made = payloads()
+    service = Service(tmp_path, made, "reused", {"agent_disk_url": f"file://{tmp_path}/disk"})
+    with service.agent as agent:
+        wait_until(lambda: agent.metrics()["disk_payloads"] == len(made))
+        agent.end()
+        for file in (tmp_path / "disk").rglob("*.plain"):
+            file.unlink()
+        with AgentProcess(service.settings, path=agent.path) as after:
+            kept = tmp_path / "disk" / "payloads" / "held-back"
+            wait_until(lambda: not kept.exists())
+            with closing(service.connect()) as client:
+                assert find(client, made) == []
+            assert after.metrics()["unsaved_payloads"] == 0

@@ -37,6 +37,7 @@ from tests.agent.world import (
 )
 from tests.support.agents import AgentProcess
 from tests.support.samples import NAMESPACE, save
+from tests.support.steps import Completed, complete
 from tests.support.waiting import wait_until
 
 
@@ -112,7 +113,7 @@ def test_a_client_that_is_being_answered_gets_its_answer(node: Node) -> None:
     found: list[object] = []
     asking = threading.Thread(
         target=lambda: found.extend(
-            AgentIndex(calls).find(NAMESPACE, [key.prefix_hash], [key.field])
+            complete(AgentIndex(calls).find(NAMESPACE, [key.prefix_hash], [key.field]))
         )
     )
     asking.start()
@@ -147,7 +148,7 @@ def test_lookups_and_saves_go_on_with_the_next_agent(
 ) -> None:
     desk, made = Desk(node), payloads()
     calls = AgentCalls(lambda: node.connect(wants_arena=False))
-    index = AgentIndex(calls)
+    index = Completed(AgentIndex(calls))
     desk.hand_over(made[0])
     index.lookup(NAMESPACE, [bytes(20)])
     old = Old(node)

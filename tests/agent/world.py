@@ -1,15 +1,18 @@
 """An agent in this process, over stores that tests can slow down, count and break."""
 
 import mmap
+import os
 import shutil
 import socket
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, Lock
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,16 +23,20 @@ from objkv.agent.fill import Wanted
 from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
 from objkv.agent.memory.answers import AnswerBoard
 from objkv.agent.memory.arena import Arena, CellState, Progress
-from objkv.agent.outbox import AgentSaves, Outbox
+from objkv.agent.messages import CommitStatus
+from objkv.agent.outbox import AgentSaves, ClientOutbox, Outbox
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.queue import Urgency
 from objkv.agent.residents import Resident
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentParts, AgentServer, ServerLimits
 from objkv.agent.spill.disk import Disk
+from objkv.agent.unsaved.policy import PutPolicy
 from objkv.cache.chunks import CacheSettings, ChunkCache, SaveOutcome
+from objkv.cache.worth import PutRule
 from objkv.codec.payload import Claim, Header, frame_pages, read_header
 from objkv.codec.seal import Seal
+from objkv.config.prices import LIST_PRICES
 from objkv.errors import StoreDenied, StoreUnavailable
 from objkv.index.base import WriteIndex
 from objkv.index.memory import MemoryIndex
@@ -73,6 +80,12 @@ class Sleeper:
         self.woken += 1
 
 
+def put_policy(setting: Literal["auto", "all", "reused"] = "auto", **rule: Any) -> PutPolicy:
+    """What an agent puts to a bucket at S3's list prices."""
+    prices = replace(LIST_PRICES, gpu_hour=3.0)
+    return PutPolicy(PutRule(setting, **{"prices": prices, "life_s": 16_200.0} | rule))
+
+
 class Node:
     """Stores, an arena and a core, and a socket once ``listen`` was called."""
 
@@ -90,7 +103,9 @@ class Node:
         disk: Disk | None = None,
         keeps_all: bool = False,
         holds_back: bool = False,
+        policy: PutPolicy | None = None,
         saves_max: int = 100,
+        may_save: bool = True,
     ) -> None:
         self.store: Any = store or WatchedStore()
         self.index, self.recorder = index or MemoryIndex(), MemoryRecorder()
@@ -98,17 +113,19 @@ class Node:
         self.cache = ChunkCache(self.store, None, self.index, settings, self.recorder, seal=seal)
         self.arena = Arena.create(memory)
         limits = CoreLimits(threads, queue_max, keeps_all)
-        self.core = Core(self.cache, self.arena, limits, self.recorder, disk=disk)
+        board = AnswerBoard.create()
+        changed = board.discard
+        self.core = Core(self.cache, self.arena, limits, self.recorder, disk=disk, changed=changed)
         self.residents = self.core.residents
         self.saves = NodeSaves(
             self.cache,
             self.residents,
-            NodeSaveLimits(2, saves_max, PATIENCE_S, codec, far=True, holds_back=holds_back),
+            NodeSaveLimits(2, saves_max, PATIENCE_S, codec, far=True, may_save=may_save),
+            policy or put_policy("reused" if holds_back else "all"),
             self.recorder,
         )
-        self.lookups = NodeLookups(self.index, AnswerBoard.create(), ttl_s=30.0)
-        self.lookups.board.vouch(FAR_S)
-        self.core.on_rejected = self.lookups.invalidate
+        self.lookups = NodeLookups(self.index, self.residents.unsaved, board, ttl_s=30.0)
+        board.vouch(FAR_S)
         self.folder = Path(tempfile.mkdtemp(prefix="objkv-", dir="/tmp"))
         self.path = path or self.folder / "s"
         self.http = Path(f"{self.path}.http")
@@ -121,7 +138,8 @@ class Node:
         listener.bind(str(self.path))
         listener.listen(64)
         prefetches = Prefetches(self.core, self.index, self.store)
-        calls = NodeCalls(self.index, self.store, prefetches, ttl_s=3600)
+        changed, policy = self.lookups.board.discard, self.saves.policy
+        calls = NodeCalls(self.index, self.store, prefetches, policy, ttl_s=3600, changed=changed)
         parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls)
         self.server = AgentServer(listener, parts, limits)
         return self
@@ -137,6 +155,11 @@ class Node:
     def save(self, tokens: Sequence[int] = TOKENS, *, codec: str = "none") -> list[Wanted]:
         """Store payloads; what to open."""
         return self.wanted(save(self.store, self.index, tokens, codec=codec))
+
+    def commit_one(self, payload: bytes) -> CommitStatus:
+        """Hand over a payload, as a client of their own does."""
+        with outbox_of(payload) as outbox:
+            return self.saves.commit(outbox, 0, len(payload))
 
     def open(
         self,
@@ -160,7 +183,20 @@ class Node:
         self.lookups.close()
         self.saves.close(PATIENCE_S)
         self.arena.close()
-        shutil.rmtree(self.folder)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextmanager
+def outbox_of(payload: bytes) -> Iterator[ClientOutbox]:
+    """The agent's end of an outbox with a payload."""
+    box = Outbox(len(payload))
+    os.pwrite(box.fd, payload, 0)
+    outbox = ClientOutbox(os.dup(box.fd))
+    box.close()
+    try:
+        yield outbox
+    finally:
+        outbox.close()
 
 
 def wanted_of(index: WriteIndex, keys: Sequence[ChunkKey]) -> list[Wanted]:
@@ -192,11 +228,21 @@ def gated(node: Node) -> Event:
     return gate
 
 
+REPLICAS = SimpleNamespace(clients=7, is_accepting=True)
+
+
 @contextmanager
 def serving(node: Node, **places: Any) -> Iterator[AgentHttp]:
-    """An agent's HTTP interface, next to its socket. It tells of 7 clients."""
+    """An agent's HTTP interface, next to its socket. It tells of ``REPLICAS``."""
     prefetches, numbers = Prefetches(node.core, node.index, node.store), AgentNumbers(node.recorder)
-    server = AgentHttp(HttpPlaces(node.http, **places), node.core, prefetches, numbers, lambda: 7)
+    server = AgentHttp(
+        HttpPlaces(node.http, **places),
+        node.core,
+        prefetches,
+        numbers,
+        REPLICAS,
+        node.saves.policy,
+    )
     try:
         yield server
     finally:
@@ -244,10 +290,12 @@ class Desk:
         self.outbox = Outbox(8192)
         self.memory = np.frombuffer(mmap.mmap(self.outbox.fd, self.outbox.nbytes), np.uint8)
         self.now = 0.0
+        self.accepted: list[ChunkKey] = []
         self.saves = AgentSaves(
             lambda fd: node.connect(wants_arena=False, outbox=fd),
             self.outbox,
             self.memory,
+            accepted=self.accepted.append,
             clock=lambda: self.now,
         )
 
@@ -268,7 +316,7 @@ class Desk:
 
     def close(self) -> None:
         """Go. What was handed over is saved nevertheless."""
-        self.saves.close(1.0)
+        self.saves.close()
         assert self.outbox.fd < 0
 
 

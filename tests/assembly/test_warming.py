@@ -43,11 +43,13 @@ def test_a_program_warms_what_it_has_in_hand(tmp_path: Path) -> None:
     assert place.stored(range(CHUNK)) == 1
 
 
-def test_an_engine_that_warms_saves_by_itself(tmp_path: Path) -> None:
-    given = {"bulk_url": f"file://{tmp_path}", "agent": "auto", "save_to_bucket": "reused"}
+def test_an_engine_that_warms_has_an_agent_of_its_own_unless_one_is_named(tmp_path: Path) -> None:
+    given = {"bulk_url": f"file://{tmp_path}"}
     environ = _environment(resolve_config(given))
-    assert environ["OBJKV_AGENT"] == "off"
+    assert environ["OBJKV_AGENT"] == "private"
     assert environ["OBJKV_BULK_URL"] == given["bulk_url"]
+    environ = _environment(resolve_config(given | {"agent": "unix:///run/a.sock"}))
+    assert environ["OBJKV_AGENT"] == "unix:///run/a.sock"
 
 
 @pytest.mark.parametrize("prompts", ["one", {"prompt": "one"}])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.fleet import run as command
+from benchmarks.fleet.agents import decided
 from benchmarks.fleet.costs import Costs, read_costs
 from benchmarks.fleet.fleet import Agents, Fleet, Settings
 from benchmarks.fleet.simulate import Run, population, simulate
@@ -87,10 +88,23 @@ def test_defaults_are_those_of_objkv() -> None:
 
 
 @pytest.mark.parametrize(
+    ("bulk", "model", "puts"),
+    [
+        ("lan", "llama-3.1-8b", "all"),
+        ("s3-standard", "llama-3.1-70b", "reused"),
+        ("s3-standard", "llama-3.1-8b", "reused"),
+        ("s3-express", "llama-3.1-70b", "reused"),
+    ],
+)
+def test_auto_is_decided_as_objkv_does(bulk: str, model: str, puts: str) -> None:
+    assert decided(Fleet(bulk=bulk, model=model), COSTS) == puts
+
+
+@pytest.mark.parametrize(
     ("options", "names"),
     [
         (["--simulated", "2"], {"objkv: none", "objkv: default settings"}),
-        (["--agents", "--replicas", "2", "--replicas-per-node", "1"], {"reused (default)"}),
+        (["--agents", "--replicas", "2", "--replicas-per-node", "1"], {"auto (default)"}),
     ],
 )
 def test_the_command_prints_its_cases(

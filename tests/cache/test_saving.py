@@ -1,10 +1,11 @@
 """Background saves: what becomes of an item, its lease and its memory."""
 
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 
-from objkv.cache.chunks import SaveOutcome
+from objkv.cache.chunks import ChunkCache, SaveOutcome
 from objkv.cache.saving import SavePool
 from objkv.cache.speed import LinkSpeed
 from objkv.codec.payload import Claim, Header
@@ -65,7 +66,12 @@ class World:
         self.target, self.recorder, self.clock = Target(), MemoryRecorder(), ManualClock(0.0)
         self.late: list[Item] = []
         self.pool: SavePool[Item] = SavePool(
-            "saves", 1, self.target, self.recorder, late=self.late.append, clock=self.clock
+            "saves",
+            1,
+            cast("ChunkCache", self.target),
+            self.recorder,
+            late=self.late.append,
+            clock=self.clock,
         )
 
     def save(self, item: Item) -> list[str]:

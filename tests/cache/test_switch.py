@@ -1,13 +1,14 @@
 """An operator's switch goes before the settings, ends by itself, and never harms a replica."""
 
 import json
-import threading
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from objkv.background import Steps
 from objkv.cache.admission import AdmissionPolicy, ChunkSize
 from objkv.cache.switch import (
     SWITCH_PATH,
@@ -23,6 +24,7 @@ from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 from tests.contracts.clock import ManualClock
 from tests.contracts.flaky import FlakyStore
+from tests.support.steps import complete
 
 NOW_S = 1_800_000_000
 OURS, THEIRS = "a" * 32, "b" * 32
@@ -36,7 +38,12 @@ def replica(bulk: Any, clock: ManualClock | None = None) -> tuple[AdmissionSwitc
     recorder = MemoryRecorder()
     ours = SimpleNamespace(name=OURS)
     clock = clock or ManualClock(NOW_S)
-    return AdmissionSwitch("always", bulk, ours, recorder, clock=clock), recorder
+
+    def submit(job: Callable[[], Steps[None]]) -> bool:
+        complete(job())
+        return True
+
+    return AdmissionSwitch("always", bulk, ours, recorder, submit, clock=clock), recorder
 
 
 def test_an_order_is_followed_until_its_end_and_goes_before_the_settings() -> None:
@@ -44,18 +51,18 @@ def test_an_order_is_followed_until_its_end_and_goes_before_the_settings() -> No
     switch, recorder = replica(bulk, clock)
     policy = AdmissionPolicy(lambda: switch.mode, recorder)
     chunks = [ChunkSize(1000, 256, "bulk")]
-    switch.read()
+    complete(switch.read())
     assert (switch.mode, policy.admit(chunks)) == ("always", 1)
 
     set_switch(bulk, order("never"))
     assert policy.admit(chunks) == 1  # not read yet
-    switch.read()
+    complete(switch.read())
     assert (switch.mode, policy.admit(chunks)) == ("never", 0)
     assert recorder.value("admission_switched") == 1
 
     clock.advance(3600)
     assert (switch.mode, policy.admit(chunks)) == ("always", 1)
-    switch.read()
+    complete(switch.read())
     assert recorder.value("admission_switched") == 0
 
 
@@ -64,15 +71,15 @@ def test_an_order_for_a_namespace_goes_before_that_for_the_fleet() -> None:
     set_switch(bulk, order("never"))
     set_switch(bulk, order("always", THEIRS))
     switch, _ = replica(bulk)
-    switch.read()
+    complete(switch.read())
     assert switch.mode == "never"
     set_switch(bulk, order("auto", OURS))
-    switch.read()
+    complete(switch.read())
     assert switch.mode == "auto"
     assert len(read_switches(bulk)) == 3
     clear_switch(bulk, OURS, now_s=NOW_S)
     clear_switch(bulk, None, now_s=NOW_S)
-    switch.read()
+    complete(switch.read())
     assert switch.mode == "always"
     assert [one.namespace for one in read_switches(bulk)] == [THEIRS]
 
@@ -90,13 +97,13 @@ def test_without_an_answer_the_last_order_stays_in_force_until_its_end() -> None
     bulk, clock = FlakyStore(MemoryStore()), ManualClock(NOW_S)
     set_switch(bulk, order("never"))
     switch, recorder = replica(bulk, clock)
-    switch.read()
+    complete(switch.read())
     bulk.fail_until_mended(StoreUnavailable("down"))
-    switch.read()
+    complete(switch.read())
     assert switch.mode == "never"
     assert recorder.value("admission_switch_errors") == 1
     clock.advance(3600)
-    switch.read()
+    complete(switch.read())
     assert switch.mode == "always"
 
 
@@ -140,11 +147,11 @@ def test_a_document_that_objkv_did_not_write_orders_nothing(document: bytes) -> 
     with pytest.raises(PayloadError):
         read_switches(bulk)
     switch, recorder = replica(bulk)
-    switch.read()
+    complete(switch.read())
     assert switch.mode == "always"
     assert recorder.value("admission_switch_errors") == 1
     set_switch(bulk, order("never"))  # and an operator's next order replaces it
-    switch.read()
+    complete(switch.read())
     assert switch.mode == "never"
 
 
@@ -166,23 +173,14 @@ def test_control_characters_of_a_name_are_not_logged() -> None:
     assert [one.by for one in read_switches(bulk)] == ["[31mops"]
 
 
-def test_the_thread_reads_at_once_and_ends() -> None:
-    read = threading.Event()
-
-    class Watched(MemoryStore):
-        def get_range(self, key: str, start: int, end: int) -> bytes | None:
-            found = super().get_range(key, start, end)
-            read.set()
-            return found
-
-    bulk = Watched()
+def test_a_started_switch_reads_at_once_and_when_it_is_asked_after_a_while() -> None:
+    bulk, clock = MemoryStore(), ManualClock(NOW_S)
     set_switch(bulk, order("never"))
-    read.clear()
-    switch, _ = replica(bulk)
+    switch, _ = replica(bulk, clock)
     switch.start()
-    assert read.wait(60)
-    switch.close()
-    switch.close()
-    assert switch._thread is not None
-    assert not switch._thread.is_alive()
     assert switch.mode == "never"
+    clear_switch(bulk, None, now_s=NOW_S)
+    clock.advance(19)
+    assert switch.mode == "never"
+    clock.advance(1)
+    assert switch.mode == "always"

@@ -10,13 +10,14 @@ from objkv.ops.audit.findings import foreign_folders
 from objkv.telemetry import NullRecorder
 from tests.cli.conftest import Machine, Run
 from tests.support.samples import NAMESPACE, TOKENS
+from tests.support.steps import complete
 
 
 def followed(machine: Machine, namespace: str = NAMESPACE) -> Any:
     """The order that a replica of ``namespace`` follows after its next reading."""
     ours = SimpleNamespace(name=namespace)
-    switch = AdmissionSwitch("auto", machine.bulk, ours, NullRecorder())
-    switch.read()
+    switch = AdmissionSwitch("auto", machine.bulk, ours, NullRecorder(), lambda job: True)
+    complete(switch.read())
     return None if switch.mode == "auto" else switch.mode
 
 

@@ -22,7 +22,7 @@ from tests.support.servers.redis import wait_until
 @pytest.fixture
 def mine(ends: Backends, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Something of the user's is stored, and nothing else is at the end."""
-    monkeypatch.setenv("OBJKV_AGENT", "off")
+    monkeypatch.setenv("OBJKV_AGENT", "private")
     ends.bulk.put("ns/one", b"mine")
     yield
     assert [entry.key for entry in ends.bulk.scan("")] == ["ns/one"]
@@ -70,7 +70,7 @@ def test_interrupting_it_leaves_nothing_behind(tmp_path: Path, number: signal.Si
     chunks = tmp_path / "objkv" / "chunks"
     with subprocess.Popen(
         [sys.executable, "-m", "objkv", "bench"],
-        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path), "OBJKV_AGENT": "off"},
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path), "OBJKV_AGENT": "private"},
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
     ) as process:

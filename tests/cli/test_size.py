@@ -32,3 +32,37 @@ def test_models_known_by_name_are_listed(run: Run) -> None:
     assert "meta-llama/Llama-3.1-70B" in run("size", "--list").out
     models = run("size", "--list", "--json").document["models"]
     assert models["qwen3-32b"]["layers"] == 64
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "auto            all if a replica computes fewer than 6,687 prompt tokens/s"),
+        ({"OBJKV_SAVE_TO_BUCKET": "all"}, "all             save_to_bucket says so"),
+        ({"OBJKV_AGENT_DISK_URL": "file:///disk"}, "reused          agent_disk_url keeps the rest"),
+        (
+            {"OBJKV_BULK_URL": "s3://kv", "OBJKV_S3_ENDPOINT_URL": "https://minio:9000"},
+            "all             minio, a private address: no price",
+        ),
+    ],
+)
+def test_what_is_put_into_the_bucket_and_why(
+    settings: dict[str, str], said: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    ran = run("size", "--model", "llama-3.1-70b", "--tp", "4", "-o", "wide")
+    (told,) = [line for line in ran.out.splitlines() if line.startswith("save_to_bucket")]
+    assert " ".join(said.split()) in " ".join(told.split())
+
+
+def test_prices_are_those_of_the_bucket_unless_options_say_otherwise(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("size", *TINY, "--json").document["prices"]["source"] == "S3 Standard"
+    monkeypatch.setenv("OBJKV_BULK_URL", "s3://kv")
+    monkeypatch.setenv("OBJKV_S3_ENDPOINT_URL", "https://storage.googleapis.com")
+    prices = run("size", *TINY, "--price-puts", "1", "--json").document["prices"]
+    assert (prices["gb_month"], prices["per_1000_puts"]) == (0.02, 1)
+    assert prices["source"] == "Google Cloud Storage"
+    assert run("size", *TINY, "--price-puts", "1e9").code == 2

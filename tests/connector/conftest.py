@@ -19,6 +19,12 @@ def replicas_are_closed() -> Iterator[None]:
     if replicas := sys.modules.get("tests.support.paged_cache"):
         for worker in list(replicas.Worker.opened):
             worker.close()
+    if world := sys.modules.get("tests.connector.handoff.world"):
+        while world.OPENED:
+            world.OPENED[-1].close()
+    if inside := sys.modules.get("tests.support.inside"):
+        for agent in list(inside.InsideAgent.opened):
+            agent.close(1.0)
 
 
 @pytest.fixture

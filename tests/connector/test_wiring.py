@@ -19,7 +19,7 @@ from objkv.connector.kv.worker import Rank
 from objkv.connector.wiring import may_save
 from objkv.errors import ConfigError
 from objkv.transfer.paging import PagedGroup
-from objkv.transfer.sources import frame_bytes_max, whole_payload_bytes_max
+from objkv.transfer.sources import frame_bytes_max
 from tests.support.paged_cache import GROUP, paged_group
 
 CHUNK = 4096
@@ -29,13 +29,6 @@ RANK = Rank(0, "w", 1)
 @pytest.fixture
 def paged() -> PagedGroup:
     return paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=1)[0]
-
-
-def test_an_arena_has_room_for_payloads_of_any_shape(paged: PagedGroup) -> None:
-    largest = whole_payload_bytes_max(paged, tokens=CHUNK)
-    with patch.object(wiring, "whole_payload_bytes_max", return_value=9 * largest):
-        pools = plan_pools(Config(load_threads=1), {0: paged}, CHUNK, RANK)
-    assert pools.arena_bytes >= 2 * 9 * largest
 
 
 def test_a_slab_holds_what_a_replica_that_keeps_tokens_has_saved(paged: PagedGroup) -> None:
@@ -53,34 +46,29 @@ def test_saves_have_slabs_for_two_full_steps_unless_a_setting_or_the_host_forbid
     busy = Rank(0, "w", 1, step_tokens=99 * CHUNK, workers=4)
     pools = plan_pools(Config(), {0: paged}, CHUNK, busy)
     assert pools.save_slabs >= 2 * 99
-    assert pools.arena_bytes == 2 * Config().load_threads * pools.slab_bytes
-    assert pools.nbytes_max >= pools.save_slabs * pools.slab_bytes + pools.arena_bytes
+    assert pools.nbytes_max >= pools.save_slabs * pools.slab_bytes
     assert pools.save_queue_max >= 2 * 99, "else slabs are left over and chunks are dropped"
     assert not caplog.text
     limited = plan_pools(Config(pinned_bytes_max=50 * pools.slab_bytes), {0: paged}, CHUNK, busy)
-    assert limited.arena_bytes // pools.slab_bytes + limited.save_slabs == 50
-    assert "raise pinned_bytes_max slabs=34 expected=200" in caplog.text
+    assert limited.save_slabs == 50
+    assert "raise pinned_bytes_max slabs=50 expected=200" in caplog.text
     monkeypatch.setattr(wiring, "host_bytes", lambda: 4 * 8 * 20 * pools.slab_bytes)
     small = plan_pools(Config(), {0: paged}, CHUNK, busy)
-    assert small.arena_bytes // pools.slab_bytes + small.save_slabs == 20, (
-        "an eighth of the host, for four workers"
-    )
+    assert small.save_slabs == 20, "an eighth of the host, for four workers"
 
 
-def test_with_a_node_agent_a_device_has_a_few_slabs_and_a_cpu_none(paged: PagedGroup) -> None:
-    own = plan_pools(Config(), {0: paged}, CHUNK, RANK)
-    on_cpu = plan_pools(Config(), {0: paged}, CHUNK, RANK, loads_here=False)
-    assert (on_cpu.load_slabs, on_cpu.slab_bytes) == (0, own.slab_bytes)
-    assert own.arena_bytes > on_cpu.arena_bytes == 0
+def test_a_device_has_a_few_slabs_and_a_cpu_none(paged: PagedGroup) -> None:
+    on_cpu = plan_pools(Config(), {0: paged}, CHUNK, RANK)
+    assert on_cpu.load_slabs == 0
     device = PropertyMock(return_value=torch.device("cuda"))
     with patch.object(type(paged), "device", device):
-        pools = plan_pools(Config(), {0: paged}, CHUNK, RANK, loads_here=False)
+        pools = plan_pools(Config(), {0: paged}, CHUNK, RANK)
     assert pools.load_slabs == 4
-    assert pools.slab_bytes >= max(own.slab_bytes, frame_bytes_max(paged))
+    assert pools.slab_bytes >= max(on_cpu.slab_bytes, frame_bytes_max(paged))
 
 
 def test_only_slabs_of_saves_are_in_the_outbox() -> None:
-    pools = Pools(4096, 4, 2, 0, 10, 1 << 20)
+    pools = Pools(4096, 4, 2, 10, 1 << 20)
     with closing(Outbox(2 * 4096)) as outbox:
         slabs = open_slabs(pools, None, outbox.fd)
         slabs["load"].memory.fill_(1)

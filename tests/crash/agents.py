@@ -93,8 +93,7 @@ class AgentRounds:
 
     def close(self) -> None:
         for replica in (self._reader, self._writer):
-            replica.saver.close(1.0)
-            replica.loader.close()
+            replica.close()
         self._agent.kill()
 
     def run(self) -> None:

@@ -18,16 +18,14 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from objkv.index.sqlite.index import SqliteIndex
 from objkv.transfer.loading.loads import Loads
 from objkv.transfer.plan import ChunkMove, LoadOutcome, LoadPlan, SavePlan
 from objkv.transfer.saver import Saver
@@ -108,7 +106,7 @@ class Witness:
     def open_saver(self, target: Any, groups: Any, *given: Any, lane: Any, **named: Any) -> Saver:
         """Make the saver of what is watched."""
         self._layers = {g: group.shape.layers for g, group in groups.items()}
-        self.target, self._lane = target, lane
+        self._lane = lane
         self._saver = Saver(target, groups, *given, lane=lane, **named)
         return self._saver
 
@@ -157,7 +155,7 @@ class Witness:
 class Engine:
     """The engine, and its rounds."""
 
-    def __init__(self, folder: str, agent: AgentProcess) -> None:
+    def __init__(self, agent: AgentProcess) -> None:
         import vllm
         from vllm.distributed.kv_transfer import get_kv_transfer_group
         from vllm.v1.worker import gpu_model_runner as runner
@@ -182,16 +180,12 @@ class Engine:
             patch.object(wiring, "copies_are_synchronous", lambda: False),  # as if not on a CPU
         ):
             self._llm = vllm.LLM(**_arguments(agent))
-        self._folder = folder
-        self._accepted: set[str] = set()
+        self._agent = agent
         self._engine = self._llm.llm_engine
         self._scheduler: Any = self._engine.engine_core.engine_core.scheduler
         connector: Any = get_kv_transfer_group()
         self._worker = connector.worker
         self.witness.watch(self._worker.loads)
-        target = self.witness.target
-        known = target.accepted
-        target.accepted = lambda key: (self._accepted.add(key.path()), known(key))
         self._params = vllm.SamplingParams(temperature=0, ignore_eos=True, detokenize=False)
         self._requests = 0
         simulated.slow(_DEVICE, *SLOW_US)
@@ -243,13 +237,8 @@ class Engine:
             self._engine.step()
         self.cache.spoil()
         assert self._worker.drain_saves(PATIENCE_S)
-        self._await_published()
+        wait_until(lambda: not self._agent.metrics()["unsaved_payloads"])
         return answers
-
-    def _await_published(self) -> None:
-        """Wait until the agent has published what it accepted."""
-        with closing(SqliteIndex(Path(self._folder) / "index.sqlite")) as index:
-            wait_until(lambda: sum(one.payloads for one in index.usage()) >= len(self._accepted))
 
 
 @dataclass
@@ -369,7 +358,7 @@ def main() -> None:
     mutants = [None, *(one for one in MUTANTS if one.name in names)]
     with tempfile.TemporaryDirectory(prefix="objkv-") as folder, ExitStack() as stack:
         agent = stack.enter_context(AgentProcess(_stores(folder) | AGENT, fresh=True))
-        engine = Engine(folder, agent)
+        engine = Engine(agent)
         for number, mutant in enumerate(mutants):
             if mutant is None:
                 verdict = judge(engine, int(count), seed=0)

@@ -1,8 +1,8 @@
 """Shows that loads and saves are ordered with a model's kernels on a device.
 
-``python -m tests.device.gpu_order KIND own`` runs all scenarios on a device (see ``open_device``).
-Each makes one side of an edge between streams slow, and compares all bytes. With one of ``WAYS``
-instead of ``own`` the worker loads and saves by a node agent, and there are more scenarios.
+``python -m tests.device.gpu_order KIND WAY`` runs all scenarios on a device (see ``open_device``),
+which reads the node agent's memory in one of ``WAYS``. Each makes one side of an edge between
+streams slow, and compares all bytes.
 """
 
 import sys
@@ -16,10 +16,15 @@ import torch
 from tests.device import simulated
 from tests.device.devices import SIMULATED, open_device
 from tests.device.ordering import agent, loads, saves, steps
-from tests.device.ordering.agent import WAYS
 from tests.device.ordering.rig import Delay, OrderRig, Scenario
+from tests.device.ordering.setup import REGISTERED
 
-SCENARIOS: Final = (*loads.SCENARIOS, *saves.SCENARIOS, *steps.SCENARIOS)
+SCENARIOS: Final = (
+    *agent.SCENARIOS,
+    *loads.SCENARIOS,
+    *saves.SCENARIOS,
+    *steps.SCENARIOS,
+)
 _MATRIX: Final = 4096
 _PRODUCTS: Final = 8
 
@@ -44,7 +49,7 @@ def run_scenarios(
     delay: Delay | None = None,
     seed: int = 0,
     patience_s: float | None = None,
-    rig: type[OrderRig] | None = None,
+    way: str = REGISTERED,
 ) -> Iterator[Verdict]:
     """Run scenarios on ``device``, which nothing else may use meanwhile.
 
@@ -53,18 +58,17 @@ def run_scenarios(
         delay: keeps a stream busy. By default by matrix products.
         seed: of random choices.
         patience_s: bound of each wait, instead of that of each scenario.
-        rig: the kind of rig, by default one whose worker loads for itself.
+        way: how the device reads the node agent's memory.
     """
-    rig = rig or OrderRig
     delay = delay or busy_kernel(device)
     for scenario in scenarios:
-        setup = scenario.setup
+        setup = replace(scenario.setup, way=way)
         if patience_s is not None:
             setup = replace(setup, patience_s=patience_s)
         started = time.monotonic()
         is_right, fault = False, ""
         try:
-            with rig(device, delay, setup, seed) as one:
+            with OrderRig(device, delay, setup, seed) as one:
                 is_right = scenario.run(one)
         except Exception as exc:
             fault = f"{type(exc).__name__}: {exc}".splitlines()[0]
@@ -107,11 +111,8 @@ def main(kind: str, way: str) -> int:
     """Run all scenarios, and print a line for each. Return 1 if one failed."""
     device = open_device(kind)
     delay = _simulated_delay if kind == SIMULATED else None
-    scenarios, rig = SCENARIOS, None
-    if way in WAYS:
-        scenarios, rig = (*agent.SCENARIOS, *scenarios), agent.agent_rig(way)
     failed = False
-    for verdict in run_scenarios(device, scenarios=scenarios, delay=delay, rig=rig):
+    for verdict in run_scenarios(device, delay=delay, way=way):
         failed = failed or not verdict.is_right
         fault = "" if verdict.is_right else f": {verdict.description}: {verdict.fault}"
         print(

@@ -21,9 +21,8 @@ import torch
 
 from tests.device import simulated
 from tests.device.gpu_order import SCENARIOS, run_scenarios
-from tests.device.ordering import agent
-from tests.device.ordering.agent import agent_rig
 from tests.device.ordering.rig import Scenario
+from tests.device.ordering.setup import REGISTERED
 
 CATALOGUE = Path(__file__).with_suffix(".toml")
 PATIENCE_S = 4.0
@@ -34,9 +33,7 @@ ATTEMPT_S = 0.3
 """How long the device is busy where something must not wait for it."""
 DELAY_US_MAX = 500
 """The longest random delay of an operation on a stream."""
-OWN = "own"
-"""The worker loads for itself. In the other ways, ``ordering.agent.WAYS``, by a node agent."""
-BY_NAME = {scenario.name: scenario for scenario in (*SCENARIOS, *agent.SCENARIOS)}
+BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 
 
 @dataclass(frozen=True)
@@ -75,8 +72,8 @@ class Mutant:
     edits: tuple[Edit, ...]
     scenario: str = ""
     """Of the simulated device."""
-    way: str = OWN
-    """How the worker of that scenario loads and saves."""
+    way: str = REGISTERED
+    """How the device reads the agent's memory in that scenario."""
     situation: str = ""
     """Of the fences."""
     world: str = "slow"
@@ -111,8 +108,7 @@ def play(scenario: Scenario, way: str, seed: int) -> str:
     simulated.seed(seed)
     simulated.slow(device, 0, DELAY_US_MAX)
     simulated.DRIVER.use_batch_copy(scenario.setup.layout.contiguous)
-    rig = None if way == OWN else agent_rig(way)
-    (verdict,) = run_scenarios(device, scenarios=(scenario,), delay=delay, seed=seed, rig=rig)
+    (verdict,) = run_scenarios(device, scenarios=(scenario,), delay=delay, seed=seed, way=way)
     fault = simulated.take_error()
     simulated.reset()
     if fault:

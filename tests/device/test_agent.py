@@ -11,8 +11,8 @@ from objkv.transfer.loading import loader
 from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.slabs import Slab
 from tests.device.mutants import delay
-from tests.device.ordering.agent import WAYS, agent_rig
-from tests.device.ordering.setup import Setup
+from tests.device.ordering.rig import OrderRig
+from tests.device.ordering.setup import REFUSED, REGISTERED, REGISTERING, WAYS, Setup
 from tests.support.paged_cache import wait_until
 
 DEVICE = "sim:0"
@@ -30,7 +30,7 @@ def test_registered_memory_is_read_in_place_and_other_memory_by_way_of_slabs(
         return found
 
     monkeypatch.setattr(DeviceFrames, "take", counted)
-    with agent_rig(way)(torch.device(DEVICE), delay, Setup()) as rig:
+    with OrderRig(torch.device(DEVICE), delay, Setup(way=way)) as rig:
 
         def load(request: str) -> bool:
             slabs.clear()
@@ -39,14 +39,14 @@ def test_registered_memory_is_read_in_place_and_other_memory_by_way_of_slabs(
             return not rig.worker.take_failed_blocks()
 
         assert load("first")
-        assert bool(slabs) == (way != "registered")
-        if way == "registering":
+        assert bool(slabs) == (way != REGISTERED)
+        if way == REGISTERING:
             wait_until(lambda: load("again") and not slabs)
 
 
 def test_two_slabs_are_enough_for_any_load_and_a_hung_device_is_a_miss(sim: ModuleType) -> None:
-    rig = agent_rig("refused")(torch.device(DEVICE), delay, Setup(load_slabs=2, deadline_s=0.3))
-    with rig:
+    setup = Setup(way=REFUSED, load_slabs=2, deadline_s=0.3)
+    with OrderRig(torch.device(DEVICE), delay, setup) as rig:
         stream: Any = rig.load_lane
         sim.hold(stream.stream)
         rig.step(StepPlan(loads=(rig.load_plan(range(4), 8),)))
@@ -70,8 +70,7 @@ def test_a_device_that_hangs_keeps_its_arena_registered_and_mapped(
         return undos[-1]
 
     monkeypatch.setattr(sim.DRIVER, "pin_read_only", pinned)
-    setup = Setup(deadline_s=0.3)
-    with agent_rig("registered")(torch.device(DEVICE), delay, setup) as rig:
+    with OrderRig(torch.device(DEVICE), delay, Setup(deadline_s=0.3)) as rig:
         stream: Any = rig.load_lane
         arena = rig.agent.arena
         sim.hold(stream.stream)

@@ -1,8 +1,8 @@
 """Loads and saves keep their order with a model's kernels, and no edge of it is missing unnoticed.
 
-Each scenario runs on the host, and on the simulated device, whose streams are late at random. There
-the worker loads for itself, or by a node agent, which overwrites memory that no lease protects.
-Each mutant lacks one edge, and the scenario that is named with it finds that.
+Each scenario runs on the host, and on the simulated device, whose streams are late at random. The
+node agent overwrites memory that no lease protects. Each mutant lacks one edge, and the scenario
+that is named with it finds that.
 """
 
 import subprocess
@@ -19,34 +19,39 @@ from tests.device.gpu_order import SCENARIOS, run_scenarios
 from tests.device.mutants import (
     BY_NAME,
     MUTANTS,
-    OWN,
     delay,
     play,
     rounds_to_find,
 )
-from tests.device.ordering import agent
-from tests.device.ordering.agent import WAYS, agent_rig
 from tests.device.ordering.rig import OrderRig
-from tests.device.ordering.setup import STRIDED, WHOLE, CacheLayout, Setup
+from tests.device.ordering.setup import (
+    REFUSED,
+    REGISTERED,
+    REGISTERING,
+    STRIDED,
+    WAYS,
+    WHOLE,
+    CacheLayout,
+    Setup,
+)
 
 ROOT = Path(__file__).parents[2]
 HOST, SIM = torch.device("cpu"), "sim:0"
 WAITS = ("synchronize", "blocking", "pageable", "strided")
-IN_WAYS = [(scenario.name, way) for way in (OWN, *WAYS) for scenario in SCENARIOS]
-IN_WAYS += [(scenario.name, way) for way in WAYS for scenario in agent.SCENARIOS]
+IN_WAYS = [(scenario.name, way) for way in WAYS for scenario in SCENARIOS]
 QUICK = (
-    ("load after a kernel, whole blocks", OWN),
-    ("layer by layer", OWN),
-    ("load aborted while queued", OWN),
-    ("slabs of loads", OWN),
-    ("save among kernels", OWN),
-    ("save preempted", OWN),
-    ("closed during a save", OWN),
-    ("encoder outputs saved", OWN),
-    ("steps in random order", OWN),
-    ("connection lost", "registered"),
-    ("memory reused, whole blocks", "registering"),
-    ("memory reused", "refused"),
+    ("load after a kernel, whole blocks", REGISTERED),
+    ("layer by layer", REGISTERED),
+    ("load aborted while queued", REGISTERED),
+    ("slabs of loads", REFUSED),
+    ("save among kernels", REGISTERED),
+    ("save preempted", REGISTERED),
+    ("closed during a save", REGISTERED),
+    ("encoder outputs saved", REGISTERED),
+    ("steps in random order", REGISTERED),
+    ("connection lost", REGISTERED),
+    ("memory reused, whole blocks", REGISTERING),
+    ("memory reused", REFUSED),
 )
 QUICK_MUTANTS = ("copies do not follow the mark of their step", "preempted requests are not fenced")
 
@@ -66,7 +71,7 @@ def test_all_bytes_are_right_on_the_host(name: str) -> None:
     ("name", "way"), [pytest.param(*one, marks=marks_of(one in QUICK)) for one in IN_WAYS]
 )
 def test_all_bytes_are_right_on_a_device(sim: ModuleType, name: str, way: str) -> None:
-    assert not play(BY_NAME[name], way, (OWN, *WAYS).index(way))
+    assert not play(BY_NAME[name], way, WAYS.index(way))
 
 
 @pytest.mark.parametrize("name", QUICK_MUTANTS)
@@ -86,14 +91,13 @@ def test_every_missing_edge_is_found() -> None:
 
 @pytest.mark.parametrize("layout", [STRIDED, WHOLE], ids=["strided", "whole"])
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=marks_of(way in (OWN, "registering"))) for way in (OWN, *WAYS)]
+    "way", [pytest.param(way, marks=marks_of(way == REGISTERING)) for way in WAYS]
 )
 def test_nothing_waits_for_the_device(sim: ModuleType, layout: CacheLayout, way: str) -> None:
     """No copy is from pageable memory, and no thread synchronises. Memory of an agent is registered
     by a thread of its own."""
     sim.DRIVER.use_batch_copy(True)
-    rig_type = OrderRig if way == OWN else agent_rig(way)
-    with rig_type(torch.device(SIM), delay, Setup(layout=layout)) as rig:
+    with OrderRig(torch.device(SIM), delay, Setup(layout=layout, way=way)) as rig:
         rig.write(8, 32, 5.0)
         loads = [
             rig.load_plan(range(4, 7), 50, request=name, sync=name == "s", blank=(80, 82))

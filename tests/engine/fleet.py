@@ -9,7 +9,6 @@ The functions at the end are for ``Call`` steps: they run in the replica and tak
 """
 
 import shutil
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,28 +131,6 @@ def free_blocks(llm: Any) -> int:
     """Blocks of the paged cache that no request holds."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     return int(scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
-
-
-def hold_gets(_llm: Any, gate: str) -> None:
-    """From now on, reading a payload from a folder waits until the file ``gate`` exists; whoever
-    waits makes the file ``asked(gate)``."""
-
-    from objkv.stores.local import LocalStore
-
-    get = LocalStore.get_into
-
-    def wait_and_get(*args: Any, **options: Any) -> Any:
-        while not Path(gate).exists():
-            asked(Path(gate)).touch()
-            time.sleep(0.005)
-        return get(*args, **options)
-
-    LocalStore.get_into = wait_and_get  # type: ignore[method-assign]
-
-
-def asked(gate: Path) -> Path:
-    """What ``hold_gets`` makes when somebody waits at its gate."""
-    return gate.with_name(f"{gate.name}.asked")
 
 
 def end_loads(_llm: Any) -> None:

@@ -17,21 +17,23 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
+from objkv.config import Config
 from tests.engine.endings import WORKER_S
 from tests.engine.job import Job, Result
+from tests.support.agents import AgentProcess
 from tests.support.nursery import Fork, Nursery
 
 ROOT = Path(__file__).resolve().parents[2]
 REPLICA = "tests.engine.replica"
 LOG_TAIL_LINES = 60
+_ARENA_BYTES = 256 << 20
 VLLM_CACHE = {"VLLM_CACHE_ROOT": str(ROOT / ".cache" / "vllm")}
 """Where vLLM notes what each model class can do. To find that out it starts a process of 10 s."""
 _ENVIRONMENT = VLLM_CACHE | {
     "HF_HUB_OFFLINE": "1",
     "NO_COLOR": "1",
-    "OBJKV_AGENT": "off",
     "OMP_NUM_THREADS": "1",  # sums in one order, and two replicas do not fight over two cores
     "PYTHONFAULTHANDLER": "1",
     "PYTHONPATH": str(ROOT),
@@ -63,7 +65,9 @@ class Replica:
         job_file.write_text(job.model_dump_json(indent=1))
         files = (str(job_file), str(self._result_file))
         self._started = time.monotonic()
-        self.process = _start(job, files, self.log_file)
+        self._agent = _agent_of(job)
+        """The replica's own; None if its settings name one, or it uses none."""
+        self.process = _start(job, files, self.log_file, self._agent)
 
     def __enter__(self) -> Self:
         return self
@@ -75,6 +79,9 @@ class Replica:
         traceback: TracebackType | None,
     ) -> None:
         self.kill()
+        if self._agent is not None:
+            self._agent.__exit__(exc_type, exc, traceback)
+            self._agent = None
 
     def wait(self) -> Result:
         """Its result, when it is done. Raises ``ReplicaFailed``, also when its time is over."""
@@ -89,8 +96,12 @@ class Replica:
         if status != 0 or not self._result_file.exists():
             raise self._failed(f"exit status {status}")
         result = Result.model_validate_json(self._result_file.read_text())
+        update: dict[str, Any] = {"log": self._log()}
+        if self._agent is not None:
+            # What it took is stored when it has ended.
+            update["agent"] = self._agent.metrics() | self._agent.end()
         total = {"total": time.monotonic() - self._started}
-        return result.model_copy(update={"log": self._log(), "seconds": result.seconds | total})
+        return result.model_copy(update=update | {"seconds": result.seconds | total})
 
     def kill(self) -> None:
         """Kill all its processes at once, as a machine that loses power would."""
@@ -120,12 +131,40 @@ def run_replicas(jobs: Sequence[Job], folder: Path) -> list[Result]:
         return [replica.wait() for replica in replicas]
     finally:
         for replica in replicas:
-            replica.kill()
+            replica.__exit__(None, None, None)
 
 
-def _start(job: Job, files: tuple[str, str], log_file: Path) -> subprocess.Popen[bytes] | Fork:
+def _agent_of(job: Job) -> AgentProcess | None:
+    """Start the agent of a replica that names none."""
+    encoder, kind = job.engine.get("ec_transfer_config") or {}, ""
+    given: dict[str, Any] = {}
+    if job.connector is not None:
+        kind, given = (
+            job.connector["kv_connector"],
+            job.connector.get("kv_connector_extra_config", {}),
+        )
+    if kind == "OffloadingConnector":
+        (tier,) = given["secondary_tiers"]
+        given = {name: value for name, value in tier.items() if name in Config.model_fields}
+    elif kind != "ObjKVConnector":
+        if encoder.get("ec_connector") != "ObjKVECConnector":
+            return None
+        given = encoder.get("ec_connector_extra_config", {})
+    environ = {n.removeprefix("OBJKV_").lower(): v for n, v in job.env.items() if "OBJKV_" in n}
+    settings = environ | given
+    if "agent" in settings:
+        return None
+    settings = {"agent_memory_bytes": _ARENA_BYTES} | settings
+    return AgentProcess({n: str(v) for n, v in settings.items() if v is not None})
+
+
+def _start(
+    job: Job, files: tuple[str, str], log_file: Path, agent: AgentProcess | None
+) -> subprocess.Popen[bytes] | Fork:
     log_file.touch()
     environment = _environment_of(job)
+    if agent is not None:
+        environment["OBJKV_AGENT"] = agent.url
     if not job.fresh:
         return nursery().fork(REPLICA, *files, environment=environment, log=log_file)
     with log_file.open("wb") as log:

@@ -130,6 +130,8 @@ class Result(_Value):
     """Per ``Call`` its answer, per ``ResetPrefixCache`` and ``Settle`` whether it succeeded."""
     metrics: dict[str, float]
     """vLLM's counters and gauges, a connector's own included; ``name`` or ``name{label=value}``."""
+    agent: dict[str, float] = {}
+    """Numbers of the replica's own agent, when the replica had ended and when the agent had."""
     warnings: tuple[LogLine, ...]
     """Of the replica's first process; what other processes logged is in ``log``."""
     log: str

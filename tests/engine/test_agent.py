@@ -176,7 +176,7 @@ def test_by_default_the_first_replica_starts_an_agent_that_the_next_one_uses_too
     assert first.cached == [0, 0]
     assert second.cached == LOADED
     loaded = second.metrics["vllm:objkv_load_bytes"]
-    assert second.metrics["vllm:objkv_arena_load_bytes"] == loaded > 0
+    assert second.metrics["vllm:objkv_load_bytes"] == loaded > 0
     assert first.tokens == second.tokens == on_one_agent()["alone"].tokens
 
 

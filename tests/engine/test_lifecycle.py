@@ -2,11 +2,16 @@
 behind."""
 
 import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from objkv.stores.local import LocalStore
 from tests.engine.fleet import (
     BLOCK,
     CHUNK,
@@ -15,7 +20,6 @@ from tests.engine.fleet import (
     PATIENT,
     SAVED,
     SharedStore,
-    asked,
     one_by_one,
 )
 from tests.engine.harness import run_replica
@@ -33,6 +37,7 @@ from tests.engine.job import (
 from tests.engine.prompts import prompt_of, tokens_of
 from tests.engine.scenario import Values, scenario
 from tests.engine.speculation import make_pair
+from tests.support.served import ServedAgent
 
 pytestmark = pytest.mark.slow
 MODES = ("async", "layerwise")
@@ -48,35 +53,62 @@ FILLING = prompt_of(1900, seed=2)
 """Needs almost all blocks, those of the aborted requests included."""
 
 
-def during(gate: Path) -> Prompt:
-    """The stored prompt, aborted when somebody waits at the gate and nothing else is left to do."""
-    return STORED.model_copy(update={"abort_when": asked(gate)})
+OTHER = prompt_of(CHUNKS * CHUNK + 9, seed=3)
 
 
-def hold(gate: Path) -> Call:
-    return Call(function="tests.engine.fleet:hold_gets", arguments={"gate": str(gate)})
+def during(prompt: Prompt, gate: Path) -> Prompt:
+    """A stored prompt, aborted when its load waits at the gate and nothing else is left to do."""
+    return prompt.model_copy(update={"abort_when": asked(gate)})
+
+
+def asked(gate: Path) -> Path:
+    return gate.with_name(f"{gate.name}.asked")
+
+
+@contextmanager
+def agent_with_gates(store: SharedStore, first: Path, last: Path) -> Iterator[str]:
+    """An agent that reads no payload until the file ``first`` exists, nor while ``last`` does: who
+    waits makes the file ``asked``. Yields its URL."""
+    get = LocalStore.get_into
+
+    def wait_and_get(*args: Any, **options: Any) -> Any:
+        while (gate := first if not first.exists() else last) is first or last.exists():
+            asked(gate).touch()
+            time.sleep(0.005)
+        return get(*args, **options)
+
+    connector = store.job().connector
+    assert connector is not None
+    with patch.object(LocalStore, "get_into", wait_and_get):
+        agent = ServedAgent(connector["kv_connector_extra_config"])
+        try:
+            yield agent.url
+        finally:
+            last.unlink(missing_ok=True)
+            agent.close()
 
 
 @scenario
 def aborted_while_loading(folder: Path) -> Values:
     store = SharedStore(folder / "store")
-    gate, never = folder / "gate", folder / "never"
+    first, last = folder / "first", folder / "last"
 
     def steps(*beside: Prompt) -> tuple[Step, ...]:
         return (
             *(Generate(prompts=(*beside, BESIDE)), Settle(), FREE_BLOCKS),
-            *(Generate(prompts=(FILLING,)), Touch(path=gate)),
+            *(Generate(prompts=(FILLING,)), Touch(path=first)),
             Call(function="tests.engine.fleet:end_loads"),
             *(Generate(prompts=(FILLING,)), *FORGET),
             *(Generate(prompts=(STORED,)), Settle(), ResetPrefixCache(), FREE_BLOCKS),
         )
 
     alone = run_replica(Job(steps=steps(), engine=SMALL), folder)
-    run_replica(store.job(*one_by_one([STORED])), folder)
-    gate.unlink()
-    last = (hold(never), Generate(prompts=(during(never),)))
-    job = store.job(hold(gate), *steps(EARLY, during(gate)), *last, engine=SMALL)
-    return {"alone": alone, "run": run_replica(job, folder)}
+    run_replica(store.job(*one_by_one([STORED, OTHER])), folder)
+    first.unlink()
+    again = (Touch(path=last), Generate(prompts=(during(OTHER, last),)))
+    with agent_with_gates(store, first, last) as url:
+        job = store.job(*steps(EARLY, during(STORED, first)), *again, engine=SMALL, agent=url)
+        return {"alone": alone, "run": run_replica(job, folder)}
 
 
 def test_aborted_loads_neither_hold_blocks_nor_write_into_those_of_others() -> None:
@@ -171,7 +203,7 @@ def test_preempted_requests_get_the_tokens_that_they_get_alone(name: str) -> Non
 
 def test_each_chunk_is_saved_once_and_generated_ones_if_asked() -> None:
     values = crowded()
-    saves = values["prompts only"].metrics["vllm:objkv_saves"]
+    saves = values["prompts only"].agent["saves"]
     assert saves == values["files of prompts"] == 2 * len(CROWD)
     assert values["files"] == 3 * len(CROWD)
     assert values["continued"].cached == [3 * CHUNK] * len(CROWD)

@@ -151,7 +151,7 @@ def two_servers_and_an_interruption(folder: Path) -> Values:
         runs["second"] = told(warm(folder, settings, *given))
         found = usable(settings, file, tiny)
         runs["third"] = told(warm(folder, settings, *given, "--tokenizer", str(tiny)))
-        saved = [server.metrics()["vllm:objkv_saves_total"] for server in (one, two)]
+        saved = [server.metrics()["vllm:objkv_saves_accepted_total"] for server in (one, two)]
     return {"chunks": chunks, "runs": runs, "found": found, "saved": saved}
 
 

@@ -31,7 +31,7 @@ def test_secrets_and_the_model_have_to_be_given() -> None:
 def test_objkv_understands_settings_and_commands() -> None:
     made = services("compose.yaml", "compose.cpu.yaml")
     assert "deploy" not in made["replica-1"], "no GPU is asked for"
-    for name in (*REPLICAS, "bucket", "exporter", "objkv"):
+    for name in ("agent", "bucket", "exporter", "objkv"):
         config = load_config(environ=made[name]["environment"])
         assert config.bulk_url == "s3://kv-cache/objkv"
         assert config.s3_endpoint_url == "http://s3:8333"
@@ -53,9 +53,8 @@ def test_who_is_asked_is_there_and_nothing_is_reached_from_other_machines() -> N
             assert re.search(r":\d+\.\d+$", service["image"]), "images are pinned"
 
 
-def test_with_an_agent_replicas_have_no_passwords_and_find_it() -> None:
-    assert "agent" not in services(), "off by default"
-    made = compose("compose.yaml", "compose.agent.yaml", "compose.cpu.yaml", **GIVEN)
+def test_replicas_have_no_passwords_and_find_their_agent() -> None:
+    made = compose("compose.yaml", "compose.cpu.yaml", **GIVEN)
     agent, volume = made["services"]["agent"], made["volumes"]["socket"]
     program, option, path = agent["command"]
     assert (program, option, parsed(agent["command"])) == ("agent", "--socket", "agent")

@@ -48,7 +48,6 @@ ALL: dict[str, Any] = {
         "serviceMonitor": {"enabled": True, "vllmLabels": {LABEL: "vllm"}},
     },
     "agent": {
-        "enabled": True,
         "listen": {"enabled": True},
         "priorityClassName": "high",
         "nodeSelector": {"pool": "gpu"},
@@ -64,7 +63,7 @@ TERRAFORM = json.loads((ROOT / "terraform" / "aws" / "tests" / "chart.json").rea
 AGENTS: dict[str, Any] = {
     "settings": SETTINGS | {"AWS_REGION": "eu-central-1", "OBJKV_TENANT": "acme"},
     "roles": {"writer": {"annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/w"}}},
-    "agent": {"enabled": True, "arenaMiB": 3000},
+    "agent": {"arenaMiB": 3000},
 }
 SET = f"--set-json=settings={json.dumps(SETTINGS)}"
 ROLES = {"objkv-exporter": "reader", "objkv-sweep": "sweeper", "objkv-verify": "reader"}
@@ -89,7 +88,7 @@ def test_each_object_is_what_the_api_takes(values: dict[str, Any], version: str)
         assert re.fullmatch(r"[a-z0-9-]+", found["metadata"]["name"])
     kinds = {one["kind"] for one in manifests()}
     more = {one["kind"] for one in manifests(**ALL)} - kinds
-    assert more == {"Secret", "ServiceMonitor", "PrometheusRule", "NetworkPolicy", "DaemonSet"}
+    assert more == {"Secret", "ServiceMonitor", "PrometheusRule", "NetworkPolicy"}
     assert "0 chart(s) failed" in helm("lint", "--strict", str(CHART), SET)
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert chart["appVersion"] == chart["version"] == __version__
@@ -132,23 +131,27 @@ def test_pods_have_what_they_name_and_settings_that_objkv_understands() -> None:
         assert mounted == {volume["name"] for volume in spec.get("volumes", ())}, name
         ports = {port["name"] for port in one.get("ports", ())}
         probes = [probe for key, probe in one.items() if key.endswith("Probe")]
-        assert {probe["httpGet"]["port"] for probe in probes} <= ports, name
+        assert {probe["httpGet"]["port"] for probe in probes if "exec" not in probe} <= ports, name
         if service := services.get(label):
             assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
-        settings, secret = one["envFrom"]
-        # One name for all that a role has.
-        assert settings["configMapRef"]["name"] == secret["secretRef"]["name"] == account, name
+        settings, *secret = one["envFrom"]
+        # One name for all that a role has. A replica has an agent instead of a role's Secret.
+        assert settings == {"configMapRef": {"name": account}}, name
+        is_replica = name == "Deployment vllm"
+        assert secret == ([] if is_replica else [{"secretRef": {"name": account}}]), name
         config = load_config(environ=of_kind("ConfigMap")[account]["data"])
         assert config.bulk_url == "s3://my-kv-bucket/objkv"
-        # Only the sweeper of the night deletes, and only replicas save.
+        # Only the sweeper of the night deletes, and only agents save.
         role = ROLES.get(label, "reader" if "warm" in name else "writer")
         assert config.role == role, name
-        assert config.redis_username == account == f"objkv-{role}"
+        if not is_replica:
+            assert config.redis_username == account == f"objkv-{role}"
         if "/objkv:" in one["image"]:
             commands[name] = parsed(one["args"])
     assert commands == {
         "CronJob objkv-sweep": "sweep",
         "CronJob objkv-verify": "verify",
+        "DaemonSet objkv-agent": "agent",
         "Deployment objkv-exporter": "exporter",
         "Job objkv-warm": "warm",
     }

@@ -92,7 +92,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def test_every_pod_does_its_work_as_its_user(cluster: Cluster) -> None:
-    config = load_config(environ=cluster.environment("Deployment vllm"))
+    config = load_config(environ=cluster.environment("DaemonSet objkv-agent"))
     assert config.role == "writer"
     WORK["writer"](config)
     ran = cluster.run("Deployment objkv-exporter", "--once")
@@ -103,6 +103,6 @@ def test_every_pod_does_its_work_as_its_user(cluster: Cluster) -> None:
         ran = cluster.run(pod)
         assert ran.exit_code == 0, ran.output
         assert json.loads(ran.stdout)["complete"], ran.stdout
-    for pod in ("Deployment vllm", "Job objkv-warm", "CronJob objkv-sweep"):
+    for pod in ("DaemonSet objkv-agent", "Job objkv-warm", "CronJob objkv-sweep"):
         ran = cluster.run(pod, words=["doctor", "--json"])
         assert (ran.exit_code, json.loads(ran.stdout)["verdict"]) == (0, "ok"), ran.output

@@ -264,15 +264,6 @@ class AgentPlace(Place):
 
         return undo
 
-    def _agent_store_reset(self) -> Undo:
-        return self._spoil(Spoil("reset"))
-
-    def _agent_store_stalled(self) -> Undo:
-        return self._spoil(Spoil("stall"))
-
-    def _agent_store_flipped(self) -> Undo:
-        return self._spoil(Spoil("flip", frozenset({"GET"})))
-
     def _spoil(self, rule: Spoil) -> Undo:
         self.servers.s3_proxy.spoil(rule)
         return self.servers.s3_proxy.mend

@@ -44,6 +44,7 @@ class Tier:
         request = self._engine.begin()
         self._engine.compute(request, {tier.offload_key(number): tier.row(number)})
         self._engine.settle()
+        self._engine.agent.node.saves.drain(SAVED_S)
         self._engine.end(request)
 
     def ask(self, number: int) -> bool:
@@ -75,6 +76,7 @@ class Handoff:
         for cache, kv in zip(self._engine.caches, self._kv, strict=True):
             handoff.bits(cache).copy_(kv)
         self._engine.send(self._step(number))
+        self._engine.agent.node.saves.drain(SAVED_S)
 
     def ask(self, number: int) -> bool:
         step = self._step(number)
@@ -94,7 +96,7 @@ class Handoff:
         return loaded
 
     def close(self) -> None:
-        self._engine.connector.close()
+        self._engine.close()
 
 
 class Encoder:
@@ -112,6 +114,7 @@ class Encoder:
         encoded = self._engine.see(f"image-{number}", output)
         assert torch.equal(self._engine.cache[f"image-{number}"], output)
         assert self._engine.worker.worker.drain_saves(SAVED_S)
+        self._engine.agent.node.saves.drain(SAVED_S)
         return encoded
 
     def save(self, number: int) -> None:

@@ -11,6 +11,7 @@ from botocore.retries.standard import ExponentialBackoff
 from objkv.agent import client
 from objkv.agent.calls import AgentCalls, NodeLookups
 from objkv.agent.outbox import AgentSaves
+from objkv.agent.unsaved.payloads import UnsavedPayloads
 from objkv.assembly import call_times
 from objkv.cache.chunks import InFlightSaves
 from objkv.index.redis.index import RedisIndex
@@ -54,7 +55,7 @@ def _lead(patch: pytest.MonkeyPatch, clock: Clock) -> None:
         for cls in (SqliteIndex, RedisIndex, NodeLookups, ShapesIndex, RedisStore)
     }
     defaults[SqliteIndex.__init__]["busy_ms"] = _PATIENT_MS
-    for paused in (Breakers, InFlightSaves, Saver, AgentCalls, AgentSaves):
+    for paused in (Breakers, InFlightSaves, Saver, AgentCalls, AgentSaves, UnsavedPayloads):
         defaults[paused.__init__] = {"clock": clock.pauses}
     for function, own in defaults.items():
         patch.setattr(function, "__kwdefaults__", function.__kwdefaults__ | own)

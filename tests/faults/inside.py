@@ -8,7 +8,6 @@ import socket
 import time
 from typing import Any
 
-from tests.support.paged_cache import forget_all
 from tests.support.servers.redis import wait_until
 
 PAUSE_S = 0.3
@@ -19,11 +18,9 @@ def begin(_llm: Any) -> None:
     """Do not wait half a minute where a test cannot."""
     from objkv.agent import calls, outbox
     from objkv.cache import chunks as repeats
-    from objkv.cache import saving as save_crew
     from objkv.transfer.loading import loader
 
     repeats.KEEP_S = 0.0
-    save_crew.SHED_S = PAUSE_S / 3
     loader.RETRY_MAX_S = PAUSE_S / 3
     calls.RETRY_S = outbox.RETRY_S = PAUSE_S / 3
 
@@ -47,19 +44,6 @@ def attach(_llm: Any) -> None:
 
     loads = get_kv_transfer_group().worker.loads
     wait_until(lambda: is_attached(loads), "loads to find the agent")
-
-
-def core_of(loads: Any) -> Any:
-    """What fetches in this process for these loads; None if a node agent does."""
-    return getattr(loads.agent, "core", None)
-
-
-def forget(_llm: Any) -> None:
-    """Let this process have no payload in memory, so that each load asks the stores."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    if (core := core_of(get_kv_transfer_group().worker.loads)) is not None:
-        forget_all(core.residents)
 
 
 def is_attached(loads: Any) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Verb = Literal["lookup", "load", "save"]
-Outcome = Literal["hit", "miss", "saved", "drop"]
+Outcome = Literal["hit", "miss", "saved", "kept", "drop"]
 World = Literal["s3", "redis", "folder", "agent"]
 
 VERBS: tuple[Verb, ...] = ("lookup", "load", "save")
@@ -27,8 +27,8 @@ class Cell:
     """The outcome of one verb during the fault."""
 
     outcome: Outcome
-    """A lookup and a load end in ``hit`` or ``miss``, a save in ``saved`` (a hit for the next
-    reader) or ``drop``."""
+    """A lookup and a load end in ``hit`` or ``miss``. A save ends in ``saved`` (a hit for the next
+    reader), ``kept`` (a hit for those of this node, who have it saved) or ``drop``."""
     counted: str = ""
     """The metric that counts the fault, ``agent_<name>`` if the node agent does; empty if objkv
     cannot notice it."""
@@ -89,14 +89,14 @@ _LOAD_FAILS = Cell("miss", "load_errors", LOADS_TOLD)
 _LOAD_REFUSED = Cell("miss", "load_corrupt", REFUSED)
 _LOAD_GHOST = Cell("miss", "load_ghosts", beside=SAVES_TOLD)
 """A ghost is computed and saved again at once, perhaps while the fault persists."""
-_SAVE_FAILS = Cell("drop", "save_errors", SAVES_TOLD)
+_SAVE_FAILS = Cell("kept", "agent_save_errors", SAVES_TOLD)
 _SAVED = Cell("saved")
 _FOUND = Cell("hit")
 _LOOKUP_FAILS = Cell("miss", "lookup_errors", INDEX_READS)
-_FOUND_UNMARKED = Cell("hit", beside=INDEX_WRITES)
+_FOUND_UNMARKED = Cell("hit", beside=(INDEX_WRITES, AGENT_CALLS))
 """The background write that records the use fails."""
-_UNANNOUNCED = Cell("drop", "publish_errors", INDEX_WRITES)
-_FROM_BULK = Cell("hit", "hot_errors", HOT_READS, beside=INDEX_WRITES)
+_UNANNOUNCED = Cell("kept", "agent_publish_errors", INDEX_WRITES)
+_FROM_BULK = Cell("hit", "agent_hot_errors", HOT_READS, beside=INDEX_WRITES)
 _NO_LOOKUP = Cell("miss", "lookup_errors", AGENT_CALLS)
 _NO_LOAD = Cell("miss", "load_errors", AGENT_LOADS)
 _NO_SAVE = Cell("drop", "save_errors", SAVES_TOLD)
@@ -116,7 +116,7 @@ ROWS: tuple[Row, ...] = (
     _s3("truncated", "bodies are cut short", _LOAD_REFUSED, _SAVE_FAILS),
     _s3("flipped", "a bit of each body flips", _LOAD_REFUSED, Cell("drop")),
     _s3("500", "S3 answers 500", _LOAD_FAILS, _SAVE_FAILS),
-    _s3("503", "S3 answers 503", _LOAD_FAILS, Cell("drop", "saves_shed", BULK_WRITES)),
+    _s3("503", "S3 answers 503", _LOAD_FAILS, Cell("kept", "agent_saves_shed", BULK_WRITES)),
     _s3("403", "S3 answers 403", _LOAD_FAILS, _SAVE_FAILS),
     _s3("404", "S3 answers 404", _LOAD_GHOST, _SAVE_FAILS),
     _s3("another", "S3 answers with another object's bytes", _LOAD_REFUSED, UNTOUCHED_SAVE),
@@ -132,11 +132,17 @@ ROWS: tuple[Row, ...] = (
         Cell("miss", "lookup_deadlines", "lookups failing", beside=INDEX_READS),
         _FROM_BULK,
         _UNANNOUNCED,
-        settings={"lookup_deadline_ms": 2_000},
+        settings={"lookup_deadline_ms": 1_000},  # less than a call to the agent may take
     ),
     _redis("lag", "Redis answers late, within the deadline", _FOUND, _FOUND, _SAVED),
     _redis("truncated", "answers of Redis break off", _LOOKUP_FAILS, _FROM_BULK, _UNANNOUNCED),
-    _redis("flipped", "a bit of each value from Redis flips", Cell("miss"), _LOAD_REFUSED, _SAVED),
+    _redis(
+        "flipped",
+        "a bit of each value from Redis flips",
+        Cell("miss"),
+        _LOAD_REFUSED,
+        Cell("kept", "agent_publish_errors"),
+    ),
     _redis(
         "loading", "Redis answers LOADING to everything", _LOOKUP_FAILS, _FROM_BULK, _UNANNOUNCED
     ),
@@ -145,14 +151,16 @@ ROWS: tuple[Row, ...] = (
         "failover",
         "Redis fails over to a replica that lacks the newest writes",
         Cell("miss"),
-        Cell("hit", "hot_misses", beside=INDEX_WRITES),  # its use was being noted on the primary
+        Cell(
+            "hit", "agent_hot_misses", beside=INDEX_WRITES
+        ),  # its use was being noted on the primary
         _SAVED,
     ),
     _redis(
         "evicting",
         "Redis is over maxmemory and evicts",
         Cell("miss"),
-        Cell("hit", "hot_misses"),
+        Cell("hit", "agent_hot_misses"),
         _SAVED,
     ),
     _redis(
@@ -166,7 +174,11 @@ ROWS: tuple[Row, ...] = (
         "readonly", "Redis is a read-only replica", _FOUND_UNMARKED, _FOUND_UNMARKED, _UNANNOUNCED
     ),
     _redis(
-        "wiped", "the index is wiped (FLUSHALL)", Cell("miss"), Cell("hit", "hot_misses"), _SAVED
+        "wiped",
+        "the index is wiped (FLUSHALL)",
+        Cell("miss"),
+        Cell("hit", "agent_hot_misses"),
+        _SAVED,
     ),
     _folder("disk-full", "the disk is full", _FOUND_UNMARKED, _FOUND_UNMARKED, _SAVE_FAILS),
     _folder("sqlite-removed", "the SQLite file is removed", Cell("miss"), _FOUND, _SAVED),
@@ -223,31 +235,7 @@ ROWS: tuple[Row, ...] = (
         "the node agent's arena is full of payloads that another replica has leased",
         UNTOUCHED_HIT,
         Cell("miss", "load_refused"),
-        _SAVE_FAILS,
-    ),
-    _agent(
-        "store-reset",
-        "the node agent's connections to S3 are reset",
-        UNTOUCHED_HIT,
-        Cell("miss", "load_errors"),
-        Cell("saved", "agent_save_errors"),
-        is_fetched=True,
-    ),
-    _agent(
-        "store-stalled",
-        "S3 accepts and never answers the node agent",
-        UNTOUCHED_HIT,
-        Cell("miss", "load_errors"),
-        Cell("saved", "agent_save_errors"),
-        is_fetched=True,
-    ),
-    _agent(
-        "store-flipped",
-        "a bit of each body flips that the node agent fetches",
-        UNTOUCHED_HIT,
-        Cell("miss", "load_corrupt"),
-        UNTOUCHED_SAVE,
-        is_fetched=True,
+        _NO_SAVE,
     ),
     _agent(
         "process-killed",

@@ -3,15 +3,17 @@
 The fault is there from before a stored prompt and a new one arrive until both were computed.
 """
 
+import logging
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from objkv.cache import chunks
 from tests.engine.fleet import CHUNK, CONNECTOR, NUMBERS_TOLD, PATIENT, SAVED
 from tests.engine.harness import run_replica
 from tests.engine.job import Call, Generate, Job, Prompt, ResetPrefixCache, Result, Settle, Step
@@ -19,8 +21,9 @@ from tests.engine.prompts import prompt_of
 from tests.faults.agents import AgentPlace
 from tests.faults.places import Clock, Place, Servers, Undo, running_servers
 from tests.faults.rows import BY_NAME, Row
-from tests.faults.seen import UNEXPECTED
+from tests.faults.seen import UNEXPECTED, Lines
 from tests.faults.test_matrix import OWN_ENGINE
+from tests.support.served import ServedAgent
 from tests.support.servers.listener import Listener
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3_600)]
@@ -35,13 +38,10 @@ CASES = {
     "redis-wiped": "async",
     "agent-killed": "async",
     "agent-frozen": "layerwise",
-    "agent-store-flipped": "layerwise",
 }
 """The rows, and the mode of each."""
 CHUNKS = 3
 FOUND, NEW = (prompt_of(CHUNKS * CHUNK + 9, seed=70 + i) for i in range(2))
-SHORT = prompt_of(CHUNKS * CHUNK + 9, seed=74, max_tokens=1)
-"""Its answer does not count as one."""
 ROUNDS = CHUNKS + 2
 """Each request finds out of one chunk at least that it is gone."""
 IMPATIENT: dict[str, Any] = {
@@ -51,17 +51,13 @@ IMPATIENT: dict[str, Any] = {
     "breaker_reset_max_ms": 50,
     "load_deadline_ms": 60_000,
     "step_load_deadline_ms": 60_000,
+    "lookup_ttl_ms": 0,
 }
+NOWHERE = {"bulk_url": "file:///nowhere/chunks", "index_url": "sqlite:///nowhere/index"}
 
 
 def _inside(function: str, **arguments: Any) -> Call:
     return Call(function=f"tests.faults.inside:{function}", arguments=arguments)
-
-
-CLEAN: tuple[Step, ...] = (
-    *(SAVED, Settle(), ResetPrefixCache()),
-    *(_inside("forget"), _inside("pause")),
-)
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +69,10 @@ def hands() -> Iterator[Executor]:
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    with running_servers(tmp_path_factory.mktemp("fleet"), Clock()) as servers:
-        yield servers
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "KEEP_S", 0.0)
+        with running_servers(tmp_path_factory.mktemp("fleet"), Clock()) as servers:
+            yield servers
 
 
 @pytest.fixture(scope="module")
@@ -102,51 +100,53 @@ class Control(Listener):
             connection.sendall(b"done\n")
 
 
-def _steps(row: Row, port: int) -> tuple[Step, ...]:
+def _steps(port: int) -> tuple[Step, ...]:
     def tell(word: str) -> Call:
         return _inside("tell", control=port, word=word)
 
-    clean, settled = CLEAN, tuple[Step, ...]()
-    if row.world == "agent":
-        settled = (tell("settle"),)
-        clean = (SAVED, *settled, *CLEAN, _inside("attach"))
+    clean = (
+        *(SAVED, tell("settle"), Settle(), ResetPrefixCache()),
+        *(tell("forget"), _inside("pause"), _inside("attach")),
+    )
 
     def run(prompt: Prompt) -> tuple[Step, ...]:
         return (Generate(prompts=(prompt,)), *clean)
 
-    # All parts have found the new agent when a prompt was looked up.
-    emptied = (tell("empty"), *clean, *run(SHORT)) if row.is_fetched else ()
     return (
-        *(_inside("begin"), *run(FOUND), *run(FOUND), *emptied),
-        *(tell("inject"), Generate(prompts=(FOUND,)), Generate(prompts=(NEW,)), SAVED, *settled),
-        *(tell("mend"), *clean, *((*run(FOUND), *run(NEW)) * ROUNDS), NUMBERS_TOLD),
+        *(_inside("begin"), *run(FOUND), *run(FOUND)),
+        *(tell("inject"), Generate(prompts=(FOUND,)), Generate(prompts=(NEW,))),
+        *(SAVED, tell("settle"), tell("mend")),
+        *(*clean, *((*run(FOUND), *run(NEW)) * ROUNDS), NUMBERS_TOLD),
     )
 
 
 def _run(fleet: Servers, hands: Executor, row: Row, mode: str, folder: Path) -> Result:
-    place: Place
     undo: list[Undo] = []
     words: dict[str, Callable[[], None]] = {
         "inject": lambda: undo.append(place.inject(row.name)),
         "mend": lambda: undo.pop()(),
     }
-    if row.world == "agent":
-        place = AgentPlace(fleet, arena_bytes=64 << 20)
-        words |= {"empty": place.empty, "settle": place.settle}
-    else:
-        place = Place(fleet, row.world, direct=OWN_ENGINE.get(row.name, False))
     with closing(fleet.redis.client()) as client:
         client.flushall()  # all rows ask for the same prompts
-    settings = PATIENT | {"hot_save_bytes_max": 1 << 20} | place.settings | IMPATIENT
-    settings |= {"load_mode": mode} | row.settings
-    connector = {"kv_connector": CONNECTOR, "kv_role": "kv_both"}
-    connector["kv_connector_extra_config"] = settings
-    try:
-        with Control(words, hands) as control:
-            job = Job(steps=_steps(row, control.address[1]), connector=connector)
-            return run_replica(job, folder)
-    finally:
-        place.close()
+    settings = PATIENT | IMPATIENT | row.settings
+    with ExitStack() as stack:
+        place: Place
+        if row.world == "agent":
+            place = stack.enter_context(closing(AgentPlace(fleet, arena_bytes=64 << 20)))
+            words |= {"settle": place.settle, "forget": lambda: None}
+            url = place.agent.url
+        else:
+            place = Place(fleet, row.world, direct=OWN_ENGINE.get(row.name, False))
+            stack.callback(place.close)
+            agent = ServedAgent(settings | {"hot_save_bytes_max": 1 << 20} | place.settings)
+            stack.callback(agent.close)
+            words |= {"settle": agent.settle, "forget": agent.forget}
+            url = agent.url
+        settings |= NOWHERE | {"load_mode": mode, "agent": url}
+        connector = {"kv_connector": CONNECTOR, "kv_role": "kv_both"}
+        connector["kv_connector_extra_config"] = settings
+        control = stack.enter_context(Control(words, hands))
+        return run_replica(Job(steps=_steps(control.address[1]), connector=connector), folder)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -154,7 +154,12 @@ def test_a_fault_is_a_miss(
     fleet: Servers, hands: Executor, alone: list[tuple[int, ...]], tmp_path: Path, name: str
 ) -> None:
     row = BY_NAME[name]
-    run = _run(fleet, hands, row, CASES[name], tmp_path)
+    of_agent = Lines()
+    logging.getLogger("objkv").addHandler(of_agent)
+    try:
+        run = _run(fleet, hands, row, CASES[name], tmp_path)
+    finally:
+        logging.getLogger("objkv").removeHandler(of_agent)
     outputs = [output for (output,) in run.outputs if len(output.tokens) > 1]
     assert {output.finish_reason for output in outputs} == {"length"}
     assert [output.tokens for output in outputs] == alone[:1] * 2 + alone * (ROUNDS + 1)
@@ -165,4 +170,5 @@ def test_a_fault_is_a_miss(
     assert failed.outcome == "miss"
     assert not failed.counted or run.metrics[f"vllm:objkv_{failed.counted}"] >= 1
     told = [line.message for line in run.warnings if line.logger.startswith("objkv")]
+    told += of_agent.lines
     assert not [line for line in told if any(words in line for words in UNEXPECTED)]

@@ -20,6 +20,7 @@ from tests.faults.seen import Lines, Seen
 from tests.faults.toy import (
     CHUNKS,
     LARGE,
+    LAYOUT,
     PAYLOAD_BYTES,
     STORED_TOKENS,
     RevisedEngine,
@@ -51,6 +52,7 @@ OWN_ENGINE = {
 PATIENT: dict[str, Any] = {
     "lookup_deadline_ms": 20_000,
     "step_load_deadline_ms": 20_000,
+    "lookup_ttl_ms": 0,
     "pinned_bytes_max": 1 << 20,
     "breaker_failures": 1,
     "breaker_reset_ms": 3_600_000,
@@ -175,7 +177,7 @@ class _Shake:
         self._engine.answer(healthy)
         self._settle()
         # A server that is back is tried by one call first, and others are not made meanwhile.
-        assert self._row.world not in ("redis", "agent") or self._comes_back(healthy)
+        assert self._comes_back(healthy)
         if self._row.is_fetched and verb == self._load:
             assert isinstance(self._place, AgentPlace)
             self._place.empty()
@@ -259,8 +261,23 @@ class _Shake:
         seen.asked = self._place.spoiled() - before
         mend()
         self._note(seen, self._row.save.counted)
+        is_kept = self._engine.kept() > 0
         self._settle()
-        seen.outcome = "saved" if self._is_stored(tokens) else "drop"
+        if is_kept:
+            self._put_kept(tokens, int(seen.counted.get("saves_accepted", 0)))
+        is_stored = self._is_stored(tokens)
+        seen.outcome = ("kept" if is_kept else "saved") if is_stored else "drop"
+
+    def _put_kept(self, tokens: list[int], chunks: int) -> None:
+        """Requests of this node find the ``chunks`` that its agent took, which has it save them. A
+        server that is back is tried by one save first."""
+        loaded = self._engine.answer(tokens, fetches=False).loaded
+        assert loaded == chunks * LAYOUT.chunk_tokens
+        for _ in range(CHUNKS + 1):
+            self._settle()
+            if not self._engine.kept():
+                break
+            self._engine.answer(tokens, fetches=False)
 
     def _after(self) -> Seen:
         """The fault is over: what was lost is computed and saved again, and then it is there."""
@@ -333,6 +350,7 @@ class _Shake:
         self._place.settle()
         self._engine.forget()
         assert wait_for(self._engine.is_idle)
+        assert wait_for(self._engine.can_save)
         self._pass_time()
         assert self._row.world != "agent" or wait_for(self._engine.is_attached)
 
@@ -340,9 +358,7 @@ class _Shake:
         self._servers.clock.pauses_ahead_s += HOURS_S
 
     def _count(self) -> Counter[str]:
-        for side in (self._engine.worker, self._engine.scheduler.connector):
-            for name, value in side.recorder.drain().items():
-                self._counted[name] += value
+        self._counted.update(self._engine.counted())
         return self._counted
 
 

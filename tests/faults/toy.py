@@ -5,6 +5,7 @@ out to have failed is thrown away by the scheduler: only what is kept has to be 
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +17,7 @@ from safetensors.torch import save_file
 from objkv.keys.identity import GroupIdentity
 from tests.connector.kv.hybrid_engine import Answer, Engine, digest, said
 from tests.connector.kv.hybrid_layout import Layout
-from tests.faults.inside import core_of, is_attached
-from tests.support.paged_cache import forget_all
+from tests.faults.inside import is_attached
 
 LAYOUT = Layout((("full", 0),), (4,), chunk_tokens=8)
 LARGE = replace(LAYOUT, head_size=2048)
@@ -54,20 +54,36 @@ class ShakenEngine(Engine):
         for side in (self.worker, self.scheduler.connector):
             side.get_kv_connector_stats = lambda: None  # the test reads the recorders itself
 
-    def answer(self, tokens: list[int]) -> Answer:
-        """The answer to one prompt. What its own memory holds of earlier ones is forgotten."""
-        if (core := core_of(self.worker.worker.loads)) is not None:
-            forget_all(core.residents)
+    def answer(self, tokens: list[int], *, fetches: bool = True) -> Answer:
+        """The answer to one prompt. ``fetches``: the memory of its own agent is emptied before."""
+        if self.agent is not None and fetches:
+            self.agent.forget()
         return self.run([tokens], max_tokens=ANSWER_TOKENS)[0]
 
     def is_idle(self) -> bool:
         """Whether nothing is being looked up, marked as used, or read in the background."""
-        loads = self.worker.worker.loads
-        core = core_of(loads)
-        is_reading = loads.leased > 0
-        is_fetching = core is not None and core.residents.leased() > 0
+        is_reading = self.worker.worker.loads.leased > 0
+        is_fetching = self.agent is not None and self.agent.core.residents.leased() > 0
         is_looking = self.scheduler.connector.scheduler.lookups.in_flight
         return not (is_looking or is_reading or is_fetching)
+
+    def kept(self) -> int:
+        """Payloads that its own agent has, and no store."""
+        return 0 if self.agent is None else len(self.agent.core.residents.unsaved)
+
+    def can_save(self) -> bool:
+        """Whether its own agent does not pause saves because a store refused one."""
+        return self.agent is None or not self.agent.node.saves.is_shedding
+
+    def counted(self) -> Counter[str]:
+        """What was counted since the last call, by its own agent as ``agent_<name>``."""
+        found: Counter[str] = Counter()
+        for side in (self.worker, self.scheduler.connector):
+            found.update(side.recorder.drain())
+        if self.agent is not None:
+            for name, value in self.agent.recorder.drain().items():
+                found[f"agent_{name.removeprefix('agent_')}"] += value
+        return found
 
     def is_attached(self) -> bool:
         """Whether loads have a node agent to go to."""

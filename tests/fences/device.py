@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from objkv.agent.connections import InsideAgent, InsideConnection
 from objkv.agent.residents import Resident
 from objkv.transfer.lanes import BlockRuns, HostLane, PagedLayers, Pages, Recast
 from objkv.transfer.plan import LoadPlan
@@ -22,6 +21,7 @@ from objkv.transfer.slabs import Slab, SlabPool
 from objkv.transfer.sources import PayloadLayouts
 from tests.fences.stage import Broken, the_stage
 from tests.support.arenas import CanBeLost, SpoilingResidents
+from tests.support.inside import InsideAgent, InsideConnection
 
 GONE = -1
 """The generation of a block whose memory is not there."""
@@ -248,6 +248,8 @@ class WatchedPool(SlabPool):
     ) -> None:
         super().__init__(name, count=count, slab_bytes=slab_bytes, pin=pin, fd=fd)
         self.leases = {memory.data_ptr(): 0 for memory in self._free}
+        self.is_outbox = fd >= 0
+        """Whether its memory keeps a descriptor open, as long as there is any of it."""
         WatchedPool._pools.append(self)
 
     def lease(self, *given: Any, **named: Any) -> Slab:
@@ -287,8 +289,8 @@ class WatchedResidents(SpoilingResidents):
         super().__init__(*given, **how)
         self._placed: dict[int, Resident] = {}
 
-    def take_room(self, one: Resident, *room: int) -> memoryview | None:
-        taken = super().take_room(one, *room)
+    def allot(self, one: Resident, *room: int, **how: bool) -> memoryview | None:
+        taken = super().allot(one, *room, **how)
         if taken is not None:
             self._placed[one.offset] = one
         return taken
@@ -317,10 +319,12 @@ class WatchedInside(InsideAgent):
         self.connections: list[WatchedConnection] = []
         WatchedInside._all.append(self)
 
-    def connect(self) -> WatchedConnection:
+    def connect(self, *, wants_arena: bool = False, outbox: int = -1) -> Any:
         """See ``InsideAgent``."""
-        self.connections.append(super().connect())
-        return self.connections[-1]
+        connection = super().connect(wants_arena=wants_arena, outbox=outbox)
+        if wants_arena:
+            self.connections.append(connection)
+        return connection
 
     def register(self, address: int, nbytes: int) -> Callable[[], None]:
         """The device may read this part."""

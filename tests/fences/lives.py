@@ -131,8 +131,6 @@ def knobs_of(seed: int) -> Knobs:
         keeps=dice.random() < 0.3,
         frames=dice.choice(("in place", "registering", "refused")),
         register_s=dice.choice((0.0, REGISTER_S)),
-        cores=dice.choice((2, 4)),
-        save_threads=dice.choice((1, 2)),
         drain_ms=dice.choice((0, 0, 30, 5_000)),
         save_ms=dice.choice((1, 60_000, 60_000, 60_000)),
         codec=dice.choice(("none", "none", "lz4")),

@@ -11,7 +11,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,11 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from objkv.agent import connections, core, fill, queue, residents
+from objkv.agent import core, fill, residents
 from objkv.agent.core import CoreLimits
 from objkv.agent.fill import Cuts
 from objkv.agent.memory import arena
+from objkv.agent.outbox import AgentSaves
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import frame_pages, open_payload, read_header
 from objkv.config import Config
@@ -55,6 +56,7 @@ from tests.fences.device import (
 )
 from tests.fences.stage import Broken, Stage, the_stage
 from tests.fences.stores import GateStore, SharedIndex
+from tests.support import inside as in_test
 from tests.support.paged_cache import paged_group
 
 BLOCK, CHUNK, BLOCKS = 4, 8, 2
@@ -89,6 +91,10 @@ def content(epoch: int, chunk: int, layer: int, place: int) -> float:
     return float(1 + (epoch % 8) * 24 + chunk * 8 + layer * 4 + place)
 
 
+_CLOSES = 4
+"""How often the agent of a life is closed, if it does not end."""
+
+
 @dataclass(frozen=True)
 class Knobs:
     """How a world is."""
@@ -109,13 +115,11 @@ class Knobs:
     """How a device reads the arena: in place, registering, or refused."""
     register_s: float = 0.0
     """How long it takes to register a page."""
-    cores: int = 2
-    """Of the host: half as many threads load at once while each is quick."""
-    save_threads: int = 1
     drain_ms: int = 5_000
     save_ms: int = 60_000
     """After which saves are given up."""
     codec: str = "none"
+    """With which the agent saves."""
     spans: int = 1
     faults_of_100: int = 0
     leased_of_100: int = 0
@@ -170,7 +174,7 @@ class Engine:
         self.awake = True
         self.sides: list[WorkerSide] = []
         self.lanes: list[WatchedLane] = []
-        self.keys: list[ChunkCache] = []
+        self.saves: list[AgentSaves] = []
         self._handed: list[list[int]] = []
         self._finished: set[str] = set()
         self._held: set[str] = set()
@@ -262,6 +266,9 @@ class Engine:
         if self.awake:
             self.sides[-1].close()
         self._lose_memory()
+        for _ in range(_CLOSES):  # a schedule may let a deadline pass at once
+            if self.insides[-1].close(1000.0):
+                break
         for lane in self.lanes:
             lane.stream.end()
         self.compute.end()
@@ -485,39 +492,47 @@ class Engine:
 
     def _open(self) -> None:
         knobs = self.knobs
-        settings = CacheSettings("w", ttl_s=3600, lease_ms=600_000, hot_save_bytes_max=0)
-        cache = ChunkCache(
-            self.store, None, self.index, settings, self.recorder, clock=lambda: the_stage().now
-        )
-        self.keys.append(cache)
+        agent = self.insides[-1] if self.insides else self._open_agent()
         with ExitStack() as stack:
             for module, name, value in (
                 (wiring, "open_lane", partial(self._open_lane, "save lane")),
                 (wiring, "ArenaLane", partial(self._open_lane, "load lane", loads=True)),
-                (wiring, "InsideAgent", self._open_inside),
                 (wiring, "Loader", self._open_loader),
                 (wiring, "SlabPool", WatchedPool),
+                (wiring, "AgentSaves", self._open_saves),
                 (loads, "PayloadLayouts", partial(WatchedLayouts, self.hands)),
-                (queue, "_processors", lambda: knobs.cores),
             ):
                 stack.enter_context(patch.object(module, name, value))
             side = make_worker_side(
                 Config(
                     pinned_bytes_max=1 << 20,
-                    load_threads=knobs.load_threads,
-                    save_threads=knobs.save_threads,
                     save_queue_max=4,
-                    codec=knobs.codec,  # type: ignore[arg-type]
                     drain_deadline_ms=knobs.drain_ms,
                     save_deadline_ms=knobs.save_ms,
                 ),
                 GEOMETRY,
                 Rank(0, "w", batches_in_flight=1, writes_early=knobs.writes_early),
-                cache,
+                agent.connect,
                 recorder=self.recorder,
                 kv_caches=dict(zip(GROUP.layers, self.caches, strict=True)),
             )
         self.sides.append(side)
+
+    def _open_agent(self) -> WatchedInside:
+        knobs = self.knobs
+        settings = CacheSettings("w", ttl_s=3600, lease_ms=600_000, hot_save_bytes_max=0)
+        cache = ChunkCache(
+            self.store, None, self.index, settings, self.recorder, clock=lambda: the_stage().now
+        )
+        return WatchedInside(
+            cache,
+            (knobs.arena_pages or 8) * PAGE,
+            CoreLimits(knobs.load_threads, 64, cuts=Cuts(knobs.spans, part_bytes_min=1)),
+            self.recorder,
+            knobs.codec,
+            is_in_place=not self._has_device_frames,
+            register_s=knobs.register_s,
+        )
 
     def _open_lane(self, name: str, *_: torch.device, loads: bool = False) -> WatchedLane:
         knobs = self.knobs
@@ -526,30 +541,16 @@ class Engine:
         self.lanes.append(lane)
         return lane
 
-    def _open_inside(
-        self, cache: ChunkCache, nbytes: int, limits: CoreLimits, recorder: MemoryRecorder
-    ) -> WatchedInside:
-        knobs = self.knobs
-        nbytes = knobs.arena_pages * PAGE or nbytes
-        limits = replace(limits, cuts=Cuts(parts_max=knobs.spans, part_bytes_min=1))
-        is_in_place = not self._has_device_frames
-        return WatchedInside(
-            cache,
-            nbytes,
-            limits,
-            recorder,
-            is_in_place=is_in_place,
-            register_s=knobs.register_s,
-        )
+    def _open_saves(self, *given: Any, **named: Any) -> AgentSaves:
+        self.saves.append(AgentSaves(*given, **named))
+        return self.saves[-1]
 
-    def _open_loader(self, *given: Any, inside: WatchedInside, **named: Any) -> Loader:
+    def _open_loader(self, *given: Any, **named: Any) -> Loader:
         if self._has_device_frames:
             slabs = WatchedPool("load", count=2, slab_bytes=PAGE)
-            pin = inside.register if self.knobs.frames == "registering" else _refuse
-            frames = named["on_device"] = DeviceFrames(slabs, pin, window_bytes=PAGE)
-            # Windows are registered while loads read them, as with a node's agent.
-            frames.prepare = lambda: None  # type: ignore[method-assign]
-        return Loader(*given, inside=inside, **named)
+            pin = self.insides[-1].register if self.knobs.frames == "registering" else _refuse
+            named["on_device"] = DeviceFrames(slabs, pin, window_bytes=PAGE)
+        return Loader(*given, **named)
 
     @property
     def _has_device_frames(self) -> bool:
@@ -568,9 +569,9 @@ class Engine:
             self._check_inside(inside)
         if self.index.leases:
             raise Broken(f"leases are left: {sorted(self.index.leases)}")
-        for keys in self.keys:
-            if keys.in_flight:
-                raise Broken(f"saves never ended: {len(keys.in_flight)}")
+        for saves in self.saves:
+            if saves.in_flight:
+                raise Broken(f"saves never ended: {len(saves.in_flight)}")
         for entry in self.inner.scan(""):
             self._check_payload(self.inner.get(entry.key) or b"")
         for epoch in range(self.epoch + 1):
@@ -657,7 +658,7 @@ def play(stage: Stage, life: Callable[[Engine], None], knobs: Knobs, seed: int) 
     with ExitStack() as stack:
         kept = partial(WatchedResidents, keeps=knobs.keeps)
         stack.enter_context(patch.object(core, "Residents", kept))
-        stack.enter_context(patch.object(connections, "InsideConnection", WatchedConnection))
+        stack.enter_context(patch.object(in_test, "InsideConnection", WatchedConnection))
         stack.enter_context(patch.object(fill, "_HEADER_BYTES", _HEADER_BYTES))
         for module in (arena, residents, loader):
             stack.enter_context(patch.object(module, "BOARD_BYTES", _BOARD_BYTES))
@@ -671,6 +672,7 @@ def play(stage: Stage, life: Callable[[Engine], None], knobs: Knobs, seed: int) 
         engine.check()
     if stage.alarms:
         raise Broken(f"{len(stage.alarms)} alarms are left open")
+    files += sum(pool.is_outbox for pool in engine.pools)
     if _files() > files:
         gc.collect()
     if _files() > files:

@@ -1,15 +1,17 @@
 """Replicas of several shapes learn of each other's shards, and those of one shape pay nothing."""
 
 from collections.abc import Sequence
-from threading import Event, Thread
+from typing import cast
 
 import pytest
 
+from objkv.background import Steps
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards
 from objkv.index.memory import MemoryIndex
 from objkv.index.shapes import SHAPES_HASH, ShapesIndex, is_shapes
 from tests.contracts.clock import ManualClock
+from tests.support.steps import complete
 
 NAMESPACE = "0123456789abcdef" * 2
 OTHER = "f" * 32
@@ -72,7 +74,7 @@ def publish(index: MemoryIndex, fields: Sequence[str]) -> None:
 
 
 def found(replica: ShapesIndex, fields: Sequence[str]) -> set[str]:
-    (shards,) = replica.find(NAMESPACE, [CHUNK], fields)
+    (shards,) = complete(replica.find(NAMESPACE, [CHUNK], fields))
     return set(shards or ())
 
 
@@ -140,7 +142,7 @@ def test_an_index_that_does_not_tell_costs_other_shapes_only(
     two = replica(index, TP2, clock)
     assert found(two, TP2) == set(TP2)
     index.down = False
-    replica(index, TP1, clock).find(NAMESPACE, [CHUNK], TP1)
+    found(replica(index, TP1, clock), TP1)
     clock.advance(3)
     found(two, TP2)
     assert two.mixed
@@ -184,59 +186,48 @@ def test_a_shape_that_nobody_writes_or_finds_is_forgotten(
     assert index.asked[-1] == TP2
 
 
+class FarIndex:
+    """Its lookups of shapes are answered later."""
+
+    def __init__(self, index: CountingIndex) -> None:
+        self.find, self.publish = index.find, index.publish
+        self._lookup = index.lookup
+
+    def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> Steps[list[Record | None]]:
+        yield None
+        return self._lookup(namespace, prefix_hashes)
+
+
 def test_while_one_asks_others_go_on_with_what_is_known(
-    index: CountingIndex, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+    index: CountingIndex, clock: ManualClock
 ) -> None:
-    one = replica(index, TP1, clock)
+    one = replica(cast("MemoryIndex", FarIndex(index)), TP1, clock)
     found(one, TP1)
     clock.advance(31)
-    asking, go_on = Event(), Event()
-    lookup = index.lookup
-
-    def slow(namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
-        asking.set()
-        assert go_on.wait(60)
-        return lookup(namespace, prefix_hashes)
-
-    monkeypatch.setattr(index, "lookup", slow)
-    thread = Thread(target=found, args=(one, TP1))
-    thread.start()
-    assert asking.wait(60)
-    assert found(one, TP1) == set()
-    go_on.set()
-    thread.join(60)
-    assert not thread.is_alive()
+    first = one.find(NAMESPACE, [CHUNK], TP1)
+    next(first)
+    with pytest.raises(StopIteration):
+        next(one.find(NAMESPACE, [CHUNK], TP1))
+    assert complete(first) == [None]
 
 
-def test_who_comes_second_to_a_namespace_waits_for_the_first(
-    index: CountingIndex, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+def test_who_comes_second_to_a_namespace_knows_what_the_first_does(
+    index: CountingIndex, clock: ManualClock
 ) -> None:
     found(replica(index, TP1, clock), TP1)
     publish(index, TP1)
-    two = replica(index, TP2, clock)
-    asking, go_on = Event(), Event()
-    lookup, answers = index.lookup, list[set[str]]()
-
-    def slow(namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
-        asking.set()
-        assert go_on.wait(60)
-        return lookup(namespace, prefix_hashes)
-
-    monkeypatch.setattr(index, "lookup", slow)
-    threads = [Thread(target=lambda: answers.append(found(two, TP2))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    assert asking.wait(60)
-    assert answers == []
-    go_on.set()
-    for thread in threads:
-        thread.join(60)
-    assert answers == [set(TP1)] * 3
+    two = replica(cast("MemoryIndex", FarIndex(index)), TP2, clock)
+    begun = [two.find(NAMESPACE, [CHUNK], TP2) for _ in range(3)]
+    for one in begun:
+        next(one)
+    for one in reversed(begun):
+        (shards,) = complete(one)
+        assert set(shards or ()) == set(TP1)
 
 
 def test_another_namespace_is_asked_about_anew(index: CountingIndex, clock: ManualClock) -> None:
     one = replica(index, TP1, clock)
     found(one, TP1)
-    one.find(OTHER, [CHUNK], TP1)
+    complete(one.find(OTHER, [CHUNK], TP1))
     assert index.shapes_asked == 2
     assert [record.prefix_hash for record in index.scan(OTHER)] == [SHAPES_HASH]

@@ -185,10 +185,6 @@ def known() -> dict[str, set[str]]:
         names |= {table.prefix + name for name in table.gauges}
         names |= {f"{table.prefix}{name}_bucket" for name in table.histograms}
     found = dict.fromkeys(names | of_vllm(), OF_A_REPLICA)
-    for table in (KV_METRICS, ENCODER_METRICS):
-        for families, ending in ((table.counter_families, "_total"), (table.gauge_families, "")):
-            for name, family in families.items():
-                found[f"{table.prefix}{name}{ending}"] = OF_A_REPLICA | {*family.labels}
     agent = {f"{PREFIX}{name}" for name in LEVELS} | {f"{PREFIX}{name}_total" for name in TOTALS}
     found |= {name: {"instance", "job"} for name in agent}
     return found | {name: {*one.labels, "instance", "job"} for name, one in METRICS.items()}

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from objkv.assembly.backends import Backends
+from objkv.config.prices import LIST_PRICES, Prices
 from objkv.index.base import Record
 from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
-from objkv.ops.audit.figures import LIST_PRICES
-from objkv.ops.audit.report import AuditReport, Prices
+from objkv.ops.audit.report import AuditReport
 from objkv.ops.audit.spool import AuditSpool, SeenRecord
 from objkv.stores.base import Entry
 from objkv.stores.memory import MemoryStore

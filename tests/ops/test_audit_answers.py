@@ -8,11 +8,11 @@ import pytest
 
 from objkv.cache.listed_index import ListedIndex
 from objkv.cache.pins import Pin
+from objkv.config.prices import LIST_PRICES
 from objkv.errors import StoreDenied
 from objkv.index.base import SCAN_DENIED, Savings
 from objkv.index.memory import MemoryIndex
 from objkv.net.guard import CallPolicy
-from objkv.ops.audit.figures import LIST_PRICES
 from objkv.ops.doctor.lifecycle import check_lifecycle, judge_rules
 from objkv.stores.base import LifecycleRules
 from objkv.stores.memory import MemoryStore

@@ -8,7 +8,7 @@ from objkv.config import Config
 from objkv.errors import ConfigError
 from objkv.ops.doctor import agent as module
 from objkv.ops.doctor.agent import check_agent
-from tests.agent.world import Node
+from tests.agent.world import Node, http_of, put_policy
 from tests.support.agents import agent_folder
 
 
@@ -20,8 +20,10 @@ def statuses(settings: Config) -> dict[str, str]:
     return {check.name: check.status for check in check_agent(settings)}
 
 
-def test_without_an_agent_nothing_is_checked() -> None:
-    assert check_agent(Config(bulk_url="memory:", index_url="memory:")) == []
+def test_a_private_agent_is_not_looked_for() -> None:
+    first, *others = check_agent(Config(agent="private"))
+    assert (first.status, first.detail) == ("ok", "each replica starts its own")
+    assert "socket folder" not in {check.name for check in others}
 
 
 def test_an_agent_that_answers_is_fine_unless_its_arena_is_huge(
@@ -33,6 +35,36 @@ def test_an_agent_that_answers_is_fine_unless_its_arena_is_huge(
     assert "arena of 2 MiB" in found[0].detail
     monkeypatch.setattr(module, "host_bytes", lambda: 1 << 20)
     assert statuses(config(node.path))["arena size"] == "warning"
+    node.close()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "status", "said"),
+    [
+        ("https://minio:9000", "ok", "all: minio, a private address: no price"),
+        ("https://s3.amazonaws.com", "ok", "prices of S3 Standard: $0.005 for 1,000 PUTs"),
+        ("https://kv.example.com", "warning", "since kv.example.com is not known"),
+    ],
+)
+def test_it_says_what_is_put_and_why(endpoint: str, status: str, said: str) -> None:
+    with agent_folder() as folder:
+        settings = Config(
+            bulk_url="s3://kv",
+            index_url="memory:",
+            s3_endpoint_url=endpoint,
+            agent=f"unix://{folder}/s",
+        )
+        (found,) = [check for check in check_agent(settings) if check.name == "saves"]
+    assert (found.status, said in found.detail) == (status, True), found
+    assert bool(found.fix) == (status == "warning")
+
+
+def test_it_says_what_a_running_agent_has_decided() -> None:
+    node = Node(policy=put_policy(has_disk=True)).listen()
+    settings = Config(bulk_url="s3://kv", index_url="memory:", agent=f"unix://{node.path}")
+    with http_of(node):
+        (found,) = [check for check in check_agent(settings) if check.name == "saves"]
+    assert found.detail.endswith("; puts reused")
     node.close()
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from objkv.codec.payload import Claim, LayerSpec, Provenance, encode
+from objkv.config.prices import Prices
 from objkv.errors import ConfigError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
-from objkv.ops.audit.report import Prices
 from objkv.ops.size.model import LayerShape, ModelShape, attention, preset, read_model
 from objkv.ops.size.sizing import Layout, Load, Sizing, size_fleet
 

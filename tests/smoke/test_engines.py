@@ -2,13 +2,17 @@
 
 import importlib.util
 import os
+import socket
+import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.engine.fleet import CHUNK, SAVED, SharedStore
 from tests.engine.harness import run_replica
-from tests.engine.job import Generate, Job, Settle
+from tests.engine.job import Call, Generate, Job, Settle
 from tests.engine.prompts import prompt_of
 from tests.engine.ranks import on_ranks
 from tests.support.agents import AgentProcess
@@ -24,24 +28,47 @@ pytestmark = [
 PROMPTS = (prompt_of(300, max_tokens=4), prompt_of(600, seed=1, max_tokens=4))
 LOADED = [256, 512]
 ASK = (Generate(prompts=PROMPTS), Settle())
+LOOK = Call(function="tests.smoke.test_engines:contents")
 NOWHERE = {"bulk_url": "file:///nowhere/chunks", "index_url": "sqlite:///nowhere/index"}
 
 
+def contents(_llm: Any) -> dict[str, list[str]]:
+    """What this process has imported, the other ends of its sockets, and objkv's threads."""
+    peers = []
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        try:
+            with socket.socket(fileno=os.dup(fd)) as one:
+                peers.append(str(one.getpeername()))
+        except OSError:  # no socket, or one that is not connected
+            continue
+    names = [thread.name for thread in threading.enumerate()]
+    return {
+        "modules": sorted({name.partition(".")[0] for name in sys.modules}),
+        "peers": peers,
+        "threads": sorted(name for name in names if name.startswith("objkv")),
+    }
+
+
 def test_two_replicas_share_a_prefix_through_an_agent(tmp_path: Path) -> None:
+    """Their processes talk to nothing but the agent."""
     store = SharedStore(tmp_path / "store")
     settings = {
         "bulk_url": f"file://{store.bulk}",
         "index_url": f"sqlite://{store.index_file}",
         "agent_memory_bytes": "64MiB",
     }
-    alone = run_replica(Job(steps=ASK), tmp_path)
+    alone = run_replica(Job(steps=(*ASK, LOOK)), tmp_path)
     with AgentProcess(settings) as agent:
-        job = store.job(*ASK, SAVED, agent=agent.url, **NOWHERE)
+        job = store.job(*ASK, SAVED, LOOK, agent=agent.url, **NOWHERE)
         first, second = (run_replica(job, tmp_path) for _ in range(2))
         counted = agent.end()
     assert has_ended(agent.process.pid)
     assert (first.cached, second.cached) == ([0, 0], LOADED)
     assert first.tokens == second.tokens == alone.tokens
+    before, found = alone.answers[-1], second.answers[-1]
+    assert {"boto3", "botocore", "redis"}.isdisjoint({*found["modules"]} - {*before["modules"]})
+    assert {*found["peers"]} - {*before["peers"]} == {f"{agent.path}.new"}  # as it was bound
+    assert found["threads"] == ["objkv-load", "objkv-lookup", "objkv-save-0"]
     assert second.metrics["vllm:objkv_hit_tokens"] == sum(LOADED)
     assert counted["saves"] == counted["hits"] == len(store.payloads()) == sum(LOADED) // CHUNK
 

@@ -15,8 +15,9 @@ from objkv.agent.prefetch import Matched
 from objkv.cli.admission import AdmissionOrders
 from objkv.cli.bench import BenchReport
 from objkv.cli.prefetch import PrefetchReport
+from objkv.config.prices import Prices
 from objkv.models.verdict import ModelVerdict
-from objkv.ops.audit.report import AuditReport, AuditVerdict, Prices
+from objkv.ops.audit.report import AuditReport, AuditVerdict
 from objkv.ops.demo import DemoReport, DemoRow
 from objkv.ops.diff import Difference
 from objkv.ops.doctor.access import Access

@@ -3,14 +3,12 @@ late, and stores that give bytes in pieces."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from itertools import chain, repeat
 from threading import Event, Lock
 from typing import Any, ClassVar, Self
 
 import torch
 
-from objkv.agent.connections import InsideAgent
 from objkv.agent.core import CoreLimits
 from objkv.agent.fill import Cuts
 from objkv.agent.residents import Residents
@@ -27,17 +25,18 @@ from objkv.stores.base import Arrived, WriteStore, check_fits
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 from objkv.tracing import NO_TRACING, Tracing
-from objkv.transfer.devices import open_lane
+from objkv.transfer.devices import driver_of, open_lane
 from objkv.transfer.lanes import BlockRuns, HostLane, Lane, PagedLayers, Pages, Recast
 from objkv.transfer.loading.arena_lane import ArenaLane
 from objkv.transfer.loading.loader import WINDOW, Loader
 from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan, SaveMove, SavePlan
-from objkv.transfer.registration import DeviceFrames, pin_arena
+from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool
 from tests.support.device import HOST, current_device, pinning
+from tests.support.inside import InsideAgent
 from tests.support.waiting import PATIENCE_S, wait_until
 
 
@@ -112,8 +111,8 @@ class Worker:
         slabs: int = 8,
         threads: int = 2,
         cuts: Cuts = WHOLE,
-        arena_bytes: int | None = None,
         codec: str = "none",
+        arena_bytes: int | None = None,
         save_queue_max: int = 64,
         lane: Lane | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -126,14 +125,15 @@ class Worker:
         )
         self.inside = InsideAgent(
             cache,
-            slabs * (slab_bytes // 4096 + 1) * 4096 if arena_bytes is None else arena_bytes,
-            CoreLimits(threads, WINDOW, is_paced=True, waits_for_room=True, cuts=cuts),
+            max(4, slabs) * (slab_bytes // 4096 + 1) * 4096 if arena_bytes is None else arena_bytes,
+            CoreLimits(threads, WINDOW, cuts=cuts),
             recorder,
+            codec,
         )
         on_device = None
         if lane is None and paged.device != HOST:
             lane = open_lane(paged.device)
-            pin = partial(pin_arena, self.inside.arena, paged.device)
+            pin = driver_of(paged.device).pin_read_only
             on_device = DeviceFrames(self.load_slabs, pin, begin=lane.adopt_thread)
         self.loader = Loader(
             {0: paged},
@@ -144,9 +144,8 @@ class Worker:
             clock=clock,
             tracing=tracing,
             on_device=on_device,
-            inside=self.inside,
         )
-        self.saver = self.saver_of(SaveLimits(1, save_queue_max, PATIENCE_S, codec, name))
+        self.saver = self.saver_of(SaveLimits(save_queue_max, PATIENCE_S, name))
         Worker.opened.append(self)
 
     def saver_of(
@@ -156,7 +155,7 @@ class Worker:
         clock: Callable[[], float] = time.monotonic,
     ) -> Saver:
         return Saver(
-            self.cache,
+            self.inside.saves,
             {0: self.paged},
             self.save_slabs,
             lane=lane or open_lane(self.paged.device),
@@ -201,6 +200,7 @@ class Worker:
     def close(self) -> None:
         self.saver.close(1.0)
         self.loader.close()
+        self.inside.close(PATIENCE_S)
         if self in Worker.opened:
             Worker.opened.remove(self)
 

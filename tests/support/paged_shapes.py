@@ -131,7 +131,7 @@ class ShapedRank(Worker):
             slab_bytes=payload_bytes_max(paged.layers, tokens=tokens) + 4096,
             codec=shape.codec,
             cuts=Cuts(parts_max=3, part_bytes_min=1),
-            arena_bytes=4 * (wide + 4096),
+            arena_bytes=32 * (wide + 4096),
         )
 
     def compute(self) -> None:

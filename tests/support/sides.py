@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from objkv.agent.core import CoreLimits
+from objkv.background import Steps, in_steps
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.config import Config
 from objkv.connector.kv.scheduler import Roles, SchedulerSide
@@ -20,8 +22,10 @@ from objkv.keys.prefix import prefix_hashes, root_hash
 from objkv.stores.base import PruneStore
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
+from tests.support.inside import InsideAgent
 from tests.support.paged_cache import CHUNK, paged_group
 from tests.support.paged_cache import GROUP as THREE_LAYERS
+from tests.support.steps import complete
 from tests.support.waiting import wait_until
 
 SIZE = 32
@@ -37,20 +41,20 @@ PATIENCE_MS = 120_000
 """For other threads to come, on a machine that is busy with other things."""
 
 
-class Jobs(list[Callable[[], None]]):
+class Jobs(list[Callable[[], Steps[None] | None]]):
     """Takes background jobs, unless it is full, and runs them, the oldest first, when a test wants
     it."""
 
     full = False
 
-    def submit(self, job: Callable[[], None]) -> bool:
+    def submit(self, job: Callable[[], Steps[None] | None]) -> bool:
         if not self.full:
             self.append(job)
         return not self.full
 
     def run(self) -> None:
         while self:
-            self.pop(0)()
+            complete(in_steps(self.pop(0)()))
 
 
 def request(tokens: Sequence[int] | int = 64, name: str = "r", **more: Any) -> Any:
@@ -134,17 +138,19 @@ def worker_side(
     caches: Mapping[str, torch.Tensor] | None = None,
     recorder: MemoryRecorder | None = None,
 ) -> WorkerSide:
-    """A worker's side with one thread for each direction, over a paged cache of its own."""
+    """A worker's side over a paged cache of its own, and an agent in this process."""
     recorder = recorder or MemoryRecorder()
     settings = CacheSettings("w", ttl_s=3600, lease_ms=600_000, hot_save_bytes_max=0)
+    cache = ChunkCache(store, None, index, settings, recorder)
+    agent = InsideAgent(cache, 8 << 20, CoreLimits(1, 64), recorder)
     if caches is None:
         _, tensors = paged_group(group, chunk_tokens=CHUNK, num_blocks=32, seed=2)
         caches = dict(zip(group.layers, tensors, strict=True))
     side = make_worker_side(
-        Config(pinned_bytes_max=1 << 20, load_threads=1, save_threads=1),
+        Config(pinned_bytes_max=1 << 20),
         geometry or Geometry((group,), CHUNK, group.block_size, tp_size=1),
         rank or Rank(0, "w", batches_in_flight=1),
-        ChunkCache(store, None, index, settings, recorder),
+        agent.connect,
         recorder=recorder,
         kv_caches=caches,
     )

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 
 from objkv.agent.client import AgentConnection
 from objkv.agent.residents import Residents
+from objkv.background import Alarm
 from objkv.errors import StoreUnavailable, TransferError
 from objkv.transfer.lanes import Lane
 from objkv.transfer.loading import arena_lane
@@ -393,6 +394,28 @@ def test_without_an_agent_nothing_waits(world: World, monkeypatch: pytest.Monkey
     assert replica.recorder.value("load_errors") == 4
     assert replica.recorder.value("load_refused") == 0, "no queue was full"
     replica.close()
+
+
+def test_without_an_agent_the_thread_pauses_whatever_the_reason(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, wait_for = list[str](), module.wait_for
+
+    def waited(alarms: Sequence[Alarm], seconds: float) -> bool:
+        done.append("wait" if seconds > 0 else "spin")
+        return wait_for(alarms, seconds)
+
+    def fails(_: World) -> AgentConnection:
+        done.append("connect")
+        raise TransferError("at first") if len(done) == 1 else MemoryError
+
+    monkeypatch.setattr(module, "_RETRY_S", 0.001)
+    monkeypatch.setattr(module, "wait_for", waited)
+    monkeypatch.setattr(World, "connect", fails)
+    replica = world.open()
+    wait_until(lambda: done.count("connect") > 3)
+    replica.close()
+    assert "connect connect" not in " ".join(done)
 
 
 def test_a_load_of_nothing_is_over_when_its_agent_is_lost(world: World) -> None:

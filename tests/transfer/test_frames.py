@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from objkv.agent.core import Core
 from objkv.assembly.backends import open_backends
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.config import Config
@@ -18,7 +17,6 @@ from objkv.index.memory import MemoryIndex
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.lanes import BlockRuns, HostLane, Pages, Recast
-from objkv.transfer.loading.loader import Loader
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import IN_PARTS, Replica, same_blocks
 from tests.support.servers.quick_s3 import QuickS3
@@ -32,7 +30,7 @@ def depth(frame: FrameType | None) -> list[str]:
     names: list[str] = []
     while frame is not None:
         names.append(frame.f_code.co_qualname)
-        if frame.f_code in (Loader._work.__code__, Core._work.__code__):
+        if names[-1] in ("Loader._work", "Core._serve"):
             return names[::-1]
         frame = frame.f_back
     return []

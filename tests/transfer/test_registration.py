@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from itertools import count, pairwise
-from threading import Event
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from objkv.agent.memory.arena import BOARD_BYTES, PAGE, Arena
 from objkv.transfer import devices
 from objkv.transfer.devices import CudaDriver, CudaRuntime, TorchDriver
-from objkv.transfer.registration import DeviceFrames, Windows, reads_agents
+from objkv.transfer.registration import DeviceFrames, Windows
 from objkv.transfer.slabs import SlabPool
 from tests.support.device import ON_HOST
 from tests.support.waiting import PATIENCE_S, wait_until
@@ -150,6 +150,21 @@ def test_after_a_refusal_no_more_is_registered(
     assert ended(windows)
     assert not pins.now
     assert caplog.text.count("not registered") == 1
+
+
+def test_without_a_thread_nothing_is_registered_and_the_mapping_goes(
+    pins: Pins, windows: Windows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(_: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Thread, "start", none_left)
+        assert not windows.has(START, 1)
+    assert not windows.is_registering
+    assert not windows.has(START + WINDOW, 1)
+    assert ended(windows)
+    assert not pins.now
 
 
 def test_an_abandoned_mapping_stays_registered(pins: Pins, windows: Windows) -> None:
@@ -303,17 +318,6 @@ def test_errors_of_the_cuda_runtime_are_cleared(
     with pytest.raises(RuntimeError, match="unlocking memory failed"):
         undo()
     assert not library.last
-
-
-@pytest.mark.parametrize(
-    ("kind", "hip", "uses_one"),
-    [("cpu", None, True), ("cuda", None, True), ("cuda", "6.4", False), ("xpu", None, False)],
-)
-def test_workers_use_an_agent_where_devices_were_seen_to_read_its_memory(
-    kind: str, hip: str | None, uses_one: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(devices.torch.version, "hip", hip)
-    assert reads_agents(kind) == uses_one
 
 
 def test_devices_without_a_runtime_refuse(monkeypatch: pytest.MonkeyPatch) -> None:

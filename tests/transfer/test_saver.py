@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from objkv.cache.chunks import KEEP_S, InFlightSaves
-from objkv.errors import LeftAlone, StoreBusy, StoreError, StoreUnavailable
+from objkv.errors import StoreBusy, StoreUnavailable
 from objkv.index.memory import MemoryIndex
 from objkv.keys.prefix import token_digest
 from objkv.stores.base import Buffer
@@ -48,7 +48,7 @@ class SlowStore(MemoryStore):
 def test_all_chunks_of_a_step_are_gathered_with_one_call() -> None:
     replica, calls = Replica(*stores(), seed=1), list[str]()
     lane = cast("Lane", WatchedLane(HostLane(), calls.append))
-    saver = replica.saver_of(SaveLimits(1, 8, PATIENCE_S, "none", "w"), lane)
+    saver = replica.saver_of(SaveLimits(8, PATIENCE_S, "w"), lane)
     calls.clear()
     assert saver.gather(plan_of(replica, 0, 1, 2, 3)) == set()
     assert saver.drain(PATIENCE_S)
@@ -85,22 +85,18 @@ def test_a_put_that_does_not_end_holds_up_no_shutdown_and_is_told(
     with caplog.at_level(logging.WARNING):
         replica.saver.close(0.0)
     assert "saves dropped at shutdown count=3" in caplog.text
-    assert replica.recorder.value("save_drops") == 2
-    assert replica.save_slabs.leased == 1, "the one that is on the wire"
     store.go.set()
     wait_until(lambda: replica.save_slabs.leased == 0)
+    assert replica.recorder.value("save_drops") == 2, "all but the one that was on the wire"
 
 
-@pytest.mark.parametrize("refusal", [LeftAlone("open"), StoreBusy("503")])
-def test_saves_give_way_for_a_moment_to_a_store_that_wants_none(
-    refusal: StoreError,
-) -> None:
+def test_saves_give_way_for_a_moment_to_a_store_that_wants_none() -> None:
     class Refusing(MemoryStore):
         def put_if_absent(self, key: str, value: Buffer) -> bool:
-            raise refusal
+            raise StoreBusy("503")
 
     clock, replica = ManualClock(), Replica(Refusing(), MemoryIndex(), seed=1)
-    saver = replica.saver_of(SaveLimits(1, 8, PATIENCE_S, "none", "w"), clock=clock)
+    saver = replica.saver_of(SaveLimits(8, PATIENCE_S, "w"), clock=clock)
     saver.gather(plan_of(replica, 0))
     assert saver.drain(PATIENCE_S)
     clock.advance(0.09)
@@ -112,23 +108,6 @@ def test_saves_give_way_for_a_moment_to_a_store_that_wants_none(
     assert replica.recorder.value("saves_shed") == 3
     assert replica.recorder.value("save_errors") == 0
     saver.close(PATIENCE_S)
-
-
-@pytest.mark.parametrize(("far", "codecs"), [(False, {"none"}), (True, {"blosc", "blosclz4"})])
-def test_auto_compresses_for_a_slow_network_and_never_without_one(
-    far: bool, codecs: set[str]
-) -> None:
-    """What a directory's disk takes for a put says nothing about a load."""
-    replica = Replica(*stores(), seed=1)
-    for cache in replica.caches:
-        cache.fill_(1.0)
-    replica.cache.link.puts.observe(1, 1.0)
-    saver = replica.saver_of(SaveLimits(1, 8, PATIENCE_S, "auto", "w", far=far))
-    saver.gather(plan_of(replica, 0))
-    assert saver.drain(PATIENCE_S)
-    saver.close(PATIENCE_S)
-    assert sum(replica.recorder.value(f"save_codec_{codec}") for codec in codecs) == 1
-    assert not replica.load(range(1), first_block=9).failed
 
 
 class Switch:
@@ -304,7 +283,7 @@ def four() -> Replica:
 
 
 def saver_on(replica: Replica, lane: Lane, *, queue_max: int = 6, seconds: float = 60.0) -> Saver:
-    return replica.saver_of(SaveLimits(1, queue_max, seconds, "none", "w"), lane)
+    return replica.saver_of(SaveLimits(queue_max, seconds, "w"), lane)
 
 
 @ON_HOST
@@ -320,9 +299,7 @@ def test_a_device_that_does_not_end_its_copies_holds_up_no_shutdown_and_is_told(
             clock.advance(0.25)  # so long until it is asked again
         return clock.now_s >= takes_s
 
-    saver = four.saver_of(
-        SaveLimits(1, 8, 60.0, "none", "w"), HungLane(HungMark(done)), clock=clock
-    )
+    saver = four.saver_of(SaveLimits(8, 60.0, "w"), HungLane(HungMark(done)), clock=clock)
     saver.gather(plan_of(four, 0))
     closing.set()
     saver.close(5.0)

@@ -12,6 +12,7 @@ import torch
 from objkv.transfer import slabs
 from objkv.transfer.slabs import SlabPool, SlabsExhaustedError
 from tests.support.device import current_device, pinning
+from tests.support.mappings import is_private
 
 
 class Copies:
@@ -129,6 +130,10 @@ class Pinned:
         piece = (memory.data_ptr(), memory.nbytes)
         self.locked.append(piece)
         return lambda: self.locked.remove(piece)
+
+
+def test_slabs_are_in_no_core_dump_and_no_child() -> None:
+    assert is_private(SlabPool("save", count=2, slab_bytes=4096).memory.numpy())
 
 
 def test_slabs_are_pages_of_their_own_and_not_one_more() -> None:

@@ -6,21 +6,21 @@ for ``/healthz``; those of the Unix socket are of the agent's own user.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from hashlib import sha256
 from hmac import compare_digest
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 from objkv.agent.core import Core
-from objkv.agent.http.listener import HttpListener, StartResponse, read_body
+from objkv.agent.http.listener import Bodies, HttpListener, StartResponse, admit, skip_body
 from objkv.agent.http.metrics import metrics_page
 from objkv.agent.http.prompts import Body, PromptReader, read_json, read_order
 from objkv.agent.prefetch import Prefetches
-from objkv.errors import ConfigError, ObjkvError
+from objkv.agent.unsaved.policy import PutPolicy
+from objkv.errors import ConfigError, ObjkvError, StoreUnavailable
 from objkv.models.tokenizer import Tokenizers
 from objkv.telemetry import MemoryRecorder, added, is_level
 
@@ -61,6 +61,18 @@ class HttpPlaces:
         return f"<HttpPlaces {self.path} {self.address or ''}>"
 
 
+class Clients(Protocol):
+    """What this interface tells of the server of replicas."""
+
+    @property
+    def clients(self) -> int:
+        """Connections."""
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether new ones are served."""
+
+
 class AgentHttp:
     """Serves until it is closed."""
 
@@ -70,16 +82,18 @@ class AgentHttp:
         core: Core,
         prefetches: Prefetches,
         numbers: AgentNumbers,
-        clients: Callable[[], int],
+        server: Clients,
+        policy: PutPolicy,
     ) -> None:
-        """Raises ``ConfigError`` if a place cannot be served. ``clients``: connected replicas."""
+        """Raises ``ConfigError`` if a place cannot be served. ``server``: of replicas."""
         if places.address is not None and not places.token:
             raise ConfigError("an agent that listens on an address needs a token")
         self._core, self._prefetches = core, prefetches
-        self._numbers, self._clients = numbers, clients
+        self._numbers, self._server, self._policy = numbers, server, policy
         self._prompts = PromptReader(prefetches, Tokenizers(places.tokenizers))
         self._token = _digest(places.token.encode())
         self._path = places.path
+        self._bodies = Bodies()
         self._listeners = [self._open_local()]
         if places.address is not None:
             try:
@@ -100,16 +114,22 @@ class AgentHttp:
             self._listeners[0] = self._open_local()
 
     def _open_local(self) -> HttpListener:
-        return HttpListener(self._path, partial(self._answer, is_local=True))
+        return HttpListener(self._path, self._answer_local)
 
     def close(self) -> None:
         """Stop. Idempotent."""
         for listener in self._listeners:
             listener.close()
 
+    def _answer_local(self, environ: dict[str, Any], start: StartResponse) -> Iterable[bytes]:
+        admit(environ)
+        return self._answer(environ, start, is_local=True)
+
     def _answer_remote(self, environ: dict[str, Any], start: StartResponse) -> Iterable[bytes]:
-        if environ.get("PATH_INFO") != "/healthz" and not self._is_allowed(environ):
-            read_body(environ, keep=False)
+        if self._is_allowed(environ):
+            admit(environ)
+        elif environ.get("PATH_INFO") != "/healthz":
+            skip_body(environ)
             text = "send the agent's token in a header: Authorization: Bearer TOKEN"
             more = ("WWW-Authenticate", 'Bearer realm="objkv"')
             return _say_json(start, "401 Unauthorized", {"error": text}, more)
@@ -125,18 +145,19 @@ class AgentHttp:
         self, environ: dict[str, Any], start: StartResponse, *, is_local: bool
     ) -> Iterable[bytes]:
         path, method = environ.get("PATH_INFO", "/"), environ.get("REQUEST_METHOD")
-        pages = {"/healthz": lambda: "ok\n", "/metrics": self._metrics}
+        pages = {"/healthz": self._health, "/metrics": self._metrics}
         reads = {"/v1/namespaces": self._namespaces}
         posts = {"/v1/match": self._match, "/v1/prefetch": self._prefetch}
-        content = read_body(environ)
         try:
+            if path in posts and method == "POST":
+                with self._bodies.read(environ) as content:
+                    answer = posts[path](read_json(content), is_local)
+                return _say_json(start, "200 OK", answer)
+            skip_body(environ)
             if path in pages and method == "GET":
                 return _say(start, "200 OK", pages[path](), _TEXT)
             if path in reads and method == "GET":
                 return _say_json(start, "200 OK", reads[path]())
-            if path in posts and method == "POST":
-                answer = posts[path](read_json(content), is_local)
-                return _say_json(start, "200 OK", answer)
         except ConfigError as exc:
             return _say_json(start, "400 Bad Request", {"error": str(exc)})
         except ObjkvError as exc:
@@ -147,6 +168,12 @@ class AgentHttp:
             return _say_json(start, "405 Method Not Allowed", {"error": text}, ("Allow", allowed))
         known = ", ".join((*pages, *reads, *posts))
         return _say_json(start, "404 Not Found", {"error": f"no {path}: there are {known}"})
+
+    def _health(self) -> str:
+        """Replicas are served by another thread than this one: what counts is that one."""
+        if not self._server.is_accepting:
+            raise StoreUnavailable("this agent serves no new replicas: restart it")
+        return "ok\n"
 
     def _metrics(self) -> str:
         residents = self._core.residents
@@ -159,13 +186,13 @@ class AgentHttp:
             "unsaved_payloads": len(residents.unsaved),
             "unsaved_bytes": residents.unsaved.nbytes,
             "prefetch_unread_bytes": residents.unread_bytes,
-            "clients": self._clients(),
+            "clients": self._server.clients,
         }
         spill = self._core.spill
         levels["disk_bytes"] = 0 if spill is None else spill.disk.nbytes
         levels["disk_max_bytes"] = 0 if spill is None else spill.disk.nbytes_max
         levels["disk_payloads"] = 0 if spill is None else len(spill.disk)
-        return metrics_page(levels, self._numbers.read())
+        return metrics_page(levels, self._numbers.read(), self._policy.decisions())
 
     def _namespaces(self) -> dict[str, Any]:
         return {"namespaces": [asdict(one) for one in self._prefetches.namespaces()]}
@@ -192,5 +219,6 @@ def _say(
     start: StartResponse, status: str, text: str, kind: str, *more: tuple[str, str]
 ) -> Iterable[bytes]:
     body = text.encode()
-    start(status, [("Content-Type", kind), ("Content-Length", str(len(body))), *more])
+    head = [("Content-Type", kind), ("Content-Length", str(len(body))), ("Server", "objkv")]
+    start(status, [*head, *more])
     return [body]

@@ -8,6 +8,7 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any, TypeVar
 
+from objkv.agent.peers import connect_to
 from objkv.agent.prefetch import Matched, NamespaceFacts, Prefetched, PrefetchOrder
 from objkv.errors import ConfigError, StoreError, StoreUnavailable
 from objkv.keys.prefix import PromptExtras
@@ -68,7 +69,7 @@ class AgentApi:
         try:
             connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connection.sock.settimeout(self._answer_s)
-            connection.sock.connect(str(self._path))
+            connect_to(connection.sock, self._path)
             connection.request(method, path, None if body is None else json.dumps(body))
             found = connection.getresponse()
             status, content = found.status, found.read(_ANSWER_BYTES_MAX)

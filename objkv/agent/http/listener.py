@@ -7,25 +7,29 @@ whole request, so that clients of one cannot keep those of the other waiting.
 import errno
 import os
 import socket
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from socketserver import ThreadingMixIn
-from threading import BoundedSemaphore, Lock, Thread
-from time import monotonic
+from threading import Condition, Lock, Thread
+from time import monotonic, sleep
 from typing import Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from objkv.errors import ConfigError
+from objkv.agent.peers import bind_private, is_served, peer_of
+from objkv.errors import ConfigError, StoreBusy
 
 StartResponse = Callable[..., Any]
 Application = Callable[[dict[str, Any], StartResponse], Iterable[bytes]]
 BODY_BYTES_MAX: Final = 16 << 20
-"""A prompt of a million tokens is half of that."""
+"""Of all requests at a time. A prompt of a million tokens is half of that."""
 _CLIENTS_MAX = 16
 _SILENT_S, _REQUEST_S, _STOP_S = 10.0, 60.0, 5.0
 """How long a client may be silent, and how long a request may take."""
+_POLL_S = 0.2
 _PIECE_BYTES = 1 << 16
+_ADMIT = "objkv.admit"
 _NAME = "objkv"
 _LISTENS = "0A"
 """The state in the kernel's tables of TCP sockets."""
@@ -33,6 +37,11 @@ _LISTENS = "0A"
 
 class _Handler(WSGIRequestHandler):
     timeout = _SILENT_S
+
+    def get_environ(self) -> dict[str, Any]:
+        """Return what the application is told, and how it admits the client."""
+        assert isinstance(self.server, _Server)
+        return super().get_environ() | {_ADMIT: partial(self.server.admit, self.connection)}
 
     def address_string(self) -> str:
         """Return a name for clients: those of a Unix socket have no address."""
@@ -52,41 +61,72 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def __init__(self, address: Any, family: int) -> None:
         self.address_family = family
-        self._slots = BoundedSemaphore(_CLIENTS_MAX)
         self._lock = Lock()
         self._began: dict[socket.socket, float] = {}
+        self._admitted = set[socket.socket]()
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
         """Bind without a lookup of this machine's name, which may take long."""
-        before = os.umask(0o177)
-        try:
-            if self.address_family != socket.AF_UNIX:
-                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if self.address_family == socket.AF_UNIX:
+            bind_private(self.socket, str(self.server_address))
+        else:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self.socket.bind(self.server_address)
-        finally:
-            os.umask(before)
         self.server_name, self.server_port = _NAME, 0
         self.setup_environ()
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        return self.socket.accept()[0], ("client", 0)
+        try:
+            sock, _ = self.socket.accept()
+        except OSError:
+            sleep(_POLL_S)  # such as no descriptor: it may be some time
+            raise
+        if self.address_family == socket.AF_UNIX and not is_served(peer_of(sock)[1]):
+            sock.close()
+            raise PermissionError("a process of another user")
+        return sock, ("client", 0)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._slots.acquire(blocking=False):
+        with self._lock:
+            if has_slot := len(self._began) < _CLIENTS_MAX or self._drop_stranger():
+                self._began[request] = monotonic()
+        if not has_slot:
             self.shutdown_request(request)
             return
-        with self._lock:
-            self._began[request] = monotonic()
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread is free
+            self._end(request)
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            with self._lock:
-                self._began.pop(request, None)
-            self._slots.release()
+            self._end(request)
+
+    def admit(self, request: socket.socket) -> None:
+        """A client has shown that it may ask: it keeps its slot."""
+        with self._lock:
+            if request in self._began:
+                self._admitted.add(request)
+
+    def _drop_stranger(self) -> bool:
+        """Hang up on the oldest client that is not admitted. Returns whether there was one. The
+        lock must be held."""
+        found = next((one for one in self._began if one not in self._admitted), None)
+        if found is None:
+            return False
+        del self._began[found]
+        with suppress(OSError):
+            found.shutdown(socket.SHUT_RDWR)
+        return True
+
+    def _end(self, request: socket.socket) -> None:
+        with self._lock:
+            self._began.pop(request, None)
+            self._admitted.discard(request)
 
     def service_actions(self) -> None:
         """Hang up on clients that send, or read, a byte now and then."""
@@ -132,10 +172,17 @@ class HttpListener:
         except (OSError, OverflowError) as exc:
             raise _refused(where, exc) from exc
         self._server.set_app(application)
-        self._thread = Thread(
-            target=self._server.serve_forever, args=(0.2,), name="objkv-agent-http", daemon=True
-        )
-        self._thread.start()
+        serve = self._server.serve_forever
+        try:
+            self._thread = Thread(
+                target=serve, args=(_POLL_S,), name="objkv-agent-http", daemon=True
+            )
+            self._thread.start()
+        except Exception as exc:  # no thread or no memory is free
+            self._server.server_close()
+            if self._path is not None:
+                self._path.unlink(missing_ok=True)
+            raise _refused(where, exc) from exc
 
     @property
     def port(self) -> int:
@@ -158,22 +205,51 @@ class HttpListener:
         self._server.server_close()
 
 
-def read_body(environ: dict[str, Any], *, keep: bool = True) -> bytes:
-    """Read the body, because leaving it unread would reset the connection. Returns it unless it is
-    too long, or not to be kept."""
-    try:
-        left = int(environ.get("CONTENT_LENGTH") or 0)
-    except ValueError:
-        return b""
-    if not 0 < left <= BODY_BYTES_MAX:
-        return b""
-    source = environ["wsgi.input"]
-    if keep:
-        content: bytes = source.read(left)
-        return content
-    while left > 0 and (piece := source.read(min(left, _PIECE_BYTES))):
+class Bodies:
+    """Reads the bodies of requests, which together have a bound. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._left = BODY_BYTES_MAX
+
+    @contextmanager
+    def read(self, environ: dict[str, Any]) -> Iterator[bytes]:
+        """Read a body; it counts until the block ends. Empty if it is too long. Waits while others
+        use the memory, and raises ``StoreBusy`` after some time."""
+        nbytes = _length(environ)
+        with self._changed:
+            has_room = self._changed.wait_for(lambda: nbytes <= self._left, _SILENT_S)
+            self._left -= nbytes if has_room else 0
+        if not has_room:
+            skip_body(environ)
+            raise StoreBusy("too many long requests at once: try again")
+        try:
+            yield environ["wsgi.input"].read(nbytes) if nbytes else b""
+        finally:
+            with self._changed:
+                self._left += nbytes
+                self._changed.notify_all()
+
+
+def admit(environ: Mapping[str, Any]) -> None:
+    """The client of a request may ask: it keeps its slot until it is answered. Others lose theirs
+    when all are taken."""
+    environ[_ADMIT]()
+
+
+def skip_body(environ: Mapping[str, Any]) -> None:
+    """Read the body, because leaving it unread would reset the connection."""
+    left = _length(environ)
+    while left > 0 and (piece := environ["wsgi.input"].read(min(left, _PIECE_BYTES))):
         left -= len(piece)
-    return b""
+
+
+def _length(environ: Mapping[str, Any]) -> int:
+    try:
+        nbytes = int(environ.get("CONTENT_LENGTH") or 0)
+    except ValueError:
+        return 0
+    return nbytes if 0 < nbytes <= BODY_BYTES_MAX else 0
 
 
 def _refused(where: Path | tuple[str, int], exc: Exception) -> ConfigError:

@@ -1,11 +1,18 @@
-"""The names and texts of an agent's metrics, and its page for Prometheus. They have no labels."""
+"""The names and texts of an agent's metrics, and its page for Prometheus. Only what is decided for
+a namespace has a label."""
 
+import math
 from collections.abc import Mapping
 from typing import Final
 
-from objkv.telemetry import is_level
+from objkv.cache.worth import Decision
+from objkv.codec.payload import CODECS
+from objkv.net.breaker import DIRECTIONS
 
 PREFIX: Final = "objkv_agent_"
+_BREAKERS = [
+    (end, direction) for end in ("bulk", "hot", "index", "disk") for direction in DIRECTIONS
+]
 LEVELS: Final = {
     "arena_bytes": "Room for payloads in the arena.",
     "arena_free_bytes": "Room that no payload takes.",
@@ -19,6 +26,10 @@ LEVELS: Final = {
     "disk_max_bytes": "Maximum size of those files.",
     "disk_payloads": "Payloads on the agent's disk.",
     "clients": "Connections of replicas. A replica has several.",
+    **{
+        f"breaker_open_{end}_{direction}": f"1 while the {end} {direction} circuit breaker is open."
+        for end, direction in _BREAKERS
+    },
 }
 TOTALS: Final = {
     "hits": "Requested payloads that were in the arena, or already on their way.",
@@ -40,6 +51,8 @@ TOTALS: Final = {
     "disk_corrupt": "Payloads on the disk that did not verify, and were removed.",
     "disk_errors": "Failed reads and writes of the disk.",
     "load_bytes": "Payload bytes fetched from stores and verified.",
+    "hot_load_bytes": "Bytes of those that came from the hot store.",
+    "bulk_load_bytes": "Bytes of those that came from the bulk store.",
     "load_errors": "Fetches that failed in a store, or at their deadline.",
     "load_corrupt": "Payloads refused because of their length, claim or checksum.",
     "load_ghosts": "Indexed payloads that were missing from the store.",
@@ -58,23 +71,90 @@ TOTALS: Final = {
     "save_errors": "Payloads not saved because a store failed.",
     "saves_shed": "Payloads not saved because the store was overloaded or its circuit was open.",
     "save_over_quota": "Payloads not saved because the quota was used up.",
+    "publish_errors": "Payloads stored and not indexed, so they stay unsaved.",
+    "save_existed": "Payloads not stored because they already were.",
+    "save_repeats": "Payloads that the agent was saving, or had just saved.",
+    "save_leased_elsewhere": "Payloads not saved because another agent was saving them.",
+    "lease_errors": "Failed calls to take or release a lease. The payload was saved without one.",
+    "forget_errors": "Records of missing or corrupt payloads that could not be removed.",
+    "quota_errors": "Failed reads of a tenant's usage.",
+    "sweeps": "Automatic sweeps of a local folder that was full.",
+    "sweep_errors": "Automatic sweeps that failed.",
+    **{f"save_codec_{codec}": f"Payloads saved whose frames are all {codec}." for codec in CODECS},
+    "save_codec_mixed": "Payloads saved with both compressed and uncompressed frames.",
+    "hot_hits": "Payloads read from the hot store.",
+    "hot_misses": "Payloads indexed as hot that were read from the bulk store.",
+    "hot_errors": "Failed hot store calls. The bulk store was read instead, or no copy was made.",
+    **{
+        f"{store}_{what}": f"{store.capitalize()} store {text}"
+        for store in ("bulk", "hot")
+        for what, text in (
+            ("reads", "reads, including failed ones."),
+            ("read_bytes", "bytes read, verified or not."),
+            ("read_errors", "reads that failed."),
+            ("writes", "writes, including failed ones."),
+            ("written_bytes", "bytes written."),
+            ("write_errors", "writes that failed."),
+        )
+    },
+    "index_calls": "Calls to the index, including failed ones.",
+    "index_errors": "Calls to the index that failed.",
+    "index_records_found": "Chunks looked up that had a record.",
+    "index_records_missing": "Chunks looked up that had no record.",
+    **{
+        f"breaker_{what}_{end}_{direction}": text.format(f"{end} {direction}")
+        for end, direction in _BREAKERS
+        for what, text in (
+            ("openings", "Times that the {} circuit breaker opened."),
+            ("refused", "Calls refused because the {} circuit breaker was open."),
+        )
+    },
 }
 """Counters since the agent's start. They are exported from the start, with ``_total``."""
 
 
-def metrics_page(levels: Mapping[str, float], numbers: Mapping[str, float]) -> str:
-    """Return a page for Prometheus of these levels, and of a recorder's numbers since the start."""
+DECISIONS: Final = {
+    "puts_all": "1: all payloads of the namespace are put; 0: those that recur.",
+    "break_even": "How often a saved chunk must be read again to pay, if it is known.",
+}
+"""By ``namespace``, whose value is empty if the settings alone decide for all."""
+
+
+def metrics_page(
+    levels: Mapping[str, float],
+    numbers: Mapping[str, float],
+    decisions: Mapping[str, Decision] | None = None,
+) -> str:
+    """Return a page for Prometheus of these levels, of a recorder's numbers since the start, and of
+    what is put of each namespace."""
+    values = {name.removeprefix("agent_"): value for name, value in numbers.items()} | {**levels}
     lines = []
-    for name, value in levels.items():
-        lines += _metric(PREFIX + name, "gauge", value, LEVELS.get(name))
-    rest = {name.removeprefix("agent_"): value for name, value in numbers.items()}
-    for name in (*TOTALS, *sorted(rest.keys() - TOTALS.keys())):
-        value = rest.get(name, 0.0)
-        if is_level(name):
-            lines += _metric(PREFIX + name, "gauge", value, None)
-        elif not name.endswith("_max"):
+    for name, text in LEVELS.items():
+        lines += _metric(PREFIX + name, "gauge", values.pop(name, 0.0), text)
+    lines += _decided(decisions or {})
+    for name in (*TOTALS, *sorted(values.keys() - TOTALS.keys())):
+        if not name.endswith("_max"):
+            value = values.get(name, 0.0)
             lines += _metric(f"{PREFIX}{name}_total", "counter", value, TOTALS.get(name))
     return "\n".join(lines) + "\n"
+
+
+def _decided(decisions: Mapping[str, Decision]) -> list[str]:
+    found = {
+        "puts_all": {name: float(one.puts == "all") for name, one in decisions.items()},
+        "break_even": {
+            name: one.break_even
+            for name, one in decisions.items()
+            if one.break_even is not None and math.isfinite(one.break_even)
+        },
+    }
+    lines = []
+    for metric, text in DECISIONS.items():
+        name = PREFIX + metric
+        lines += [f"# HELP {name} {text}", f"# TYPE {name} gauge"]
+        for namespace, value in found[metric].items():
+            lines.append(f'{name}{{namespace="{namespace}"}} {value:.15g}')
+    return lines
 
 
 def _metric(name: str, kind: str, value: float, text: str | None) -> list[str]:

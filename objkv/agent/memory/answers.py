@@ -2,14 +2,15 @@
 
 So a replica needs no message for chunks that were looked up before on its node: two wake-ups of
 processes take longer than all the rest of a lookup. Answers come in blocks of chunks, because
-prompts that begin alike have equal blocks from the start on. Only blocks whose chunks are all
-stored are kept, for a bounded time.
+prompts that begin alike have equal blocks from the start on. Each is kept for a bounded time, and
+until anything changes about one of its chunks on this node.
 """
 
 import mmap
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from threading import Lock
 from typing import Final
 
@@ -18,6 +19,7 @@ from xxhash import xxh3_64_intdigest, xxh3_128_digest
 from objkv.agent.memory.arena import PAGE, check_seals, map_sealed
 from objkv.errors import ConfigError, TransferError
 from objkv.keys.prefix import PREFIX_HASH_BYTES
+from objkv.stores.base import map_memory
 
 BLOCK_MAX: Final = 32
 """Chunks per block, or as many as fit. The last one of a prompt may have fewer."""
@@ -26,15 +28,16 @@ RECORD_BYTES: Final = 200
 _SLOTS = 1024
 _SLOT_BYTES = 32_768
 _KEY_BYTES = 16
-_WORDS = PAGE // 8
 VOUCH_S: Final = 3.0
 """For how long an agent that runs vouches for its answers at a time."""
-_HEAD = struct.Struct(f"<{_KEY_BYTES}sQddIQ")
+_HEAD = struct.Struct(f"<{_KEY_BYTES}sddIQ")
 _CHECK = struct.Struct("<Q")
 TEXT_AT: Final = _HEAD.size + _CHECK.size
 """Position of a text in its slot."""
 TEXT_BYTES_MAX: Final = _SLOT_BYTES - TEXT_AT
-"""Longer texts are not kept, as those of very many shards."""
+"""Longer texts are not kept."""
+FIELDS_MAX: Final = TEXT_BYTES_MAX // RECORD_BYTES
+"""Fields of one lookup, so that a block has a chunk at least. Others are looked up in turns."""
 _TOTAL = PAGE + _SLOTS * _SLOT_BYTES
 
 
@@ -42,8 +45,6 @@ class Scope:
     """Lookups of one namespace and some shard fields."""
 
     def __init__(self, namespace: str, fields: Sequence[str]) -> None:
-        self.word = _word_of(namespace)
-        """Position of the namespace's generation on the board."""
         self._text = "\n".join((namespace, *fields, "")).encode()
         fitting = TEXT_BYTES_MAX // (RECORD_BYTES * max(1, len(fields)))
         self.chunks = max(1, min(BLOCK_MAX, fitting))
@@ -59,8 +60,15 @@ class Scope:
         return xxh3_128_digest(self._text + block)
 
 
-def _word_of(namespace: str) -> int:
-    return 1 + xxh3_64_intdigest(namespace.encode()) % (_WORDS - 1)
+@dataclass(slots=True, eq=False)
+class Draft:
+    """A block that is being looked up, or is on the board."""
+
+    key: bytes
+    hashes: Sequence[bytes]
+    """The prefix hashes of its chunks."""
+    is_void: bool = False
+    """Whether something has changed about a chunk since the lookup began."""
 
 
 class AnswerBoard:
@@ -68,16 +76,18 @@ class AnswerBoard:
     a replica's is not. Thread-safe.
 
     A reader checks what it has copied, so it may read while the agent writes. The first page has
-    the time until which the agent vouches for its answers, since one that hangs cannot void them,
-    and the generations: a namespace's answers of an earlier one are void.
+    the time until which the agent vouches for its answers, since one that hangs cannot void them.
     """
 
     def __init__(self, fd: int, mapping: mmap.mmap) -> None:
         self.fd = fd
         """The memfd, which this object closes. -1 for a reader."""
         self._view = memoryview(mapping)
-        self._words = self._view[:PAGE].cast("Q")
+        self._vouched = self._view[:8].cast("Q")
         self._lock = Lock()
+        self._at: dict[int, Draft] = {}
+        """What each slot has, by its position."""
+        self._by_chunk: dict[bytes, tuple[Draft, ...]] = {}
 
     @classmethod
     def create(cls) -> "AnswerBoard":
@@ -86,12 +96,12 @@ class AnswerBoard:
         try:
             fd = os.memfd_create("objkv-answers", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as exc:
-            raise ConfigError(f"the system makes no memfd ({exc}): set agent to off") from exc
+            raise ConfigError(f"the system makes no memfd: {exc}") from exc
         try:
             return cls(fd, map_sealed(fd, _TOTAL))
         except OSError as exc:
             os.close(fd)
-            raise ConfigError(f"no memory for answers ({exc}): set agent to off") from exc
+            raise ConfigError(f"no memory for answers: {exc}") from exc
 
     @classmethod
     def join(cls, fd: int) -> "AnswerBoard":
@@ -100,7 +110,7 @@ class AnswerBoard:
         try:
             if not check_seals(fd, writable=False) or os.fstat(fd).st_size != _TOTAL:
                 raise TransferError("the agent's answers are not sealed, or have an invalid size")
-            return cls(-1, mmap.mmap(fd, _TOTAL, prot=mmap.PROT_READ))
+            return cls(-1, map_memory(fd, _TOTAL, writable=False))
         except OSError as exc:
             raise TransferError(f"the agent's answers cannot be mapped: {exc}") from exc
         finally:
@@ -109,44 +119,64 @@ class AnswerBoard:
     def vouch(self, until_s: float) -> None:
         """State that all answers which are not void are right, until then at most. In seconds since
         the epoch."""
-        self._words[0] = int(1000 * until_s)
+        self._vouched[0] = int(1000 * until_s)
 
-    def generation(self, scope: Scope) -> int:
-        """Return a number that changes with ``discard``."""
-        return self._words[scope.word]
-
-    def discard(self, namespace: str) -> None:
-        """Void the answers of a namespace."""
+    def begin(self, key: bytes, hashes: Sequence[bytes]) -> Draft:
+        """Begin a block's lookup. ``write`` or ``end`` must follow."""
+        draft = Draft(key, hashes)
         with self._lock:
-            self._words[_word_of(namespace)] += 1
+            for one in hashes:
+                self._by_chunk[one] = (*self._by_chunk.get(one, ()), draft)
+        return draft
 
-    def write(self, key: bytes, text: bytes, span: tuple[float, float], generation: int) -> None:
-        """Keep a block's answer, unless it is too long.
-
-        Args:
-            span: from when until when it is valid, in seconds since the epoch.
-            generation: that of its scope before its records were looked up.
-        """
-        if len(text) > TEXT_BYTES_MAX:
-            return
-        at = _place(key)
-        head = _HEAD.pack(key, generation, *span, len(text), xxh3_64_intdigest(text))
+    def write(self, draft: Draft, text: bytes, span: tuple[float, float]) -> None:
+        """Keep a block's answer, unless it is too long, or something has changed about one of its
+        chunks since its lookup began. ``span``: from when until when it is valid, in seconds since
+        the epoch."""
+        at = _place(draft.key)
+        head = _HEAD.pack(draft.key, *span, len(text), xxh3_64_intdigest(text))
         with self._lock:
+            if draft.is_void or len(text) > TEXT_BYTES_MAX:
+                self._unlink(draft)
+                return
+            if (before := self._at.get(at)) is not None:
+                self._unlink(before)
+            self._at[at] = draft
             self._view[at : at + len(head)] = bytes(len(head))
             self._view[at + TEXT_AT : at + TEXT_AT + len(text)] = text
             self._view[at + _HEAD.size : at + TEXT_AT] = _CHECK.pack(xxh3_64_intdigest(head))
             self._view[at : at + len(head)] = head
 
-    def find(self, scope: Scope, key: bytes, now: float) -> tuple[int, int] | None:
+    def end(self, drafts: Iterable[Draft]) -> None:
+        """End lookups. What was not written is not kept."""
+        with self._lock:
+            for draft in drafts:
+                if self._at.get(_place(draft.key)) is not draft:
+                    self._unlink(draft)
+
+    def discard(self, prefix_hash: bytes) -> None:
+        """Void all answers about a chunk, also of lookups under way: something has changed."""
+        if prefix_hash not in self._by_chunk:  # as of nearly all that is saved
+            return
+        with self._lock:
+            for draft in self._by_chunk.get(prefix_hash, ()):
+                draft.is_void = True
+                at = _place(draft.key)
+                if self._at.get(at) is draft:
+                    self._view[at : at + _HEAD.size] = bytes(_HEAD.size)
+                    del self._at[at]
+                    self._unlink(draft)
+
+    def find(self, key: bytes, now: float) -> tuple[int, int] | None:
         """Return the checksum and the length of a block's text, or None if no valid answer is
         kept."""
-        if self._words[0] <= 1000 * now:
+        if self._vouched[0] <= 1000 * now:
             return None
         at = _place(key)
         copy = bytes(self._view[at : at + TEXT_AT])
-        found, generation, begins_s, ends_s, nbytes, checksum = _HEAD.unpack_from(copy)
+        found, begins_s, ends_s, nbytes, checksum = _HEAD.unpack_from(copy)
         # A begin in the future means that the clock was set back meanwhile.
-        if found != key or generation != self._words[scope.word] or not begins_s <= now < ends_s:
+        if found != key or not begins_s <= now < ends_s:
             return None
         (check,) = _CHECK.unpack_from(copy, _HEAD.size)
         if check != xxh3_64_intdigest(copy[: _HEAD.size]) or nbytes > TEXT_BYTES_MAX:
@@ -170,6 +200,14 @@ class AnswerBoard:
 
     def __repr__(self) -> str:
         return f"<AnswerBoard of {_SLOTS} blocks>"
+
+    def _unlink(self, draft: Draft) -> None:
+        """Forget a draft's chunks. The lock must be held."""
+        for one in draft.hashes:
+            if left := tuple(other for other in self._by_chunk.get(one, ()) if other is not draft):
+                self._by_chunk[one] = left
+            else:
+                self._by_chunk.pop(one, None)
 
 
 def _place(key: bytes) -> int:

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import mmap
 import os
+import struct
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Set
 from contextlib import suppress
@@ -19,14 +20,19 @@ from itertools import pairwise
 from threading import Lock
 from typing import Final
 
+from xxhash import xxh3_64_intdigest
+
 from objkv.errors import ConfigError, TransferError
+from objkv.stores.base import map_memory
 
 PAGE: Final = 4096
-_CELL_WORDS = 4
-_CELL_BYTES = 8 * _CELL_WORDS
+_CELL = struct.Struct("<QQQQ")
 CELLS: Final = 32_768
-"""Most payloads of an arena, those included that are being filled."""
-BOARD_BYTES: Final = CELLS * _CELL_BYTES
+"""Most payloads that are being filled, or have been leased ever since."""
+BOARD_BYTES: Final = CELLS * _CELL.size
+_READS_MAX = 10_000
+"""How often a cell is read that does not match its checksum. A write takes a microsecond."""
+_WORDS = struct.Struct("<QQQ")
 # Constants of Linux that Python 3.11 does not name.
 _ADD_SEALS, _GET_SEALS = 1033, 1034
 _FIXED_SIZE = 0x2 | 0x4  # F_SEAL_SHRINK, F_SEAL_GROW
@@ -46,11 +52,10 @@ def check_seals(fd: int, *, writable: bool) -> bool:
 
 
 def map_sealed(fd: int, nbytes: int) -> mmap.mmap:
-    """Size and map a new memfd, which gets no other writers. Children do not inherit the mapping.
-    Raises ``OSError`` and ``OverflowError``."""
+    """Size and map a new memfd, which gets no other writers. Raises ``OSError`` and
+    ``OverflowError``."""
     os.ftruncate(fd, nbytes)
-    mapping = mmap.mmap(fd, nbytes)
-    mapping.madvise(mmap.MADV_DONTFORK)
+    mapping = map_memory(fd, nbytes)
     fcntl.fcntl(fd, _ADD_SEALS, _READ_ONLY)
     return mapping
 
@@ -83,32 +88,36 @@ ALL_FRAMES: Final = 0xFFFF_FFFF
 class Board:
     """Progress cells at the start of an arena. The agent writes them, replicas read them.
 
-    A cell is written as three words. The one with state and frames is last. On x86-64 and
-    ARM64 an aligned word is written at once; the order towards another core is settled by the
-    eventfd call that follows on the writer's side and precedes on the reader's.
+    A cell is three words and their checksum: a reader on another core may see them change in any
+    order, and then reads again. The eventfd call that follows on the writer's side and precedes on
+    the reader's makes all of them visible, and the payload's bytes.
     """
 
     def __init__(self, memory: memoryview) -> None:
         """``memory``: the arena, or at least its first ``BOARD_BYTES``."""
-        self._words = memory[:BOARD_BYTES].cast("Q")
+        self._cells = memory[:BOARD_BYTES]
 
     def write(self, cell: int, progress: Progress) -> None:
         """Write a cell. Only the agent can."""
-        at = cell * _CELL_WORDS
-        words = self._words
-        words[at + 1] = progress.offset
-        words[at + 2] = progress.nbytes
-        words[at] = progress.state << 48 | progress.reason << 32 | progress.frames
+        word = progress.state << 48 | progress.reason << 32 | progress.frames
+        check = _check(word, progress.offset, progress.nbytes)
+        _CELL.pack_into(
+            self._cells, cell * _CELL.size, word, progress.offset, progress.nbytes, check
+        )
 
     def read(self, cell: int) -> Progress:
-        """Read a cell."""
-        at = cell * _CELL_WORDS
-        words = self._words
-        word = words[at]
-        state = CellState(word >> 48)
-        return Progress(
-            state, word & 0xFFFF_FFFF, words[at + 1], words[at + 2], word >> 32 & 0xFFFF
-        )
+        """Read a cell. One that never becomes valid, as of an agent that was killed while it wrote,
+        has no new frames."""
+        for _ in range(_READS_MAX):
+            word, offset, nbytes, check = _CELL.unpack_from(self._cells, cell * _CELL.size)
+            if check == _check(word, offset, nbytes):
+                frames, reason = word & 0xFFFF_FFFF, word >> 32 & 0xFFFF
+                return Progress(CellState(word >> 48), frames, offset, nbytes, reason)
+        return Progress(CellState.FILLING, 0, 0, 0, 0)
+
+
+def _check(*words: int) -> int:
+    return xxh3_64_intdigest(_WORDS.pack(*words))
 
 
 class Arena:
@@ -136,7 +145,7 @@ class Arena:
         try:
             fd = os.memfd_create("objkv-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as exc:
-            raise ConfigError(f"the system makes no memfd ({exc}): set agent to off") from exc
+            raise ConfigError(f"the system makes no memfd: {exc}") from exc
         try:
             mapping = map_sealed(fd, total)
             _use_huge_pages(mapping)
@@ -144,8 +153,7 @@ class Arena:
             os.close(fd)
             why = getattr(exc, "strerror", None) or "too large"
             raise ConfigError(
-                f"no arena of {total >> 20:,} MiB ({why}): lower agent_memory_bytes, or "
-                "set agent to off"
+                f"no arena of {total >> 20:,} MiB ({why}): lower agent_memory_bytes"
             ) from exc
         return cls(fd, mapping, writable=True)
 
@@ -158,7 +166,7 @@ class Arena:
             sealed = check_seals(fd, writable=False)
             if not sealed or total <= BOARD_BYTES or total % PAGE:
                 raise TransferError("the agent's arena is not sealed, or has an invalid size")
-            return cls(fd, mmap.mmap(fd, total, prot=mmap.PROT_READ), writable=False)
+            return cls(fd, map_memory(fd, total, writable=False), writable=False)
         except OSError as exc:
             os.close(fd)
             raise TransferError(f"the agent's arena cannot be mapped: {exc}") from exc
@@ -257,6 +265,10 @@ class Extents:
             self._taken[start] = start + size
             self._free_bytes -= size
             return start
+
+    def size(self, start: int) -> int:
+        """Return the size of the extent at ``start``."""
+        return self._taken[start] - start
 
     def give_back(self, start: int) -> None:
         """Free the extent at ``start``."""

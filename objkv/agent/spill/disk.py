@@ -24,9 +24,13 @@ from objkv.stores.base import Arrived
 FOLDER: Final = "payloads"
 """Folder of the files below the configured one, which may be a mount point of another owner."""
 FILES_MAX: Final = 1 << 18
-"""Payloads on disk, whatever the bound in bytes: each takes 300 bytes of memory."""
+"""Payloads on disk, whatever the bound in bytes: each takes 300 bytes of memory, and 1,100 more if
+it is held back."""
 _LOCK = "lock"
 _TEMPORARY = "unfinished"
+_HELD_BACK = "held-back"
+_HELD_BACK_BYTES_MAX = 128 << 20
+"""About twice what ``FILES_MAX`` payloads take."""
 _NAME = re.compile(r"[0-9a-f]{40}\.(?:plain|signed|encrypted|signed-encrypted)")
 _DIGEST_BYTES = 20
 _BLOCK = 4096
@@ -134,6 +138,23 @@ class DiskFolder:
         """Remove a file, if it exists."""
         with _translated(f"remove {name}"):
             self._unlink(name)
+
+    def write_held_back(self, text: bytes) -> None:
+        """Leave a list for the next agent."""
+        self.write(_HELD_BACK, memoryview(text))
+
+    def take_held_back(self) -> bytes:
+        """Return and remove the list that the last agent left; empty if there is none."""
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        with _translated(f"read {_HELD_BACK}"):
+            try:
+                fd = os.open(_HELD_BACK, flags, dir_fd=self._fd)
+            except FileNotFoundError:
+                return b""
+            with open(fd, "rb") as file:
+                text = file.read(_HELD_BACK_BYTES_MAX)
+            self._unlink(_HELD_BACK)
+            return text
 
     def free_bytes(self) -> int:
         """Return the free space of the file system."""

@@ -17,6 +17,7 @@ from time import monotonic
 from objkv.agent.fill import Fill, Source, Staging, Wanted
 from objkv.agent.residents import Resident, Residents
 from objkv.agent.spill.disk import Disk
+from objkv.agent.unsaved.payloads import read_unsaved
 from objkv.background import Pool
 from objkv.codec.payload import (
     HEADER_BYTES_MAX,
@@ -74,6 +75,8 @@ class Spill:
         """When a read last brought bytes."""
         self._breakers = Breakers("disk", Patience(), recorder, on_change=_log_change)
         self._ended = Event()
+        self.held_back: frozenset[str] = frozenset()
+        """After ``close``: paths of the held-back payloads that the next agent finds here."""
         if limits.keeps_all:
             residents.on_ready = self.offer
         unsaved = residents.unsaved
@@ -131,10 +134,36 @@ class Spill:
             return
         self._ended.set()
         if not self._pool.close(seconds):  # otherwise the process's end gives it up
+            self._leave_held_back()
             self.disk.close()
 
     def __repr__(self) -> str:
         return f"<Spill {self.disk!r}, {self._pool.waiting} waiting>"
+
+    def _leave_held_back(self) -> None:
+        """Tell the next agent which payloads of the disk are nowhere else."""
+        unsaved = self._residents.unsaved
+        kept = {
+            path: one
+            for path in unsaved.paths
+            if self.disk.size_of(path) is not None and (one := unsaved.written(path)) is not None
+        }
+        if not kept or not self.disk.is_loaded:
+            return
+        try:
+            self.disk.folder.write_held_back(b"".join(kept.values()))
+            self.held_back = frozenset(kept)
+        except StoreError as exc:
+            logger.warning("held-back payloads not listed for the next agent reason=%s", exc)
+
+    def _find_held_back(self) -> None:
+        """Find what the last agent held back and left on the disk."""
+        unsaved = self._residents.unsaved
+        for line in self.disk.folder.take_held_back().splitlines():
+            claim, record = read_unsaved(line)
+            path = claim.key.path()
+            if path not in unsaved and self.disk.tie(path):
+                unsaved.add(claim, record, is_due=False)
 
     def _load(self) -> None:
         try:
@@ -145,6 +174,9 @@ class Spill:
                     if self._ended.wait(_LOOK_S):
                         return
             self.disk.load(self._ended.is_set)
+            self._find_held_back()
+        except PayloadError as exc:
+            logger.warning("held-back payloads of the last agent left out reason=%s", exc)
         except StoreError as exc:
             self._recorder.count("agent_disk_errors")
             logger.warning("disk left out until the agent's next start reason=%s", exc)

@@ -7,9 +7,11 @@ made again, here or on another node, and lost when arena and disk evict it befor
 agent ends.
 """
 
+import json
 import math
+import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
 from time import monotonic
@@ -17,14 +19,18 @@ from typing import Final
 
 from objkv.cache.chunks import shard_record
 from objkv.codec.payload import Claim, Header
+from objkv.errors import PayloadError
 from objkv.index.base import Record, ShardRecord, Shards
-from objkv.index.fields import WrittenShards, encode_shard
+from objkv.index.fields import WrittenShards, decode_shard, encode_shard
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.topology import Shard
 from objkv.telemetry import Recorder
 
 _MARK: Final = "unsaved:"
 """Begins the checksum in the record of a held-back payload. No index has such a record."""
 _RETRY_S: Final = 5.0
 """After a save that failed, the payload is not due again for this time."""
+_INVALID = AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError
 Find = Callable[[Sequence[bytes]], list[Shards | None]]
 
 
@@ -40,12 +46,26 @@ def unsaved_record(header: Header) -> ShardRecord:
     return replace(record, header_checksum=_MARK + record.header_checksum)
 
 
+def read_unsaved(line: bytes) -> tuple[Claim, ShardRecord]:
+    """Read what ``UnsavedPayloads.written`` returned. Raises ``PayloadError``."""
+    try:
+        name, prefix_hash, group, shard, parent_hash, start, end, text = json.loads(line)
+        key = ChunkKey(name, bytes.fromhex(prefix_hash), int(group), Shard.parse(shard))
+        record = decode_shard(text.encode("ascii"))
+        claim = Claim(key, bytes.fromhex(parent_hash), int(start), int(end))
+    except _INVALID as exc:
+        raise PayloadError(f"an invalid line: {exc!r}"[:200]) from exc
+    if record is None or not is_unsaved(record):
+        raise PayloadError("an invalid record")
+    return claim, record
+
+
 @dataclass(slots=True, eq=False)
 class _Unsaved:
     claim: Claim
-    record: ShardRecord
     text: bytes
-    """The record, as answers carry it."""
+    """Its record, as answers carry it."""
+    nbytes: int
     is_due: bool = False
     is_wanted: bool = False
     """Whether it is to be saved as soon as it is in the arena."""
@@ -54,12 +74,26 @@ class _Unsaved:
     the next read finds it stored."""
     retry_at: float = -math.inf
 
+    @property
+    def record(self) -> ShardRecord:
+        """Return its record. It is not kept, since there may be hundreds of thousands."""
+        record = decode_shard(self.text)
+        assert record is not None
+        return record
+
 
 class UnsavedPayloads:
     """The unsaved payloads of one arena. Thread-safe. Never waits, and holds its lock while it
     calls nothing, so callers may hold theirs."""
 
-    def __init__(self, recorder: Recorder, *, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        changed: Callable[[bytes], object] = lambda prefix_hash: None,
+        *,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        """``changed``: called after a chunk's payload was added or removed. Must not wait."""
         self.on_due: Callable[[], None] = lambda: None
         """Called after payloads became due. Must not wait."""
         self.keep: Callable[[str], bool] = lambda path: False
@@ -67,7 +101,7 @@ class UnsavedPayloads:
         calls ``dropped`` when the disk loses it, until ``has_again`` is called."""
         self.has_again: Callable[[str], None] = lambda path: None
         """Called for each payload that is complete in the arena."""
-        self._recorder, self._clock = recorder, clock
+        self._recorder, self._changed, self._clock = recorder, changed, clock
         self._lock = Lock()
         self._by_path: dict[str, _Unsaved] = {}
         self._by_chunk: dict[str, dict[bytes, dict[str, _Unsaved]]] = {}
@@ -94,13 +128,32 @@ class UnsavedPayloads:
     def add(self, claim: Claim, record: ShardRecord, *, is_due: bool) -> None:
         """Add a payload. ``record``: of ``unsaved_record``. ``is_due``: whether it is being saved
         already, and not held back."""
-        key, one = claim.key, _Unsaved(claim, record, encode_shard(record), is_due)
+        key, one = claim.key, _Unsaved(claim, encode_shard(record), record.nbytes, is_due)
         with self._lock:
             self._remove(key.path())
             self._by_path[key.path()] = one
             chunks = self._by_chunk.setdefault(key.namespace, {})
-            chunks.setdefault(key.prefix_hash, {})[key.field] = one
+            chunks.setdefault(key.prefix_hash, {})[sys.intern(key.field)] = one
             self._nbytes += record.nbytes
+        self._changed(key.prefix_hash)
+
+    def written(self, path: str) -> bytes | None:
+        """Return a payload's claim and record as a line; None if it is not here any more."""
+        one = self._by_path.get(path)
+        if one is None:
+            return None
+        claim, key = one.claim, one.claim.key
+        hashes = key.prefix_hash.hex(), claim.parent_hash.hex()
+        fields = [key.namespace, hashes[0], key.group, str(key.shard), hashes[1]]
+        fields += [claim.token_start, claim.token_end, one.text.decode()]
+        return json.dumps(fields).encode() + b"\n"
+
+    def lost(self, kept: Collection[str]) -> tuple[int, int]:
+        """Return how many payloads, and bytes, are lost with this process. ``kept``: paths of
+        those that are not."""
+        with self._lock:
+            left = [one for path, one in self._by_path.items() if path not in kept]
+        return len(left), sum(one.record.nbytes for one in left)
 
     def seen_again(self, path: str) -> bool:
         """A held-back payload was read or made again: it and those before it in its prompt become
@@ -170,7 +223,9 @@ class UnsavedPayloads:
     def saved(self, path: str) -> None:
         """A payload is stored and published."""
         with self._lock:
-            self._remove(path)
+            one = self._remove(path)
+        if one is not None:
+            self._changed(one.claim.key.prefix_hash)
 
     def left_arena(self, path: str) -> None:
         """The payload is not in the arena any more."""
@@ -183,9 +238,12 @@ class UnsavedPayloads:
             return
         with self._lock:
             one = self._remove(path)
-        if one is not None and not one.is_leased:
+        if one is None:
+            return
+        self._changed(one.claim.key.prefix_hash)
+        if not one.is_leased:
             self._recorder.count("agent_unsaved_dropped")
-            self._recorder.count("agent_unsaved_dropped_bytes", one.record.nbytes)
+            self._recorder.count("agent_unsaved_dropped_bytes", one.nbytes)
 
     def find(
         self, namespace: str, hashes: Sequence[bytes], fields: tuple[str, ...], find: Find
@@ -246,7 +304,7 @@ class UnsavedPayloads:
                 del chunks[key.prefix_hash]
             if not chunks:
                 del self._by_chunk[key.namespace]
-            self._nbytes -= one.record.nbytes
+            self._nbytes -= one.nbytes
         return one
 
 

@@ -23,29 +23,32 @@ from vllm.distributed.ec_transfer.ec_connector.metrics import (
 )
 from vllm.platforms import current_platform
 
-from objkv.assembly.backends import Backends
+from objkv.agent.calls import AgentDocuments, AgentIndex
+from objkv.agent.payloads import PayloadReader, PayloadWriter
+from objkv.assembly.link import AgentLink
+from objkv.codec.payload import HEADER_BYTES_MAX
 from objkv.config import Config, load_config
 from objkv.connector.counters import ENCODER_METRICS
 from objkv.connector.encoder.copies import open_copies
-from objkv.connector.encoder.fetch import EncoderFetcher, FetchLimits, OutputReader
+from objkv.connector.encoder.fetch import EncoderFetcher, FetchLimits
 from objkv.connector.encoder.identity import read_encoder_identity, read_form
 from objkv.connector.encoder.items import EncoderPlan
 from objkv.connector.encoder.scheduler import EncoderRoles, EncoderSchedulerSide
 from objkv.connector.encoder.worker import (
     EncoderCache,
     EncoderSaveLimits,
-    EncoderSaver,
     EncoderWorkerSide,
 )
 from objkv.connector.guard import guarded, speak_as_vllm
 from objkv.connector.hooks import EngineHooks, follow_encoder_resets
 from objkv.connector.metrics import TableMetrics, TableStats
-from objkv.connector.model.identity import tensor_rank, warn_of_sudden_end
-from objkv.connector.wiring import may_save, open_cache, open_checked_backends, writer_name
+from objkv.connector.model.identity import tensor_rank
+from objkv.connector.wiring import may_save, replica_of, writer_name
+from objkv.stores.base import WriteStore
 from objkv.telemetry import MemoryRecorder
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ECTransferConfig, VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ECConnectorOutput
     from vllm.v1.request import Request
@@ -56,14 +59,12 @@ HELD_BYTES_MAX = 256 << 20
 36 outputs of 7 MiB: 1,024 rows of 3,584 bfloat16 values, for one photo."""
 ITEM_BYTES_MAX = HELD_BYTES_MAX // 4
 """Limit for one output, which crosses to the workers in one message (docs/decisions/0013)."""
+NAME = "outputs"
+"""What an encoder cache reads and writes, in names of threads."""
 
 
 def open_encoder_scheduler(
-    vllm_config: "VllmConfig",
-    config: Config,
-    backends: Backends,
-    writer: str,
-    recorder: MemoryRecorder,
+    vllm_config: "VllmConfig", config: Config, link: AgentLink, recorder: MemoryRecorder
 ) -> EncoderSchedulerSide:
     """Open the scheduler's side. Reads the model's files. Raises ``ConfigError`` for unsupported
     models."""
@@ -71,66 +72,60 @@ def open_encoder_scheduler(
     assert transfer is not None
     form = read_form(vllm_config, item_bytes_max=ITEM_BYTES_MAX)
     identity = read_encoder_identity(vllm_config, config)
-    saving = may_save(config, producer=transfer.is_ec_producer, consumer=transfer.is_ec_consumer)
-    if saving:
-        warn_of_sudden_end(vllm_config)
     roles = EncoderRoles(
         loads=transfer.is_ec_consumer,
-        saves=saving,
+        saves=_may_save(config, transfer),
         steps_in_flight=max(1, vllm_config.max_concurrent_batches),
         has_peers=vllm_config.parallel_config.data_parallel_size > 1,
     )
-    reader = OutputReader(open_cache(config, backends, writer, recorder), recorder)
     limits = FetchLimits(
         deadline_s=config.encoder_deadline_ms / 1000,
         queue_max=config.lookup_queue_max,
         held_bytes_max=HELD_BYTES_MAX,
         ttl_s=config.ttl_s,
     )
-    fetcher = EncoderFetcher(reader, backends.index, limits, recorder)
-    side = EncoderSchedulerSide(
+    reader = PayloadReader(link.connect, NAME) if roles.loads else None
+    return EncoderSchedulerSide(
         roles,
         form,
         identity,
-        fetcher,
-        bulk=backends.bulk,
+        EncoderFetcher(AgentIndex(link.calls), reader, limits, recorder),
+        bulk=cast("WriteStore", AgentDocuments(link.calls)),
         admission=config.admission,
         recorder=recorder,
     )
-    side.switch.start()
-    return side
 
 
 def open_encoder_worker(
     vllm_config: "VllmConfig",
     config: Config,
-    backends: Backends,
+    link: AgentLink,
     writer: str,
     recorder: MemoryRecorder,
 ) -> EncoderWorkerSide:
     """Open the worker's side, on the thread that runs the model. Raises ``ConfigError`` for
-    unsupported models."""
+    unsupported models. ``writer``: the name of this process in payloads."""
     transfer = vllm_config.ec_transfer_config
     assert transfer is not None
     form = read_form(vllm_config, item_bytes_max=ITEM_BYTES_MAX)
-    copies = open_copies(_device())
-    saver = None
-    saving = may_save(config, producer=transfer.is_ec_producer, consumer=transfer.is_ec_consumer)
-    if saving and tensor_rank(vllm_config) == 0:
-        limits = EncoderSaveLimits(
-            queue_max=config.save_queue_max,
-            held_bytes_max=HELD_BYTES_MAX,
-            item_bytes_max=form.item_bytes_max,
-            deadline_s=config.save_deadline_ms / 1000,
-            # Outputs are small and hardly compressible.
-            codec="none" if config.codec == "auto" else config.codec,
-            writer=writer,
+    copies, outputs = open_copies(_device()), None
+    if _may_save(config, transfer) and tensor_rank(vllm_config) == 0:
+        nbytes_max = form.item_bytes_max + HEADER_BYTES_MAX
+        outputs = PayloadWriter(
+            link.connect, nbytes_max, NAME, writer=writer, begin=copies.adopt_thread
         )
-        cache = open_cache(config, backends, writer, recorder)
-        saver = EncoderSaver(cache, limits, recorder, copies=copies)
-    return EncoderWorkerSide(
-        copies, form.dtype, saver, recorder, drain_s=config.drain_deadline_ms / 1000
+    limits = EncoderSaveLimits(
+        queue_max=config.save_queue_max,
+        held_bytes_max=HELD_BYTES_MAX,
+        item_bytes_max=form.item_bytes_max,
+        deadline_s=config.save_deadline_ms / 1000,
     )
+    drain_s = config.drain_deadline_ms / 1000
+    return EncoderWorkerSide(copies, form.dtype, outputs, limits, recorder, drain_s=drain_s)
+
+
+def _may_save(config: Config, transfer: "ECTransferConfig") -> bool:
+    return may_save(config, producer=transfer.is_ec_producer, consumer=transfer.is_ec_consumer)
 
 
 def _device() -> torch.device:
@@ -170,16 +165,18 @@ class ObjKVECConnector(ECConnectorBase):
         speak_as_vllm()
         config = load_config(vllm_config.ec_transfer_config.ec_connector_extra_config)
         recorder = MemoryRecorder()
-        self._backends = open_checked_backends(config, recorder)
+        self._link = AgentLink(config, replica_of(vllm_config))
+        self._link.await_agent()
         self._scheduler: EncoderSchedulerSide | None = None
         self._worker: EncoderWorkerSide | None = None
-        parts = (vllm_config, config, self._backends, writer_name(self), recorder)
         if role == ECConnectorRole.SCHEDULER:
-            self._scheduler = open_encoder_scheduler(*parts)
+            self._scheduler = open_encoder_scheduler(vllm_config, config, self._link, recorder)
             self._hooks = EngineHooks(self._scheduler, lambda: None, patches=config.vllm_patches)
             follow_encoder_resets(self._scheduler, patches=config.vllm_patches)
         else:
-            self._worker = open_encoder_worker(*parts)
+            self._worker = open_encoder_worker(
+                vllm_config, config, self._link, writer_name(self), recorder
+            )
             # This drains saves even if the engine is garbage-collected or the process just exits.
             weakref.finalize(self, self._worker.close)
 
@@ -215,18 +212,9 @@ class ObjKVECConnector(ECConnectorBase):
 
     @guarded(False)
     def has_cache_item(self, identifier: str) -> bool:
-        """Whether the item's verified output is in memory, so that the step's plan can send it."""
+        """Whether the item's verified output is in memory, so that the step's plan can send it; for
+        an ``ec_producer``, whether it is stored."""
         return self._side().has_item(identifier)
-
-    def has_caches(self, request: "Request") -> list[bool]:
-        """Return ``has_cache_item`` for each item of a request. This is the form of vLLM before
-        0.32, which cannot defer a request: an output that is not held at the first call is
-        encoded."""
-        return self._has_items(request) or [False] * len(request.mm_features)
-
-    @guarded(list[bool]())
-    def _has_items(self, request: "Request") -> list[bool]:
-        return self._side().has_items(request)
 
     def update_state_after_alloc(self, request: "Request", index: int) -> None:
         """Plan the load of a promised item, or the save of one that is encoded."""
@@ -266,7 +254,8 @@ class ObjKVECConnector(ECConnectorBase):
         return ObjKVECStats(data=cast("dict[str, Any]", numbers)) if numbers else None
 
     def shutdown(self) -> None:
-        """Drain saves within ``drain_deadline_ms``, stop threads, close connections. Idempotent."""
+        """Hand saves over within ``drain_deadline_ms``, stop threads, close connections.
+        Idempotent."""
         self._shutdown()
 
     @guarded(None)
@@ -275,7 +264,7 @@ class ObjKVECConnector(ECConnectorBase):
             if side is not None:
                 side.close()
         self._worker = None
-        self._backends.close()
+        self._link.calls.close()
 
     @classmethod
     def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> ObjKVECStats:

@@ -7,7 +7,7 @@ own, so that they and the model do not wait for each other.
 
 import logging
 from time import monotonic, sleep
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,50 +23,31 @@ _COPY_S_MAX = 30.0
 _POLL_S = 1e-3
 
 
-class OutputCopies(Protocol):
-    """Copies outputs. The forward thread calls ``to_device`` and ``mark``, save threads call the
-    other methods."""
+class OutputCopies:
+    """Copies outputs, which are in host memory here. The forward thread calls ``to_device`` and
+    ``mark``, the thread that saves calls the other methods."""
 
     def adopt_thread(self) -> None:
-        """Prepare the calling thread. Each thread calls it once, before ``to_host``."""
+        """Prepare the calling thread, which calls it once, before ``to_host``."""
 
     def to_device(self, pages: Pages, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a new tensor of ``pages``, ``[rows, width]``, for work of the current compute
         stream. Does not wait for the device. ``pages`` may change when this returns."""
-
-    def mark(self) -> Any:
-        """Return a mark after all work submitted to the current compute stream so far."""
-
-    def to_host(self, tensor: torch.Tensor, computed: Any, room: int) -> memoryview:
-        """Return the bytes of ``tensor``, C-contiguous, after ``room`` bytes of any content. The
-        memory is new and belongs to the caller. Waits for the device, but only for work before
-        ``computed``, a mark. Raises ``TransferError`` if that takes too long."""
-
-
-class HostCopies:
-    """For outputs in host memory."""
-
-    def adopt_thread(self) -> None:
-        """Do nothing: any thread can copy."""
-
-    def to_device(self, pages: Pages, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """See ``OutputCopies.to_device``."""
         tensor = torch.empty((rows, width), dtype=dtype)
         np.copyto(_bytes_of(tensor).numpy(), pages)
         return tensor
 
-    def mark(self) -> None:
-        """Return None: work on the host has ended when the call returns."""
+    def mark(self) -> Any:
+        """Return a mark after all work submitted to the current compute stream so far."""
 
-    def to_host(self, tensor: torch.Tensor, computed: None, room: int) -> memoryview:
-        """See ``OutputCopies.to_host``."""
-        source = _bytes_of(tensor.contiguous()).numpy()
-        memory = np.empty(room + source.nbytes, dtype=np.uint8)
-        np.copyto(memory[room:], source)  # numpy copies without the GIL
-        return memory.data
+    def to_host(self, tensor: torch.Tensor, computed: Any, pages: memoryview) -> None:
+        """Copy the bytes of ``tensor``, C-contiguous, to ``pages``, which has as many. Waits for
+        the device, but only for work before ``computed``, a mark. Raises ``TransferError`` if that
+        takes too long."""
+        _copy(_bytes_of(tensor.contiguous()), pages)
 
 
-class DeviceCopies:
+class DeviceCopies(OutputCopies):
     """For outputs in the memory of an accelerator.
 
     Page-locked memory is PyTorch's: it records the streams that read or write a piece, and reuses
@@ -101,12 +82,12 @@ class DeviceCopies:
         event.record(self._api.current_stream(self._device))
         return event
 
-    def to_host(self, tensor: torch.Tensor, computed: Any, room: int) -> memoryview:
+    def to_host(self, tensor: torch.Tensor, computed: Any, pages: memoryview) -> None:
         """See ``OutputCopies.to_host``."""
-        memory = torch.empty(room + tensor.nbytes, dtype=torch.uint8, pin_memory=True)
+        memory = torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=True)
         with self._api.stream(self.stream):
             computed.wait(self.stream)
-            memory[room:].copy_(_bytes_of(tensor.contiguous()), non_blocking=True)
+            memory.copy_(_bytes_of(tensor.contiguous()), non_blocking=True)
             copied = self._driver.event()
             copied.record(self.stream)
         end = monotonic() + _COPY_S_MAX
@@ -114,8 +95,7 @@ class DeviceCopies:
             if monotonic() >= end:  # the copy may go on: nothing else gets its memory before
                 raise TransferError(f"the device copied no output within {_COPY_S_MAX:g} s")
             sleep(_POLL_S)
-        view: memoryview = memory.numpy().data
-        return view
+        _copy(memory, pages)
 
     def _staged(self, nbytes: int) -> torch.Tensor:
         """Return memory to copy from, page-locked if the system has enough."""
@@ -131,9 +111,13 @@ class DeviceCopies:
 def open_copies(device: torch.device) -> OutputCopies:
     """Return the copies for outputs on ``device``. Raises ``ConfigError`` for an unsupported
     device."""
-    return HostCopies() if device.type == "cpu" else DeviceCopies(device)
+    return OutputCopies() if device.type == "cpu" else DeviceCopies(device)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor as ``[n]`` uint8, without a copy."""
     return tensor.view(torch.uint8).view(-1)
+
+
+def _copy(memory: torch.Tensor, pages: memoryview) -> None:
+    np.copyto(np.frombuffer(pages, np.uint8), memory.numpy())  # without the GIL

@@ -1,12 +1,15 @@
 """Fetches stored encoder outputs into the scheduler's memory before the connector promises them.
 
 vLLM does not encode outputs that a connector has promised, and the engine stops if a promise is
-broken. An output is therefore either held here with every byte verified, or treated as missing.
-Slow work runs on background threads. The scheduler's thread polls them and never waits for a store.
+broken. An output is therefore either held here, every byte verified and no longer the agent's, or
+treated as missing. One thread looks outputs up, another reads them by the agent. The scheduler's
+thread polls and never waits for either.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -15,13 +18,15 @@ from time import monotonic
 
 import numpy as np
 
-from objkv.background import Pool
-from objkv.cache.chunks import ChunkCache
-from objkv.codec.payload import LayerSpec, frame_pages, open_payload, payload_bytes_max, read_header
+from objkv.agent.calls import AgentIndex
+from objkv.agent.client import CALL_S
+from objkv.agent.fill import Wanted
+from objkv.agent.payloads import PayloadReader, ReadOutcome
+from objkv.background import Steps, StepThread, in_steps
+from objkv.codec.payload import LayerSpec
 from objkv.connector.encoder.items import EncoderOutput, Pages
-from objkv.errors import PayloadError, StoreError, ValueTooLong
-from objkv.index.base import ShardRecord, Shards, WriteIndex
-from objkv.keys.chunk import ChunkKey
+from objkv.errors import StoreError
+from objkv.index.base import ShardRecord
 from objkv.keys.encoder import ENCODER_FIELD
 from objkv.telemetry import Recorder, Trouble
 
@@ -35,166 +40,127 @@ class State(Enum):
     HELD = "held"
     """Verified and in memory."""
     ABSENT = "absent"
-    """Not stored, or unknown. The replica encodes and saves it."""
-    UNREAD = "unread"
-    """Stored but not loaded. The replica encodes it."""
-    CORRUPT = "corrupt"
-    """Stored but corrupt. The replica encodes it and replaces the stored payload."""
+    """Not stored, corrupt or unknown. The replica encodes and saves it."""
+    STORED = "stored"
+    """Stored but not loaded. A replica that only encodes need not; others encode it."""
 
 
-class OutputReader:
-    """Reads stored outputs and verifies every byte. Thread-safe. Raises only ``StoreError``."""
-
-    def __init__(
-        self,
-        cache: ChunkCache,
-        recorder: Recorder,
-        *,
-        clock: Callable[[], float] = monotonic,
-    ) -> None:
-        self._cache = cache
-        self._recorder = recorder
-        self._clock = clock
-
-    def bytes_needed(self, output: EncoderOutput, shards: Shards) -> int:
-        """Return the memory that ``read`` needs for the payload and, if it is compressed, for the
-        decoded output."""
-        record, layer = shards[ENCODER_FIELD], output.layer
-        decoded = 0 if record.codec == "none" else layer.nbytes
-        return max(_room(record, layer), layer.nbytes) + decoded
-
-    def read(self, output: EncoderOutput, shards: Shards) -> tuple[State, Pages | None]:
-        """Get the payload that ``shards`` records, and verify length, claim, dtype, shape and
-        checksums. The record of a missing or corrupt payload is removed."""
-        key = output.claim.key
-        try:
-            return self._read(output, shards)
-        except (PayloadError, ValueTooLong) as exc:
-            logger.warning("encoder output refused, encoding it reason=%s", exc)
-            self._recorder.count("load_corrupt")
-            self._cache.reject(key, shards, corrupt=True)
-            return State.CORRUPT, None
-
-    def _read(self, output: EncoderOutput, shards: Shards) -> tuple[State, Pages | None]:
-        record, claim, layer = shards[ENCODER_FIELD], output.claim, output.layer
-        payload = np.empty(_room(record, layer), dtype=np.uint8)
-        started = self._clock()
-        got = self._get(claim.key, payload.data, record)
-        if got is None:
-            self._recorder.count("load_ghosts")
-            self._cache.reject(claim.key, shards, corrupt=False)
-            return State.ABSENT, None
-        seconds = self._clock() - started
-        found = read_header(payload.data[:got], seal=self._cache.seal)
-        if found.claim == claim and found.frames.layers != (layer,):
-            # The payload is intact but has another width or dtype. This replica's expectation may
-            # be wrong, so the payload is not rejected.
-            self._recorder.count("load_refused")
-            return State.UNREAD, None
-        header = open_payload(payload.data[:got], claim, (layer,), seal=self._cache.seal)
-        scratch = None
-        if header.frames.codecs[0] != "none":
-            scratch = np.empty(layer.nbytes, dtype=np.uint8).data
-        pages = np.frombuffer(frame_pages(header, 0, payload.data[:got], scratch), dtype=np.uint8)
-        self._recorder.count("loads")
-        self._recorder.count("load_bytes", got)
-        self._recorder.observe("load_seconds", seconds)
-        self._cache.note_load(header, hot=record.hot, seconds=seconds)
-        return State.HELD, pages
-
-    def _get(self, key: ChunkKey, buffer: memoryview, record: ShardRecord) -> int | None:
-        """Get the payload, or only its beginning if it is longer than this output's can be."""
-        start = 0 if record.nbytes > len(buffer) else None
-        return self._cache.get_into(key, buffer, hot=record.hot, start=start)
-
-
-def _room(record: ShardRecord, layer: LayerSpec) -> int:
-    return min(record.nbytes, payload_bytes_max((layer,)))
+_ENDS = {
+    ReadOutcome.READ: (State.HELD, "loads"),
+    ReadOutcome.MISSING: (State.ABSENT, "load_ghosts"),
+    ReadOutcome.CORRUPT: (State.ABSENT, "load_corrupt"),
+    # This replica's expectation of the form may be wrong, so the payload stays.
+    ReadOutcome.OTHER_FORM: (State.STORED, "load_refused"),
+    ReadOutcome.REFUSED: (State.STORED, "load_refused"),
+    ReadOutcome.LATE: (State.STORED, "load_deadlines"),
+    ReadOutcome.FAILED: (State.STORED, "load_errors"),
+    ReadOutcome.UNWANTED: (State.STORED, "load_refused"),
+}
+"""What an output is after its read, and what counts it."""
 
 
 @dataclass(slots=True, eq=False)
 class WantedOutput:
-    """An output that requests need."""
+    """An output that requests need: a ``PayloadRead``."""
 
     output: EncoderOutput
     deadline: float
+    ended: Callable[["WantedOutput", ReadOutcome], None]
+    """Called by the thread that reads."""
     owners: set[str] = field(default_factory=set)
-    """Requests that need it. Without owners it is dropped."""
+    """Requests that need it. Without owners it is forgotten."""
     state: State = State.WAITING
     pages: Pages | None = None
-    shards: Shards | None = None
-    """Its index records, once the lookup has found it."""
-    nbytes: int = 0
-    """Bytes of memory that it needs."""
-    wanted: bool = True
-    busy: bool = False
-    """Whether a thread writes into its memory."""
+    record: ShardRecord | None = None
+    """Its index record, once the lookup has found it."""
+    is_forgotten: bool = False
+    is_read: bool = False
+    """Whether the agent's memory is being read for it."""
+    began: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it needs."""
+        return self.output.layer.nbytes
+
+    @property
+    def wanted(self) -> Wanted:
+        """See ``PayloadRead``."""
+        assert self.record is not None
+        return Wanted(self.output.claim, self.record)
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """See ``PayloadRead``."""
+        return (self.output.layer,)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether a request waits for it."""
+        return not self.is_forgotten and self.state is State.WAITING
+
+    def take(self, pages: Sequence[memoryview]) -> None:
+        """Copy the verified pages, so that nothing can take them away."""
+        self.pages = np.frombuffer(pages[0], np.uint8).copy()
+
+    def end(self, outcome: ReadOutcome) -> None:
+        """See ``PayloadRead``."""
+        self.ended(self, outcome)
 
 
 class OutputMemory:
-    """A bounded number of bytes for outputs, granted in order of arrival to those that fit.
+    """A bounded number of bytes for outputs, granted to batches in the order in which they ask.
 
-    vLLM queries for all of its waiting requests in one step, and frees memory request by request.
-    An output without memory therefore waits until its deadline. Not thread-safe: the caller holds
-    one lock around every call.
+    vLLM queries for all of its waiting requests in one step, and frees memory request by request. A
+    batch has the outputs that one request was the first to need. It gets memory for all of them at
+    once, and none before the batches ahead of it: so the first request that waits can always have
+    what it waits for. Not thread-safe: the caller holds one lock around every call.
     """
 
     def __init__(self, nbytes_max: int) -> None:
         self._nbytes_max = nbytes_max
-        self._taken: dict[WantedOutput, None] = {}
-        self._parked: dict[WantedOutput, None] = {}
+        self._taken: set[WantedOutput] = set()
+        self._batches: deque[list[WantedOutput]] = deque()
         self.held_bytes = 0
 
     @property
     def parked(self) -> int:
         """Number of outputs that wait for memory."""
-        return len(self._parked)
+        return sum(one.is_needed for batch in self._batches for one in batch)
 
-    def ask(self, entry: WantedOutput, nbytes: int) -> None:
-        """Queue an output for memory, which ``share_out`` grants."""
-        entry.nbytes = nbytes
-        self._parked[entry] = None
-
-    def free(self, entry: WantedOutput) -> None:
-        """Free an output's memory or its place in the queue. Idempotent."""
-        self._parked.pop(entry, None)
-        if entry in self._taken:
-            del self._taken[entry]
-            self.held_bytes -= entry.nbytes
-
-    def share_out(self) -> tuple[list[WantedOutput], list[WantedOutput]]:
-        """Return the outputs that now have memory, and those that must give up. Call it whenever an
-        output queues, frees memory, settles, or loses an owner."""
-        granted: list[WantedOutput] = []
+    def ask(self, batch: Iterable[WantedOutput]) -> list[WantedOutput]:
+        """Queue a batch. Returns those for which there can never be memory together with the
+        others."""
+        kept: list[WantedOutput] = []
         refused: list[WantedOutput] = []
-        for entry in self._parked:
-            if entry.nbytes > self._nbytes_max:
-                refused.append(entry)
-            elif self.held_bytes + entry.nbytes <= self._nbytes_max:
-                self.held_bytes += entry.nbytes
-                self._taken[entry] = None
-                granted.append(entry)
-        self._unpark(granted)
-        self._unpark(refused)
-        if self._parked and not granted:
-            refused += self._unpark(self._deadlocked())
-        return granted, refused
+        nbytes = 0
+        for one in batch:
+            fits = nbytes + one.nbytes <= self._nbytes_max
+            (kept if fits else refused).append(one)
+            nbytes += one.nbytes * fits
+        self._batches.append(kept)
+        return refused
 
-    def _deadlocked(self) -> list[WantedOutput]:
-        """Return one request's outputs if all memory belongs to requests that wait for more. That
-        request continues without them and then frees its memory."""
-        waiting = set[str]().union(*(entry.owners for entry in self._parked))
-        first = next(iter(self._taken))
-        for entry in self._taken:
-            if entry.state is not State.HELD or not entry.owners <= waiting:
-                return []
-        owner = min(first.owners)
-        return [entry for entry in self._parked if owner in entry.owners]
+    def grant(self) -> list[WantedOutput]:
+        """Return the outputs that now have memory. Call it whenever a batch is queued, or an output
+        frees memory or is not needed any more."""
+        granted: list[WantedOutput] = []
+        while self._batches:
+            batch = [one for one in self._batches[0] if one.is_needed]
+            nbytes = sum(one.nbytes for one in batch)
+            if self.held_bytes + nbytes > self._nbytes_max:
+                break
+            self._batches.popleft()
+            self.held_bytes += nbytes
+            self._taken.update(batch)
+            granted += batch
+        return granted
 
-    def _unpark(self, entries: list[WantedOutput]) -> list[WantedOutput]:
-        for entry in entries:
-            del self._parked[entry]
-        return entries
+    def free(self, one: WantedOutput) -> None:
+        """Free an output's memory. Idempotent."""
+        if one in self._taken:
+            self._taken.remove(one)
+            self.held_bytes -= one.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,10 +170,9 @@ class FetchLimits:
     deadline_s: float
     """An output that takes longer is treated as missing."""
     queue_max: int
-    """Most outputs that may wait at once."""
+    """Most outputs, and most other jobs, that may wait at once."""
     held_bytes_max: int
-    """Memory for payloads in progress and held outputs."""
-    threads: int = 4
+    """Memory for outputs that are read or held."""
     ttl_s: int = 14_400
     """Life of an index record after a hit."""
 
@@ -220,47 +185,44 @@ class EncoderFetcher:
 
     def __init__(
         self,
-        reader: OutputReader,
-        index: WriteIndex,
+        index: AgentIndex,
+        reader: PayloadReader | None,
         limits: FetchLimits,
         recorder: Recorder,
         *,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        self._reader = reader
-        self._index = index
-        self._limits = limits
-        self._recorder = recorder
-        self._clock = clock
-        self._trouble = Trouble(logger, "encoder outputs")
+        """``reader``: on the same clock; ``close`` closes it. None: outputs are looked up only."""
+        self._index, self._reader = index, reader
+        self._limits, self._recorder, self._clock = limits, recorder, clock
+        self._trouble = Trouble(logger, "lookups of encoder outputs")
         self._changed = Condition()
         self._entries: dict[_Key, WantedOutput] = {}
         self._room = OutputMemory(limits.held_bytes_max)
-        self._pool: Pool[Callable[[], None]] = Pool(
-            "objkv-encoder", limits.threads, _run, failed=self._failed, clock=clock
-        )
+        self._thread = StepThread("objkv-lookup-outputs", answer_s=CALL_S)
 
     def want(self, owner: str, outputs: Iterable[EncoderOutput]) -> None:
         """Fetch outputs for ``owner``, except those already fetched or in progress."""
         fresh = []
         with self._changed:
+            waiting = sum(entry.state is State.WAITING for entry in self._entries.values())
             for output in outputs:
                 if (entry := self._entries.get(_key(output))) is None:
-                    entry = WantedOutput(output, self.deadline())
+                    entry = WantedOutput(output, self.deadline(), self._ended)
                     self._entries[_key(output)] = entry
                     fresh.append(entry)
                 entry.owners.add(owner)
-            if not fresh:
-                return
-            waiting = sum(entry.state is State.WAITING for entry in self._entries.values())
-            room = self._limits.queue_max - (waiting - len(fresh))
-            if self._pool.is_closed or self._is_stuck():
-                room = 0
-            queued, refused = fresh[: max(room, 0)], fresh[max(room, 0) :]
+            room = max(0, self._limits.queue_max - waiting)
+            queued, refused = fresh[:room], fresh[room:]
+            if queued and not self._start(self._look_up(queued)):
+                refused = fresh
             for entry in refused:
-                entry.state = State.ABSENT
-                self._recorder.count("load_refused")
-            self._pool.put(partial(self._bring, entry) for entry in queued)
+                self._settle(entry, State.ABSENT, "load_refused")
+
+    def is_wanted(self, owner: str, output: EncoderOutput) -> bool:
+        """Whether ``owner`` has asked for an output, and has neither taken nor forgotten it."""
+        entry = self._entries.get(_key(output))
+        return entry is not None and owner in entry.owners
 
     def state(self, output: EncoderOutput) -> State:
         """Return the state of an output. After its deadline it is treated as missing."""
@@ -268,39 +230,47 @@ class EncoderFetcher:
         if entry is None:
             return State.ABSENT
         if entry.state is State.WAITING and self.is_late(entry.deadline):
-            self._settle(entry, State.UNREAD if entry.shards else State.ABSENT)
-            self._recorder.count("load_deadlines")
+            state = State.ABSENT if entry.record is None else State.STORED
+            self._settle(entry, state, "load_deadlines")
         return entry.state
 
     def take(self, output: EncoderOutput) -> Pages:
         """Return the bytes of a held output and forget it. The caller owns the bytes."""
         pages = self._entries[_key(output)].pages
         assert pages is not None
-        self._forget(output)
+        self.forget(output)
         return pages
 
     def drop(self, owner: str, output: EncoderOutput) -> None:
-        """Remove ``owner`` from an output's owners. Without owners, a fetch in progress continues
-        and its result is discarded."""
-        if (entry := self._entries.get(_key(output))) is not None:
-            with self._changed:
-                entry.owners.discard(owner)
-                if entry.owners:
-                    self._share_out()  # the other owners may wait for memory
-                else:
-                    self._forget(output)
+        """Remove ``owner`` from an output's owners. It is forgotten without owners."""
+        entry = self._entries.get(_key(output))
+        if entry is not None:
+            entry.owners.discard(owner)
+            if not entry.owners:
+                self.forget(output)
 
-    def submit(self, job: Callable[[], None]) -> bool:
-        """Run ``job`` on a background thread, or return False if the queue is full. A
+    def forget(self, output: EncoderOutput) -> None:
+        """Forget an output, whoever needs it: vLLM has it now. Its read is discarded."""
+        with self._changed:
+            entry = self._entries.pop(_key(output), None)
+            if entry is None:
+                return
+            entry.is_forgotten = True
+            self._free(entry)
+        if entry.is_read and self._reader is not None:
+            self._reader.look()
+
+    def submit(self, job: Callable[[], Steps[None] | None]) -> bool:
+        """Run ``job`` on the thread of lookups, or return False if the queue is full. A
         ``StoreError`` is counted."""
 
-        def run() -> None:
+        def run() -> Steps[None]:
             try:
-                job()
+                yield from in_steps(job())
             except StoreError:
                 self._recorder.count("background_errors")
 
-        return self._pool.waiting < self._limits.queue_max and self._pool.put((run,))
+        return self._thread.unfinished < self._limits.queue_max and self._start(run())
 
     def deadline(self) -> float:
         """Return the deadline, on this clock, of a fetch that starts now."""
@@ -318,12 +288,14 @@ class EncoderFetcher:
                 self._changed.wait(seconds)
 
     def close(self) -> None:
-        """Stop the threads. A thread whose store hangs ends when the call returns."""
-        self._pool.close()
+        """Stop the threads."""
+        self._thread.close(0.0)
+        if self._reader is not None:
+            self._reader.close()
 
     @property
     def held_bytes(self) -> int:
-        """Memory of payloads in progress and held outputs."""
+        """Memory of outputs that are read or held."""
         return self._room.held_bytes
 
     def __repr__(self) -> str:
@@ -331,110 +303,100 @@ class EncoderFetcher:
         limit = self._limits.held_bytes_max >> 20
         return f"<EncoderFetcher {held} held, {self.held_bytes >> 20}/{limit} MiB>"
 
-    def _forget(self, output: EncoderOutput) -> None:
-        with self._changed:
-            entry = self._entries.pop(_key(output))
-            entry.wanted = False
-            self._give_back(entry)
+    def _start(self, job: Steps[None]) -> bool:
+        future = self._thread.start(job)
+        if future is not None:
+            future.add_done_callback(self._note_failure)
+        return future is not None
 
-    def _is_stuck(self) -> bool:
-        """Whether every thread has worked on one job for longer than an output's deadline, so that
-        queueing is pointless."""
-        return self._pool.hanging(self._limits.deadline_s) >= self._limits.threads
+    def _note_failure(self, future: Future[None]) -> None:
+        if not future.cancelled() and (error := future.exception()) is not None:
+            self._recorder.count("load_errors")
+            logger.error("encoder job failed unexpectedly", exc_info=error)
 
-    def _failed(self, _job: Callable[[], None], error: Exception) -> None:
-        self._recorder.count("load_errors")
-        logger.error("encoder job failed unexpectedly", exc_info=error)
-
-    def _bring(self, entry: WantedOutput) -> None:
-        """Look up one output, and queue for its memory if it is stored.
+    def _look_up(self, batch: list[WantedOutput]) -> Steps[None]:
+        """Look up the outputs of a request, and queue for the memory of those that are stored.
 
         Outputs are looked up one by one. A folder that is its own index ends its answer at the
         first missing key of several, as is right for prefixes.
         """
-        shards, nbytes = None, 0
         try:
-            if (found := self._find(entry)) is not None:
-                nbytes = self._reader.bytes_needed(entry.output, found)
-                shards = found
+            for entry in batch:
+                if entry.is_needed:
+                    entry.record = yield from self._find(entry.output)
+        finally:  # also after an exception, because requests wait for the entries
+            with self._changed:
+                for entry in batch:
+                    if entry.record is None:
+                        self._settle(entry, State.ABSENT)
+                    elif self._reader is None:
+                        self._settle(entry, State.STORED)
+                for entry in self._room.ask(one for one in batch if one.is_needed):
+                    self._settle(entry, State.STORED, "load_refused")
+                self._read()
+        if self._reader is None:
+            for entry in batch:
+                if entry.record is not None:
+                    yield from self._touch(entry.output)
+
+    def _find(self, output: EncoderOutput) -> Steps[ShardRecord | None]:
+        """Return the output's index record. None if there is none, or no answer."""
+        try:
+            find = self._index.find(output.namespace, [output.item_hash], [ENCODER_FIELD])
+            (found,) = yield from find
         except StoreError as exc:
             self._recorder.count("lookup_errors")
             self._trouble.failed(exc)
-        finally:  # also after an exception, because requests wait for the entry
-            if shards is None:
-                self._settle(entry, State.ABSENT)
-        if shards is None:
-            return
-        with self._changed:
-            if entry.wanted and entry.state is State.WAITING:
-                entry.shards = shards
-                self._room.ask(entry, nbytes)
-                self._share_out()
-
-    def _load(self, entry: WantedOutput) -> None:
-        """Read one output whose memory was granted."""
-        with self._changed:
-            shards = entry.shards
-            if shards is None or not entry.wanted or entry.state is not State.WAITING:
-                return
-            entry.busy = True
-        state, pages = State.UNREAD, None
-        try:
-            state, pages = self._reader.read(entry.output, shards)
-            self._trouble.worked()
-        except StoreError as exc:
-            self._recorder.count("load_errors")
-            self._trouble.failed(exc)
-        finally:  # as above
-            with self._changed:
-                entry.busy = False
-            self._settle(entry, state, pages)
-        if pages is not None:
-            self._touch(entry.output)
-
-    def _find(self, entry: WantedOutput) -> Shards | None:
-        """Return the output's index records. None if there are none, or no request waits."""
-        if not entry.wanted or entry.state is not State.WAITING:
             return None
-        output = entry.output
-        (found,) = self._index.find(output.namespace, [output.item_hash], [ENCODER_FIELD])
-        return found or None
+        self._trouble.worked()
+        return found[ENCODER_FIELD] if found else None
 
-    def _touch(self, output: EncoderOutput) -> None:
+    def _read(self) -> None:
+        """Read the outputs that now have memory. The lock is held."""
+        granted = self._room.grant()
+        if self._reader is not None and granted:
+            for entry in granted:
+                entry.is_read, entry.began = True, self._clock()
+            self._reader.read(granted)
+
+    def _ended(self, entry: WantedOutput, outcome: ReadOutcome) -> None:
+        """A read has ended, on the thread that reads, or within ``_read`` after ``close``."""
+        state, counter = _ENDS[outcome]
+        with self._changed:
+            entry.is_read = False
+            if entry.is_needed and state is State.HELD:
+                assert entry.record is not None
+                self._recorder.count("load_bytes", entry.record.nbytes)
+                self._recorder.observe("load_seconds", self._clock() - entry.began)
+            self._settle(entry, state, counter)
+        if entry.state is State.HELD:
+            self.submit(partial(self._touch, entry.output))
+
+    def _touch(self, output: EncoderOutput) -> Steps[None]:
         """Extend the record's life after a hit. No request waits for this."""
         try:
-            self._index.touch(output.namespace, [output.item_hash], ttl_s=self._limits.ttl_s)
+            hashes, ttl_s = [output.item_hash], self._limits.ttl_s
+            yield from self._index.touch(output.namespace, hashes, ttl_s=ttl_s)
         except StoreError:
             self._recorder.count("background_errors")
 
-    def _settle(self, entry: WantedOutput, state: State, pages: Pages | None = None) -> None:
+    def _settle(self, entry: WantedOutput, state: State, counter: str | None = None) -> None:
         """End the wait for ``entry``. Later calls have no effect on its state."""
         with self._changed:
-            if entry.state is State.WAITING and entry.wanted:
-                entry.pages = pages
+            if entry.is_needed:
+                if counter is not None:
+                    self._recorder.count(counter)
                 entry.state = state  # last, because it is read without the lock
-            self._give_back(entry)
+            self._free(entry)
             self._changed.notify_all()
 
-    def _give_back(self, entry: WantedOutput) -> None:
-        """Free its memory, unless a thread still writes to it or an owner may use it."""
-        if not entry.busy and (entry.state is not State.HELD or not entry.wanted):
-            self._room.free(entry)
-        self._share_out()
-
-    def _share_out(self) -> None:
-        """Continue the outputs that now have memory, before later ones."""
-        granted, refused = self._room.share_out()
-        for entry in refused:
-            entry.state = State.UNREAD
-            self._recorder.count("load_refused")
-        self._pool.put((partial(self._load, entry) for entry in granted), first=True)
-        if granted or refused:
-            self._changed.notify_all()
-
-
-def _run(job: Callable[[], None]) -> None:
-    job()
+    def _free(self, entry: WantedOutput) -> None:
+        """Free its memory, unless it is being read or a request may use it. The lock is held."""
+        if entry.is_read or (entry.state is State.HELD and not entry.is_forgotten):
+            return
+        entry.pages = None
+        self._room.free(entry)
+        self._read()
 
 
 def _key(output: EncoderOutput) -> _Key:

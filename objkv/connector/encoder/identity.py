@@ -14,11 +14,10 @@ from objkv.connector.encoder.items import OutputForm
 from objkv.connector.model.identity import (
     further_settings,
     names_media,
-    read_weights,
     refuse_external_launcher,
 )
 from objkv.connector.model.media import scales_follow_media
-from objkv.connector.model.weights import local_folder
+from objkv.connector.model.weights import local_folder, read_weights
 from objkv.errors import ConfigError
 from objkv.keys.encoder import EncoderIdentity
 from objkv.keys.identity import name_model, sealed_extra

@@ -68,8 +68,6 @@ class ItemSave:
 
     item_hash: bytes
     embeds: int
-    replaces: bool = False
-    """Whether it replaces a corrupt payload."""
 
 
 @dataclass
@@ -140,8 +138,6 @@ class TrackedMedia:
     named: bool = False
     items: dict[str, Item] = field(default_factory=dict)
     """Items by identifier. Empty until they have names, and if they must not be shared."""
-    asked: bool = False
-    """Whether the fetch of its stored items was started."""
 
 
 class ItemTracker:

@@ -1,8 +1,8 @@
 """The scheduler's side of the encoder cache: it promises outputs and plans loads and saves.
 
 An output is promised only while it is verified and held in this process's memory. It is sent with
-the plan of the step that needs it. Workers fetch nothing, so no store can break a promise, and all
-ranks get the same bytes. Never uses the network. Source of the call order: vLLM 0.32-0.33,
+the plan of the step that needs it. Workers fetch nothing, so no agent can break a promise, and all
+ranks get the same bytes. Never waits for one. Source of the call order: vLLM 0.32-0.33,
 ``_try_schedule_encoder_inputs`` in ``v1/core/sched/scheduler.py``.
 """
 
@@ -84,7 +84,8 @@ class EncoderSchedulerSide:
         self._local: dict[str, None] = {}
         """Known identifiers in vLLM's own encoder cache, the oldest first."""
         self._namespace = ReplicaNamespace(identity, bulk, fetcher.submit, writes=roles.saves)
-        self.switch = AdmissionSwitch(admission, bulk, self._namespace, recorder)
+        self.switch = AdmissionSwitch(admission, bulk, self._namespace, recorder, fetcher.submit)
+        self.switch.start()
         self._namespace.announce()
         logger.info(
             "objkv encoder cache ready model=%s namespace=%s", identity.model, self._namespace.name
@@ -96,47 +97,49 @@ class EncoderSchedulerSide:
         return self._namespace.name
 
     def is_ready(self, request: "Request", computed: int) -> bool:
-        """Whether all stored outputs that the request still needs are held or have failed.
+        """Whether all stored outputs that the request still needs are held or have failed. For a
+        replica that only encodes: whether it is known which are stored.
 
         vLLM calls it in a hot loop, also for generating requests. True after the deadline at the
         latest.
         """
         self._asking = None
         tracked = self._asking = self._track(request)
-        if not self._roles.loads or computed >= tracked.end:
+        if computed >= tracked.end or not self._asks:
             return True
-        if not tracked.asked and self.switch.mode == "never":
-            return True
-        if not tracked.asked:
-            if not self._items.name(tracked):
-                return self._fetcher.is_late(tracked.deadline)
-            tracked.asked = True
-            needed = (
-                item.output
-                for item in tracked.items.values()
-                if item.end > computed and item.output and item.identifier not in self._local
-            )
-            self._fetcher.want(request.request_id, needed)
-        pending = (item for item in tracked.items.values() if item.end > computed)
-        return not any(self._state(item) is State.WAITING for item in pending)
+        if not self._items.name(tracked):
+            return self._fetcher.is_late(tracked.deadline)
+        needed = [
+            item.output
+            for item in tracked.items.values()
+            if item.end > computed and item.output and item.identifier not in self._local
+        ]
+        name = request.request_id
+        if not all(self._fetcher.is_wanted(name, output) for output in needed):
+            # New, or preempted since: it queues for memory with all that it needs, and holds none.
+            for output in needed:
+                self._fetcher.drop(name, output)
+            self._fetcher.want(name, needed)
+        return not any(self._fetcher.state(output) is State.WAITING for output in needed)
 
     def has_item(self, identifier: str) -> bool:
         """Whether an item's output is held, for the request of the last ``is_ready``.
 
-        True is a promise for this step: the output stays held until it is taken.
+        True is a promise for this step: the output stays held until it is taken. A replica that
+        only encodes puts nothing into vLLM's cache, and need not encode what is stored.
         """
         tracked = self._asking
         self._local.pop(identifier, None)  # vLLM does not query for outputs that it has
         item = None if tracked is None else tracked.items.get(identifier)
-        if tracked is None or item is None or self._state(item) is not State.HELD:
+        if tracked is None or item is None:
+            return False
+        state = self._state(item)
+        if not self._roles.loads:
+            return state is State.STORED
+        if state is not State.HELD or not self._asks:
             return False
         self._promised[tracked.request.request_id, identifier] = item
         return True
-
-    def has_items(self, request: "Request") -> list[bool]:
-        """Return ``has_item`` for each item of a request. Needs no earlier ``is_ready``."""
-        self.is_ready(request, 0)
-        return [self.has_item(feature.identifier) for feature in request.mm_features]
 
     def allocate(self, request: "Request", index: int) -> None:
         """Plan the load of a promised output, or the save of one that is encoded in this step.
@@ -149,13 +152,13 @@ class EncoderSchedulerSide:
         self._note_local(identifier)
         if identifier in self._loads:
             return
-        if item is not None:
-            assert item.output is not None
-            pages = self._fetcher.take(item.output)
-            self._loads[identifier] = ItemLoad(identifier, item.output, pages)
-            self._recorder.count("hits")
-        elif self._roles.saves:
+        if item is None:
             self._plan_save(request, identifier)
+            return
+        assert item.output is not None
+        pages = self._fetcher.take(item.output)
+        self._loads[identifier] = ItemLoad(identifier, item.output, pages)
+        self._recorder.count("hits")
 
     def plan_step(self, output: "SchedulerOutput") -> EncoderPlan:
         """Return the plan of everything that the workers do in this step."""
@@ -183,6 +186,11 @@ class EncoderSchedulerSide:
         """Forget a request that ended, possibly while it waited."""
         if (tracked := self._items.end(request.request_id)) is not None:
             self._drop(request.request_id, tracked.items.values())
+
+    @property
+    def _asks(self) -> bool:
+        """Whether stored outputs are used at all."""
+        return self.switch.mode != "never"
 
     @property
     def open(self) -> bool:
@@ -214,7 +222,6 @@ class EncoderSchedulerSide:
 
     def close(self) -> None:
         """Stop the background threads."""
-        self.switch.close()
         self._fetcher.close()
 
     def _track(self, request: "Request") -> TrackedMedia:
@@ -240,14 +247,18 @@ class EncoderSchedulerSide:
 
     @guarded(None)
     def _plan_save(self, request: "Request", identifier: str) -> None:
+        """Plan the save of an output that is encoded, unless it is stored."""
         tracked = self._track(request)
         if not self._items.name(tracked) or (item := tracked.items.get(identifier)) is None:
             return
         state = self._state(item)
-        if state is not State.UNREAD:
-            replaces = state is State.CORRUPT
-            self._saves[identifier] = ItemSave(item.item_hash, item.embeds, replaces)
+        if item.output is not None:  # if vLLM drops its own, it is asked for again
+            self._fetcher.forget(item.output)
+        if state is not State.STORED and self._roles.saves:
+            self._saves[identifier] = ItemSave(item.item_hash, item.embeds)
+        elif not self._roles.loads:
+            self._recorder.count("hits")
 
 
-def _do_nothing(_job: Callable[[], None]) -> bool:
+def _do_nothing(_job: Callable[[], object]) -> bool:
     return False

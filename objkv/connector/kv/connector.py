@@ -20,8 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from objkv.assembly.agent import AgentLink, open_agent_backends, reach_agent
-from objkv.assembly.backends import Backends
+from objkv.assembly.link import AgentLink
 from objkv.config import load_config
 from objkv.connector.counters import HISTOGRAMS
 from objkv.connector.guard import guarded, speak_as_vllm
@@ -34,7 +33,7 @@ from objkv.connector.hooks import (
     holds_nothing,
     release_worker,
 )
-from objkv.connector.kv.events import open_event_log, watch_saves, with_stored
+from objkv.connector.kv.events import AcceptedShards, events_enabled, open_event_log
 from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.kv.saves import BlockHeadroom
 from objkv.connector.kv.scheduler import NothingShared, SchedulerSide
@@ -43,10 +42,9 @@ from objkv.connector.kv.worker import WorkerSide
 from objkv.connector.metrics import ObjKVPromMetrics, ObjKVStats
 from objkv.connector.model.identity import read_geometry, warn_of_outer_policy
 from objkv.connector.model.parts import shares_any
-from objkv.connector.wiring import open_cache, open_checked_backends, writer_name
+from objkv.connector.wiring import replica_of, writer_name
 from objkv.errors import ConfigError
 from objkv.telemetry import MemoryRecorder
-from objkv.transfer.registration import reads_agents
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -109,11 +107,14 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
     ) -> None:
         self._geometry = read_geometry(vllm_config, kv_cache_config, self._config)
-        self._link = self._reach_agent(vllm_config)
-        self._backends, self._published = watch_saves(self._open_backends(), vllm_config)
+        self._link = AgentLink(self._config, replica_of(vllm_config))
+        self._link.await_agent()
+        self._accepted = AcceptedShards() if events_enabled(vllm_config) else None
         warn_of_outer_policy(vllm_config, self._config)
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = side = self._open_scheduler(vllm_config)
+            self._scheduler = side = open_scheduler_side(
+                vllm_config, self._config, self._geometry, self._link, self.recorder
+            )
             log = open_event_log(vllm_config, kv_cache_config, self._geometry, self._config)
             side.events = log
             headroom = BlockHeadroom(
@@ -125,27 +126,6 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
                 lambda: self._kv_cache_manager,
                 patches=self._config.vllm_patches,
             )
-
-    def _reach_agent(self, vllm_config: "VllmConfig") -> AgentLink | None:
-        kind = vllm_config.device_config.device_type
-        if self._config.agent == "auto" and not reads_agents(kind):
-            return None
-        return reach_agent(self._config)
-
-    def _open_backends(self) -> Backends:
-        if self._link is None:
-            return open_checked_backends(self._config, self.recorder)
-        return open_agent_backends(self._link)  # the agent has checked its own
-
-    def _open_scheduler(self, vllm_config: "VllmConfig") -> SchedulerSide:
-        return open_scheduler_side(
-            vllm_config,
-            self._config,
-            self._geometry,
-            self._backends,
-            self.recorder,
-            link=self._link,
-        )
 
     # Worker's side.
 
@@ -177,18 +157,16 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def _open_worker(self) -> None:
-        writer = writer_name(self)
         self._worker = open_worker_side(
             self._vllm_config,
             self._config,
             self._geometry,
-            self._link or open_cache(self._config, self._backends, writer, self.recorder),
-            writer=writer,
+            self._link,
+            writer=writer_name(self),
             recorder=self.recorder,
             kv_caches=self._kv_caches,
+            accepted=None if self._accepted is None else self._accepted.note,
         )
-        if self._published is not None:
-            self._worker.watch_saves(self._published.note)
         # This drains saves even if the engine is garbage-collected or the process just exits.
         self._finalizer = weakref.finalize(self, self._worker.close)
 
@@ -291,7 +269,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is None:
             return None
         report = self._worker.take_report()
-        return guarded(report)(with_stored)(report, self._published)
+        return report if self._accepted is None else self._accepted.add_to(report)
 
     def get_kv_connector_stats(self) -> ObjKVStats | None:
         """Return this side's numbers since the last call."""
@@ -310,7 +288,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.close()
         if self._shares:
-            self._backends.close()
+            self._link.calls.close()
 
     # Scheduler's side.
 

@@ -9,8 +9,8 @@ Described in ``docs/kv-events.md``.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from math import gcd
 from threading import Lock
 from time import monotonic
@@ -24,7 +24,6 @@ from vllm.distributed.kv_events import (
 )
 from vllm.v1.core import kv_cache_utils
 
-from objkv.assembly.backends import Backends
 from objkv.cache.match import stored_blocks
 from objkv.config import Config
 from objkv.connector.guard import guarded
@@ -33,8 +32,6 @@ from objkv.connector.kv.request_limits import Locality
 from objkv.connector.kv.requests import TrackedRequest
 from objkv.connector.model.groups import Geometry
 from objkv.connector.wiring import locality
-from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
-from objkv.index.guarded import GuardedIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.transfer.plan import ChunkMove
 
@@ -143,55 +140,35 @@ _SHARDS_MAX = 65_536
 """Shards kept until the next report. Further ones are not reported."""
 
 
-class PublishedIndex(GuardedIndex):
-    """An index that records which shards this process publishes, until ``take``. Thread-safe.
+class AcceptedShards:
+    """The shards that the agent has taken over from this process, until ``take``. Thread-safe.
 
-    The index is the last step of a save. No replica finds a payload that was not published, and a
-    payload that another replica had stored is published all the same.
+    The agent publishes them when they are stored. Payloads that it holds back are not among them:
+    no other replica finds those.
     """
 
-    def __init__(self, inner: WriteIndex) -> None:
-        super().__init__(inner)
+    def __init__(self) -> None:
         self._lock = Lock()
-        self._published: set[StoredShard] = set()
-
-    def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
-        """Publish in the inner index, and record the shards if that succeeded."""
-        self._inner.publish(chunk, shards, ttl_s=ttl_s)
-        names = {(chunk.namespace, chunk.prefix_hash, name) for name in shards}
-        with self._lock:
-            if len(self._published) < _SHARDS_MAX:
-                self._published |= names
+        self._shards: set[StoredShard] = set()
 
     def note(self, key: ChunkKey) -> None:
-        """Record a shard that a node agent took over: it publishes it when it is stored."""
+        """Record a shard."""
         with self._lock:
-            if len(self._published) < _SHARDS_MAX:
-                self._published.add((key.namespace, key.prefix_hash, key.field))
+            if len(self._shards) < _SHARDS_MAX:
+                self._shards.add((key.namespace, key.prefix_hash, key.field))
 
     def take(self) -> set[StoredShard]:
-        """Return the shards published since the last call."""
+        """Return the shards that were accepted since the last call."""
         with self._lock:
-            published, self._published = self._published, set()
-        return published
+            shards, self._shards = self._shards, set()
+        return shards
 
-
-def watch_saves(
-    backends: Backends, vllm_config: "VllmConfig"
-) -> tuple[Backends, PublishedIndex | None]:
-    """Return the backends, and their recording index if vLLM has KV events enabled."""
-    if not events_enabled(vllm_config):
-        return backends, None
-    index = PublishedIndex(backends.index)
-    return replace(backends, index=index), index
-
-
-def with_stored(report: StepReport | None, published: PublishedIndex | None) -> StepReport | None:
-    """Add the shards published since the last report to a worker's report."""
-    if published is not None and (stored := published.take()):
-        report = report or StepReport()
-        report.stored |= stored
-    return report
+    def add_to(self, report: StepReport | None) -> StepReport | None:
+        """Add what ``take`` returns to a worker's report."""
+        if stored := self.take():
+            report = report or StepReport()
+            report.stored |= stored
+        return report
 
 
 def events_enabled(vllm_config: "VllmConfig") -> bool:

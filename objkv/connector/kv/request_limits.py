@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from objkv.agent.http.prompts import read_hashes, read_order
 from objkv.agent.prefetch import PrefetchOrder
+from objkv.background import Steps, in_steps
 from objkv.cache.lookup import Hashes
 from objkv.errors import ConfigError
 from objkv.telemetry import Recorder
@@ -47,7 +48,7 @@ class RequestLimits:
 NO_LIMITS = RequestLimits()
 
 
-Prefetch = Callable[[str, Sequence[bytes], PrefetchOrder], int]
+Prefetch = Callable[[str, Sequence[bytes], PrefetchOrder], Steps[int] | int]
 """Namespace, prefix hashes and order. Raises ``StoreError``."""
 PREFETCH_ACTION: Final = ("objkv.prefetch", "1")
 _PAYLOAD = frozenset(
@@ -137,7 +138,7 @@ class HintReader:
     def __init__(
         self,
         prefetch: Prefetch | None,
-        submit: Callable[[Callable[[], None]], bool],
+        submit: Callable[[Callable[[], Steps[None]]], bool],
         chunk_tokens: int,
         recorder: Recorder,
     ) -> None:
@@ -167,7 +168,7 @@ class HintReader:
         kind = getattr(action, "action_type", None), getattr(action, "action_version", None)
         return self._prefetch is not None and kind == PREFETCH_ACTION
 
-    def _start(self, job: Callable[[], None]) -> bool:
+    def _start(self, job: Callable[[], Steps[None]]) -> bool:
         if not self._slots.acquire(blocking=False):
             return False
         if not self._submit(job):
@@ -175,13 +176,13 @@ class HintReader:
             return False
         return True
 
-    def _run(self, payload: Any, namespace: str, own: Hashes | None) -> None:
+    def _run(self, payload: Any, namespace: str, own: Hashes | None) -> Steps[None]:
         assert self._prefetch is not None
         name = "hints_unused"
         try:
             hashes = self._hashes(payload, namespace, own)
             if hashes:
-                self._prefetch(namespace, hashes, read_order(payload))
+                yield from in_steps(self._prefetch(namespace, hashes, read_order(payload)))
                 name = "hints_prefetched"
         except ConfigError as exc:
             if (reason := str(exc)) not in self._logged and len(self._logged) < _REASONS_MAX:

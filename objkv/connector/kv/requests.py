@@ -17,6 +17,7 @@ import torch
 
 from objkv.agent.prefetch import PrefetchOrder
 from objkv.agent.unsaved.payloads import is_unsaved
+from objkv.background import Steps, in_steps
 from objkv.cache.lookup import LookupService, Records
 from objkv.connector.kv.coverage import Coverage
 from objkv.connector.kv.request_limits import (
@@ -400,8 +401,10 @@ class RequestTracker:
         if not tracked.limits.puts or prefetch is None:
             return
 
-        def put() -> None:
-            prefetch(namespace, hashes[:count], PrefetchOrder(_PUT_S, puts=True))
+        def put() -> Steps[None]:
+            yield from in_steps(
+                prefetch(namespace, hashes[:count], PrefetchOrder(_PUT_S, puts=True))
+            )
 
         if any(is_unsaved(one) for shards in records if shards for one in shards.values()):
             self._lookups.submit(put)

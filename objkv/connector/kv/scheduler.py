@@ -439,8 +439,7 @@ class SchedulerSide:
         return self._requests.ids()
 
     def close(self) -> None:
-        """Stop the background threads."""
-        self.switch.close()
+        """Stop the background thread."""
         self._lookups.close()
         self._tracing.close()
 

@@ -5,19 +5,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
-from objkv.agent.connections import ArenaConnection, InsideAgent
-from objkv.agent.core import CoreLimits
+from objkv.agent.calls import AgentDocuments, AgentIndex
+from objkv.agent.client import Connect
 from objkv.agent.outbox import AgentSaves, Outbox
-from objkv.assembly.agent import AgentLink
-from objkv.assembly.backends import Backends, is_far
+from objkv.assembly.link import AgentLink
 from objkv.cache.admission import AdmissionPolicy
-from objkv.cache.chunks import ChunkCache
 from objkv.cache.lookup import LookupLimits, LookupService
-from objkv.cache.saving import SaveTarget
 from objkv.cache.switch import AdmissionSwitch
 from objkv.codec.payload import payload_bytes_max
 from objkv.config import Config
@@ -36,7 +33,6 @@ from objkv.connector.model.identity import (
     read_identity,
     safe_load_mode,
     tensor_rank,
-    warn_of_sudden_end,
 )
 from objkv.connector.model.media import read_quantised
 from objkv.connector.model.weights import open_digests
@@ -44,6 +40,7 @@ from objkv.connector.namespace import ReplicaNamespace
 from objkv.connector.wiring import locality, may_save
 from objkv.errors import ConfigError
 from objkv.index.base import WriteIndex
+from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import Identity
 from objkv.stores.base import WriteStore
 from objkv.telemetry import Recorder
@@ -51,13 +48,13 @@ from objkv.tracing import NO_TRACING, Tracing, open_tracing
 from objkv.transfer.devices import driver_of, open_lane
 from objkv.transfer.lanes import Lane
 from objkv.transfer.loading.arena_lane import ArenaLane
-from objkv.transfer.loading.loader import WINDOW, Loader
+from objkv.transfer.loading.loader import Loader
 from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.paging import NOT_QUANTISED, PagedGroup, Quantised, check_pages
-from objkv.transfer.registration import DeviceFrames, PinReadOnly, pin_arena
+from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import Pin, SlabPool
-from objkv.transfer.sources import frame_bytes_max, whole_payload_bytes_max
+from objkv.transfer.sources import frame_bytes_max
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -71,8 +68,6 @@ _PINNED_SHARE = 8
 _PINNED_BYTES = 1 << 30
 """The default limit is at least this, if the host has the memory: payloads of other shapes take a
 share of the limit."""
-_COMMIT_THREADS = 1
-"""Threads that hand payloads to an agent, which takes about as long as copying them."""
 _BOUNCE_SLABS = 4
 """Slabs for what a device cannot read in an agent's memory: while some are read, others are
 filled."""
@@ -82,13 +77,11 @@ def open_scheduler_side(
     vllm_config: "VllmConfig",
     config: Config,
     geometry: Geometry,
-    backends: Backends,
+    link: AgentLink,
     recorder: Recorder,
-    *,
-    link: AgentLink | None,
 ) -> SchedulerSide:
     """Open the scheduler's side. Reads the model's files. Raises ``ConfigError`` for unsupported
-    models. ``link``: the way to the node's agent, if there is one."""
+    models. ``link``: the way to its agent."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     if config.load_failure == "recompute":
@@ -97,8 +90,6 @@ def open_scheduler_side(
         transfer.kv_load_failure_policy = "recompute"
     identity = read_identity(vllm_config, geometry, config)
     saves = may_save(config, producer=transfer.is_kv_producer, consumer=transfer.is_kv_consumer)
-    if saves and link is None:
-        warn_of_sudden_end(vllm_config)
     roles = Roles(
         loads=transfer.is_kv_consumer,
         saves=saves,
@@ -112,11 +103,12 @@ def open_scheduler_side(
         roles,
         geometry,
         identity,
-        bulk=backends.bulk,
-        index=backends.index,
+        # These have the verbs that replicas use; the rest is for operators.
+        bulk=cast("WriteStore", AgentDocuments(link.calls)),
+        index=cast("WriteIndex", AgentIndex(link.calls)),
         recorder=recorder,
         tracing=open_tracing(),
-        prefetch=None if link is None else link.calls.prefetch,
+        prefetch=link.calls.prefetch,
     )
     side.switch.start()
     return side
@@ -146,7 +138,7 @@ def make_scheduler_side(
     lookups = LookupService(shapes, fields, recorder, limits, tracing=tracing)
     namespace = ReplicaNamespace(identity, bulk, lookups.submit, writes=roles.saves)
     namespace.announce()
-    switch = AdmissionSwitch(config.admission, bulk, namespace, recorder)
+    switch = AdmissionSwitch(config.admission, bulk, namespace, recorder, lookups.submit)
     side = SchedulerSide(
         config,
         roles,
@@ -190,16 +182,17 @@ def open_worker_side(
     vllm_config: "VllmConfig",
     config: Config,
     geometry: Geometry,
-    source: ChunkCache | AgentLink,
+    link: AgentLink,
     *,
     writer: str,
     recorder: Recorder,
     kv_caches: Mapping[str, torch.Tensor],
+    accepted: Callable[[ChunkKey], object] | None = None,
 ) -> WorkerSide:
     """Open the worker's side. Raises ``ConfigError`` for a cache layout that objkv cannot read.
 
-    ``source``: of loads and saves, this process's own cache or its node's agent.
-    ``kv_caches``: vLLM's paged cache by layer, never freed or resized here.
+    ``kv_caches``: vLLM's paged cache by layer, never freed or resized here. ``accepted``: called
+    for each payload that the agent saves.
     """
     for device in {cache.device for cache in kv_caches.values()}:
         use_batched_copies(device)
@@ -217,10 +210,11 @@ def open_worker_side(
         config,
         geometry,
         rank,
-        source,
+        link.connect,
         recorder=recorder,
         kv_caches=kv_caches,
         tracing=open_tracing(),
+        accepted=accepted,
     )
 
 
@@ -240,21 +234,18 @@ def make_worker_side(
     config: Config,
     geometry: Geometry,
     rank: Rank,
-    source: ChunkCache | AgentLink,
+    connect: Connect,
     *,
     recorder: Recorder,
     kv_caches: Mapping[str, torch.Tensor],
     tracing: Tracing = NO_TRACING,
+    accepted: Callable[[ChunkKey], object] | None = None,
 ) -> WorkerSide:
     """Make the worker's side without vLLM's configuration."""
     groups = read_pages(geometry, (rank.tp_rank, rank.pp_rank), kv_caches, rank.quantised)
-    loads_here = isinstance(source, ChunkCache)
-    pools = plan_pools(config, groups, geometry.chunk_tokens, rank, loads_here=loads_here)
-    host = _Host(groups, pools, rank, geometry.chunk_tokens, recorder, tracing)
-    if isinstance(source, ChunkCache):
-        transfers = _own_transfers(config, host, source)
-    else:
-        transfers = _agent_transfers(config, host, source)
+    pools = plan_pools(config, groups, geometry.chunk_tokens, rank)
+    host = _Host(groups, pools, rank, recorder, tracing)
+    transfers = _open_transfers(config, host, connect, accepted)
     logger.info("objkv worker ready loader=%r saver=%r", transfers.loader, transfers.saver)
     return WorkerSide(config, geometry, rank, groups, transfers=transfers, tracing=tracing)
 
@@ -271,7 +262,6 @@ class _Host:
     groups: Mapping[int, PagedGroup]
     pools: "Pools"
     rank: Rank
-    chunk_tokens: int
     recorder: Recorder
     tracing: Tracing
 
@@ -280,25 +270,13 @@ class _Host:
         """The device of the paged cache."""
         return _device(self.groups)
 
-    @property
-    def pin(self) -> Pin | None:
-        """Page-locks memory for the device; None on the CPU."""
-        return None if self.device.type == "cpu" else driver_of(self.device).pin
-
-    def loader(
-        self,
-        config: Config,
-        connect: Callable[[], ArenaConnection],
-        slabs: SlabPool | None,
-        pin: PinReadOnly | None,
-        inside: InsideAgent | None = None,
-    ) -> Loader:
-        """Return the loader. ``slabs`` and ``pin``: for a device, see ``DeviceFrames``. The other
-        arguments: see ``Loader``."""
+    def loader(self, config: Config, connect: Connect, slabs: SlabPool | None) -> Loader:
+        """Return the loader. ``slabs``: for a device, see ``DeviceFrames``."""
         lane: Lane = ArenaLane()
         on_device = None
-        if slabs is not None and pin is not None:
+        if slabs is not None:
             lane = open_lane(self.device, urgent=True)
+            pin = driver_of(self.device).pin_read_only
             on_device = DeviceFrames(slabs, pin, begin=lane.adopt_thread)
         limits = LoadLimits(
             config.load_queue_max,
@@ -308,26 +286,18 @@ class _Host:
         return Loader(
             self.groups,
             lane,
-            connect,
-            verify=inside is None and config.agent_verify == "reader",
+            partial(connect, wants_arena=True),
+            verify=config.agent_verify == "reader",
             limits=limits,
             recorder=self.recorder,
             tracing=self.tracing,
             on_device=on_device,
-            inside=inside,
         )
 
-    def saver(
-        self, config: Config, target: SaveTarget, slabs: SlabPool, threads: int, codec: str
-    ) -> Saver:
+    def saver(self, config: Config, target: AgentSaves, slabs: SlabPool) -> Saver:
         """Return the saver over ``slabs``."""
         limits = SaveLimits(
-            threads,
-            self.pools.save_queue_max,
-            config.save_deadline_ms / 1000,
-            codec,
-            self.rank.writer,
-            far=is_far(config),
+            self.pools.save_queue_max, config.save_deadline_ms / 1000, self.rank.writer
         )
         return Saver(
             target,
@@ -339,33 +309,20 @@ class _Host:
         )
 
 
-def _own_transfers(config: Config, host: _Host, cache: ChunkCache) -> Transfers:
-    """Return loads and saves by threads of this process. Raises ``ConfigError``."""
-    slabs = open_slabs(host.pools, host.pin)
-    limits = CoreLimits(
-        config.load_threads,
-        WINDOW,
-        is_paced=True,
-        waits_for_room=True,
-    )
-    inside = InsideAgent(cache, host.pools.arena_bytes, limits, host.recorder)
-    pin = partial(pin_arena, inside.arena, host.device)
-    loader = host.loader(config, inside.connect, slabs.get("load"), pin, inside)
-    saver = host.saver(config, cache, slabs["save"], config.save_threads, config.codec)
-    return Transfers(loader, saver, cache)
-
-
-def _agent_transfers(config: Config, host: _Host, link: AgentLink) -> Transfers:
-    """Return loads and saves by the node's agent. Raises ``ConfigError``."""
+def _open_transfers(
+    config: Config,
+    host: _Host,
+    connect: Connect,
+    accepted: Callable[[ChunkKey], object] | None,
+) -> Transfers:
+    """Return loads and saves by the agent. Raises ``ConfigError``."""
     outbox = Outbox(host.pools.save_slabs * host.pools.slab_bytes)
-    slabs = open_slabs(host.pools, host.pin, outbox.fd)
-    connect = partial(link.connect, wants_arena=True)
-    pin = None if host.pin is None else driver_of(host.device).pin_read_only
-    loader = host.loader(config, connect, slabs.get("load"), pin)
+    pin = None if host.device.type == "cpu" else driver_of(host.device).pin
+    slabs = open_slabs(host.pools, pin, outbox.fd)
     memory = slabs["save"].memory.numpy()
-    target = AgentSaves(lambda fd: link.connect(outbox=fd), outbox, memory)
-    saver = host.saver(config, target, slabs["save"], _COMMIT_THREADS, "none")
-    return Transfers(loader, saver, target)
+    target = AgentSaves(lambda fd: connect(outbox=fd), outbox, memory, accepted=accepted)
+    loader = host.loader(config, connect, slabs.get("load"))
+    return Transfers(loader, host.saver(config, target, slabs["save"]), target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,8 +333,6 @@ class Pools:
     load_slabs: int
     """They hold what a device cannot read in an arena."""
     save_slabs: int
-    arena_bytes: int
-    """Memory for loads of this worker's own; 0 with a node agent."""
     save_queue_max: int
     """How many saves may wait, for the device or for a thread."""
     nbytes_max: int
@@ -389,16 +344,10 @@ def plan_pools(
     groups: Mapping[int, PagedGroup],
     chunk_tokens: int,
     rank: Rank,
-    *,
-    loads_here: bool = True,
 ) -> Pools:
-    """Divide the pinned memory: at most half for loads, the rest for saves, so that neither starves
-    the other. Loads have memory for two payloads a thread: one that arrives, and one that is being
-    copied. Saves should have slabs for two full steps: one that is being copied, and one that is
-    being sent. Raises ``ConfigError`` if there is not enough for one thread of each.
-
-    ``loads_here``: False with a node agent.
-    """
+    """Divide the pinned memory: a few slabs for loads by a device, the rest for saves, which should
+    have slabs for two full steps: one that is being copied, and one that is being handed over.
+    Raises ``ConfigError`` if there is not enough for one of each."""
     # Includes room for token ids, which payloads of other replicas may contain.
     each = groups.values()
     slab_bytes = max((payload_bytes_max(g.layers, tokens=chunk_tokens) for g in each), default=0)
@@ -408,22 +357,19 @@ def plan_pools(
         slab_bytes = max(slab_bytes, *map(frame_bytes_max, groups.values()))
     # One page more, because the header is a few bytes longer for another block size.
     slab_bytes = -(-slab_bytes // _PAGE) * _PAGE + _PAGE
-    arena_max = 2 * config.load_threads if loads_here else 0
-    arena_min = 2 if loads_here else 0
     # In each group a step may also complete a chunk that an earlier step began.
     two_steps = 2 * len(groups) * (rank.step_tokens // chunk_tokens + 1)
     queue_max = max(config.save_queue_max, two_steps)
-    save_max = queue_max + config.save_threads
+    save_max = queue_max + 1
     nbytes = config.pinned_bytes_max
     if not nbytes:
         share = host_bytes() // _PINNED_SHARE // rank.workers
-        expected = max(slab_bytes * (bounce + arena_max + save_max), _PINNED_BYTES)
+        expected = max(slab_bytes * (bounce + save_max), _PINNED_BYTES)
         nbytes = min(expected, max(share, 4 * slab_bytes))
     budget = nbytes // slab_bytes
     bounce = min(bounce, budget // 4)
-    arena = min(arena_max, (budget - bounce) // 2)
-    save = min(save_max, budget - bounce - arena)
-    if arena < arena_min or save < 1:
+    save = min(save_max, budget - bounce)
+    if save < 1:
         raise ConfigError(
             f"pinned_bytes_max={config.pinned_bytes_max} is less than 4 slabs of {slab_bytes} "
             "bytes, one chunk each: raise it, or lower chunk_tokens"
@@ -436,11 +382,7 @@ def plan_pools(
             two_steps,
             slab_bytes,
         )
-    arena_bytes = arena * slab_bytes
-    if loads_here:  # a payload of another shape may be larger
-        largest = max((whole_payload_bytes_max(g, tokens=chunk_tokens) for g in each), default=0)
-        arena_bytes = max(arena_bytes, 2 * (-(-largest // _PAGE) * _PAGE + _PAGE))
-    return Pools(slab_bytes, bounce, save, arena_bytes, queue_max, nbytes)
+    return Pools(slab_bytes, bounce, save, queue_max, nbytes)
 
 
 def open_slabs(pools: Pools, pin: Pin | None, fd: int = -1) -> dict[str, SlabPool]:

@@ -5,21 +5,19 @@ order: vLLM 0.31-0.33, ``v1/worker/kv_connector_model_runner_mixin.py``.
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from os import getpid
 from typing import Protocol
 
 import torch
 
-from objkv.agent.outbox import AgentSaves
 from objkv.cache.admission import LoadTime
 from objkv.config import Config
 from objkv.connector.guard import guarded
 from objkv.connector.kv.metadata import LostLoad, StepPlan, StepReport
 from objkv.connector.model.groups import Geometry
 from objkv.connector.pacing import EMPTY_STEP_S
-from objkv.keys.chunk import ChunkKey
 from objkv.tracing import Tracing
 from objkv.transfer.lanes import Mark
 from objkv.transfer.loading.loads import Loads
@@ -28,8 +26,6 @@ from objkv.transfer.plan import LoadOutcome, LoadPlan
 from objkv.transfer.saver import Saver
 
 logger = logging.getLogger(__name__)
-_BACKGROUND_S = 1.0
-"""How long a shutdown waits for optional work, such as a copy to the hot store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +50,10 @@ class Rank:
 
 
 class SaveEnd(Protocol):
-    """The destination of saves, which may have work in the background."""
+    """The destination of saves."""
 
-    def close(self, deadline_s: float) -> bool:
-        """End background work. Return True if it ended within ``deadline_s``. Idempotent."""
+    def close(self) -> None:
+        """End the connection. Idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,12 +263,6 @@ class WorkerSide:
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
-    def watch_saves(self, accepted: Callable[[ChunkKey], None]) -> None:
-        """Call ``accepted`` for each payload that a node agent takes. Without one, saves are
-        published by this process."""
-        if isinstance(self._target, AgentSaves):
-            self._target.accepted = accepted
-
     def take_report(self) -> StepReport | None:
         """Return the report for the scheduler's side since the last call."""
         report, self._report = self._report, StepReport()
@@ -285,7 +275,7 @@ class WorkerSide:
         self._closed = True
         self._saver.close(self._config.drain_deadline_ms / 1000)
         self._loader.close()
-        self._target.close(_BACKGROUND_S)
+        self._target.close()
         self._tracing.close()
 
     def _settle_step(self, plan: StepPlan) -> None:

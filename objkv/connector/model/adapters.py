@@ -11,9 +11,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
+from objkv.background import Steps
 from objkv.connector.model.weights import (
     DigestCache,
     FileIdentity,
@@ -52,7 +52,7 @@ _Key = tuple[str, int, bool]
 
 
 class Adapters:
-    """Content digests of LoRA adapters, computed once per adapter on background threads.
+    """Content digests of LoRA adapters, computed once per adapter on a background thread.
 
     Each request checks once, with ``stat`` only, that the files are unchanged. The digest covers
     the adapter's content, not its name or path: replicas that mount an adapter in different places
@@ -61,7 +61,7 @@ class Adapters:
     """
 
     def __init__(
-        self, submit: Callable[[Callable[[], None]], bool], cache: DigestCache | None = None
+        self, submit: Callable[[Callable[[], Steps[None]]], bool], cache: DigestCache | None = None
     ) -> None:
         self._submit = submit
         self._cache = cache
@@ -125,12 +125,11 @@ class Adapters:
 
 
 class _Adapter:
-    """One adapter of this engine. Used by background threads."""
+    """One adapter of this engine. For one background thread, which may have begun several looks."""
 
     def __init__(self, key: _Key, cache: DigestCache | None) -> None:
         self._key = key
         self._cache = cache
-        self._lock = Lock()
         self._known: _Known | None = None
         self._failed = False
         self.asked = False
@@ -141,33 +140,23 @@ class _Adapter:
         """Whether checking it takes no longer than ``stat``."""
         return self._known is not None or self._failed
 
-    def look(self, answer: _Answer) -> None:
+    def look(self, answer: _Answer) -> Steps[None]:
         """Fill in a request's answer: read the adapter, or check that it is unchanged."""
         digest = None
         try:
-            digest = self._current()
+            digest = yield from self._look()
         finally:  # also after an exception, because requests wait for the answer
-            answer.failed = digest is None
+            self._failed = answer.failed = digest is None
             answer.digest = digest
 
-    def _current(self) -> bytes | None:
-        with self._lock:
-            if self._failed:
-                return None
-            try:
-                digest = self._look()
-            except BaseException:
-                self._failed = True
-                raise
-            self._failed = digest is None
-            return digest
-
-    def _look(self) -> bytes | None:
+    def _look(self) -> Steps[bytes | None]:
+        if self._failed:
+            return None
         try:
             files = _folder(self._key[0])
             now = identify(files)
             if self._known is None:
-                self._known = self._read(files, now)
+                self._known = yield from self._read(files, now)
         except OSError:
             return None
         if self._known is None:
@@ -180,15 +169,16 @@ class _Adapter:
             return None
         return self._known.digest
 
-    def _read(self, files: list[Path], before: tuple[FileIdentity, ...]) -> _Known | None:
-        def compute() -> str:
-            digest = adapter_digest(files)
-            return "" if digest is None else digest.hex()
-
+    def _read(self, files: list[Path], before: tuple[FileIdentity, ...]) -> Steps[_Known | None]:
         cache = self._cache
-        text = compute() if cache is None else cache.remembered(_KIND, files, compute)
-        if not text or identify(files) != before:
-            return None
+        text = None if cache is None else cache.known(_KIND, before)
+        if text is None:
+            computed = yield from adapter_digest(files)
+            text = "" if computed is None else computed.hex()
+            if not text or identify(files) != before:
+                return None
+            if cache is not None:
+                cache.remember(_KIND, before, text)
         digest = bytes.fromhex(text)
         if self._key[2]:  # the request determines the layout of the experts' weights
             digest = hashlib.sha256(digest + b"3d").digest()

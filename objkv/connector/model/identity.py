@@ -11,7 +11,6 @@ import platform
 from collections.abc import Sequence
 from dataclasses import replace
 from math import lcm
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +22,7 @@ from objkv.connector.model.groups import DraftGroups, Geometry, read_chunk_token
 from objkv.connector.model.media import encoder_settings, kv_dtype_name, scales_follow_media
 from objkv.connector.model.parts import LayerPart, read_parts
 from objkv.connector.model.stages import PipelineStages, whole_groups
-from objkv.connector.model.weights import local_folder, model_digest
+from objkv.connector.model.weights import local_folder, model_digest, read_weights
 from objkv.errors import ConfigError
 from objkv.keys.identity import GroupIdentity, Identity, name_model, sealed_extra
 
@@ -233,19 +232,6 @@ def warn_of_outer_policy(vllm_config: "VllmConfig", config: Config) -> None:
         )
 
 
-def warn_of_sudden_end(vllm_config: "VllmConfig") -> None:
-    """Log if a server that shuts down would kill its workers before in-flight saves complete.
-
-    Source: vLLM 0.32, ``shutdown`` in ``v1/utils.py``: SIGTERM, then SIGKILL after
-    ``shutdown_timeout``, which is 0 unless set. An engine without a server has 5 seconds.
-    """
-    if getattr(vllm_config, "shutdown_timeout", 0) == 0:
-        logger.info(
-            "on SIGTERM the server exits at once and loses its in-flight saves: "
-            "start it with --shutdown-timeout 15"
-        )
-
-
 def safe_load_mode(vllm_config: "VllmConfig", geometry: Geometry, config: Config) -> Config:
     """Return the settings, with ``load_mode`` async if vLLM cannot recover from a load that fails
     within a step.
@@ -317,25 +303,6 @@ def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
             "objkv cannot share KV if each replica calculates its own scales: "
             f"{_INSTEAD} turn calculate_kv_scales off"
         )
-
-
-def read_weights(vllm_config: "VllmConfig", config: Config, folder: Path | None) -> str:
-    """Return the identity of the weights. Raises ``ConfigError`` if they cannot be identified.
-
-    ``folder``: the folder of the weights, None if they are not on this machine.
-    """
-    if vllm_config.load_config.load_format == "dummy":
-        return f"dummy:seed={vllm_config.model_config.seed}"
-    digest = None if folder is None else model_digest(folder, config)
-    if digest is not None:
-        return digest
-    revision = vllm_config.model_config.revision
-    if revision is None:
-        raise ConfigError(
-            f"objkv cannot identify the weights of {vllm_config.model_config.model!r}, because it "
-            "cannot read them here: serve from a local folder or set --revision"
-        )
-    return f"revision:{revision}"
 
 
 def _kv_dtype(vllm_config: "VllmConfig") -> str:

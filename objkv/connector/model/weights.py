@@ -18,7 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
+from objkv.background import Steps
 from objkv.config import Config, cache_folder, make_private
 from objkv.errors import ConfigError
 
@@ -74,13 +76,21 @@ class DigestCache:
         ``stat``. Files that change during the call or just before it are not cached.
         """
         files = identify(paths)
-        entry = self._entry(kind, files)
-        if (known := _read(entry, kind, files)) is not None:
+        if (known := self.known(kind, files)) is not None:
             return known
         digest = compute()
-        if identify(paths) == files and _are_settled(files):
-            self._write(entry, _content(kind, files, digest))
+        if identify(paths) == files:
+            self.remember(kind, files, digest)
         return digest
+
+    def known(self, kind: str, files: Sequence[FileIdentity]) -> str | None:
+        """Return the cached digest of the files."""
+        return _read(self._entry(kind, files), kind, files)
+
+    def remember(self, kind: str, files: Sequence[FileIdentity], digest: str) -> None:
+        """Cache the digest of files that have not changed, unless they changed just before."""
+        if _are_settled(files):
+            self._write(self._entry(kind, files), _content(kind, files, digest))
 
     def _entry(self, kind: str, files: Sequence[FileIdentity]) -> Path:
         return self._folder / f"{_name(kind, files)}.json"
@@ -200,19 +210,47 @@ def model_digest(folder: Path, config: Config) -> str | None:
     return weights_digest(folder, full=config.weights_digest == "full", cache=open_digests())
 
 
+def read_weights(vllm_config: Any, config: Config, folder: Path | None) -> str:
+    """Return the identity of the weights. Raises ``ConfigError`` if they cannot be identified.
+
+    ``vllm_config``: of any version. ``folder``: the folder of the weights, None if they are not on
+    this machine.
+    """
+    if vllm_config.load_config.load_format == "dummy":
+        return f"dummy:seed={vllm_config.model_config.seed}"
+    digest = None if folder is None else model_digest(folder, config)
+    if digest is not None:
+        return digest
+    revision = vllm_config.model_config.revision
+    if revision is None:
+        raise ConfigError(
+            f"objkv cannot identify the weights of {vllm_config.model_config.model!r}, because it "
+            "cannot read them here: serve from a local folder or set --revision"
+        )
+    return f"revision:{revision}"
+
+
 def adapter_files(folder: Path) -> list[Path]:
     """Return the files of a LoRA adapter in order. Raises ``OSError``."""
     files = sorted(p for p in folder.iterdir() if p.suffix in (*_WEIGHT_SUFFIXES, ".json"))
     return [path for path in files if path.is_file()]
 
 
-def adapter_digest(files: Sequence[Path]) -> bytes | None:
-    """Return the SHA-256 of a LoRA adapter's configuration and weights, or None without weights."""
+def adapter_digest(files: Sequence[Path]) -> Steps[bytes | None]:
+    """Return the SHA-256 of a LoRA adapter's configuration and weights, or None without weights.
+    In steps of a few milliseconds, so that others need not wait for all of it."""
     if not any(p.suffix in _WEIGHT_SUFFIXES for p in files):
         return None
     digest = hashlib.sha256(b"objkv-adapter-1")
     for path in files:
-        _add(digest, path.name.encode(), path.read_bytes())
+        _add(digest, path.name.encode())
+        with path.open("rb", buffering=0) as file:
+            left = os.fstat(file.fileno()).st_size
+            digest.update(left.to_bytes(8, "little"))
+            while left > 0 and (piece := file.read(min(left, _PIECE))):
+                digest.update(piece)
+                left -= len(piece)
+                yield None
     return digest.digest()
 
 

@@ -26,10 +26,9 @@ from objkv.connector.model.identity import (
     further_settings,
     names_media,
     read_draft_weights,
-    read_weights,
 )
 from objkv.connector.model.media import kv_dtype_name
-from objkv.connector.model.weights import local_folder, model_digest
+from objkv.connector.model.weights import local_folder, model_digest, read_weights
 from objkv.connector.tier.rows import RowForm
 from objkv.errors import ConfigError
 from objkv.keys.identity import (
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
 
 
-_DEPTH_MAX = 100
+_DEPTH_MAX = 200
 """Number of callers to search. vLLM 0.32 has the configuration in the sixth."""
 _LLM_GRACE_S = 5
 """Time between SIGTERM and SIGKILL for an engine without a server. Source: vLLM 0.32-0.33,
@@ -99,37 +98,23 @@ def find_engine(spec: "OffloadingSpec") -> TierEngine | None:
     ``build_offloading_config``.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.v1.engine.core import EngineCoreProc  # makes its scheduler and thereby the connector
 
-    extra = spec.config.extra_config
     config: VllmConfig | None = None
+    connector: weakref.ref[KVConnectorBase_V1] | None = None
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_DEPTH_MAX):
         if frame is None:
             break
-        there = frame.f_locals
-        found = there.get("vllm_config")
-        if _is_of(found, extra):
+        found, maker = frame.f_locals.get("vllm_config"), frame.f_locals.get("self")
+        if config is not None and isinstance(maker, EngineCoreProc):
+            return TierEngine(config, connector, weakref.ref(maker))
+        if connector is None and _is_of(found, spec.config.extra_config):
             config = config or found
-            if isinstance(maker := there.get("self"), KVConnectorBase_V1):
-                return TierEngine(config, weakref.ref(maker), _find_core(frame))
-        elif config is not None:
-            break  # above the caller that has it
+            if isinstance(maker, KVConnectorBase_V1):
+                connector = weakref.ref(maker)
         frame = frame.f_back
-    return None if config is None else TierEngine(config, core=_find_core(frame))
-
-
-def _find_core(frame: "FrameType | None") -> "weakref.ref[EngineCoreProc] | None":
-    """Find the engine that makes its scheduler and thereby the connector. Source: vLLM 0.32-0.33,
-    ``EngineCoreProc`` in ``v1/engine/core.py``."""
-    from vllm.v1.engine.core import EngineCoreProc
-
-    for _ in range(_DEPTH_MAX):
-        if frame is None:
-            return None
-        if isinstance(core := frame.f_locals.get("self"), EngineCoreProc):
-            return weakref.ref(core)
-        frame = frame.f_back
-    return None
+    return None if config is None else TierEngine(config, connector)
 
 
 def engine_settings(

@@ -1,28 +1,32 @@
-"""Lookups of a secondary tier: vLLM queries single keys, and the index is queried in batches.
+"""Lookups of a secondary tier: vLLM queries single keys, and the agent is asked for many at once.
 
-vLLM queries one key after another in each step until it gets a hit or a miss. The new keys of a
-step are looked up in one background call when the step is planned. A late, failed or refused call
-is a miss.
+vLLM queries one key after another in each step until it gets a miss. The new keys of a step are
+looked up in the background when the step is planned, with one question for each request and group.
+A late, failed or refused question is a miss.
 """
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 
 from vllm.v1.kv_offload.base import LookupResult
 
-from objkv.cache.lookup import LookupLimits, LookupService
+from objkv.agent.client import CALL_S
+from objkv.background import Steps, StepThread, in_steps
+from objkv.cache.lookup import FindIndex, LookupLimits
 from objkv.connector.tier.rows import chunk_key
 from objkv.errors import StoreError
-from objkv.index.base import ReadIndex, ShardRecord
+from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import Recorder
 
+logger = logging.getLogger(__name__)
 _KEYS_MAX = 1 << 20
 """Most keys to remember, about 300 bytes each. Further ones are misses."""
-_BATCH_MAX = 4096
-"""Most keys per call, so that several long prompts are looked up in parallel."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +35,9 @@ class _Verdict:
     deadline: float
     askers: set[str]
     answered: bool = False
-    """Set last, by a background thread or by the scheduler's thread."""
+    """Set last, by the background thread or by the scheduler's thread."""
+    is_open: bool = False
+    """Whether the answer to its question ended before it."""
     record: ShardRecord | None = None
     answered_at: float = 0.0
 
@@ -41,21 +47,24 @@ class TierLookups:
 
     def __init__(
         self,
-        index: ReadIndex,
+        index: FindIndex,
         recorder: Recorder,
         limits: LookupLimits,
         *,
+        ends_early: bool = False,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """``limits.age_max_s``: new requests do not use answers older than this."""
-        self._index = index
-        self._recorder = recorder
-        self._limits = limits
-        self._clock = clock
-        self._pool = LookupService(index, (), recorder, limits, clock=clock)
+        """``limits.age_max_s``: new requests do not use answers older than this. ``ends_early``:
+        whether the index ends its answer to several keys at the first missing one."""
+        self._index, self._recorder, self._limits, self._clock = index, recorder, limits, clock
+        self._ends_early = ends_early
+        self._thread = StepThread("objkv-tier-lookup", answer_s=CALL_S)
         self._known: dict[bytes, _Verdict] = {}
         self._asked: dict[str, set[bytes]] = {}
-        self._new: list[_Verdict] = []
+        self._new: dict[tuple[str, int], list[_Verdict]] = {}
+        """Keys to look up, by request and group."""
+        self._again: list[_Verdict] = []
+        """Keys to look up one by one."""
 
     def ask(self, request_id: str, namespace: str, key: bytes) -> LookupResult:
         """Return whether the chunk is stored, or RETRY while that is unknown."""
@@ -64,12 +73,18 @@ class TierLookups:
             if verdict is None and len(self._known) >= _KEYS_MAX:
                 self._recorder.count("tier_lookup_refused")
                 return LookupResult.MISS
-            verdict = self._begin(namespace, key, set() if verdict is None else verdict.askers)
+            askers = set() if verdict is None else verdict.askers
+            deadline = self._clock() + self._limits.deadline_s
+            verdict = self._known[key] = _Verdict(chunk_key(namespace, key), deadline, askers)
+            self._new.setdefault((request_id, verdict.key.group), []).append(verdict)
         if request_id not in verdict.askers:
             verdict.askers.add(request_id)
             self._asked.setdefault(request_id, set()).add(key)
         if not verdict.answered:
             if self._clock() < verdict.deadline:
+                if verdict.is_open:  # as of a window, which vLLM reads from its end
+                    verdict.is_open = False
+                    self._again.append(verdict)
                 return LookupResult.RETRY
             self._recorder.count("tier_lookup_deadlines")
             self._answer(verdict, None)
@@ -77,13 +92,12 @@ class TierLookups:
 
     def flush(self) -> None:
         """Look up the new keys of the planned step."""
-        new, self._new = self._new, []
-        for start in range(0, len(new), _BATCH_MAX):
-            batch = new[start : start + _BATCH_MAX]
-            if not self._pool.submit(partial(self._find, batch)):
-                self._recorder.count("tier_lookup_refused", len(batch))
-                for verdict in batch:
-                    self._answer(verdict, None)
+        questions = [*self._new.values(), *([one] for one in self._again)]
+        self._new, self._again = {}, []
+        if questions and not self.submit(partial(self._find_all, questions)):
+            for verdicts in questions:
+                self._recorder.count("tier_lookup_refused", len(verdicts))
+                self._miss(verdicts)
 
     def record(self, key: bytes) -> ShardRecord | None:
         """Return the record that the lookup of a chunk found."""
@@ -92,43 +106,42 @@ class TierLookups:
 
     def deny(self, keys: Iterable[bytes]) -> None:
         """Make later lookups of these keys miss, because their load failed."""
-        for key in keys:
-            if verdict := self._known.get(key):
-                self._answer(verdict, None)
+        self._miss([self._known[key] for key in keys if key in self._known])
 
     def forget(self, request_id: str) -> None:
         """Forget a request that ended, and the keys that only this request looked up."""
         for key in self._asked.pop(request_id, ()):
-            verdict = self._known.get(key)
-            if verdict is None:
-                continue
-            verdict.askers.discard(request_id)
-            if not verdict.askers:
-                del self._known[key]
+            if (verdict := self._known.get(key)) is not None:
+                verdict.askers.discard(request_id)
+                if not verdict.askers:
+                    del self._known[key]
 
     def clear(self) -> None:
         """Forget all answers."""
-        self._known.clear()
-        self._asked.clear()
-        self._new.clear()
+        for memory in (self._known, self._asked, self._new, self._again):
+            memory.clear()
 
-    def submit(self, job: Callable[[], None]) -> bool:
-        """Run ``job`` in the background, or return False if the queue is full."""
-        return self._pool.submit(job)
+    def submit(self, job: Callable[[], Steps[None] | None]) -> bool:
+        """Run ``job`` in the background, or return False if the queue is full. A ``StoreError`` of
+        the job is dropped."""
+
+        def run() -> Steps[None]:
+            with suppress(StoreError):
+                yield from in_steps(job())
+
+        if self._thread.unfinished >= self._limits.queue_max:
+            return False
+        future = self._thread.start(run())
+        if future is not None:
+            future.add_done_callback(_note_failure)
+        return future is not None
 
     def close(self) -> None:
-        """Stop the threads."""
-        self._pool.close()
+        """Stop the thread."""
+        self._thread.close(0.0)
 
     def __repr__(self) -> str:
         return f"<TierLookups {len(self._known)} keys of {len(self._asked)} requests>"
-
-    def _begin(self, namespace: str, key: bytes, askers: set[str]) -> _Verdict:
-        deadline = self._clock() + self._limits.deadline_s
-        verdict = _Verdict(chunk_key(namespace, key), deadline, askers)
-        self._known[key] = verdict
-        self._new.append(verdict)
-        return verdict
 
     def _is_stale(self, verdict: _Verdict, request_id: str) -> bool:
         """Whether an answer is too old for a new request. Without this check overlapping requests
@@ -143,18 +156,36 @@ class TierLookups:
         verdict.record, verdict.answered_at = record, self._clock()
         verdict.answered = True
 
-    def _find(self, batch: list[_Verdict]) -> None:
-        """Look up a batch in one call, on a background thread. All its keys have one namespace."""
-        namespace = batch[0].key.namespace
-        hashes = list(dict.fromkeys(verdict.key.prefix_hash for verdict in batch))
-        fields = sorted({verdict.key.field for verdict in batch})
-        try:
-            found = self._index.find(namespace, hashes, fields)
-        except StoreError:
-            self._recorder.count("tier_lookup_errors")
-            found = [None] * len(hashes)
-        shards = dict(zip(hashes, found, strict=True))
-        for verdict in batch:
-            if not verdict.answered:  # else it was late
-                of_chunk = shards[verdict.key.prefix_hash] or {}
-                self._answer(verdict, of_chunk.get(verdict.key.field))
+    def _miss(self, verdicts: Iterable[_Verdict]) -> None:
+        for verdict in verdicts:
+            self._answer(verdict, None)
+
+    def _find_all(self, questions: Sequence[Sequence[_Verdict]]) -> Steps[None]:
+        for verdicts in questions:
+            left = [one for one in verdicts if not one.answered]  # the others were late
+            try:
+                yield from self._find(left)
+            except StoreError:
+                self._recorder.count("tier_lookup_errors")
+                self._miss(one for one in left if not one.answered)
+
+    def _find(self, verdicts: Sequence[_Verdict]) -> Steps[None]:
+        """Look up keys of one namespace and group in one call."""
+        if not verdicts:
+            return
+        first = verdicts[0].key
+        hashes = [verdict.key.prefix_hash for verdict in verdicts]
+        found = yield from in_steps(self._index.find(first.namespace, hashes, (first.field,)))
+        has_ended = False
+        for verdict, shards in zip(verdicts, found, strict=True):
+            record = None if shards is None else shards.get(first.field)
+            if record is None and has_ended and self._ends_early:
+                verdict.is_open = True
+            elif not verdict.answered:  # else it was late
+                self._answer(verdict, record)
+            has_ended |= record is None
+
+
+def _note_failure(future: Future[None]) -> None:
+    if not future.cancelled() and (error := future.exception()) is not None:
+        logger.error("tier job failed unexpectedly", exc_info=error)

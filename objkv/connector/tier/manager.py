@@ -2,8 +2,9 @@
 
 It is for operators who run ``OffloadingConnector`` with ``TieringOffloadingSpec`` and want its
 chunks, and those of other replicas, in objkv's stores. vLLM calls every method on the scheduler's
-thread. Only the constructor and ``shutdown`` wait for a store. Only the constructor raises. Read
-against vLLM 0.32-0.33, ``v1/kv_offload/tiering/base.py``. Described in ``docs/tier.md``.
+thread. Only the constructor and ``shutdown`` wait for the node's agent. Only the constructor
+raises. Read against vLLM 0.32-0.33, ``v1/kv_offload/tiering/base.py``. Described in
+``docs/tier.md``.
 """
 
 import logging
@@ -20,13 +21,14 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
+from objkv.assembly.link import Replica
+from objkv.background import Steps
 from objkv.cache.switch import AdmissionSwitch
 from objkv.config import Config
 from objkv.config.tier import read_options
 from objkv.connector.guard import guarded, speak_as_vllm
 from objkv.connector.hooks import EngineHooks, holds_nothing
 from objkv.connector.metrics import tier_metric_definitions, tier_stats
-from objkv.connector.model.identity import warn_of_sudden_end
 from objkv.connector.namespace import ReplicaNamespace
 from objkv.connector.tier.identity import (
     TierAdapters,
@@ -35,8 +37,9 @@ from objkv.connector.tier.identity import (
     none_hash,
     read_tier_identity,
 )
-from objkv.connector.tier.jobs import JobOutcome, TierChunk, TierJobs
+from objkv.connector.tier.jobs import JobOutcome
 from objkv.connector.tier.store import TierStore
+from objkv.connector.wiring import replica_of
 from objkv.errors import ConfigError
 from objkv.stores.base import WriteStore
 from objkv.telemetry import MemoryRecorder
@@ -63,7 +66,7 @@ class TierNamespace(ReplicaNamespace[TierIdentity]):
         self,
         identity: TierIdentity,
         bulk: WriteStore,
-        submit: Callable[[Callable[[], None]], bool],
+        submit: Callable[[Callable[[], Steps[None] | None]], bool],
         *,
         writes: bool,
     ) -> None:
@@ -154,15 +157,25 @@ class ObjKVTier(SecondaryTierManager):
         engine = self._engine = find_engine(offloading_spec)
         identity = read_tier_identity(offloading_spec, engine, row_bytes, config, self._options)
         self._recorder = numbers = MemoryRecorder()
-        memory, queue_max = primary_kv_view.cast("B"), self._options.queue_max
-        self._store = TierStore(config, identity.row_form(), memory, numbers, queue_max=queue_max)
-        submit, bulk, writes = self._store.lookups.submit, self._store.bulk, config.role != "reader"
-        self.namespace = TierNamespace(identity, bulk, submit, writes=writes)
-        self._switch = AdmissionSwitch(config.admission, bulk, self.namespace, numbers)
+        replica = Replica(offloading_spec.config.engine_id)
+        if engine is not None:
+            replica = replica_of(engine.config)
+        self._store = TierStore(
+            config,
+            replica,
+            identity.row_form(),
+            primary_kv_view.cast("B"),
+            numbers,
+            queue_max=self._options.queue_max,
+        )
+        submit, documents = self._store.lookups.submit, self._store.documents
+        writes = config.role != "reader"
+        self.namespace = TierNamespace(identity, documents, submit, writes=writes)
+        self._switch = AdmissionSwitch(config.admission, documents, self.namespace, numbers, submit)
+        self._switch.start()
         self._closed = False
         self.adapters = TierAdapters(lambda: self.reset(clean=False))
         self._hooks = EngineHooks(self, _no_manager, patches=config.vllm_patches)
-        self._switch.start()
         self._log_ready(identity)
 
     def _read_options(self, options: Mapping[str, Any], spec: "OffloadingSpec") -> Config:
@@ -187,8 +200,6 @@ class ObjKVTier(SecondaryTierManager):
             logger.warning(
                 "vLLM's configuration was not found: only 'settings' distinguish replicas"
             )
-        else:
-            warn_of_sudden_end(self._engine.config)
 
     # Requests.
 
@@ -225,11 +236,11 @@ class ObjKVTier(SecondaryTierManager):
 
     def submit_store(self, job_metadata: "TransferJob") -> None:
         """Save rows in the background. Rows without room in the queue are dropped."""
-        self._submit(self._store.saves, job_metadata)
+        self._submit(self._store.save, job_metadata)
 
     def submit_load(self, job_metadata: "TransferJob") -> None:
         """Load into rows in the background. Each key succeeds or fails separately."""
-        self._submit(self._store.loads, job_metadata)
+        self._submit(self._store.load, job_metadata)
 
     @guarded(tuple[JobResult, ...]())
     def get_finished_jobs(self) -> tuple[JobResult, ...]:
@@ -266,7 +277,6 @@ class ObjKVTier(SecondaryTierManager):
         """Save queued chunks within ``drain_deadline_ms``, then stop. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._switch.close()
             self._store.close()
 
     # Events and metrics.
@@ -294,19 +304,17 @@ class ObjKVTier(SecondaryTierManager):
 
     # Internal methods.
 
-    def _submit(self, jobs: TierJobs, job: "TransferJob") -> None:
-        entries: list[TierChunk] = []
-        namespace = None
+    def _submit(self, begin: Callable[..., None], job: "TransferJob") -> None:
+        keys = tuple(job.keys)
+        namespace, rows = None, [0] * len(keys)
         try:
-            record = self._store.lookups.record
-            for key, row in zip(job.keys, job.chunk_ids, strict=True):
-                assert 0 <= row < self._row_count
-                entries.append(TierChunk(key, int(row), record(key) if job.is_promotion else None))
+            rows = [int(row) for row in job.chunk_ids]
+            assert len(rows) == len(keys)
+            assert all(0 <= row < self._row_count for row in rows)
             namespace = self.namespace.of(job.req_context.req_id)
         except Exception:  # vLLM expects an outcome for every job
             logger.exception("invalid tier job job=%s", job.job_id)
-            entries = [TierChunk(key, 0) for key in job.keys]
-        jobs.submit(job.job_id, namespace, entries)
+        begin(job.job_id, namespace, keys, rows)
 
     def _loaded(self, outcome: JobOutcome) -> JobResult:
         if outcome.failed:

@@ -1,34 +1,20 @@
-"""Converts rows of vLLM's memory to payloads and back. Payloads are verified before the copy.
+"""Rows of vLLM's memory as payloads, by the node's agent. Payloads are verified before the copy.
 
 A row contains one chunk's bytes of all ranks and layers, in vLLM's own order. It is the single
 frame of a payload, which is named by vLLM's key.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
-from threading import local
-from time import time
 
 import numpy as np
 
-from objkv.cache.chunks import ChunkCache, SaveOutcome
-from objkv.cache.codec_choice import CodecChooser
-from objkv.codec.payload import (
-    LAYER_BYTES_MAX,
-    Claim,
-    Header,
-    LayerSpec,
-    Provenance,
-    encode_in_place,
-    frame_pages,
-    header_room,
-    open_payload,
-    payload_bytes_max,
-)
-from objkv.errors import ConfigError, PayloadError, ValueTooLong
-from objkv.index.base import ShardRecord
+from objkv.agent.fill import Wanted
+from objkv.agent.payloads import ReadOutcome, WriteOutcome
+from objkv.codec.payload import LAYER_BYTES_MAX, Claim, LayerSpec
+from objkv.connector.tier.jobs import JobChunk
+from objkv.errors import ConfigError, TransferError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.keys.topology import Shard
@@ -36,29 +22,31 @@ from objkv.telemetry import Recorder
 
 WHOLE = Shard(0, 1, 0, 1)
 """The shard of every row. A row has the whole chunk, not one rank's part."""
-
 _GROUP_BYTES = 4
 _NO_PARENT = bytes(PREFIX_HASH_BYTES)
-_NO_TOKENS = "0" * 64
 _SAFETENSORS = {"bfloat16": "BF16", "float16": "F16", "half": "F16", "float32": "F32"}
-
-
-class RowOutcome(Enum):
-    """The outcome of one row."""
-
-    STORED = auto()
-    LEFT = auto()
-    """Not saved: another saver has it or has just saved it, or the quota is used up."""
-    LOADED = auto()
-    GONE = auto()
-    """The payload is missing or corrupt. Its record was removed."""
-    UNWANTED = auto()
-    """Its job ended in the meantime."""
-
-
-Copy = Callable[[np.ndarray], bool]
-"""Copies a row from or to ``[row_bytes]`` uint8, which it does not keep. False if the job has ended
-and nothing was copied."""
+_LOADS = {
+    ReadOutcome.READ: "tier_loads",
+    ReadOutcome.MISSING: "tier_load_ghosts",
+    ReadOutcome.CORRUPT: "tier_load_corrupt",
+    ReadOutcome.OTHER_FORM: "tier_load_corrupt",
+    ReadOutcome.REFUSED: "tier_load_refused",
+    ReadOutcome.LATE: "tier_load_deadlines",
+    ReadOutcome.FAILED: "tier_load_errors",
+}
+_SAVES = {
+    WriteOutcome.ACCEPTED: "tier_saves",
+    WriteOutcome.KEPT: "tier_saves",
+    WriteOutcome.EXISTED: "tier_save_existed",
+    WriteOutcome.REPEATED: "tier_save_repeats",
+    WriteOutcome.OVER_QUOTA: "tier_save_over_quota",
+    WriteOutcome.SHED: "tier_saves_shed",
+    WriteOutcome.LATE: "tier_save_deadlines",
+    WriteOutcome.FAILED: "tier_save_errors",
+}
+_STORED = frozenset((WriteOutcome.ACCEPTED, WriteOutcome.EXISTED))
+_SETTLED = _STORED | {WriteOutcome.KEPT, WriteOutcome.REPEATED, WriteOutcome.OVER_QUOTA}
+"""Outcomes with which a job does not fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +66,20 @@ class RowForm:
                 "payload: lower block_size or blocks_per_chunk"
             )
         dtype = _SAFETENSORS.get(kv_dtype, "U8")
-        layer = LayerSpec("row", dtype, (1, 1, 1, 1))
-        if row_bytes % layer.item_bytes:
-            dtype, layer = "U8", LayerSpec("row", "U8", (1, 1, 1, 1))
-        shape = (1, 1, 1, row_bytes // layer.item_bytes)
-        return cls((LayerSpec("row", dtype, shape),), tokens)
+        if row_bytes % LayerSpec("row", dtype, (1, 1, 1, 1)).item_bytes:
+            dtype = "U8"
+        items = row_bytes // LayerSpec("row", dtype, (1, 1, 1, 1)).item_bytes
+        return cls((LayerSpec("row", dtype, (1, 1, 1, items)),), tokens)
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a row."""
         return self.layers[0].nbytes
+
+    def claim(self, namespace: str, key: bytes) -> Claim:
+        """Return the claim of a row's payload."""
+        # vLLM's key has neither the chunk's parent nor its position. Its hash depends on both.
+        return Claim(chunk_key(namespace, key), _NO_PARENT, 0, self.tokens)
 
 
 def chunk_key(namespace: str, key: bytes) -> ChunkKey:
@@ -97,118 +89,76 @@ def chunk_key(namespace: str, key: bytes) -> ChunkKey:
     return ChunkKey(namespace, digest, int.from_bytes(group, "big"), WHOLE)
 
 
-class Rows:
-    """Saves and loads single rows. Thread-safe: each thread has its own buffers. Raises
-    ``StoreError`` and ``PayloadError``."""
+@dataclass(frozen=True, slots=True)
+class RowMemory:
+    """vLLM's memory. No view of it may outlive a copy, otherwise it cannot be unmapped."""
+
+    form: RowForm
+    memory: memoryview
+    """``[rows * row_bytes]`` uint8."""
+
+    def copy_to(self, row: int, pages: memoryview) -> None:
+        """Write a row."""
+        np.copyto(self._view(row), np.frombuffer(pages, np.uint8))
+
+    def copy_from(self, row: int, pages: memoryview) -> None:
+        """Read a row into ``pages``."""
+        np.copyto(np.frombuffer(pages, np.uint8), self._view(row))
+
+    def _view(self, row: int) -> np.ndarray:
+        size = self.form.row_bytes
+        return np.frombuffer(self.memory, np.uint8, size, row * size)
+
+
+class RowLoad(JobChunk):
+    """A row to load: a ``PayloadRead``."""
 
     def __init__(
-        self, cache: ChunkCache, form: RowForm, recorder: Recorder, *, codec: str, writer: str
+        self, chunk: JobChunk, wanted: Wanted, memory: RowMemory, recorder: Recorder
     ) -> None:
-        """
-        Args:
-            codec: a codec of the payload format, or ``auto``, which depends on the measured link.
-            writer: the name of this process in payloads.
-        """
-        self._cache = cache
-        self._form = form
-        self._recorder = recorder
-        self._codec = codec
-        self._writer = writer
-        self._chooser = None
-        if codec == "auto":
-            self._chooser = CodecChooser(lambda: cache.link.bytes_per_s)
-        self._buffers = local()
+        super().__init__(*chunk.parts)
+        self.wanted, self.layers = wanted, memory.form.layers
+        self._memory, self._recorder, self._is_copied = memory, recorder, False
 
-    def save(self, namespace: str, key: bytes, copy: Copy) -> RowOutcome:
-        """Store the row that ``copy`` reads. Returns STORED, LEFT or UNWANTED."""
-        claim = self._claim(namespace, key)
-        if not self._cache.has_room():
-            self._recorder.count("tier_save_over_quota")
-            return RowOutcome.LEFT
-        if not self._cache.begin_save(claim.key):
-            self._recorder.count("tier_save_repeats")
-            return RowOutcome.LEFT
-        try:
-            buffer = self._buffer("payload", payload_bytes_max(self._form.layers))
-            room = header_room(self._form.layers)
-            pages = buffer[room : room + self._form.row_bytes]
-            if not copy(pages):
-                return RowOutcome.UNWANTED
-            if not self._cache.take_lease(claim.key):
-                self._recorder.count("tier_save_leased_elsewhere")
-                return RowOutcome.LEFT
-            try:
-                payload, header = self._encode(claim, buffer.data, pages.data)
-                outcome = self._cache.save(claim, payload, header)
-            finally:
-                self._cache.release_lease(claim.key)
-        finally:
-            self._cache.end_save(claim.key)
-        self._count_saved(outcome, header)
-        return RowOutcome.STORED
+    def take(self, pages: Sequence[memoryview]) -> None:
+        """See ``PayloadRead``."""
+        with self.touch() as allowed:
+            if allowed:
+                self._memory.copy_to(self.row, pages[0])
+                self._is_copied = True
 
-    def load(self, namespace: str, key: bytes, record: ShardRecord, copy: Copy) -> RowOutcome:
-        """Pass the verified row to ``copy``. Returns LOADED, GONE or UNWANTED."""
-        claim = self._claim(namespace, key)
-        buffer = self._buffer("payload", payload_bytes_max(self._form.layers)).data
-        try:
-            nbytes = self._cache.get_into(claim.key, buffer, hot=record.hot)
-            if nbytes is None:
-                self._recorder.count("tier_load_ghosts")
-                self._reject(claim, record, corrupt=False)
-                return RowOutcome.GONE
-            header = open_payload(buffer[:nbytes], claim, self._form.layers, seal=self._cache.seal)
-            scratch = self._scratch(header)
-            pages = frame_pages(header, 0, buffer[:nbytes], scratch)
-        except (PayloadError, ValueTooLong):
-            self._recorder.count("tier_load_corrupt")
-            self._reject(claim, record, corrupt=True)
-            return RowOutcome.GONE
-        if not copy(np.frombuffer(pages, np.uint8)):
-            return RowOutcome.UNWANTED
-        self._recorder.count("tier_loads")
-        self._recorder.count("tier_load_bytes", nbytes)
-        return RowOutcome.LOADED
+    def end(self, outcome: ReadOutcome) -> None:
+        """See ``PayloadRead``. Notes payloads that were missing or corrupt."""
+        if self.is_needed and outcome in _LOADS:
+            self._recorder.count(_LOADS[outcome])
+        if self._is_copied:
+            self._recorder.count("tier_load_bytes", self.wanted.record.nbytes)
+        is_gone = outcome in (ReadOutcome.MISSING, ReadOutcome.CORRUPT)
+        self.settle(done=self._is_copied, noted=is_gone)
 
-    def _claim(self, namespace: str, key: bytes) -> Claim:
-        # vLLM's key has neither the chunk's parent nor its position. Its hash depends on both.
-        return Claim(chunk_key(namespace, key), _NO_PARENT, 0, self._form.tokens)
 
-    def _encode(
-        self, claim: Claim, buffer: memoryview, pages: memoryview
-    ) -> tuple[memoryview, Header]:
-        codec = self._codec
-        if self._chooser is not None:
-            codec = self._chooser.choose(claim.key.group, self._form.layers, pages)
-        provenance = Provenance(_NO_TOKENS, self._writer, int(time()))
-        return encode_in_place(
-            claim,
-            self._form.layers,
-            buffer,
-            codec=codec,
-            provenance=provenance,
-            seal=self._cache.seal,
-        )
+class RowSave(JobChunk):
+    """A row to save: a ``PayloadWrite``."""
 
-    def _reject(self, claim: Claim, record: ShardRecord, *, corrupt: bool) -> None:
-        self._cache.reject(claim.key, {claim.key.field: record}, corrupt=corrupt)
+    token_digest = "0" * 64
 
-    def _count_saved(self, outcome: SaveOutcome, header: Header) -> None:
-        if outcome is SaveOutcome.SAVED:
-            self._recorder.count("tier_saves")
-            self._recorder.count("tier_save_bytes", header.nbytes)
-        else:
-            self._recorder.count("tier_save_existed")
+    def __init__(
+        self, chunk: JobChunk, claim: Claim, memory: RowMemory, recorder: Recorder
+    ) -> None:
+        super().__init__(*chunk.parts)
+        self.claim, self.layers = claim, memory.form.layers
+        self._memory, self._recorder = memory, recorder
 
-    def _scratch(self, header: Header) -> memoryview | None:
-        if header.codec == "none":
-            return None
-        return self._buffer("scratch", self._form.row_bytes).data
+    def write(self, pages: memoryview) -> None:
+        """See ``PayloadWrite``."""
+        with self.touch() as allowed:
+            if not allowed:
+                raise TransferError("a job ended while it was saved")
+            self._memory.copy_from(self.row, pages)
 
-    def _buffer(self, name: str, nbytes: int) -> np.ndarray:
-        """Return this thread's buffer. A new one each time would cost as much as the transfer."""
-        buffer: np.ndarray | None = getattr(self._buffers, name, None)
-        if buffer is None:
-            buffer = np.empty(nbytes, np.uint8)
-            setattr(self._buffers, name, buffer)
-        return buffer
+    def end(self, outcome: WriteOutcome, nbytes: int) -> None:
+        """See ``PayloadWrite``. Notes payloads that the agent saves."""
+        if self.is_needed and outcome in _SAVES:
+            self._recorder.count(_SAVES[outcome])
+        self._recorder.count("tier_save_bytes", nbytes)
+        self.settle(done=outcome in _SETTLED, noted=outcome in _STORED)

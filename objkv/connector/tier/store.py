@@ -1,32 +1,38 @@
-"""The parts of a secondary tier below vLLM's interface: stores, lookups, jobs, vLLM's memory."""
+"""The parts of a secondary tier below vLLM's interface: agent, lookups, jobs, vLLM's memory."""
 
+from collections.abc import Sequence
+from functools import partial
 from time import monotonic
+from typing import cast
 
-import numpy as np
-
-from objkv.assembly.backends import is_far
+from objkv.agent.calls import AgentDocuments, AgentIndex
+from objkv.agent.fill import Wanted
+from objkv.agent.payloads import PayloadReader, PayloadWriter
+from objkv.assembly.link import AgentLink, Replica
+from objkv.background import Steps
 from objkv.cache.lookup import LookupLimits
+from objkv.codec.payload import payload_bytes_max
 from objkv.config import Config
-from objkv.connector.tier.jobs import JobLimits, JobPart, TierJobs
+from objkv.connector.tier.jobs import JobChunk, TierJobs
 from objkv.connector.tier.lookup import TierLookups
-from objkv.connector.tier.rows import RowForm, RowOutcome, Rows, chunk_key
-from objkv.connector.wiring import open_cache, open_checked_backends, writer_name
+from objkv.connector.tier.rows import RowForm, RowLoad, RowMemory, RowSave, chunk_key
+from objkv.connector.wiring import writer_name
 from objkv.errors import StoreError
+from objkv.stores.base import WriteStore
 from objkv.telemetry import Recorder
 
-_SAVES_AT_ONCE = 4
-"""Most chunks that one thread saves one after another, after a single lookup for all of them."""
 _MARGIN_S = 0.5
 """How long before vLLM kills the process saves are dropped and logged."""
 
 
 class TierStore:
-    """Owns the stores, lookups and jobs of a tier. For the scheduler's thread only. Only ``close``
-    waits. The constructor raises ``ConfigError``."""
+    """Owns a tier's way to the agent, its lookups and its jobs. For the scheduler's thread only.
+    Only ``close`` waits, and the constructor for an agent. It raises ``ConfigError``."""
 
     def __init__(
         self,
         config: Config,
+        replica: Replica,
         form: RowForm,
         memory: memoryview,
         recorder: Recorder,
@@ -39,34 +45,62 @@ class TierStore:
                 releases it.
             queue_max: chunks that may wait per direction.
         """
-        self._config, self._form = config, form
-        self._memory, self._recorder = memory, recorder
+        self._config, self._form, self._recorder = config, form, recorder
+        self._memory = RowMemory(form, memory)
         self._kill_at: float | None = None
-        self._backends = open_checked_backends(config, recorder)
-        self.bulk, self._index = self._backends.bulk, self._backends.index
-        writer = writer_name(self)
-        self._cache = open_cache(config, self._backends, writer, recorder)
-        codec = config.codec if config.codec != "auto" or is_far(config) else "none"
-        self._rows = Rows(self._cache, form, recorder, codec=codec, writer=writer)
+        link = self._link = AgentLink(config, replica)
+        nbytes_max = payload_bytes_max(form.layers)
+        self._writer = PayloadWriter(link.connect, nbytes_max, "chunks", writer=writer_name(self))
+        self._reader = PayloadReader(link.connect, "chunks")
+        link.await_agent()
+        # These have the verbs that replicas use; the rest is for operators.
+        self.documents = cast("WriteStore", AgentDocuments(link.calls))
+        self._index = AgentIndex(link.calls)
         lookup_s, age_max_s = config.lookup_deadline_ms / 1000, config.lookup_ttl_ms / 1000
         limits = LookupLimits(lookup_s, config.lookup_queue_max, age_max_s=age_max_s)
-        self.lookups = TierLookups(self._index, recorder, limits)
+        # A folder that is its own index ends its answers early.
+        is_folder = config.index_url == "bulk:"
+        self.lookups = TierLookups(self._index, recorder, limits, ends_early=is_folder)
         load_s, save_s = config.load_deadline_ms / 1000, config.save_deadline_ms / 1000
-        loads = JobLimits(config.load_threads, queue_max, load_s)
-        self.loads = TierJobs("load", self._load, loads, recorder)
-        saves = JobLimits(config.save_threads, queue_max, save_s, _SAVES_AT_ONCE)
-        self.saves = TierJobs("save", self._save, saves, recorder)
+        self.loads = TierJobs("load", recorder, queue_max=queue_max, deadline_s=load_s)
+        self.saves = TierJobs("save", recorder, queue_max=queue_max, deadline_s=save_s)
+
+    def load(
+        self, job_id: int, namespace: str | None, keys: Sequence[bytes], rows: Sequence[int]
+    ) -> None:
+        """Load chunks that were found into rows."""
+        loads = []
+        for chunk in self.loads.submit(job_id, keys, rows, refuse=namespace is None):
+            record = self.lookups.record(chunk.key)
+            if namespace is None or record is None:  # not found, or not looked up
+                chunk.settle(done=False)
+                continue
+            wanted = Wanted(self._form.claim(namespace, chunk.key), record)
+            loads.append(RowLoad(chunk, wanted, self._memory, self._recorder))
+        self._reader.read(loads)
+
+    def save(
+        self, job_id: int, namespace: str | None, keys: Sequence[bytes], rows: Sequence[int]
+    ) -> None:
+        """Save rows that are not stored. A reader saves nothing."""
+        chunks = self.saves.submit(job_id, keys, rows, refuse=namespace is None)
+        if namespace is None or self._config.role == "reader":
+            for chunk in chunks:
+                chunk.settle(done=True)
+        elif not self.lookups.submit(partial(self._save_new, namespace, chunks)):
+            self._save(namespace, chunks)
 
     def touch(self, namespace: str, keys: tuple[bytes, ...]) -> None:
         """Extend the life of used chunks' records."""
         hashes = [chunk_key(namespace, key).prefix_hash for key in keys]
-        ttl_s = self._config.ttl_s
-        self.lookups.submit(lambda: self._index.touch(namespace, hashes, ttl_s=ttl_s))
+        touch = partial(self._index.touch, namespace, hashes, ttl_s=self._config.ttl_s)
+        self.lookups.submit(touch)
 
     def give_up(self) -> None:
         """End all jobs. None of them touches vLLM's memory afterwards."""
         self.loads.give_up()
         self.saves.give_up()
+        self._reader.look()
 
     def finish(self, grace_s: float, *, idle: bool) -> None:
         """Save queued chunks within ``drain_deadline_ms``, then drop the rest. For each step of an
@@ -80,82 +114,37 @@ class TierStore:
 
     def close(self) -> None:
         """Save queued chunks within ``drain_deadline_ms``, then stop. Idempotent."""
-        self.loads.give_up()
-        self.saves.close(self._config.drain_deadline_ms / 1000)
         self.loads.close(0.0)
-        self._memory.release()
+        self.saves.close(self._config.drain_deadline_ms / 1000)
+        self._memory.memory.release()
         self.lookups.close()
-        self._cache.close(0.0)
-        self._backends.close()
+        self._reader.close()
+        self._writer.close(0.0)
+        self._link.calls.close()
 
     def __repr__(self) -> str:
         return f"<TierStore {self.loads!r}, {self.saves!r}, {self.lookups!r}>"
 
-    def _load(self, part: JobPart) -> None:
-        """Load a part's chunks. Notes those that are missing or corrupt."""
-        for key, row, record in part.entries:
-
-            def copy(pages: np.ndarray, row: int = row) -> bool:
-                with part.touch() as allowed:
-                    if allowed:
-                        self._write(row, pages)
-                    return allowed
-
-            if record is None:  # not found, or not looked up
-                continue
-            outcome = self._rows.load(part.namespace, key, record, copy)
-            if outcome is RowOutcome.LOADED:
-                part.finish(key)
-            elif outcome is RowOutcome.GONE:
-                part.note(key)
-
-    def _save(self, part: JobPart) -> None:
-        """Save a part's chunks. Notes those that are certainly stored. A reader saves nothing."""
-        if self._config.role == "reader":
-            for entry in part.entries:
-                part.finish(entry.key)
-            return
-        stored = self._stored(part)
-        for key, row, _ in part.entries:
-
-            def copy(pages: np.ndarray, row: int = row) -> bool:
-                with part.touch() as allowed:
-                    if allowed:
-                        self._read(row, pages)
-                    return allowed
-
-            outcome = RowOutcome.STORED
-            if key not in stored:
-                outcome = self._rows.save(part.namespace, key, copy)
-            if outcome is RowOutcome.STORED:
-                part.note(key)
-            if outcome is not RowOutcome.UNWANTED:
-                part.finish(key)
-
-    def _stored(self, part: JobPart) -> set[bytes]:
-        """Return the keys that are already stored, or none if the lookup fails."""
-        keys = {entry.key: chunk_key(part.namespace, entry.key) for entry in part.entries}
-        hashes = [key.prefix_hash for key in keys.values()]
-        fields = sorted({key.field for key in keys.values()})
+    def _save_new(self, namespace: str, chunks: Sequence[JobChunk]) -> Steps[None]:
+        """Save the chunks that are not stored already. On the lookup thread."""
+        names = [chunk_key(namespace, chunk.key) for chunk in chunks]
+        fields = sorted({name.field for name in names})
         try:
-            found = self._index.find(part.namespace, hashes, fields)
+            find = self._index.find(namespace, [name.prefix_hash for name in names], fields)
+            found = yield from find
         except StoreError:
             self._recorder.count("tier_lookup_errors")
-            return set()
-        stored = {
-            key
-            for (key, named), shards in zip(keys.items(), found, strict=True)
-            if shards is not None and named.field in shards
-        }
-        self._recorder.count("tier_save_existed", len(stored))
-        return stored
+            found = [None] * len(names)
+        new = []
+        for chunk, name, shards in zip(chunks, names, found, strict=True):
+            if shards is None or name.field not in shards:
+                new.append(chunk)
+                continue
+            self._recorder.count("tier_save_existed")
+            chunk.settle(done=True, noted=True)
+        self._save(namespace, new)
 
-    # No view of vLLM's memory may outlive these two calls, otherwise it cannot be unmapped.
-
-    def _read(self, row: int, pages: np.ndarray) -> None:
-        size = self._form.row_bytes
-        np.copyto(pages, np.frombuffer(self._memory, np.uint8, size, row * size))
-
-    def _write(self, row: int, pages: np.ndarray) -> None:
-        size = self._form.row_bytes
-        np.copyto(np.frombuffer(self._memory, np.uint8, size, row * size), pages)
+    def _save(self, namespace: str, chunks: Sequence[JobChunk]) -> None:
+        for chunk in chunks:
+            claim = self._form.claim(namespace, chunk.key)
+            self._writer.write(RowSave(chunk, claim, self._memory, self._recorder))

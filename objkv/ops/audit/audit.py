@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 
 from objkv.cache.listed_index import GHOSTS_UNSEEN, is_listed
 from objkv.config import Config
+from objkv.config.prices import LIST_PRICES, Prices
 from objkv.ops.audit.answers import LifecycleAudit
 from objkv.ops.audit.figures import (
-    LIST_PRICES,
     Basis,
     depth_audits,
     figures,
@@ -40,7 +40,6 @@ from objkv.ops.audit.pins import read_active_pins
 from objkv.ops.audit.report import (
     AuditReport,
     Ending,
-    Prices,
     RootAudit,
     TreeNode,
 )

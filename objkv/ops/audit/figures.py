@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+from objkv.config.prices import Prices
 from objkv.index.base import Savings
 from objkv.ops.audit.answers import SavingsAudit, SavingsMonth
 from objkv.ops.audit.identities import Facts
@@ -15,7 +16,6 @@ from objkv.ops.audit.report import (
     CostAudit,
     DepthAudit,
     NamespaceAudit,
-    Prices,
     TenantAudit,
     TenantCost,
 )
@@ -233,8 +233,6 @@ def added(values: Iterable[T | None]) -> T | None:
     return sum(known[1:], known[0]) if known else None
 
 
-LIST_PRICES = Prices(gb_month=0.023, per_1000_puts=0.005, per_1000_gets=0.0004)
-"""S3 Standard, us-east-1, as of November 2026."""
 _DAY_S = 86_400
 _MONTH_DAYS = 30
 _GB = 1e9

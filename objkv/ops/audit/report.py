@@ -9,6 +9,7 @@ code that shows them masks or escapes them.
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from objkv.config.prices import Prices
 from objkv.ops.audit.answers import LifecycleAudit, PinAudit, SavingsAudit
 
 NodeKind = Literal["chunks", "other"]
@@ -239,18 +240,6 @@ class AgesAudit:
     """By time since the chunk's last hit; empty if hits are not counted."""
     never_used_chunks: int | None
     never_used_bytes: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """Prices in US dollars."""
-
-    gb_month: float
-    """Price of 10^9 bytes for a month."""
-    per_1000_puts: float
-    per_1000_gets: float
-    gpu_hour: float | None = None
-    """Price of one GPU for an hour; None if not given, because it has no list price."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,35 +10,40 @@ from pathlib import Path
 from objkv.agent.client import AgentConnection
 from objkv.agent.memory.arena import PAGE, Arena
 from objkv.agent.spill.disk import FOLDER
+from objkv.cache.worth import PutRule
 from objkv.config import Config
-from objkv.config.node import agent_socket, host_bytes
+from objkv.config.node import agent_socket, host_bytes, http_path
 from objkv.config.urls import local_path
 from objkv.errors import ConfigError, TransferError
 from objkv.ops.doctor.probes import Check
+from objkv.ops.top.nodes import NodePuts, node_of
+from objkv.ops.top.scrape import MetricsSource
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_METRICS_S = 2.0
 _ARENA_SHARE_MAX = 3 / 4
 """More of the machine's memory leaves too little for engines and page cache."""
 
 
 def check_agent(config: Config) -> list[Check]:
-    """Return the checks for the setting ``agent``, none if it is ``off``."""
+    """Return the checks for the setting ``agent``."""
     try:
         path = agent_socket(config)
     except ConfigError as exc:
-        detail = f"{exc}; replicas load for themselves"
+        detail = f"{exc}; replicas cache nothing"
         fix = "chmod 700 the folder if it is yours, or remove it"
         return [Check("agent", "socket", "warning", detail, fix)]
+    checks = [_check_memory(), _check_locked(), *_check_huge_pages(), *_check_disk(config)]
     if path is None:
-        return []
-    checks = [*_check_folder(path), _check_memory(), _check_locked(), *_check_huge_pages()]
-    checks += _check_disk(config)
+        checks.append(_check_saves(config, None))
+        return [Check("agent", "socket", "ok", "each replica starts its own"), *checks]
+    checks = [*_check_folder(path), *checks, _check_saves(config, path)]
     try:
         with closing(AgentConnection(path, wants_arena=True)) as agent:
             nbytes = agent.arena.nbytes
     except TransferError as exc:
         if config.agent == "auto" and not path.exists():
-            detail = "none runs; the first replica on a CPU starts one"
+            detail = "none runs; the first replica starts one"
             return [Check("agent", "socket", "ok", detail), *checks]
         fix = f"start it: objkv agent --socket {path}, as the user of the replicas"
         return [Check("agent", "socket", "unreachable", str(exc), fix), *checks]
@@ -93,6 +98,28 @@ def _check_huge_pages() -> list[Check]:
         return []
     hint = "" if chosen != "never" else f"; loads are faster after: echo advise > {_HUGE_PAGES}"
     return [Check("agent", "huge pages", "ok", f"shmem_enabled is {chosen}{hint}")]
+
+
+def _check_saves(config: Config, path: Path | None) -> Check:
+    """Say which payloads an agent puts, and why. ``path``: where one listens, perhaps."""
+    rule, found = PutRule.of(config), tuple[NodePuts, ...]()
+    if path is not None:
+        source = MetricsSource("http://agent", deadline_s=_METRICS_S, socket=http_path(path))
+        with closing(source):
+            found = node_of("", None, source.scrape()).puts
+    prices = rule.prices
+    detail = f"save_to_bucket {rule.setting}"
+    if rule.is_fixed:
+        return Check("agent", "saves", "ok", f"{detail}, {rule.decide(rule.chunk(()))}")
+    detail += (
+        f", at prices of {prices.source}: ${prices.per_1000_puts:g} for 1,000 PUTs, "
+        f"${prices.gb_month:g} for a GB and month; ${prices.gpu_hour:g} for a GPU and hour"
+    )
+    detail += "".join(f"; {one}" for one in found)
+    if prices.is_guessed:
+        fix = "set price_gb_month and price_puts to those of your provider"
+        return Check("agent", "saves", "warning", detail, fix)
+    return Check("agent", "saves", "ok", detail)
 
 
 def _check_disk(config: Config) -> list[Check]:

@@ -281,8 +281,6 @@ def _examine_seal(patient: Patient) -> list[Check]:
 
 
 def _examine_agent(config: Config) -> list[Check]:
-    if config.agent == "off":
-        return []
     from objkv.ops.doctor.agent import check_agent  # late: `--help` must start at once
 
     return check_agent(config)

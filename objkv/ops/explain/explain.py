@@ -238,10 +238,9 @@ _SENTENCES: Final = {
     "lookup_deadlines": "{n} lookups that missed their deadline",
     "lookup_refused": "{n} lookups not made, because the queue was full",
     "save_drops": "{n} chunks not saved: no slab, queue full, or too late",
-    "save_errors": "{n} chunks not saved, because a store failed",
+    "save_errors": "{n} chunks not saved, because the node agent did not take them",
     "saves_shed": "{n} chunks not saved, because the circuit was open or the store overloaded",
     "save_over_quota": "{n} chunks not saved, because the quota was full",
-    "publish_errors": "{n} payloads saved but not published",
     "adapters_unknown": "{n} requests not shared, because their adapter is unknown",
 }
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from objkv.cache.match import needed_from, stored_blocks
+from objkv.cache.worth import puts_of
 from objkv.codec import header as header_codec
 from objkv.codec.values import Claim, Frame, LayerSpec, Provenance
+from objkv.config.prices import Prices
 from objkv.errors import ConfigError
 from objkv.keys.chunk import ChunkKey, effective_chunk_tokens
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.topology import Topology
-from objkv.ops.audit.report import Prices
 from objkv.ops.size.model import DTYPES, ModelShape
 
 RECORD_BYTES: Final = 600
@@ -66,6 +67,8 @@ class ChunkSizing:
     tokens: int
     groups: int
     payloads: int
+    puts: int
+    """Requests that put it."""
     raw_bytes: int
     """Bytes of its pages."""
     header_bytes: int
@@ -102,7 +105,7 @@ class Sizing:
     save_bytes_per_s: float
     load_bytes_per_s: float
     storage_month: float
-    """In US dollars, as ``requests_month``."""
+    """In US dollars, as ``requests_month``, which includes prices of transferred bytes."""
     requests_month: float
 
     @property
@@ -143,12 +146,13 @@ def size_fleet(model: ModelShape, layout: Layout, load: Load, prices: Prices) ->
     loads = [(p, p.readers * p.loaded_with(loaded, chunk.tokens)) for p in payloads]
     rate, life_s = load.prompts_per_s, load.ttl_s + load.used_s
     saved_per_s = rate * (per_prompt - loaded)
-    puts = saved_per_s * sum(_puts(payload.nbytes, layout) for payload in payloads)
+    puts = saved_per_s * chunk.puts
     gets = rate * sum(count * _gets(payload.nbytes, layout) for payload, count in loads)
     bulk_bytes = saved_per_s * (life_s + load.sweep_every_s / 2) * chunk.nbytes
     hot = sum(p.nbytes for p in payloads if p.nbytes <= layout.hot_save_bytes_max)
     commands = rate * (per_prompt + loaded) + saved_per_s * chunk.payloads * _SAVE_COMMANDS
     requests = puts * prices.per_1000_puts + gets * prices.per_1000_gets
+    requests += saved_per_s * chunk.nbytes / 1e6 * prices.put_gb
     return Sizing(
         model=model.name,
         source=model.source,
@@ -248,6 +252,7 @@ def _chunk(
         tokens=tokens,
         groups=len(groups),
         payloads=len(payloads),
+        puts=sum(puts_of(nbytes, layout.multipart_bytes) for nbytes in stored),
         raw_bytes=sum(payload.raw_bytes for payload in payloads),
         header_bytes=sum(payload.header_bytes for payload in payloads),
         nbytes=sum(stored),
@@ -255,11 +260,6 @@ def _chunk(
         token_bytes=sum(stored) / tokens,
         record_bytes=RECORD_BYTES + SHARD_BYTES * (len(payloads) - 1),
     )
-
-
-def _puts(nbytes: int, layout: Layout) -> int:
-    """Return the requests of one put; a multipart upload also needs a start and a completion."""
-    return 1 if nbytes <= layout.multipart_bytes else 2 + -(-nbytes // layout.multipart_bytes)
 
 
 def _gets(nbytes: int, layout: Layout) -> int:

@@ -1,11 +1,26 @@
 """Rows of node agents from two scrapes of their metrics. Pure arithmetic."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from objkv.agent.http.metrics import PREFIX
 from objkv.ops.top.scrape import Scrape
+
+
+@dataclass(frozen=True, slots=True)
+class NodePuts:
+    """What a node's agent puts of a namespace into the bucket."""
+
+    namespace: str
+    """Empty: of all, because the settings alone decide."""
+    puts: Literal["all", "reused"]
+    break_even: float | None
+    """How often a saved chunk must be read again to pay; None while it is not known."""
+
+    def __str__(self) -> str:
+        share = "" if self.break_even is None else f" {self.break_even:.2f}"
+        return f"{self.namespace[:8]} puts {self.puts}{share}".strip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +52,8 @@ class NodeRow:
     """Since the agent's start, like the next two."""
     prefetch_used: float = 0.0
     prefetch_unused: float = 0.0
+    puts: tuple[NodePuts, ...] = ()
+    breakers_open: tuple[str, ...] = ()
 
     @property
     def hit_rate(self) -> float | None:
@@ -68,6 +85,7 @@ _RATES: Final = {
     "save_bytes": "save_bytes_total",
     "no_room": "no_room_total",
 }
+_OPEN: Final = f"{PREFIX}breaker_open_"
 _COUNTED: Final = ("_total", "_count", "_sum")
 
 
@@ -80,6 +98,12 @@ def node_of(name: str, before: Scrape | None, now: Scrape) -> NodeRow:
     levels: dict[str, Any] = {
         field: now.values.get(PREFIX + metric, 0.0) for field, metric in _LEVELS.items()
     }
+    levels["puts"] = tuple(_puts(now.values))
+    levels["breakers_open"] = tuple(
+        key.removeprefix(_OPEN)
+        for key, value in now.values.items()
+        if key.startswith(_OPEN) and value
+    )
     if before is None or now.at_s <= before.at_s:
         return NodeRow(name, "new", **levels)
     restarted = _is_restarted(before.values, now.values)
@@ -90,6 +114,15 @@ def node_of(name: str, before: Scrape | None, now: Scrape) -> NodeRow:
         for field, key in ((field, PREFIX + metric) for field, metric in _RATES.items())
     }
     return NodeRow(name, "restarted" if restarted else "up", **levels, **rates)
+
+
+def _puts(values: Mapping[str, float]) -> Iterator[NodePuts]:
+    start = f"{PREFIX}puts_all:"
+    for key, value in values.items():
+        if key.startswith(start):
+            name = key.removeprefix(start)
+            share = values.get(f"{PREFIX}break_even:{name}")
+            yield NodePuts(name, "all" if value else "reused", share)
 
 
 def _is_restarted(before: Mapping[str, float], now: Mapping[str, float]) -> bool:

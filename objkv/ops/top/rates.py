@@ -7,7 +7,6 @@ from typing import Final
 from objkv.ops.top.scrape import Scrape
 
 _PREFIX: Final = "vllm_objkv_"
-_OPEN: Final = f"{_PREFIX}breaker_open_"
 _SWITCHED: Final = f"{_PREFIX}admission_switched"
 _REFUSALS: Final = ("admission_refused", "admission_cut", "load_refused", "lookup_refused")
 _MISSES: Final = ("load_failures", "lookup_errors", "lookup_deadlines")
@@ -22,9 +21,7 @@ class Flow:
     local_tokens: float = 0.0
     hot_tokens: float = 0.0
     bulk_tokens: float = 0.0
-    arena_load_bytes: float = 0.0
-    hot_load_bytes: float = 0.0
-    bulk_load_bytes: float = 0.0
+    load_bytes: float = 0.0
     save_bytes: float = 0.0
     refusals: float = 0.0
     """Hits not loaded, because admission refused or a queue was full."""
@@ -62,11 +59,6 @@ class Flow:
         return (self.hot_tokens + self.bulk_tokens) / self.asked_tokens
 
     @property
-    def load_bytes(self) -> float:
-        """Loaded bytes, from any place."""
-        return self.arena_load_bytes + self.hot_load_bytes + self.bulk_load_bytes
-
-    @property
     def lookup_ms(self) -> float | None:
         """Mean duration of a lookup, in ms."""
         return 1000 * self.lookup_seconds / self.lookups if self.lookups else None
@@ -86,7 +78,6 @@ class ReplicaRow:
     """``up``, ``down``, ``new`` (scraped once so far), ``restarted`` or ``no objkv``."""
     problem: str | None
     flow: Flow
-    breakers_open: tuple[str, ...]
     switched: bool = False
     """Whether an operator's order decides about its loads."""
 
@@ -94,19 +85,12 @@ class ReplicaRow:
 def row_of(name: str, before: Scrape | None, now: Scrape) -> ReplicaRow:
     """Return the replica's row from two scrapes; ``before`` is its last successful one."""
     if now.problem is not None:
-        return ReplicaRow(name, "down", now.problem, Flow(), ())
+        return ReplicaRow(name, "down", now.problem, Flow())
     if not any(key.startswith(_PREFIX) for key in now.values):
-        return ReplicaRow(
-            name, "no objkv", "its metrics contain no objkv metrics", _levels(now), ()
-        )
-    opened = tuple(
-        key.removeprefix(_OPEN)
-        for key, value in sorted(now.values.items())
-        if key.startswith(_OPEN) and value > 0
-    )
+        return ReplicaRow(name, "no objkv", "its metrics contain no objkv metrics", _levels(now))
     switched = now.values.get(_SWITCHED, 0.0) > 0
     if before is None or now.at_s <= before.at_s:
-        return ReplicaRow(name, "new", None, _levels(now), opened, switched)
+        return ReplicaRow(name, "new", None, _levels(now), switched)
     # Counters that decreased were reset: their values now are the growth since the restart.
     restarted = any(
         value < before.values.get(key, 0.0)
@@ -116,7 +100,7 @@ def row_of(name: str, before: Scrape | None, now: Scrape) -> ReplicaRow:
     rates = _Rates(before.values if not restarted else {}, now)
     rates.seconds = now.at_s - before.at_s
     state = "restarted" if restarted else "up"
-    return ReplicaRow(name, state, None, rates.flow(), opened, switched)
+    return ReplicaRow(name, state, None, rates.flow(), switched)
 
 
 def total_of(rows: Iterable[ReplicaRow]) -> Flow:
@@ -143,10 +127,8 @@ class _Rates:
             local_tokens=local,
             hot_tokens=hot,
             bulk_tokens=bulk,
-            arena_load_bytes=self._total("arena_load_bytes"),
-            hot_load_bytes=self._total("hot_load_bytes"),
-            bulk_load_bytes=self._total("bulk_load_bytes"),
-            save_bytes=self._total("save_bytes") + self._total("save_accepted_bytes"),
+            load_bytes=self._total("load_bytes"),
+            save_bytes=self._total("save_accepted_bytes"),
             refusals=sum(map(self._total, _REFUSALS)),
             misses=sum(map(self._total, _MISSES)),
             drops=sum(map(self._total, _DROPS)),

@@ -104,8 +104,8 @@ class MetricsSource:
 
 
 def values_of(text: str) -> dict[str, float]:
-    """Return values summed over labels; for breaker and ``_seconds_max`` gauges the largest value.
-    Raises ValueError for text that is not in Prometheus format."""
+    """Return values summed over labels. Raises ValueError for text that is not in Prometheus
+    format."""
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -113,13 +113,10 @@ def values_of(text: str) -> dict[str, float]:
             value = float(sample.value)
             if name.endswith(("_bucket", "_created")) or value != value:
                 continue
-            if "direction" in sample.labels:  # as names had it before
-                name = f"{name}_{sample.labels.get('store')}_{sample.labels['direction']}"
-            old = values.get(name, 0.0)
-            is_state = "_breaker_open_" in name or name.endswith("_seconds_max")
-            values[name] = max(old, value) if is_state else old + value
-            if "end" in sample.labels:
-                values[f"{name}:{sample.labels['end']}"] = value
+            values[name] = values.get(name, 0.0) + value
+            for label in ("end", "namespace"):
+                if label in sample.labels:
+                    values[f"{name}:{sample.labels[label]}"] = value
     return values
 
 

@@ -4,7 +4,6 @@ It has a thread per lane. It verifies nothing and keeps nothing. It ends when it
 because the agent's end of the control socket closes.
 """
 
-import mmap
 import os
 import signal
 import socket
@@ -15,7 +14,7 @@ from functools import partial
 from threading import Lock, Thread
 
 from objkv.net.deadline import EndsBy, Trial
-from objkv.stores.base import ReadStore
+from objkv.stores.base import ReadStore, map_memory
 from objkv.stores.processes.messages import (
     MESSAGE_BYTES_MAX,
     Answer,
@@ -69,7 +68,7 @@ def run(arguments: Sequence[str], open_store: Callable[[Recorder], ReadStore]) -
         signal.signal(one, signal.SIG_IGN)
     memory, control_fd, *lane_fds = map(int, arguments)
     size = os.fstat(memory).st_size
-    view = memoryview(mmap.mmap(memory, size))
+    view = memoryview(map_memory(memory, size))
     os.close(memory)
     control = socket.socket(fileno=control_fd)
     recorder = CountedSince()

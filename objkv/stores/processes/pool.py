@@ -71,14 +71,19 @@ class FetchPool:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def take(self) -> FetchLane | None:
-        """Return a lane of the process with the fewest gets under way; None if there is none."""
+        """Return a lane of the process with the fewest gets under way; None if there is none.
+        Processes that owe an answer beyond its deadline may hang, and get nothing new."""
         with self._changed:
             if self._closed:
                 return None
             self._used_s = monotonic()
             if len(self._processes) < self._limits.processes:
                 self._call_watcher()
-            ready = [one for one in self._processes if one.is_ready and one.free and not one.owed]
+            now = monotonic()
+            late = [one.process for one in self._abandoned if now + GRACE_S >= one.kill_s]
+            ready = [
+                one for one in self._processes if one.is_ready and one.free and one not in late
+            ]
             if not ready:
                 return None
             return max(ready, key=lambda one: len(one.free)).free.pop()
@@ -90,7 +95,6 @@ class FetchPool:
             if lane.process in self._processes:
                 if lane.is_owed:
                     lane.kill_s = by_s + GRACE_S
-                    lane.process.owed += 1
                     self._abandoned.append(lane)
                     self._call_watcher()
                 else:
@@ -251,25 +255,24 @@ class FetchPool:
     def _look_at_lanes(self) -> None:
         """Free abandoned lanes that have answered, and drop processes that have not in time."""
         with self._changed:
-            lanes, self._abandoned = self._abandoned, []
-        left = []
+            lanes = tuple(self._abandoned)
         for lane in lanes:
+            reason: object = None
             try:
                 while lane.is_owed and lane.read(0.0) is not None:
                     pass
             except LaneLost as exc:
-                self.lose(lane, exc)
-                continue
-            if not lane.is_owed:
-                with self._changed:
-                    lane.process.owed -= 1
+                reason = exc
+            if reason is None and lane.is_owed:
+                if monotonic() < lane.kill_s:
+                    continue
+                reason = "it hangs"
+            with self._changed:
+                self._abandoned.remove(lane)
+            if reason is None:
                 self.leave(lane, 0.0)
-            elif monotonic() >= lane.kill_s:
-                self.lose(lane, "it hangs")
             else:
-                left.append(lane)
-        with self._changed:
-            self._abandoned += left
+                self.lose(lane, reason)
 
     def _bury(self) -> None:
         """Kill the processes that were given up. Their lanes in use are closed by their users."""

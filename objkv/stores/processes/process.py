@@ -6,7 +6,6 @@ up, changes nothing that is read: its memory goes when it ends, and its successo
 """
 
 import fcntl
-import mmap
 import os
 import socket
 import subprocess
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Final
 
+from objkv.stores.base import map_memory
 from objkv.stores.processes.child import READY
 from objkv.stores.processes.messages import MESSAGE_BYTES_MAX, Answer, GetRequest
 
@@ -122,8 +122,6 @@ class FetchProcess:
         )
         self.free = list(self.lanes)
         """Lanes that are not in use. Guarded by the pool's lock."""
-        self.owed = 0
-        """Lanes that were abandoned and have not answered: the process may hang."""
         self.born_s = monotonic()
         self.is_ready = False
 
@@ -172,7 +170,7 @@ def _shared_memory(nbytes: int) -> tuple[int, memoryview]:
     try:
         os.ftruncate(fd, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FINAL_LENGTH)
-        return fd, memoryview(mmap.mmap(fd, nbytes))
+        return fd, memoryview(map_memory(fd, nbytes))
     except BaseException:
         os.close(fd)
         raise

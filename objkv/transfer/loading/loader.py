@@ -1,9 +1,8 @@
-"""Loads from a core's arena: the core fetches and verifies, this copies to the paged cache.
+"""Loads from the agent's arena: the agent fetches and verifies, this copies to the paged cache.
 
-The core is that of the node's agent, or one inside this process. One thread opens payloads in the
-order of their chunks, sleeps until the core has verified more of them, and gives the frames to the
-lane where they are. A lease ends when the lane has read its memory. Any fault is a miss. Without an
-agent every load is a miss until there is one again.
+One thread opens payloads in the order of their chunks, sleeps until the agent has verified more of
+them, and gives the frames to the lane where they are. A lease ends when the lane has read its
+memory. Any fault is a miss. Without an agent every load is a miss until there is one again.
 """
 
 import logging
@@ -12,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from threading import Lock, Thread
 from time import monotonic, sleep
 
-from objkv.agent.connections import ArenaConnection, ArenaLease, InsideAgent
+from objkv.agent.client import AgentConnection
 from objkv.agent.fill import Wanted
+from objkv.agent.leases import ArenaLease
 from objkv.agent.memory.arena import BOARD_BYTES, CellState, Progress
 from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason
@@ -53,7 +53,7 @@ _BATCH_BYTES = 128 << 20
 """Pages copied before the thread looks for more urgent loads."""
 _TRACED_PAYLOADS_MAX = 64
 """Payloads traced per load. A long prompt has hundreds, which all look alike."""
-_KEPT: list[ArenaConnection] = []
+_KEPT: list[AgentConnection] = []
 """Connections whose memory a hung device may still read. They end with the process."""
 _REFUSED = frozenset((MissReason.MISSING, MissReason.CORRUPT))
 
@@ -185,18 +185,16 @@ class _Reading:
 
 
 class Loader(Loads):
-    """Loads by leases of a core."""
+    """Loads by leases of the agent's payloads."""
 
     _is_moving = False
     """Whether the agent opens no more, because it is replaced."""
-    _is_kept = False
-    """Whether a device may read memory of a lost connection for ever."""
 
     def __init__(
         self,
         groups: Mapping[int, PagedGroup],
         lane: Lane,
-        connect: Callable[[], ArenaConnection],
+        connect: Callable[[], AgentConnection],
         *,
         verify: bool = False,
         limits: LoadLimits,
@@ -204,18 +202,16 @@ class Loader(Loads):
         clock: Callable[[], float] = monotonic,
         tracing: Tracing = NO_TRACING,
         on_device: DeviceFrames | None = None,
-        inside: InsideAgent | None = None,
     ) -> None:
         """``connect``: returns a new connection with an arena, or raises ``ObjkvError``. It is
         called again when the connection is lost. ``verify``: whether this worker verifies frames
         again, see the setting ``agent_verify``. ``on_device``: how the device reads the arena, if
-        the cache is on one. ``inside``: what the connections lead to, if it is this worker's own;
-        this object closes it."""
+        the cache is on one."""
         super().__init__(groups, lane, limits, recorder, clock=clock, tracing=tracing)
         self._on_device, self._connect, self._verify = on_device, connect, verify
-        self._inside, self._window_bytes = inside, _WINDOW_BYTES
-        self._trouble = Trouble(logger, "loads" if inside else "loads from the agent")
-        self._agent: ArenaConnection | None = None
+        self._window_bytes = _WINDOW_BYTES
+        self._trouble = Trouble(logger, "loads from the agent")
+        self._agent: AgentConnection | None = None
         self._retry_at, self._retry_s = 0.0, _RETRY_S
         self._lock = Lock()
         self._came: deque[tuple[LoadJob, int]] = deque()
@@ -229,7 +225,7 @@ class Loader(Loads):
         self._thread.start()
 
     @property
-    def agent(self) -> ArenaConnection | None:
+    def agent(self) -> AgentConnection | None:
         """The present connection, None without one."""
         return self._agent
 
@@ -245,9 +241,8 @@ class Loader(Loads):
 
     @property
     def threads(self) -> int:
-        """Threads that have not ended, with those of a core inside this process."""
-        inside = self._inside.core.threads if self._inside is not None else 0
-        return self._thread.is_alive() + inside
+        """Threads that have not ended."""
+        return int(self._thread.is_alive())
 
     def close(self) -> None:
         """Stop the thread. Unfinished plans never touch their blocks again. Idempotent."""
@@ -257,10 +252,7 @@ class Loader(Loads):
         if was_closed:
             return
         self._alarm.ring()
-        is_stuck = bool(join_all([self._thread], self._limits.join_s))
-        if self._inside is not None and not self._inside.close(self._limits.join_s):
-            logger.warning("loads still on the network at shutdown")
-        if is_stuck:
+        if join_all([self._thread], self._limits.join_s):
             logger.warning("copies of loads did not finish on the device, going on")
             return
         if self._on_device is not None and not self._on_device.join(self._limits.join_s):
@@ -342,15 +334,15 @@ class Loader(Loads):
         if self._reach() is None:
             self._lose()
 
-    def _reach(self) -> ArenaConnection | None:
+    def _reach(self) -> AgentConnection | None:
         if monotonic() < self._retry_at:
             return None
+        self._retry_at = monotonic() + self._retry_s  # whatever fails now
+        self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
         try:
             before, self._agent = self._agent, self._connect()
         except ObjkvError as exc:
             self._trouble.failed(exc)
-            self._retry_at = monotonic() + self._retry_s
-            self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
             return None
         if before is not None:
             self._leave(before)
@@ -358,11 +350,9 @@ class Loader(Loads):
             self._lane.attach(self._agent.arena)
         if self._on_device is not None:
             self._on_device.attach(self._agent.arena)
-            if self._agent.is_inside:  # its memory is this worker's, and it will be used
-                self._on_device.prepare()
         self._window_bytes = (self._agent.arena.nbytes - BOARD_BYTES) // _WINDOW_SHARE
         self._trouble.worked()
-        self._retry_s, self._is_moving = _RETRY_S, False
+        self._retry_at, self._retry_s, self._is_moving = 0.0, _RETRY_S, False
         return self._agent
 
     def _idle_s(self) -> float:
@@ -391,7 +381,7 @@ class Loader(Loads):
         limit = min(_WINDOW_BYTES, self._window_bytes)
         return WINDOW - len(self._reading), limit - nbytes
 
-    def _open(self, agent: ArenaConnection) -> None:
+    def _open(self, agent: AgentConnection) -> None:
         """Open the next payloads of one job, as many as there is room for."""
         if self._is_moving:
             return
@@ -439,7 +429,7 @@ class Loader(Loads):
             self._fail(one, "no record", rejected=True)
             return None
 
-    def _advance(self, agent: ArenaConnection) -> None:
+    def _advance(self, agent: AgentConnection) -> None:
         """Read new frames, and end the leases that are not needed any more."""
         ended, kept = [], []
         # Those that a step waits for get slabs first.
@@ -453,7 +443,7 @@ class Loader(Loads):
         self._reading = kept
         agent.release([one.lease.number for one in ended if one.lease and one.lease.number])
 
-    def _read(self, agent: ArenaConnection, one: _Reading) -> None:
+    def _read(self, agent: AgentConnection, one: _Reading) -> None:
         """Read the verified frames of one payload. Every fault is a miss."""
         assert one.lease is not None
         job = one.job
@@ -470,9 +460,9 @@ class Loader(Loads):
             if progress.frames > one.layers and (is_ready or self._streams(one)):
                 one.read(progress, agent.arena.view, self._on_device, verify=self._verify)
             if is_ready:
-                self._done(agent, one)
+                self._done(one)
             elif progress.state is CellState.FAILED:
-                self._missed(agent, one, MissReason(progress.reason))
+                self._missed(one, MissReason(progress.reason))
         except SlabsExhaustedError:
             one.is_stalled = True
         except UnwantedError:
@@ -495,24 +485,22 @@ class Loader(Loads):
         unless a forward pass waits for single layers."""
         return one.job.plan.sync or not self._lane.per_span
 
-    def _done(self, agent: ArenaConnection, one: _Reading) -> None:
+    def _done(self, one: _Reading) -> None:
         nbytes = one.wanted().record.nbytes
         one.end()
         one.job.came(nbytes)
         self._recorder.count("load_bytes", nbytes)
-        if not agent.is_inside:
-            self._recorder.count("arena_load_bytes", nbytes)
         one.job.done(one.index)
         self._settle(one.job)
 
-    def _missed(self, agent: ArenaConnection, one: _Reading, reason: MissReason) -> None:
+    def _missed(self, one: _Reading, reason: MissReason) -> None:
         if reason is MissReason.NO_ROOM:
             self._recorder.count("load_refused")
         elif reason is MissReason.MISSING:
             self._recorder.count("load_ghosts")
         elif reason is MissReason.CORRUPT:
             self._recorder.count("load_corrupt")
-        elif reason is not MissReason.LATE and not agent.is_inside:  # the core has counted it
+        elif reason is not MissReason.LATE:
             self._recorder.count("load_errors")
         self._fail(one, reason.name.lower(), rejected=reason in _REFUSED)
 
@@ -554,19 +542,15 @@ class Loader(Loads):
         if keep:
             logger.error("copies of loads did not finish on the device, keeping their memory")
             _KEPT.append(agent)
-            self._is_kept = True
-            if self._on_device is not None and not agent.is_inside:
+            if self._on_device is not None:
                 self._on_device.abandon()
         else:
             self._leave(agent)
 
-    def _leave(self, agent: ArenaConnection) -> None:
-        """Close a connection whose arena nothing reads, once a device has unlocked it. The arena
-        of this process is unlocked at the end only."""
-        if self._on_device is None or (agent.is_inside and not self._closed):
+    def _leave(self, agent: AgentConnection) -> None:
+        """Close a connection whose arena nothing reads, once a device has unlocked it."""
+        if self._on_device is None:
             agent.close()
-        elif agent.is_inside and self._is_kept:  # a device that hung may still read it
-            self._on_device.abandon()
         else:
             self._on_device.detach(agent.close)
 

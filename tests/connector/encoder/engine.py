@@ -43,6 +43,7 @@ def engine(folder: Path, role: str = "ec_both", **more: Any) -> Any:
     }
     lora = more.pop("lora", None)
     transfer = SimpleNamespace(
+        engine_id="engine",
         ec_connector_extra_config=more.pop("settings", {}),
         is_ec_producer=role != "ec_consumer",
         is_ec_consumer=role != "ec_producer",
@@ -55,6 +56,7 @@ def engine(folder: Path, role: str = "ec_both", **more: Any) -> Any:
             cache_dtype="auto", enable_prefix_caching=True, kv_cache_dtype_skip_layers=()
         ),
         lora_config=lora,
+        kv_transfer_config=None,
         ec_transfer_config=transfer,
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1,

@@ -3,18 +3,23 @@
 from threading import Event
 
 import pytest
+import torch
 
+from objkv.agent.memory.arena import BOARD_BYTES
+from objkv.agent.outbox import RETRY_S
 from objkv.errors import StoreUnavailable
 from tests.connector.encoder.world import (
+    ARENA_BYTES,
     EMBEDS,
     WIDTH,
     Limits,
     Place,
-    Replica,
+    output_of,
     replica,
     request,
     saved,
 )
+from tests.support.waiting import wait_until
 
 ITEM = 2 * EMBEDS * WIDTH
 
@@ -58,9 +63,40 @@ def test_an_output_that_is_gone_is_forgotten_and_saved_again(place: Place) -> No
     place.store.drop(place.payloads()[0])
     with replica(place) as second:
         assert second.see(request("b", "x")) == ["x"]
-        assert (second.count("load_ghosts"), second.count("saves")) == (1, 1)
+        assert (second.count("load_ghosts"), second.saved) == (1, 1)
     with replica(place) as third:
         assert third.see(request("c", "x")) == []
+
+
+def test_an_agent_that_ends_takes_no_promised_output(place: Place) -> None:
+    """Neither does one that gives its memory to another payload, or the next one."""
+    saved(place, "x", "y")
+    with replica(place) as second:
+        seen = request("b", "x")
+        second.wait(seen)
+        assert second.side.has_item("x")
+        second.node.arena.view[BOARD_BYTES:] = bytes(ARENA_BYTES)
+        second.restart_node()
+        assert second.see(request("c", "y")) == []
+        assert second.see(seen) == []
+        for name in ("x", "y"):
+            assert torch.equal(second.cache[name], output_of(name))
+
+
+def test_without_an_agent_outputs_are_encoded_and_nothing_waits(place: Place) -> None:
+    saved(place, "x")
+    with replica(place) as second:
+        second.node.close()
+        assert second.see(request("a", "x")) == ["x"]
+        assert (second.count("lookup_errors"), second.count("save_errors")) == (1, 1)
+        second.restart_node()
+        second.clock.advance(RETRY_S)
+
+        def is_back() -> bool:
+            second.dropped("x")
+            return second.see(request("b", "x")) == []
+
+        wait_until(is_back)
 
 
 def test_a_late_output_is_encoded_at_the_deadline_and_not_saved_again(place: Place) -> None:
@@ -84,7 +120,7 @@ def test_a_late_output_is_encoded_at_the_deadline_and_not_saved_again(place: Pla
         place.store.mend()
         second.close()
         assert second.encoded == ["x"]
-        assert second.count("saves") == second.count("save_existed") == 0
+        assert second.saved == second.count("save_existed") == 0
         assert repr(second.fetcher) == "<EncoderFetcher 0 held, 0/1 MiB>"
         assert second.fetcher.held_bytes == 0
 
@@ -132,24 +168,17 @@ def test_loads_of_a_step_without_tokens_come_with_the_next(place: Place) -> None
         assert not second.plan(1).loads
 
 
-def stuck(place: Place, second: Replica, *names: str) -> Event:
-    """Have each thread of ``second`` wait for the store, one request after the other."""
-    gate = Event()
-    place.store.hold(gate)
-    for number, name in enumerate(names):
-        place.store.arrived.clear()
-        assert not second.side.is_ready(request(f"stuck-{number}", name), 0)
-        assert place.store.arrived.wait(120)
-    return gate
-
-
 def test_a_full_queue_is_a_miss(place: Place) -> None:
     saved(place, "x", "y", "z")
-    with replica(place, limits=Limits(queue_max=1, threads=1)) as second:
-        gate = stuck(place, second, "x")
+    with replica(place, limits=Limits(queue_max=1)) as second:
+        gate = Event()
+        place.store.arrived.clear()
+        place.store.hold(gate)
+        assert not second.side.is_ready(request("stuck", "x"), 0)
+        assert place.store.arrived.wait(120)
         seen = request("b", "y", "z")
         assert second.side.is_ready(seen, 0)
-        assert second.side.has_items(seen) == [False, False]
+        assert not second.side.has_item("y")
         assert second.count("load_refused") == 2
         gate.set()
         place.store.mend()

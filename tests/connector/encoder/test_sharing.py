@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from time import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from objkv.cache.bulk_index import BulkIndex
+from objkv.cache.switch import Switch, set_switch
 from objkv.keys.encoder import encoder_hash, encoder_key
 from objkv.keys.identity import identity_path
 from objkv.stores.memory import MemoryStore
@@ -27,6 +29,7 @@ from tests.connector.encoder.world import (
 )
 from tests.contracts.flaky import FlakyStore
 from tests.index.flaky_index import FlakyIndex
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -44,7 +47,7 @@ def test_the_second_replica_is_given_what_the_first_encoded(place: Place, codec:
         for name in ("x", "y"):
             assert second.cache[name].dtype == torch.bfloat16
             assert torch.equal(second.cache[name], output_of(name))
-        assert (second.count("hits"), second.count("loads"), second.count("saves")) == (2, 2, 0)
+        assert (second.count("hits"), second.count("loads"), second.saved) == (2, 2, 0)
 
 
 @pytest.mark.parametrize("codec", ["none", "blosc"])
@@ -93,6 +96,33 @@ def test_outputs_that_vllm_dropped_are_not_loaded_later(place: Place, second: Re
     assert second.see(request("c", "x")) == ["x"]
 
 
+def test_a_preempted_request_asks_for_its_image_again(place: Place) -> None:
+    """vLLM has freed it meanwhile, and another replica or this one has saved it."""
+    with replica(place) as first:
+        alone, shared = request("a", "x"), request("b", "x", "y")
+        assert first.see(alone) == ["x"]
+        assert first.see(shared) == ["y"]
+        first.dropped("x", "y")
+        assert first.see(shared) == []
+        assert first.see(alone) == []
+        assert first.saved == 2
+        first.dropped("x", "y")
+        assert first.see(shared) == []
+        assert first.fetcher.held_bytes == 0
+
+
+def test_a_replica_that_only_encodes_leaves_out_what_is_stored(place: Place) -> None:
+    saved(place, "x")
+    with replica(place, loads=False) as producer:
+        seen = request("a", "x", "y")
+        assert producer.see(seen) == ["y"]
+        assert producer.see(request("b", "x", "y")) == []
+        assert (producer.count("hits"), producer.saved) == (1, 1)
+        assert producer.count("loads") == 0
+    with replica(place) as second:
+        assert second.see(request("c", "x", "y")) == []
+
+
 def test_images_that_the_kv_covers_are_not_asked_for(place: Place, second: Replica) -> None:
     saved(place, "x", "y")
     assert second.side.is_ready(request("b", "x", "y"), 100)
@@ -100,6 +130,18 @@ def test_images_that_the_kv_covers_are_not_asked_for(place: Place, second: Repli
     second.wait(seen, 9)
     assert not second.side.has_item("x")
     assert second.side.has_item("y")
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_nothing_stored_is_used_while_an_operator_says_so(place: Place, *, loads: bool) -> None:
+    saved(place, "x", "y")
+    with replica(place, loads=loads) as second:
+        assert second.see(request("b", "x")) == []
+        set_switch(place.store, Switch("never", None, int(time()) + 3600, 0, "me"))
+        second.side.switch.start()
+        wait_until(lambda: second.side.switch.mode == "never")
+        assert second.see(request("c", "y")) == ["y"]
+        assert second.saved == 0
 
 
 def test_the_identity_document_is_stored_beside_the_outputs(place: Place) -> None:

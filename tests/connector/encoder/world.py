@@ -4,22 +4,27 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from objkv.cache.chunks import CacheSettings, ChunkCache
+from objkv.agent.calls import AgentCalls, AgentDocuments, AgentIndex
+from objkv.agent.client import AgentConnection
+from objkv.agent.payloads import PayloadReader, PayloadWriter
 from objkv.codec.seal import Seal
 from objkv.connector.encoder.copies import open_copies
-from objkv.connector.encoder.fetch import EncoderFetcher, FetchLimits, OutputReader
+from objkv.connector.encoder.fetch import EncoderFetcher, FetchLimits
 from objkv.connector.encoder.items import EncoderPlan, OutputForm
 from objkv.connector.encoder.scheduler import EncoderRoles, EncoderSchedulerSide
-from objkv.connector.encoder.worker import EncoderSaveLimits, EncoderSaver, EncoderWorkerSide
+from objkv.connector.encoder.worker import EncoderSaveLimits, EncoderWorkerSide
 from objkv.index.memory import MemoryIndex
 from objkv.keys.encoder import EncoderIdentity
+from objkv.stores.base import WriteStore
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
+from tests.agent.world import Node
 from tests.contracts.clock import ManualClock
 from tests.contracts.flaky import FlakyStore
 from tests.index.flaky_index import FlakyIndex
@@ -28,6 +33,8 @@ EMBEDS, WIDTH = 4, 16
 IDENTITY = EncoderIdentity("m", "w", "p", None, "bfloat16", 0, "default")
 FORM = OutputForm("BF16", lambda modality: WIDTH)
 ANSWERS_S = 120.0
+_NONE = torch.empty(0)
+ARENA_BYTES, _OUTBOX_BYTES = 4 << 20, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,6 @@ class Limits:
     deadline_s: float = 60.0
     queue_max: int = 64
     held_bytes_max: int = 1 << 20
-    threads: int = 2
     save_queue_max: int = 64
     save_held_bytes_max: int = 1 << 20
     save_deadline_s: float = 60.0
@@ -76,7 +82,7 @@ def output_of(identifier: str, rows: int = EMBEDS, width: int = WIDTH) -> torch.
 
 
 class Replica:
-    """Both sides, and vLLM's own encoder cache on the worker."""
+    """Both sides, vLLM's own encoder cache on the worker, and an agent on a node of its own."""
 
     def __init__(
         self,
@@ -86,51 +92,71 @@ class Replica:
         form: OutputForm = FORM,
         seal: Seal | None = None,
         device: str = "cpu",
+        loads: bool = True,
     ) -> None:
+        """``loads``: whether it has a language model."""
         limits = limits or Limits()
         self.copies = open_copies(torch.device(device))
         self.clock = ManualClock()
         self.recorder = MemoryRecorder()
         self.worker_recorder = MemoryRecorder()
-        settings = CacheSettings("w", 3600, 600_000, hot_save_bytes_max=0)
-        caches = [
-            ChunkCache(place.store, None, place.index, settings, recorder, seal=seal)
-            for recorder in (self.recorder, self.worker_recorder)
-        ]
+        self.place = place
+        self._node: dict[str, Any] = {"seal": seal, "codec": limits.codec}
+        self.node = self._start_node()
+        connect = partial(self._connect, wants_arena=False)
+        self.calls = AgentCalls(connect)
+        reader = PayloadReader(self._connect, "outputs", clock=self.clock)
         self.fetcher = EncoderFetcher(
-            OutputReader(caches[0], self.recorder),
-            place.index,
-            FetchLimits(limits.deadline_s, limits.queue_max, limits.held_bytes_max, limits.threads),
+            AgentIndex(self.calls),
+            reader if loads else None,
+            FetchLimits(limits.deadline_s, limits.queue_max, limits.held_bytes_max),
             self.recorder,
             clock=self.clock,
         )
+        self.reader, self._loads, self._is_closed = reader, loads, False
         self.side = EncoderSchedulerSide(
-            EncoderRoles(loads=True, saves=True),
+            EncoderRoles(loads=loads, saves=True),
             form,
             IDENTITY,
             self.fetcher,
-            bulk=place.store,
+            bulk=cast("WriteStore", AgentDocuments(self.calls)),
             recorder=self.recorder,
         )
-        self.saver = EncoderSaver(
-            caches[1],
+        self.worker = EncoderWorkerSide(
+            self.copies,
+            form.dtype,
+            PayloadWriter(
+                connect,
+                _OUTBOX_BYTES,
+                "outputs",
+                writer="w",
+                begin=self.copies.adopt_thread,
+                clock=self.clock,
+            ),
             EncoderSaveLimits(
                 limits.save_queue_max,
                 limits.save_held_bytes_max,
                 form.item_bytes_max,
                 limits.save_deadline_s,
-                limits.codec,
-                "w",
             ),
             self.worker_recorder,
-            copies=self.copies,
+            drain_s=ANSWERS_S,
             clock=self.clock,
-        )
-        self.worker = EncoderWorkerSide(
-            self.copies, form.dtype, self.saver, self.worker_recorder, drain_s=ANSWERS_S
         )
         self.cache: dict[str, torch.Tensor] = {}
         self.encoded: list[str] = []
+
+    def restart_node(self) -> None:
+        """Another agent takes the place of the one that is running, which ends at once."""
+        self.node.close()
+        self.node = self._start_node()
+
+    def _start_node(self) -> Node:
+        stores: dict[str, Any] = {"store": self.place.store, "index": self.place.index}
+        return Node(memory=ARENA_BYTES, **stores, **self._node).listen()
+
+    def _connect(self, **more: Any) -> AgentConnection:
+        return self.node.connect(**more)
 
     def wait(self, seen: Any, computed: int = 0) -> None:
         """Ask until the request is ready, as empty steps do."""
@@ -143,8 +169,19 @@ class Replica:
         self.wait(seen, computed)
         before = len(self.encoded)
         self.step(seen)
-        assert self.saver.drain(ANSWERS_S)
+        self.drain()
         return self.encoded[before:]
+
+    def drain(self) -> None:
+        """Wait until everything is stored."""
+        assert self.worker.drain_saves(ANSWERS_S)
+        assert self.node.saves.drain(ANSWERS_S)
+
+    def dropped(self, *identifiers: str) -> None:
+        """vLLM needs the place of these."""
+        self.plan(1, freed=identifiers)
+        for name in identifiers:
+            del self.cache[name]
 
     def step(self, seen: Any = None, *, tokens: int | None = None) -> None:
         """A step with the images of ``seen``, those to encode first, as vLLM has it."""
@@ -163,6 +200,8 @@ class Replica:
             self.encoded.append(name)
             self.cache[name] = output_of(name)
             self.worker.save(plan, self.cache, name)
+        if not self._loads:  # nothing reads what vLLM takes for loaded
+            self.cache |= {seen.mm_features[index].identifier: _NONE for index in loads}
         for feature in seen.mm_features if seen else ():
             assert feature.identifier in self.cache, "Encoder cache miss: the engine would be dead"
 
@@ -180,9 +219,21 @@ class Replica:
         """What either side counted so far."""
         return self.recorder.value(name) + self.worker_recorder.value(name)
 
+    @property
+    def saved(self) -> int:
+        """How many outputs its agent stored."""
+        return int(self.node.recorder.value("saves"))
+
     def close(self) -> None:
+        """End both sides, then the agent. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self.side.close()
         self.worker.close()
+        self.calls.close()
+        self.reader.close()
+        self.node.close()
 
 
 @contextmanager

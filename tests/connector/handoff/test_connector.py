@@ -37,9 +37,10 @@ def run(folder: Path, rank: int, kind: str) -> dict[str, Any]:
     dist.barrier()
     if rank == 1:
         min(path for path in engine.payloads() if mine in path.name).unlink()
+        engine.agent.forget()
     dist.barrier()
     skipped.append(engine.receive(step())[1])
-    engine.connector.close()
+    engine.close()
     dist.destroy_process_group()
     vllm = [name for name in sys.modules if name.partition(".")[0] == "vllm"]
     return {"skipped": skipped, "whole": is_whole, "vllm": vllm}

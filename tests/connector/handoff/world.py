@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from objkv.connector.handoff.connector import Agreement, HandoffConnector, alone
-from objkv.telemetry import MemoryRecorder
+from objkv.connector.handoff.connector import Agreement, HandoffConnector
 from tests.connector.handoff.model import (
     BLOCKS,
     HIDDEN,
@@ -19,6 +18,7 @@ from tests.connector.handoff.model import (
     engine_config,
     prompts,
 )
+from tests.support.served import ServedAgent
 
 PROMPTS = [list(range(10, 17)), list(range(40, 53))]
 TABLES = [[3, 1], [9, 8, 7, 6]]
@@ -32,14 +32,18 @@ def step(*, elsewhere: bool = False, **more: Any) -> SimpleNamespace:
     return prompts(PROMPTS, OTHER_TABLES if elsewhere else TABLES, **more)
 
 
-@dataclass
+OPENED: list["Engine"] = []
+
+
+@dataclass(eq=False)
 class Engine:
-    """One rank of an engine whose stores are in ``folder``."""
+    """One rank of an engine whose stores are in ``folder``. It has a node and so an agent of its
+    own, unless its settings name one."""
 
     folder: Path
     shape: Shape = field(default_factory=Shape)
     rank: int = 0
-    agree: Agreement = alone
+    agree: Agreement | None = lambda mine: mine
     cache_dtype: torch.dtype | None = None
     blocks: int = BLOCKS
     settings: dict[str, Any] = field(default_factory=dict)
@@ -49,6 +53,11 @@ class Engine:
         config = engine_config(
             self.folder, latent=shape.latent, tp_size=shape.tp_size, **self.settings
         )
+        extra, self.served = config.kv_transfer_config.kv_connector_extra_config, None
+        if "agent" not in extra:
+            self.served = ServedAgent(extra)
+            extra["agent"] = self.served.url
+            OPENED.append(self)
         config.model_config.dtype = shape.dtype
         if self.cache_dtype is not None:
             config.cache_config.cache_dtype = "fp8"
@@ -57,10 +66,27 @@ class Engine:
             _random(self.model.cache_shape(self.blocks), self.cache_dtype or shape.dtype, seed)
             for seed in range(shape.end_layer - shape.start_layer)
         ]
-        self.recorder = MemoryRecorder()
-        self.connector = HandoffConnector(
-            self.rank, self.rank, config, agree=self.agree, recorder=self.recorder
-        )
+        self.connector = HandoffConnector(self.rank, self.rank, config, agree=self.agree)
+
+    @property
+    def agent(self) -> ServedAgent:
+        """That of its node."""
+        assert self.served is not None
+        return self.served
+
+    def close(self) -> None:
+        """End it, and its agent. Idempotent."""
+        if self in OPENED:
+            OPENED.remove(self)
+        if hasattr(self, "connector"):
+            self.connector.close()
+        self.lose_agent()
+
+    def lose_agent(self) -> None:
+        """End its agent. Idempotent."""
+        served, self.served = self.served, None
+        if served is not None:
+            served.close()
 
     def states(self, tokens: int) -> Any:
         """Random states of a step, of the form that this stage has."""

@@ -27,6 +27,7 @@ from tests.connector.kv.hybrid_layout import (
     kv_cache_config,
     layers_of,
 )
+from tests.support.served import ServedAgent
 
 _PATIENCE_S = 120.0
 
@@ -93,6 +94,12 @@ class Engine:
 
         self.layout = layout
         self._config = self._configured(folder, settings)
+        extra = self._config.kv_transfer_config.kv_connector_extra_config
+        self.agent: ServedAgent | None = None
+        """Its own; None if the settings name one."""
+        if "agent" not in settings:
+            self.agent = ServedAgent(extra)
+            extra["agent"] = self.agent.url
         self._kv = kv_cache_config(layout)
         own = load_config(self._config.kv_transfer_config.kv_connector_extra_config)
         self.geometry = read_geometry(self._config, self._kv, own)
@@ -130,6 +137,8 @@ class Engine:
         for worker in self.workers:
             worker.shutdown()
         self.scheduler.shutdown()
+        if self.agent is not None:
+            self.agent.close()
 
     @property
     def worker(self) -> Any:
@@ -151,8 +160,11 @@ class Engine:
         return list(answers.values())
 
     def save_all(self) -> None:
-        """Wait until everything that was taken out is stored."""
+        """Wait until everything that was taken out is stored, or with an agent of another process
+        handed over."""
         assert all(worker.worker.drain_saves(_PATIENCE_S) for worker in self.workers)
+        if self.agent is not None:
+            self.agent.settle()
 
     def forget(self) -> None:
         """Drop the replica's own prefix cache."""

@@ -3,6 +3,7 @@
 from copy import copy
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from vllm.distributed.kv_transfer import kv_transfer_state
@@ -32,13 +33,12 @@ class World:
         self.caches = dict(zip(GROUP.layers, caches, strict=True))
         self.opened: list[WorkerSide] = []
         monkeypatch.setattr(kv, "open_worker_side", self._open)
-        monkeypatch.setattr(kv, "open_cache", lambda *_: None)
         connector: Any = object.__new__(ObjKVConnector)
         connector._worker, connector._link, connector._asleep = None, None, False
         connector._engine = None
         connector._shares, connector._vllm_config, connector._geometry = True, None, None
         connector._config = Config()
-        connector._backends = connector.recorder = connector._published = None
+        connector.recorder = connector._accepted = None
         self.connector = connector
 
     def _open(self, *_: Any, **_more: Any) -> WorkerSide:
@@ -183,7 +183,8 @@ def test_an_engine_that_objkv_refuses_leaves_no_worker_behind(
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", kept)
     group: Any = SimpleNamespace(kv_cache_spec=SimpleNamespace())
     cache: Any = SimpleNamespace(kv_cache_groups=[group])
-    for name in ("read_geometry", "warn_of_outer_policy", "open_cache"):
+    monkeypatch.setattr(kv, "AgentLink", MagicMock())
+    for name in ("read_geometry", "warn_of_outer_policy", "replica_of", "events_enabled"):
         monkeypatch.setattr(kv, name, lambda *_: None)
     for name in ("open_scheduler_side", "open_worker_side"):
         monkeypatch.setattr(kv, name, refuse)

@@ -1,7 +1,6 @@
 """KV events: what a router that believes them takes to be stored is stored."""
 
 import random
-from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
@@ -17,27 +16,22 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from objkv.assembly.backends import Backends
 from objkv.cache.admission import LoadTime
 from objkv.connector.kv.events import (
+    AcceptedShards,
     BlockEvents,
     EventLog,
     NoEvents,
-    PublishedIndex,
+    events_enabled,
     open_event_log,
-    watch_saves,
-    with_stored,
 )
 from objkv.connector.kv.metadata import StepPlan, StepReport
 from objkv.connector.model.groups import Geometry
-from objkv.errors import StoreUnavailable
-from objkv.index.base import ChunkEntry, ShardRecord
-from objkv.index.memory import MemoryIndex
+from objkv.index.base import ShardRecord
+from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity
-from objkv.stores.memory import MemoryStore
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from tests.contracts.clock import ManualClock
-from tests.index.flaky_index import FlakyIndex
 
 NAMESPACE = "0" * 32
 CHUNK = 64
@@ -284,47 +278,25 @@ def test_hashes_that_vllm_has_not_made_or_of_other_blocks_are_not_told(
     assert not world.listen()
 
 
-@pytest.fixture
-def backends() -> Iterator[Backends]:
-    with Backends(MemoryStore(), None, MemoryIndex()) as backends:
-        yield backends
-
-
 def config(*, enabled: bool | None) -> Any:
     events = None if enabled is None else KVEventsConfig(enabled, publisher="null")
     return type("VllmConfig", (), {"kv_events_config": events})
 
 
 @pytest.mark.parametrize("enabled", [None, False])
-def test_where_vllm_wants_no_events_nothing_is_kept(
-    backends: Backends, *, enabled: bool | None
-) -> None:
-    same, published = watch_saves(backends, config(enabled=enabled))
-    assert same is backends
-    assert published is None
-    assert with_stored(None, published) is None
+def test_where_vllm_wants_no_events_nothing_is_kept(*, enabled: bool | None) -> None:
+    assert not events_enabled(config(enabled=enabled))
     log = open_event_log(config(enabled=enabled), cast(Any, None), ONE, cast(Any, None))
     assert type(log) is NoEvents
     assert log.take() == ()
 
 
-def entry(chunk: int) -> ChunkEntry:
-    return ChunkEntry(NAMESPACE, prefix_hash(chunk), bytes(20), 0, CHUNK)
-
-
-def test_what_was_announced_is_in_the_next_report(backends: Backends) -> None:
-    watched, published = watch_saves(backends, config(enabled=True))
-    watched.index.publish(entry(1), {"0.a": RECORD, "1.a": RECORD}, ttl_s=60)
-    report = with_stored(StepReport(failed={"x"}), published)
+def test_what_the_agent_accepted_is_in_the_next_report() -> None:
+    accepted = AcceptedShards()
+    for group in (0, 1):
+        accepted.note(ChunkKey(NAMESPACE, prefix_hash(1), group, "a"))
+    report = accepted.add_to(StepReport(failed={"x"}))
     assert report is not None
     assert report.failed == {"x"}
     assert report.stored == {(NAMESPACE, prefix_hash(1), name) for name in ("0.a", "1.a")}
-    assert with_stored(None, published) is None
-
-
-def test_what_could_not_be_announced_is_not_told() -> None:
-    index = PublishedIndex(broken := FlakyIndex(MemoryIndex()))
-    broken.error = StoreUnavailable("gone")
-    with pytest.raises(StoreUnavailable):
-        index.publish(entry(1), {"0.a": RECORD}, ttl_s=60)
-    assert index.take() == set()
+    assert accepted.add_to(None) is None

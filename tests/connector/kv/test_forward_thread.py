@@ -53,4 +53,5 @@ def test_the_forward_thread_makes_no_network_call(
                 engine.save_all()
                 assert threading.current_thread().name not in callers
                 assert any(name.startswith(thread) for name in callers)
-                assert (engine.worker.recorder.value("hot_hits") > 0) is bool(loaded and hot_bytes)
+                hot_hits = engine.agent.recorder.value("hot_hits")
+                assert (hot_hits > 0) is bool(loaded and hot_bytes)

@@ -1,14 +1,19 @@
 """Which LoRA adapter a request uses."""
 
+import hashlib
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from objkv.background import Steps, at_once
 from objkv.connector.model import adapters as module
+from objkv.connector.model import weights
 from objkv.connector.model.adapters import Adapters, UnknownAdapterError
+from objkv.connector.model.weights import adapter_digest, adapter_files
 from tests.support.sides import Jobs
 
 
@@ -52,6 +57,14 @@ def is_unknown(known: Adapters, jobs: Jobs, request_id: str, request: Any) -> bo
     with pytest.raises(UnknownAdapterError):
         known.digest(request_id, request)
     return True
+
+
+def read_as(digest: bytes) -> Callable[[list[Path]], Steps[bytes]]:
+    def read(files: list[Path]) -> Steps[bytes]:
+        yield None
+        return digest
+
+    return read
 
 
 def exchange(folder: Path, content: bytes) -> None:
@@ -150,13 +163,14 @@ def test_what_is_not_there_is_unknown_and_asked_for_once(
 def test_one_that_cannot_be_read_for_any_reason_keeps_nobody_waiting(
     known: Adapters, jobs: Jobs, ada: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(files: list[Path]) -> bytes:
+    def broken(files: list[Path]) -> Steps[bytes]:
+        yield None
         raise ValueError(files)
 
     monkeypatch.setattr(module, "adapter_digest", broken)
     assert known.digest("a", lora(ada)) is None
     with pytest.raises(ValueError, match="adapter_model"):
-        jobs.pop()()
+        jobs.run()
     with pytest.raises(UnknownAdapterError):
         known.digest("a", lora(ada))
 
@@ -164,12 +178,12 @@ def test_one_that_cannot_be_read_for_any_reason_keeps_nobody_waiting(
 def test_a_digest_that_was_being_read_when_adapters_changed_is_not_believed(
     known: Adapters, jobs: Jobs, ada: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "adapter_digest", lambda files: b"before")
+    monkeypatch.setattr(module, "adapter_digest", read_as(b"before"))
     assert known.digest("a", lora(ada)) is None
     known.forget()
     jobs.run()
     assert known.digest("a", lora(ada)) is None
-    monkeypatch.setattr(module, "adapter_digest", lambda files: b"after")
+    monkeypatch.setattr(module, "adapter_digest", read_as(b"after"))
     jobs.run()
     assert known.digest("a", lora(ada)) == b"after"
 
@@ -177,9 +191,27 @@ def test_a_digest_that_was_being_read_when_adapters_changed_is_not_believed(
 def test_a_file_that_changes_while_it_is_read_makes_it_unknown(
     known: Adapters, jobs: Jobs, ada: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def slow(files: list[Path]) -> bytes:
+    def slow(files: list[Path]) -> Steps[bytes]:
+        yield None
         exchange(ada, b"ben")
         return b"mixed"
 
     monkeypatch.setattr(module, "adapter_digest", slow)
     assert is_unknown(known, jobs, "a", lora(ada))
+
+
+def test_others_need_not_wait_until_an_adapter_is_read(
+    ada: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lookups share the thread. Its digest is that of all of it nevertheless."""
+    files = adapter_files(ada)
+    whole = at_once(adapter_digest(files))
+    monkeypatch.setattr(weights, "_PIECE", 2)
+    steps = adapter_digest(files)
+    assert len(list(steps)) >= 3
+    assert at_once(adapter_digest(files)) == whole
+    due = hashlib.sha256(b"objkv-adapter-1")
+    for path in files:
+        for value in (path.name.encode(), path.read_bytes()):
+            due.update(len(value).to_bytes(8, "little") + value)
+    assert whole == due.digest()

@@ -15,10 +15,10 @@ from objkv.connector.model.identity import (
     further_settings,
     names_media,
     read_geometry,
-    read_weights,
     refuse_external_launcher,
     safe_load_mode,
 )
+from objkv.connector.model.weights import read_weights
 from objkv.errors import ConfigError
 from tests.connector.encoder.engine import engine, make_model
 from tests.support.sides import ONE_LAYER

@@ -1,4 +1,5 @@
-"""A secondary tier whose stores are slow, full, gone or lie: never an exception, never a wait."""
+"""A secondary tier whose agent or stores are slow, full, gone or lie: never an exception, never a
+wait."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -11,8 +12,8 @@ import pytest
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
+from objkv.assembly import agent
 from objkv.assembly.backends import Backends
-from objkv.connector import wiring
 from objkv.errors import ConfigError, StoreUnavailable
 from tests.connector.tier.world import Engine, offload_key, row
 from tests.contracts.flaky import FlakyStore
@@ -23,14 +24,14 @@ HIT, MISS = LookupResult.HIT, LookupResult.MISS
 
 
 class World:
-    """Replicas over one folder whose stores fail on request."""
+    """Replicas, each on a node of its own, over one folder whose stores fail on request."""
 
     def __init__(self, engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engine = engines
         self.bulks: list[FlakyStore] = []
         self.indexes: list[FlakyIndex] = []
         self.gate = threading.Event()
-        opened: Callable[..., Backends] = wiring.open_backends
+        opened: Callable[..., Backends] = agent.open_backends
 
         def flaky(*args: Any, **kwargs: Any) -> Backends:
             backends = opened(*args, **kwargs)
@@ -38,7 +39,22 @@ class World:
             self.indexes.append(FlakyIndex(backends.index))
             return replace(backends, bulk=self.bulks[-1], index=self.indexes[-1])
 
-        monkeypatch.setattr(wiring, "open_backends", flaky)
+        monkeypatch.setattr(agent, "open_backends", flaky)
+        self._patch = monkeypatch
+
+    def hang(self, engine: Engine) -> list[int]:
+        """Have an engine's agent not answer who hands over a chunk, until the gate is open. Returns
+        the bytes of each chunk that came, which grows."""
+        saves, came = engine.agent.node.saves, list[int]()
+        commit = saves.commit
+
+        def late(outbox: Any, offset: int, nbytes: int, *, puts: bool = False) -> Any:
+            came.append(nbytes)
+            self.gate.wait(60)
+            return commit(outbox, offset, nbytes, puts=puts)
+
+        self._patch.setattr(saves, "commit", late)
+        return came
 
 
 @pytest.fixture
@@ -108,6 +124,7 @@ def test_a_key_that_is_gone_fails_alone_and_its_record_is_forgotten(
 def test_a_slow_load_is_a_miss_after_its_deadline_and_writes_nothing_later(world: World) -> None:
     writer, reader = world.engine(), world.engine({"load_deadline_ms": 50})
     writer.save(1)
+    assert reader.ask(2) == [MISS]  # what else it asks of the store at its start is over
     world.bulks[1].hold(world.gate)
     request = reader.begin()
     assert reader.find(request, [offload_key(1)]) == [MISS]
@@ -120,24 +137,35 @@ def test_a_slow_load_is_a_miss_after_its_deadline_and_writes_nothing_later(world
 
 def test_a_slow_save_ends_at_its_deadline_and_frees_its_rows(world: World) -> None:
     engine = world.engine({"save_deadline_ms": 50}, rows=2)
-    world.bulks[0].hold(world.gate)
-    engine.save(1, 2)  # settles although the store does not answer
-    assert engine.counted("save_deadlines") == 1
-    engine.save(3, 4)  # the rows can be given to others
+    world.hang(engine)
+    for numbers in ((1, 2), (3, 4)):  # the rows can be given to others
+        engine.compute(engine.begin(), {offload_key(n): row(n) for n in numbers})
+        engine.settle()  # although the agent does not answer
+    assert engine.counted("save_deadlines") == 4
     world.gate.set()
 
 
 def test_a_full_queue_refuses_some_chunks_and_takes_the_others(world: World) -> None:
-    engine = world.engine({"queue_max": 4, "save_threads": 1, "save_deadline_ms": 60_000})
-    world.bulks[0].hold(world.gate)
+    engine = world.engine({"queue_max": 4, "save_deadline_ms": 60_000})
+    came = world.hang(engine)
     engine.compute(engine.begin(), {offload_key(0): row(0)})
-    # One put is the identity document's; after the other the only thread waits for the store.
-    wait_until(lambda: world.bulks[0].calls.count("put_if_absent") == 2, "both puts")
+    wait_until(lambda: bool(came), "the first to be handed over")
     engine.compute(engine.begin(), {offload_key(n): row(n) for n in range(1, 8)})
-    assert engine.counted("save_refused") == 3
+    assert engine.counted("save_refused") == 4
     world.gate.set()
     engine.settle()
-    assert engine.counted("saves") == 5
+    assert engine.counted("saves") == 4
+
+
+def test_a_tier_without_its_agent_misses_and_drops(world: World) -> None:
+    writer, reader = world.engine(), world.engine()
+    writer.save(1)
+    reader.lose_agent()
+    assert reader.ask(1) == [MISS]
+    reader.compute(reader.begin(), {offload_key(2): row(2)})
+    reader.settle()
+    assert reader.counted("lookup_errors") > 0
+    assert reader.counted("save_errors") == 1
 
 
 def begin_load(reader: Engine) -> ReqContext:
@@ -171,11 +199,11 @@ def test_a_reset_does_not_wait_for_the_store(world: World) -> None:
 @pytest.mark.slow
 def test_a_shutdown_while_busy_is_bounded_and_lets_go_of_vllms_memory(world: World) -> None:
     engine = world.engine({"drain_deadline_ms": 1})
-    world.bulks[0].hold(world.gate)
+    world.hang(engine)
     engine.compute(engine.begin(), {offload_key(n): row(n) for n in range(4)})
     region = engine.manager.primary_tier._mmap_region
     memory = region.mmap_obj
-    engine.close()
+    engine.manager.shutdown()
     assert memory.closed
 
 
@@ -198,8 +226,8 @@ def test_an_engine_that_ends_drops_saves_before_vllm_kills_it_and_logs_how_many(
 ) -> None:
     seen = {"shutdown_timeout": timeout_s}
     core = Core(world, tier={"drain_deadline_ms": drain_ms}, engine=seen)
-    world.bulks[0].hold(world.gate)
     engine = core.offloading
+    world.hang(engine)
     request = engine.begin()
     engine.compute(request, {offload_key(n): row(n) for n in range(4)})
     engine.end_step()
@@ -207,9 +235,10 @@ def test_an_engine_that_ends_drops_saves_before_vllm_kills_it_and_logs_how_many(
     if ended:
         engine.end(request)
     core.terminate()
-    engine.settle()  # although the store does not answer
+    engine.settle()  # although the agent does not answer
     assert "tier still busy at shutdown what=saves chunks=4" in caplog.text
     assert "tier given up at shutdown what=saves chunks=4" in caplog.text
+    world.gate.set()
     engine.save(9)
     assert engine.counted("save_refused") == 1
 
@@ -217,7 +246,7 @@ def test_an_engine_that_ends_drops_saves_before_vllm_kills_it_and_logs_how_many(
 def test_an_engine_that_ends_saves_what_is_queued(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    core = Core(world, tier={"save_threads": 1})
+    core = Core(world)
     engine, content = core.offloading, {offload_key(n): row(n) for n in range(6)}
     engine.compute(engine.begin(), content)
     core.terminate()

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from vllm.v1.kv_offload.base import LookupResult
 
 from objkv.cache.lookup import LookupLimits
-from objkv.connector.tier.jobs import JobLimits, JobOutcome, JobPart, TierChunk, TierJobs
+from objkv.connector.tier.jobs import JobChunk, TierJobs
 from objkv.connector.tier.lookup import TierLookups
 from objkv.connector.tier.rows import chunk_key
-from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.memory import MemoryIndex
 from objkv.telemetry import MemoryRecorder, NullRecorder
@@ -24,114 +23,97 @@ NAMESPACE = "0" * 32
 RECORD = ShardRecord(10, 10, "none", False, "0" * 32, 1)
 
 
-def entries(*numbers: int) -> list[TierChunk]:
-    return [TierChunk(key(number), number) for number in numbers]
-
-
 def key(number: int) -> bytes:
     return number.to_bytes(36, "big")
 
 
-def all_outcomes(jobs: TierJobs, count: int) -> dict[int, JobOutcome]:
-    found: dict[int, JobOutcome] = {}
+def make(name: str = "load", **bounds: Any) -> TierJobs:
+    values: dict[str, Any] = {"queue_max": 8, "deadline_s": 60} | bounds
+    return TierJobs(name, values.pop("recorder", NullRecorder()), **values)
 
-    def take() -> bool:
-        for outcome in jobs.take_finished():
-            assert outcome.job_id not in found
-            found[outcome.job_id] = outcome
-        return len(found) == count
 
-    wait_until(take, "all jobs to end")
-    return found
+def begin(jobs: TierJobs, job_id: int, *numbers: int) -> list[JobChunk]:
+    return jobs.submit(job_id, [key(n) for n in numbers], numbers)
 
 
 @settings(deadline=None, max_examples=40)
 @given(
     sizes=st.lists(st.integers(1, 6), min_size=1, max_size=6),
     bad=st.sets(st.integers(0, 40)),
-    broken=st.sets(st.integers(0, 40)),
-    part_max=st.integers(1, 3),
     queue_max=st.integers(1, 40),
+    data=st.data(),
 )
 def test_every_job_has_one_outcome_which_tells_of_every_key(
-    sizes: list[int], bad: set[int], broken: set[int], part_max: int, queue_max: int
+    sizes: list[int], bad: set[int], queue_max: int, data: st.DataObject
 ) -> None:
-    def work(part: JobPart) -> None:
-        for _, row, _ in part.entries:
-            if row in broken:
-                raise (StoreUnavailable, RuntimeError)[row % 2]("broken")
-            if row not in bad:
-                part.finish(key(row))
-
-    jobs = TierJobs("load", work, JobLimits(2, queue_max, 60, part_max), NullRecorder())
-    first, expected = 0, {}
+    jobs = make(queue_max=queue_max)
+    first, expected, chunks = 0, dict[int, range](), list[JobChunk]()
     for job_id, size in enumerate(sizes):
         expected[job_id] = range(first, first + size)
-        jobs.submit(job_id, NAMESPACE, entries(*expected[job_id]))
+        chunks += begin(jobs, job_id, *expected[job_id])
         first += size
-    found = all_outcomes(jobs, len(sizes))
-    jobs.close(0)
+    assert len(chunks) == min(queue_max, first)
+    for chunk in data.draw(st.permutations(chunks)):
+        assert chunk.is_needed
+        chunk.settle(done=chunk.row not in bad, noted=chunk.row in bad)
+    found = {outcome.job_id: outcome for outcome in jobs.take_finished()}
+    assert found.keys() == expected.keys()
+    taken = {chunk.row for chunk in chunks}
     for job_id, rows in expected.items():
         outcome = found[job_id]
         assert sorted([*outcome.done, *outcome.failed]) == [key(row) for row in rows]
-        assert not {key(row) for row in bad | broken} & set(outcome.done)
+        assert set(outcome.done) == {key(row) for row in rows if row in taken - bad}
+        assert set(outcome.noted) == {key(row) for row in rows if row in taken & bad}
         assert outcome.success == (not outcome.failed)
-        if queue_max >= first and not broken & set(rows):
-            assert set(outcome.failed) == {key(row) for row in rows if row in bad}
     assert not jobs.take_finished()
+    jobs.close(0)
 
 
 def test_who_gives_a_job_up_waits_for_a_copy_and_for_nothing_else() -> None:
-    inside, leave, tried = threading.Event(), threading.Event(), threading.Event()
+    inside, leave = threading.Event(), threading.Event()
     allowed: list[bool] = []
+    jobs = make()
+    (chunk,) = begin(jobs, 1, 1)
 
-    def work(part: JobPart) -> None:
-        with part.touch() as first:
+    def copy() -> None:
+        with chunk.touch() as first:
             allowed.append(first)
             inside.set()
             leave.wait(60)
-        part.finish(part.entries[0].key)
-        tried.wait(60)
-        with part.touch() as second:
-            allowed.append(second)
 
-    jobs = TierJobs("load", work, JobLimits(1, 8, 60), NullRecorder())
-    jobs.submit(1, NAMESPACE, entries(1))
+    copying, giving_up = threading.Thread(target=copy), threading.Thread(target=jobs.give_up)
+    copying.start()
     assert inside.wait(60)
-    thread = threading.Thread(target=jobs.give_up)
-    thread.start()
-    thread.join(0.05)
-    assert thread.is_alive()
+    giving_up.start()
+    giving_up.join(0.05)
+    assert giving_up.is_alive()
     leave.set()
-    thread.join(60)
+    giving_up.join(60)
+    copying.join(60)
+    chunk.settle(done=True)
+    with chunk.touch() as second:
+        allowed.append(second)
     (outcome,) = jobs.take_finished()
     assert outcome.failed == (key(1),)
-    tried.set()
-    jobs.close(0)
     assert allowed == [True, False]
+    assert not chunk.is_needed
 
 
 def test_a_job_past_its_deadline_ends_and_what_waits_of_it_gives_its_place_to_others() -> None:
-    gate, clock = threading.Event(), ManualClock()
-    recorder = MemoryRecorder()
-
-    def work(part: JobPart) -> None:
-        gate.wait(60)
-        part.finish(part.entries[0].key)
-
-    jobs = TierJobs("save", work, JobLimits(1, 2, 10), recorder, clock=clock)
-    jobs.submit(1, NAMESPACE, entries(1))
-    wait_until(lambda: "0 chunks waiting" in repr(jobs), "the thread to take it")
-    jobs.submit(2, NAMESPACE, entries(2, 3))
+    clock, recorder = ManualClock(), MemoryRecorder()
+    jobs = make("save", queue_max=3, deadline_s=10, recorder=recorder, clock=clock)
+    (first,) = begin(jobs, 1, 1)
+    begin(jobs, 2, 2, 3)
     assert not jobs.take_finished()
     clock.advance(11)
     assert [outcome.job_id for outcome in jobs.take_finished()] == [1, 2]
-    assert recorder.value("tier_save_deadlines") == 2
-    jobs.submit(3, NAMESPACE, entries(4, 5))
-    gate.set()
-    assert all_outcomes(jobs, 1)[3].success
+    assert recorder.value("tier_save_deadlines") == 3
+    assert first.deadline < clock()
+    for chunk in begin(jobs, 3, 4, 5, 6):
+        chunk.settle(done=True)
+    (third,) = jobs.take_finished()
+    assert third.success
     assert recorder.value("tier_save_refused") == 0
-    jobs.close(0)
 
 
 class World:
@@ -195,13 +177,13 @@ def test_what_was_denied_stays_denied_for_who_asks() -> None:
 
 
 def test_a_full_queue_is_a_no(monkeypatch: pytest.MonkeyPatch) -> None:
-    world, gate = World(queue_max=1), threading.Event()
-    monkeypatch.setattr(world.index, "find", lambda *_: gate.wait(60) and [None])
-    world.lookups.ask("a", NAMESPACE, key(1))
-    world.lookups.flush()
-    world.lookups.ask("a", NAMESPACE, key(2))
-    world.lookups.flush()
-    assert world.lookups.ask("a", NAMESPACE, key(2)) is LookupResult.MISS
+    world, gate, begun = World(queue_max=2), threading.Event(), threading.Event()
+    monkeypatch.setattr(world.index, "find", lambda *_: begun.set() or (gate.wait(60) and [None]))
+    for number in (1, 2, 3):  # the first is being looked up, the second waits
+        world.lookups.ask("a", NAMESPACE, key(number))
+        world.lookups.flush()
+        assert begun.wait(60)
+    assert world.lookups.ask("a", NAMESPACE, key(3)) is LookupResult.MISS
     assert world.recorder.value("tier_lookup_refused") == 1
     gate.set()
     world.lookups.close()

@@ -1,5 +1,6 @@
 """objkv as a secondary tier, under vLLM's own tiering manager."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 from vllm.v1.kv_offload.base import LookupResult
 
 from tests.connector.tier.world import ROWS, offload_key, row
+from tests.support.servers.redis import wait_until
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 
@@ -46,7 +48,7 @@ def test_what_vllm_evicts_comes_back(engines: Any) -> None:
 def test_groups_are_told_apart(engines: Any) -> None:
     writer, reader = engines(), engines()
     writer.compute(writer.begin(), {offload_key(1, group=0): row(1), offload_key(1, 2): row(2)})
-    writer.settle()
+    writer.store()
     request = reader.begin()
     keys = [offload_key(1, 0), offload_key(1, 1), offload_key(1, 2)]
     assert reader.find(request, keys) == [HIT, MISS, HIT]
@@ -99,3 +101,44 @@ def test_before_vllm_chose_its_first_hash_nothing_is_shared(
     assert engine.find(request, [offload_key(1)]) == [MISS]
     engine.save(1, context=request)
     assert engine.counted("save_refused") == 1
+
+
+def test_a_missing_chunk_of_one_prompt_hides_none_of_another(engines: Any) -> None:
+    """A folder that is its own index ends its answer to several keys at the first missing one."""
+    own_index = {"index_url": "bulk:"}
+    writer, reader = engines(own_index), engines(own_index)
+    writer.save(1, 2)
+    requests = [reader.begin(), reader.begin()]
+    keys = [offload_key(99), offload_key(1)]
+    answers: list[LookupResult] = []
+
+    def settled() -> bool:
+        asked = zip(keys, requests, strict=True)
+        answers[:] = [reader.manager.lookup(key, request) for key, request in asked]
+        reader.end_step()
+        return not {LookupResult.RETRY, LookupResult.HIT_PENDING} & set(answers)
+
+    wait_until(settled, "both to be answered")
+    assert answers == [MISS, HIT]
+
+
+def test_of_a_window_the_end_may_be_missing_and_the_rest_found(engines: Any) -> None:
+    """vLLM asks for a window's keys from the prompt's end backwards."""
+    own_index = {"index_url": "bulk:"}
+    writer, reader = engines(own_index), engines(own_index)
+    writer.save(1, 2)
+    assert reader.ask(99, 98, 2, 1) == [MISS, MISS, HIT, HIT]
+
+
+def test_a_tier_whose_agent_is_elsewhere_starts_one_thread_for_each_of_its_tasks(
+    engines: Any,
+) -> None:
+    there = engines()
+    there.save(1)
+    before = set(threading.enumerate())
+    here = engines({"agent": there.agent.url})
+    assert here.ask(1) == [HIT]
+    here.save(2)
+    mine = {thread.name for thread in set(threading.enumerate()) - before}
+    of_agent = {name for name in mine if name.startswith("objkv-client-")}
+    assert mine - of_agent == {"objkv-tier-lookup", "objkv-load-chunks", "objkv-save-chunks-0"}

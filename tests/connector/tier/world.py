@@ -27,8 +27,11 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from objkv.config import Config
 from objkv.connector.tier.manager import ObjKVTier
+from tests.support.served import ServedAgent
 from tests.support.servers.redis import wait_until
+from tests.support.waiting import PATIENCE_S
 
 ROW_BYTES = 8192
 ROWS = 8
@@ -76,7 +79,10 @@ def engine_config(told: OffloadingConfig, **changes: Any) -> VllmConfig:
     """vLLM's configuration, as far as a tier reads it, with the very ``extra_config`` of ``told``;
     ``changes`` by the parts' names."""
     parts: dict[str, dict[str, Any]] = {
-        "kv_transfer_config": {"kv_connector_extra_config": told.extra_config},
+        "kv_transfer_config": {
+            "kv_connector_extra_config": told.extra_config,
+            "engine_id": told.engine_id,
+        },
         "model_config": {
             "model": told.model.name,
             "revision": None,
@@ -106,7 +112,8 @@ def engine_config(told: OffloadingConfig, **changes: Any) -> VllmConfig:
 
 
 class Engine:
-    """One replica's offloading, driven as ``OffloadingConnectorScheduler`` drives it."""
+    """One replica's offloading, driven as ``OffloadingConnectorScheduler`` drives it. It has a node
+    and so an agent of its own, unless its settings name one."""
 
     def __init__(self, folder: Path, tier: dict[str, Any] | None = None, **changes: Any) -> None:
         options: dict[str, Any] = {
@@ -115,17 +122,25 @@ class Engine:
             "bulk_url": f"file://{folder}/chunks",
             "index_url": f"sqlite://{folder}/index.sqlite",
             "weights": "release-1",
-            "load_threads": 2,
-            "save_threads": 2,
             "codec": "none",
             "lookup_deadline_ms": 60_000,  # a busy machine is no slow index
         } | (tier or {})
+        self._agent: ServedAgent | None = None
+        if "agent" not in options:
+            self._agent = ServedAgent(
+                {k: v for k, v in options.items() if k in Config.model_fields}
+            )
+            options["agent"] = self._agent.url
         rows = changes.pop("rows", ROWS)
         extra = {"cpu_bytes_to_use": rows * ROW_BYTES, "secondary_tiers": [options]}
         seen = changes.pop("engine", {})
         told = offloading_config(extra, **changes)
         self.spec = TieringOffloadingSpec(told)
-        self.manager = self._make(None if seen is None else engine_config(told, **seen))
+        try:
+            self.manager = self._make(None if seen is None else engine_config(told, **seen))
+        except BaseException:
+            self.lose_agent()
+            raise
         (self.tier,) = self.manager.secondary_tiers
         assert isinstance(self.tier, ObjKVTier)
         self._requests = 0
@@ -134,6 +149,12 @@ class Engine:
         """With the engine's configuration where vLLM's scheduler has it: a local of this name."""
         manager: TieringOffloadingManager = self.spec.get_manager()
         return manager
+
+    @property
+    def agent(self) -> ServedAgent:
+        """That of its node."""
+        assert self._agent is not None
+        return self._agent
 
     @property
     def view(self) -> memoryview:
@@ -161,11 +182,11 @@ class Engine:
         return list(out.keys_to_store)
 
     def save(self, *numbers: int, context: ReqContext | None = None) -> None:
-        """Compute chunks for a request, by default a new one that ends, and wait until they are
-        saved, or are not."""
+        """Compute chunks for a request, by default a new one that ends, and wait until its agent
+        has saved them, or has not."""
         request = context or self.begin()
         self.compute(request, {offload_key(n): row(n) for n in numbers})
-        self.settle()
+        self.store()
         if context is None:
             self.end(request)
 
@@ -179,6 +200,11 @@ class Engine:
     def counted(self, name: str) -> float:
         """What the tier counted so far."""
         return float(self.tier._recorder.value(f"tier_{name}"))
+
+    def store(self) -> None:
+        """Steps until no job is under way, and its agent saves nothing."""
+        self.settle()
+        assert self._agent is None or self._agent.node.saves.drain(PATIENCE_S)
 
     def settle(self) -> None:
         """Steps until no job is under way."""
@@ -215,6 +241,13 @@ class Engine:
     def close(self) -> None:
         """As the engine's shutdown."""
         self.manager.shutdown()
+        self.lose_agent()
+
+    def lose_agent(self) -> None:
+        """End its agent. Idempotent."""
+        if self._agent is not None:
+            self._agent.close()
+            self._agent = None
 
 
 def row(seed: int) -> bytes:

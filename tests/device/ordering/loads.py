@@ -136,7 +136,7 @@ def keeps_its_memory(rig: OrderRig) -> bool:
     rig.delay_loads(_SLOW_S)
     rig.step(_plan(rig), lambda: rig.delay_compute(2 * _SLOW_S))
     _until_fetched(rig)
-    rig.overwrite_loads()
+    rig.settle()
     rig.until_received()
     return _is_loaded(rig)
 
@@ -292,7 +292,7 @@ SCENARIOS = (
     Scenario("load past its deadline", late, Setup(deadline_s=0.03)),
     Scenario("load refused", refused),
     Scenario("memory of loads", keeps_its_memory),
-    Scenario("slabs of loads", keeps_its_slabs, Setup(registers=False, load_slabs=16)),
+    Scenario("slabs of loads", keeps_its_slabs, Setup(load_slabs=16)),
     Scenario("several loads at once", share_a_lane, Setup(load_threads=4)),
     Scenario("loads of two steps", follows_its_own_step),
     Scenario("load that zeroes blocks", zeroes),

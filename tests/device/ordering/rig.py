@@ -1,7 +1,8 @@
 """A worker over a small paged cache on a device, whose steps a scenario runs as vLLM does.
 
-The stores are in memory. Streams are slowed down by work that takes a given time, so that a missing
-order between streams shows as a wrong byte.
+Its node agent runs in the same process, and overwrites memory as soon as no lease protects it.
+Streams are slowed down by work that takes a given time. So a missing order between streams, or a
+lease that ends too early, shows as a wrong byte.
 """
 
 import time
@@ -9,15 +10,18 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any, Final, Self, cast
+from unittest.mock import patch
 
-import numpy as np
 import torch
 
-from objkv.agent.connections import InsideAgent
-from objkv.agent.core import CoreLimits
-from objkv.agent.memory.arena import BOARD_BYTES
+from objkv.agent import core
+from objkv.agent.memory.arena import PAGE
+from objkv.agent.outbox import AgentSaves, Outbox
+from objkv.assembly.agent import NodeAgent
 from objkv.assembly.backends import open_bulk, open_index
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import (
@@ -31,7 +35,7 @@ from objkv.codec.payload import (
 )
 from objkv.config import load_config
 from objkv.connector.kv.metadata import StepPlan
-from objkv.connector.kv.worker import Rank, SaveEnd, Transfers, WorkerSide
+from objkv.connector.kv.worker import Rank, Transfers, WorkerSide
 from objkv.connector.model.groups import Geometry
 from objkv.errors import TransferError
 from objkv.index.base import ShardRecord
@@ -40,25 +44,35 @@ from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import root_hash, token_digest
 from objkv.telemetry import MemoryRecorder
 from objkv.tracing import NO_TRACING
-from objkv.transfer.devices import SEAM_BYTES, DeviceLane, driver_of, open_lane
+from objkv.transfer.devices import DeviceLane, driver_of, open_lane
 from objkv.transfer.lanes import Lane
 from objkv.transfer.loading.loader import Loader
 from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import Blank, ChunkMove, LoadMove, LoadMoves, LoadPlan, SaveMove, SavePlan
-from objkv.transfer.registration import DeviceFrames, pin_arena
+from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import Slab, SlabPool, SlabsExhaustedError
 from tests.device.ordering.setup import (
     CHUNK_TOKENS,
     LAYERS,
     NAMESPACE,
+    REFUSED,
+    REGISTERED,
     Pages,
     Setup,
     content_of,
     hashes_of,
 )
+from tests.support.agents import AgentProcess
+from tests.support.arenas import LossyConnection, SpoilingResidents
 
+ARENA_BYTES: Final = 32 << 20
+"""Room for all that a scenario saves, if the disk is slow."""
+WINDOW_BYTES: Final = 256 << 10
+"""More than a payload of the rig. Some lie across two windows."""
+_BEHIND_MAX: Final = 8
+"""Payloads that an agent may still have to save when more are handed over."""
 Delay = Callable[[Any, float], None]
 """Keeps a stream busy: (stream, seconds). The calling thread does not wait."""
 _GARBAGE: Final = 0x11
@@ -96,9 +110,6 @@ class NotInTimeError(TransferError):
 class OrderRig:
     """A worker, its paged cache, and the stores. Closed once, by the end of ``with``."""
 
-    seam_bytes = SEAM_BYTES
-    """Of lanes."""
-
     def __init__(self, device: torch.device, delay: Delay, setup: Setup, seed: int = 0) -> None:
         """``seed``: of random choices."""
         self.device, self.setup = device, setup
@@ -122,95 +133,126 @@ class OrderRig:
         )
         self.geometry = Geometry((group,), CHUNK_TOKENS, layout.block_size, tp_size=1)
         self.caches: Pages = layout.caches(device, setup.blocks)
-        self.open_worker()
+        self._open_worker()
         self._records: dict[int, ShardRecord] = {}
 
     def _open_stores(self) -> None:
-        config = load_config({"bulk_url": "memory:", "index_url": "memory:"}, environ={})
-        self.bulk = open_bulk(config, self.recorder)
-        self._index = open_index(config, self.recorder)
+        self._folder = TemporaryDirectory(prefix="objkv-")
+        self._agent_path = Path(self._folder.name) / "agent.sock"
+        self._agent_config = load_config(
+            {
+                "bulk_url": f"file://{self._folder.name}/chunks",
+                "index_url": f"sqlite://{self._folder.name}/index",
+                "agent_memory_bytes": ARENA_BYTES,
+                "drain_deadline_ms": 0,
+                "load_threads": self.setup.load_threads,
+                "save_threads": self.setup.save_threads,
+            },
+            environ={},
+        )
+        self.bulk = open_bulk(self._agent_config, self.recorder)
+        self._index = open_index(self._agent_config, self.recorder)
+        self.node = self._open_agent()
+
+    def _open_agent(self) -> NodeAgent:
+        with patch.object(core, "Residents", SpoilingResidents):
+            return NodeAgent(self._agent_config, self._agent_path, MemoryRecorder())
 
     def open_cache(self, writer: str) -> ChunkCache:
-        """Return another client of the same stores."""
+        """Return a client of the agent's stores."""
         settings = CacheSettings(writer, ttl_s=600, lease_ms=60_000, hot_save_bytes_max=0)
         return ChunkCache(self.bulk, None, self._index, settings, self.recorder)
 
-    def open_worker(self) -> None:
+    def _open_worker(self) -> None:
         """Open the worker over ``caches``, as the connector does after ``register_kv_caches``."""
-        setup = self.setup
         shape = self.geometry.shape(0, 0)
         assert shape is not None
         self.pages = PagedGroup(shape, self.caches)
         self.load_lane = self._open_lane(urgent=True)
         self.save_lane = self._open_lane(urgent=False)
         self.save_lane.prepare(self.pages.pages)
-        pin = driver_of(self.device).pin if self.is_asynchronous else None
-        self.load_slabs, self.save_slabs = (
-            SlabPool(name, count=count, slab_bytes=payload_bytes_max(self.pages.layers), pin=pin)
-            for name, count in (("load", setup.load_slabs), ("save", setup.save_slabs))
+        self._open_slabs()
+        self.loader = self._open_loader()
+        self.saver = self._open_saver()
+        config = load_config(
+            {"bulk_url": "memory:", "drain_deadline_ms": self.setup.drain_deadline_ms}, environ={}
+        )
+        self.worker = WorkerSide(
+            config,
+            self.geometry,
+            Rank(0, "rig", 1, writes_early=self.setup.writes_early),
+            {0: self.pages},
+            transfers=Transfers(self.loader, self.saver, self._target),
+            tracing=NO_TRACING,
+        )
+
+    def _open_slabs(self) -> None:
+        """Those of loads are for memory that is not registered with the device. The agent maps
+        those of saves, too."""
+        setup, pin = self.setup, driver_of(self.device).pin if self.is_asynchronous else None
+        slab_bytes = payload_bytes_max(self.pages.layers)
+        self.load_slabs = SlabPool("load", count=setup.load_slabs, slab_bytes=slab_bytes, pin=pin)
+        slab_bytes = -(-slab_bytes // PAGE) * PAGE
+        outbox = Outbox(setup.save_slabs * slab_bytes)
+        self.save_slabs = SlabPool(
+            "save", count=setup.save_slabs, slab_bytes=slab_bytes, pin=pin, fd=outbox.fd
         )
         slabs = self.take_all_slabs(self.save_slabs)
         self._slab_memory = [slab.tensor for slab in slabs]
         self.give_back(slabs)
-        self.cache = self.open_cache("rig")
-        self.loader = self._open_loader()
-        self.saver = self._open_saver(self.save_lane)
-        self.worker = self._open_side(self.cache)
-
-    def _open_side(self, target: SaveEnd) -> WorkerSide:
-        """Return the worker's side over loader and saver. ``target``: where saves end."""
-        setup = self.setup
-        config = load_config(
-            {"bulk_url": "memory:", "drain_deadline_ms": setup.drain_deadline_ms}, environ={}
-        )
-        return WorkerSide(
-            config,
-            self.geometry,
-            Rank(0, "rig", 1, writes_early=setup.writes_early),
-            {0: self.pages},
-            transfers=Transfers(self.loader, self.saver, target),
-            tracing=NO_TRACING,
+        self._target = AgentSaves(
+            lambda fd: self.connect(outbox=fd), outbox, self.save_slabs.memory.numpy()
         )
 
     def _open_loader(self) -> Loader:
-        """Return a loader over a core of this process, whose memory the device can read."""
-        setup = self.setup
-        bounds = CoreLimits(setup.load_threads, 1024, is_paced=True, waits_for_room=True)
-        self.inside = inside = InsideAgent(self.cache, setup.arena_bytes, bounds, self.recorder)
+        """Return a loader over the agent's memory, which the device reads as the setup says."""
+        setup, lane = self.setup, self.load_lane
         on_device = None
         if self.is_asynchronous:
-            pin = partial(pin_arena, inside.arena, self.device) if setup.registers else refuse_pin
-            begin = self.load_lane.adopt_thread
+            pin = refuse_pin if setup.way == REFUSED else driver_of(self.device).pin_read_only
             on_device = DeviceFrames(
-                self.load_slabs, pin, window_bytes=self.seam_bytes, begin=begin
+                self.load_slabs, pin, window_bytes=WINDOW_BYTES, begin=lane.adopt_thread
             )
-        loader = Loader(
+        self.loader = Loader(
             {0: self.pages},
-            self.load_lane,
-            inside.connect,
+            lane,
+            partial(self.connect, wants_arena=True),
             limits=LoadLimits(1024, setup.deadline_s, setup.deadline_s),
             recorder=self.recorder,
             on_device=on_device,
-            inside=inside,
         )
-        if on_device is not None and setup.registers:
-            self.wait_until(lambda: on_device.registered_bytes == inside.arena.nbytes)
-        return loader
+        if on_device is not None and setup.way == REGISTERED:
+            nbytes = self.agent.arena.nbytes
+            for offset in range(0, nbytes, WINDOW_BYTES):
+                on_device.request(offset)
+            on_device.request(nbytes - 1)
+            self.wait_until(lambda: on_device.registered_bytes == nbytes)
+        return self.loader
+
+    def connect(self, **options: Any) -> LossyConnection:
+        """Return a new connection to the agent."""
+        return LossyConnection(self._agent_path, call_s=self.setup.patience_s, **options)
+
+    @property
+    def agent(self) -> LossyConnection:
+        """The loader's connection."""
+        agent = self.loader.agent
+        assert isinstance(agent, LossyConnection)
+        return agent
 
     def _open_lane(self, *, urgent: bool) -> Lane:
-        lane = open_lane(self.device, urgent=urgent, seam_bytes=self.seam_bytes)
+        lane = open_lane(self.device, urgent=urgent, seam_bytes=WINDOW_BYTES)
         if not self.setup.watched:
             return lane
         return cast("Lane", WatchedLane(lane, lambda name: self.on_call(name)))
 
-    def _open_saver(self, lane: Lane) -> Saver:
-        setup = self.setup
+    def _open_saver(self) -> Saver:
         return Saver(
-            self.cache,
+            self._target,
             {0: self.pages},
             self.save_slabs,
-            lane=lane,
-            limits=SaveLimits(setup.save_threads, 1024, setup.save_deadline_s, "none", "rig"),
+            lane=self.save_lane,
+            limits=SaveLimits(1024, self.setup.save_deadline_s, "rig"),
             recorder=self.recorder,
         )
 
@@ -312,6 +354,7 @@ class OrderRig:
 
     def let_saves_catch_up(self) -> None:
         """Wait while more saves would be dropped, as on a busy machine."""
+        self.wait_until(lambda: self.node.saves.waiting < _BEHIND_MAX)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Poll for an event of another thread or of the device. Raises ``NotInTimeError``."""
@@ -366,6 +409,7 @@ class OrderRig:
         in progress."""
         if not self.saver.drain(self.setup.patience_s):
             raise NotInTimeError("saves did not end")
+        self.node.saves.drain(self.setup.patience_s)
         claim = self._claim(namespace, chunk)
         payload = self.bulk.get(claim.key.path())
         if payload is None:
@@ -436,13 +480,9 @@ class OrderRig:
 
     # Memory of loads and saves.
 
-    def overwrite_loads(self) -> None:
-        """Overwrite the memory of loads as soon as no load has any of it."""
-        residents = self.inside.core.residents
-        self.wait_until(lambda: residents.leased() == 0)
-        for chunk in self._records:
-            residents.forget(self.key(chunk).path())
-        np.frombuffer(self.inside.arena.view[BOARD_BYTES:], np.uint8).fill(_GARBAGE)
+    def settle(self) -> None:
+        """Wait until nothing in the agent's memory is leased, and so all of it overwritten."""
+        self.wait_until(lambda: self.node.core.residents.leased() == 0)
 
     def take_all_slabs(self, pool: SlabPool) -> list[Slab]:
         """Lease each slab as soon as it can be reused, and overwrite it."""
@@ -475,10 +515,33 @@ class OrderRig:
         self.synchronize()
         return all(map(torch.equal, before, memory))
 
+    def restart(self) -> None:
+        """End the agent, and start another one at the same place, over the same stores."""
+        self.node.close()
+        self.node = self._open_agent()
+
+    @contextmanager
+    def agent_process(self) -> Iterator[AgentProcess]:
+        """Run an agent as a process of its own at the same place, until the end of the block."""
+        self.node.close()
+        before = self.loader.agent
+        names = ("bulk_url", "index_url", "agent_memory_bytes")
+        settings = {name: str(getattr(self._agent_config, name)) for name in names}
+        with AgentProcess(settings, path=self._agent_path, fresh=True) as process:
+            self.wait_until(lambda: self.loader.agent not in (None, before))
+            yield process
+
     def close(self) -> None:
-        """Stop the worker and wait for the device."""
-        self.worker.close()
-        self.synchronize()
+        """Stop the worker and wait for the device. Nothing may be leased then."""
+        try:
+            self.worker.close()
+            self.synchronize()
+            self.settle()
+            if not self.node.core.residents.check():
+                raise TransferError("the agent's account of its memory is wrong")
+        finally:
+            self.node.close()
+            self._folder.cleanup()
 
     def __enter__(self) -> Self:
         return self

@@ -18,6 +18,11 @@ Pages = list[torch.Tensor]
 """One tensor per layer, ``[blocks, heads, block_size, content]``."""
 
 
+REGISTERED, REGISTERING, REFUSED = WAYS = ("registered", "registering", "refused")
+"""How a device reads the memory of a node agent: in place, in place once the driver has registered
+it, or by way of slabs, because the device registers no read-only memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
     """The form of the paged cache."""
@@ -56,9 +61,8 @@ class Setup:
     layout: CacheLayout = STRIDED
     blocks: int = 96
     load_threads: int = 2
-    arena_bytes: int = 8 << 20
-    registers: bool = True
-    """Whether the device reads the memory of loads in place, and not by way of slabs."""
+    way: str = REGISTERED
+    """How the device reads the memory of the node agent, one of ``WAYS``."""
     load_slabs: int = 4
     save_slabs: int = 16
     save_threads: int = 2

@@ -1,16 +1,20 @@
 """Scenarios of whole steps: loads and saves together, at start, asleep, without work, and encoder
 outputs."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from time import monotonic
 
 import numpy as np
 import torch
 
+from objkv.agent.core import CoreLimits
+from objkv.agent.payloads import PayloadWriter
 from objkv.codec.payload import frame_pages, open_payload
 from objkv.connector.encoder.copies import open_copies
 from objkv.connector.encoder.items import EncoderOutput, EncoderPlan, ItemLoad, ItemSave
-from objkv.connector.encoder.worker import EncoderSaveLimits, EncoderSaver, EncoderWorkerSide
+from objkv.connector.encoder.worker import EncoderSaveLimits, EncoderWorkerSide
 from objkv.connector.kv.metadata import StepPlan
 from objkv.errors import TransferError
 from objkv.keys.encoder import encoder_hash
@@ -25,6 +29,7 @@ from tests.device.ordering.setup import (
     Setup,
     difference,
 )
+from tests.support.inside import InsideAgent
 
 _SLOW_S = 0.1
 """How long one side of an edge is delayed. Longer than the other side takes on a busy machine."""
@@ -39,6 +44,7 @@ _THEN, _LATER = 5.0, 9.0
 _OUTPUTS = 12
 _ROWS, _WIDTH = 16, 256
 """Encoder outputs, and the shape of each."""
+_OUTPUT_BYTES_MAX = 1 << 20
 _STEPS, _AREAS = 32, 6
 _BATCHES_MAX = 1
 """Batches that the device computes while the next one is launched."""
@@ -109,34 +115,32 @@ def tests_itself(rig: OrderRig) -> bool:
 
 def adds_outputs(rig: OrderRig) -> bool:
     """Encoder outputs that are read by a busy model, while the plan's memory changes"""
-    worker = _encoder_worker(rig)
     outputs: dict[str, torch.Tensor] = {}
-    rig.delay_compute(_SLOW_S)
-    for number in range(_OUTPUTS):
-        name = f"image {number}"
-        pages = np.full(_output(name).layer.nbytes, number, dtype=np.uint8)
-        load = ItemLoad(name, _output(name), pages)
-        worker.load(EncoderPlan(NAMESPACE, loads=(load,)), outputs)
-        pages.fill(0xFF)
-    found = [outputs[f"image {number}"].view(torch.uint8).clone() for number in range(_OUTPUTS)]
-    worker.close()
+    with _encoder_worker(rig) as worker:
+        rig.delay_compute(_SLOW_S)
+        for number in range(_OUTPUTS):
+            name = f"image {number}"
+            pages = np.full(_output(name).layer.nbytes, number, dtype=np.uint8)
+            load = ItemLoad(name, _output(name), pages)
+            worker.load(EncoderPlan(NAMESPACE, loads=(load,)), outputs)
+            pages.fill(0xFF)
+        found = [outputs[f"image {number}"].view(torch.uint8).clone() for number in range(_OUTPUTS)]
     return all(bool((page.cpu() == number).all()) for number, page in enumerate(found))
 
 
 def saves_outputs(rig: OrderRig) -> bool:
     """Encoder outputs that are saved while the encoder still computes them"""
-    worker = _encoder_worker(rig)
     outputs = {
         f"image {number}": torch.zeros(_ROWS, _WIDTH, dtype=torch.bfloat16, device=rig.device)
         for number in range(_OUTPUTS)
     }
     rig.synchronize()
-    rig.delay_compute(_SLOW_S)
-    for number, (name, output) in enumerate(outputs.items()):
-        output.fill_(number + 1)
-        saves = {name: ItemSave(_output(name).item_hash, _ROWS)}
-        worker.save(EncoderPlan(NAMESPACE, saves=saves), outputs, name)
-    worker.close()
+    with _encoder_worker(rig) as worker:
+        rig.delay_compute(_SLOW_S)
+        for number, (name, output) in enumerate(outputs.items()):
+            output.fill_(number + 1)
+            saves = {name: ItemSave(_output(name).item_hash, _ROWS)}
+            worker.save(EncoderPlan(NAMESPACE, saves=saves), outputs, name)
     return all(_stored_value(rig, name) == at + 1 for at, name in enumerate(outputs))
 
 
@@ -271,11 +275,23 @@ class _Storm:
                 del self._finished[area]
 
 
-def _encoder_worker(rig: OrderRig) -> EncoderWorkerSide:
-    copies = open_copies(rig.device)
-    limits = EncoderSaveLimits(64, 1 << 30, 1 << 30, rig.setup.patience_s, "none", "rig")
-    saver = EncoderSaver(rig.open_cache("encoder"), limits, rig.recorder, copies=copies)
-    return EncoderWorkerSide(copies, "BF16", saver, rig.recorder, drain_s=rig.setup.patience_s)
+@contextmanager
+def _encoder_worker(rig: OrderRig) -> Iterator[EncoderWorkerSide]:
+    """One that has saved everything when the block has ended."""
+    copies, patience_s = open_copies(rig.device), rig.setup.patience_s
+    agent = InsideAgent(
+        rig.open_cache("encoder"), _OUTPUT_BYTES_MAX, CoreLimits(1, 64), rig.recorder
+    )
+    writer = PayloadWriter(
+        agent.connect, _OUTPUT_BYTES_MAX, "outputs", writer="rig", begin=copies.adopt_thread
+    )
+    limits = EncoderSaveLimits(64, 1 << 30, 1 << 30, patience_s)
+    worker = EncoderWorkerSide(copies, "BF16", writer, limits, rig.recorder, drain_s=patience_s)
+    try:
+        yield worker
+    finally:
+        worker.close()
+        agent.close(patience_s)
 
 
 def _output(name: str) -> EncoderOutput:

@@ -17,10 +17,8 @@ SECOND = scrape(
     local_hit_tokens_total=200,
     hit_hot_tokens_total=100,
     hit_bulk_tokens_total=300,
-    hot_load_bytes_total=2048,
-    arena_load_bytes_total=8192,
-    bulk_load_bytes_total=4096,
-    save_bytes_total=1024,
+    load_bytes_total=8192,
+    save_accepted_bytes_total=1024,
     admission_refused_total=2,
     load_refused_total=2,
     load_failures_total=4,
@@ -41,8 +39,7 @@ def test_counters_become_rates() -> None:
     flow = found.flow
     assert (flow.local_tokens, flow.hot_tokens, flow.bulk_tokens) == (100, 50, 150)
     assert flow.computed_tokens == (1000 - 600) / 2
-    assert (flow.hot_load_bytes, flow.bulk_load_bytes, flow.save_bytes) == (1024, 2048, 512)
-    assert (flow.arena_load_bytes, flow.load_bytes) == (4096, 4096 + 1024 + 2048)
+    assert (flow.load_bytes, flow.save_bytes) == (4096, 512)
     assert (flow.refusals, flow.misses, flow.drops) == (2, 2, 4)
     assert flow.lookup_ms == pytest.approx(2)
     assert flow.load_ms is None

@@ -12,9 +12,6 @@ TEXT = """\
 # TYPE vllm:objkv_hit_tokens_total counter
 vllm:objkv_hit_tokens_total{engine="0",model_name="m"} 3.0
 vllm:objkv_hit_tokens_total{engine="1",model_name="m"} 4.0
-# TYPE vllm:objkv_breaker_open_bulk_read gauge
-vllm:objkv_breaker_open_bulk_read{engine="0"} 1.0
-vllm:objkv_breaker_open_bulk_read{engine="1"} 1.0
 # TYPE vllm:objkv_lookup_seconds histogram
 vllm:objkv_lookup_seconds_bucket{le="+Inf"} 5.0
 vllm:objkv_lookup_seconds_sum 0.25

@@ -22,9 +22,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- if $top.Values.redisUsers -}}
 {{- $_ := set $own "OBJKV_REDIS_USERNAME" (printf "%s-%s" $top.Values.redisPrefix $role) -}}
 {{- end -}}
-{{- /* An agent that a replica starts in its pod would end with it, and lose what it holds back. */ -}}
-{{- $usual := ternary (dict "OBJKV_AGENT" "off") (dict) (and (eq $role "writer") (not $top.Values.agent.enabled)) -}}
-{{- $all := merge (dict) (index $top.Values.roles $role).settings $own $top.Values.settings $usual -}}
+{{- $all := merge (dict) (index $top.Values.roles $role).settings $own $top.Values.settings -}}
 {{- range list "OBJKV_BULK_URL" "OBJKV_INDEX_URL" -}}
 {{- if not (index $all .) }}{{ fail (printf "settings.%s is required" .) }}{{ end -}}
 {{- end -}}

@@ -1,0 +1,129 @@
+"""A replica's worker and its agent without an engine, as benchmarks time them."""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from objkv.agent.calls import AgentIndex
+from objkv.assembly.link import AgentLink, Replica
+from objkv.config import load_config
+from objkv.connector.kv.metadata import StepPlan
+from objkv.connector.kv.wiring import make_worker_side
+from objkv.connector.kv.worker import Rank
+from objkv.connector.model.groups import Geometry
+from objkv.index.base import ReadIndex
+from objkv.telemetry import NullRecorder
+from objkv.transfer.plan import LoadMove, LoadMoves, LoadPlan, SaveMove, SavePlan
+from tests.support.servers.certificates import make_certificates
+from tests.support.servers.quick_s3 import quick_s3_process
+from tests.support.steps import Completed
+
+NOTHING: Final = StepPlan(may_reuse=False)
+BOUND_S: Final = 100.0
+LOOK_S: Final = 5e-5
+_WAITS = ("load_deadline_ms", "step_load_deadline_ms", "save_deadline_ms")
+
+
+def stores(stack: ExitStack, folder: Path) -> dict[str, str]:
+    """Settings of agents over an S3 server on loopback behind TLS."""
+    certificates = make_certificates(folder / "tls")
+    server = stack.enter_context(quick_s3_process(tls=certificates))
+    return {
+        "index_url": f"sqlite://{folder}/i",
+        "bulk_url": "s3://bench/kv",
+        "s3_endpoint_url": server.url,
+        "s3_region": "us-east-1",
+        "s3_addressing": "path",
+        "s3_access_key_id": "bench",
+        "s3_secret_access_key": "bench",
+        "s3_ca_bundle": str(certificates / "ca.pem"),
+        "save_to_bucket": "all",
+    }
+
+
+class Side:
+    """A worker over one group of layers, and the calls that an engine makes with it."""
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        settings: Mapping[str, str],
+        geometry: Geometry,
+        caches: Sequence[torch.Tensor],
+    ) -> None:
+        """``settings``: with the ``agent`` to use. ``caches``: the paged cache, a tensor a layer.
+        The worker ends with ``stack``."""
+        bounds = dict.fromkeys(_WAITS, str(int(1000 * BOUND_S)))
+        config = load_config({"pinned_bytes_max": str(2 << 30), **bounds, **settings}, environ={})
+        link = AgentLink(config, Replica(f"bench {os.getpid()}"))
+        assert link.await_agent(BOUND_S), "there is no agent"
+        stack.callback(link.calls.close)
+        self.index: Any = Completed(AgentIndex(link.calls))
+        """Lookups by the agent."""
+        self.caches = caches
+        (group,) = geometry.groups
+        self.worker = make_worker_side(
+            config,
+            geometry,
+            Rank(0, "bench", 1),
+            link.connect,
+            recorder=NullRecorder(),
+            kv_caches=dict(zip(group.layers, caches, strict=True)),
+        )
+        stack.callback(self.worker.close)
+
+    def save(self, namespace: str, moves: Sequence[SaveMove]) -> None:
+        """Hand payloads over to the agent."""
+        self.worker.end_forward(StepPlan(saves=(SavePlan("r", namespace, tuple(moves)),)))
+        assert self.worker.drain_saves(BOUND_S)
+        report = self.worker.take_report()
+        assert report is None or not report.dropped, "saves were dropped"
+
+    def load(self, plan: StepPlan) -> float:
+        """Load without an engine. Returns seconds until it is reported."""
+        begun = time.perf_counter()
+        self.begin(plan)
+        self.start(plan)
+        while not self.ended():
+            assert time.perf_counter() - begun < BOUND_S
+            time.sleep(LOOK_S)
+        return time.perf_counter() - begun
+
+    def begin(self, plan: StepPlan) -> None:
+        """What a model runner calls before its forward pass."""
+        self.worker.before_reuse(plan)
+        self.worker.before_forward(plan)
+
+    def start(self, plan: StepPlan) -> None:
+        """What it calls once that is launched."""
+        self.worker.start_loads(plan)
+        self.worker.end_forward(plan)
+
+    def ended(self) -> bool:
+        """Whether a load was reported."""
+        received = bool(self.worker.results(NOTHING, set()).received)
+        assert not self.worker.take_failed_blocks(), "a load failed"
+        return received
+
+
+def step_of(namespace: str, moves: Sequence[LoadMove], name: str = "r") -> StepPlan:
+    """A step that begins a load."""
+    return StepPlan(loads=(LoadPlan(name, namespace, LoadMoves.pack(moves), sync=False),))
+
+
+def stored(index: ReadIndex, namespace: str, saves: Sequence[SaveMove]) -> list[LoadMove]:
+    """Wait until payloads are stored. Returns their loads, into the blocks that they came from."""
+    hashes, end = [save.move.prefix_hash for save in saves], time.monotonic() + BOUND_S
+    while None in (records := index.lookup(namespace, hashes)):
+        assert time.monotonic() < end, "saves did not end"
+        time.sleep(1e-3)
+    return [
+        LoadMove(save.move, tuple(record.shards.items()))
+        for save, record in zip(saves, records, strict=True)
+        if record is not None
+    ]

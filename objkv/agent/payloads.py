@@ -1,0 +1,534 @@
+"""Whole payloads by the agent, for the connectors that have no paged cache.
+
+``PayloadReader`` opens payloads in the agent's arena, waits until the agent has verified them,
+verifies them again and shows them to their reader. ``PayloadWriter`` has payloads written into an
+outbox and hands them over. Each has one thread and one connection. Any fault is a miss or a drop,
+and without an agent everything is, until there is one again.
+"""
+
+import logging
+import math
+import mmap
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum, auto
+from functools import partial
+from threading import Lock, Thread
+from time import monotonic, time
+from typing import Protocol
+
+import numpy as np
+
+from objkv.agent.client import AgentConnection, Connect
+from objkv.agent.fill import Wanted
+from objkv.agent.leases import ArenaLease
+from objkv.agent.memory.arena import BOARD_BYTES, CellState, Progress
+from objkv.agent.outbox import AgentSaves, Outbox
+from objkv.agent.queue import Urgency
+from objkv.agent.residents import MissReason
+from objkv.background import JOIN_S, Alarm, Pool, join_all, wait_for
+from objkv.cache.chunks import SaveOutcome
+from objkv.codec.payload import (
+    Claim,
+    LayerSpec,
+    Provenance,
+    encode_in_place,
+    frame_pages,
+    header_bytes_needed,
+    header_room,
+    read_claimed,
+)
+from objkv.errors import ConfigError, ObjkvError, PayloadError, StoreBusy, TransferError
+from objkv.keys.chunk import ChunkKey
+from objkv.telemetry import Trouble
+
+logger = logging.getLogger(__name__)
+_LENGTH_BYTES = 8
+_OPEN_MAX, _OPEN_BYTES_MAX, _OPEN_SHARE = 64, 512 << 20, 4
+"""Payloads open at once, their bytes, and the divisor of a small arena for them."""
+_IDLE_S = 5.0
+_RETRY_S, _RETRY_MAX_S = 0.1, 5.0
+"""Pauses between attempts to reach an agent."""
+_SHED_S = 0.1
+"""How long writes pause after the agent's store refused one."""
+
+
+class ReadOutcome(Enum):
+    """How a read ended."""
+
+    READ = auto()
+    """``take`` was called with the verified pages."""
+    MISSING = auto()
+    """Not stored. Its record is forgotten."""
+    CORRUPT = auto()
+    """Not what its key promises. It is not served again, and its record is forgotten."""
+    OTHER_FORM = auto()
+    """Intact, but of other layers than this reader expects."""
+    REFUSED = auto()
+    """The agent has no room."""
+    LATE = auto()
+    """The deadline passed."""
+    FAILED = auto()
+    """The store, the agent or ``take`` failed, or the reader is closed."""
+    UNWANTED = auto()
+    """Nobody needs it any more."""
+
+
+_OUTCOMES = {
+    MissReason.MISSING: ReadOutcome.MISSING,
+    MissReason.CORRUPT: ReadOutcome.CORRUPT,
+    MissReason.NO_ROOM: ReadOutcome.REFUSED,
+    MissReason.LATE: ReadOutcome.LATE,
+}
+
+
+class PayloadRead(Protocol):
+    """One payload to read. A ``PayloadReader`` calls its methods."""
+
+    @property
+    def wanted(self) -> Wanted:
+        """Its claim and record."""
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """The layers that are expected."""
+
+    @property
+    def deadline(self) -> float:
+        """Time on the reader's clock until which it is of use."""
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether anybody still needs it."""
+
+    def take(self, pages: Sequence[memoryview]) -> None:
+        """Copy or use the verified pages of each layer, which change when this returns. May raise
+        anything."""
+
+    def end(self, outcome: ReadOutcome) -> None:
+        """Called once, last. Must not raise."""
+
+
+class PayloadReader:
+    """Reads payloads. Thread-safe. No method waits but ``close``."""
+
+    def __init__(
+        self, connect: Connect, name: str, *, clock: Callable[[], float] = monotonic
+    ) -> None:
+        """``connect``: the agent is reached when there is something to read. ``name``: of the
+        payloads, in the plural, for the log and the thread."""
+        self._connect = partial(connect, wants_arena=True)
+        self._clock = clock
+        self._trouble = Trouble(logger, f"loads of {name}")
+        self._lock = Lock()
+        self._came: deque[PayloadRead] = deque()
+        self._closed = False
+        """Guarded by the lock, as ``_came`` is. The rest is the thread's."""
+        self._waiting: deque[PayloadRead] = deque()
+        self._open: list[tuple[PayloadRead, ArenaLease]] = []
+        self._agent: AgentConnection | None = None
+        self._is_moving = False
+        """Whether the agent opens no more, because it is replaced."""
+        self._retry_at, self._retry_s = -math.inf, _RETRY_S
+        self._alarm = Alarm()
+        self._thread = Thread(target=self._work, name=f"objkv-load-{name}", daemon=True)
+        self._thread.start()
+
+    def read(self, payloads: Iterable[PayloadRead]) -> None:
+        """Read payloads, in order, behind those that wait. Their number is the caller's concern.
+        Each gets an ``end``, after ``close`` at once."""
+        with self._lock:
+            if not self._closed:
+                self._came.extend(payloads)
+                self._alarm.ring()
+                return
+        for one in payloads:
+            one.end(ReadOutcome.FAILED)
+
+    def look(self) -> None:
+        """Look soon which payloads are needed still."""
+        self._alarm.ring()
+
+    def close(self) -> None:
+        """End everything and stop the thread. Idempotent."""
+        with self._lock:
+            self._closed = True
+        self._alarm.ring()
+        if names := join_all([self._thread], JOIN_S):
+            logger.warning("threads still loading at shutdown names=%s", ",".join(names))
+
+    @property
+    def threads(self) -> int:
+        """Threads that have not ended."""
+        return int(self._thread.is_alive())
+
+    def __repr__(self) -> str:
+        waiting = len(self._came) + len(self._waiting)
+        return f"<PayloadReader {waiting} waiting, {len(self._open)} open>"
+
+    def _work(self) -> None:
+        try:
+            while not self._closed:
+                try:
+                    self._step()
+                except Exception:  # a dead thread would hang every later read
+                    logger.exception("loads failed unexpectedly")
+                    self._lose()
+        finally:
+            self._lose()
+            self._alarm.close()
+
+    def _step(self) -> None:
+        """Do what can be done now, then sleep until there is more."""
+        with self._lock:
+            self._waiting.extend(self._came)
+            self._came.clear()
+        agent = self._agent
+        if agent is None and self._waiting:
+            agent = self._reach()
+        if agent is None:
+            self._fail(self._waiting)
+            wait_for([self._alarm], _IDLE_S)
+            return
+        try:
+            self._open_next(agent)
+            self._advance(agent)
+        except TransferError as exc:
+            self._trouble.failed(exc)
+            self._lose()
+            return
+        if self._is_moving and not self._open:
+            self._leave()
+        elif not agent.wait(self._idle_s(agent), self._alarm):
+            if self._open:
+                self._trouble.failed(TransferError("the agent ended the connection"))
+                self._lose()
+            else:
+                self._leave()
+
+    def _reach(self) -> AgentConnection | None:
+        if monotonic() < self._retry_at:
+            return None
+        try:
+            self._agent = self._connect()
+        except ObjkvError as exc:
+            self._trouble.failed(exc)
+            self._retry_at = monotonic() + self._retry_s
+            self._retry_s = min(2 * self._retry_s, _RETRY_MAX_S)
+            return None
+        self._trouble.worked()
+        self._retry_s = _RETRY_S
+        return self._agent
+
+    def _idle_s(self, agent: AgentConnection) -> float:
+        """Return how long nothing is due, unless something wakes the thread."""
+        if self._waiting and not self._is_moving and self._has_room(agent):
+            return 0.0
+        left = [read.deadline - self._clock() for read, _ in self._open]
+        return max(0.0, min([*left, _IDLE_S]))
+
+    def _has_room(self, agent: AgentConnection, more: Sequence[PayloadRead] = ()) -> bool:
+        """Whether one besides those that are open, and ``more``, may be opened: one of any size,
+        further ones within the bounds."""
+        taken = [*map(_bytes_of, more), *(_bytes_of(read) for read, _ in self._open)]
+        nbytes = min(_OPEN_BYTES_MAX, (agent.arena.nbytes - BOARD_BYTES) // _OPEN_SHARE)
+        return not taken or (len(taken) < _OPEN_MAX and sum(taken) < nbytes)
+
+    def _open_next(self, agent: AgentConnection) -> None:
+        """Open the next payloads of one namespace, as many as there is room for."""
+        batch: list[PayloadRead] = []
+        while self._waiting and not self._is_moving and self._has_room(agent, batch):
+            one = self._waiting[0]
+            if batch and _namespace(one) != _namespace(batch[0]):
+                break
+            self._waiting.popleft()
+            if not one.is_needed:
+                self._end(one, ReadOutcome.UNWANTED)
+            elif self._clock() >= one.deadline:
+                self._end(one, ReadOutcome.LATE)
+            else:
+                batch.append(one)
+        if not batch:
+            return
+        try:
+            leases = agent.open(
+                [one.wanted for one in batch],
+                deadline_s=max(one.deadline for one in batch) - self._clock(),
+                urgency=Urgency.BETWEEN_STEPS,
+            )
+        except Exception:  # whatever it is, each of them gets its end
+            self._waiting.extendleft(reversed(batch))
+            raise
+        if leases[0].progress.reason == MissReason.CLOSED:
+            self._waiting.extendleft(reversed(batch))
+            self._is_moving = True
+        else:
+            self._open += zip(batch, leases, strict=True)
+
+    def _advance(self, agent: AgentConnection) -> None:
+        """Read what has come, and end the leases that are not needed any more."""
+        ended: list[int] = []
+        rejected: list[Wanted] = []
+        for one in list(self._open):
+            read, lease = one
+            outcome = self._look_at(agent, read, lease)
+            if outcome is None:
+                continue
+            self._open.remove(one)
+            if lease.number:
+                ended.append(lease.number)
+                if outcome is ReadOutcome.CORRUPT:
+                    rejected.append(read.wanted)
+            self._end(read, outcome)
+        for wanted in rejected:
+            agent.reject(wanted)
+        agent.release(ended)
+
+    def _look_at(
+        self, agent: AgentConnection, read: PayloadRead, lease: ArenaLease
+    ) -> ReadOutcome | None:
+        """Return how a read has ended, None if it goes on."""
+        progress = lease.progress
+        if not read.is_needed:
+            return ReadOutcome.UNWANTED
+        if progress.state is CellState.FILLING:
+            progress = agent.arena.board.read(lease.cell)
+        if progress.state is CellState.READY:
+            return self._show(agent, read, progress)
+        if progress.state is CellState.FAILED:
+            return _OUTCOMES.get(MissReason(progress.reason), ReadOutcome.FAILED)
+        return ReadOutcome.LATE if self._clock() >= read.deadline else None
+
+    def _show(self, agent: AgentConnection, read: PayloadRead, at: Progress) -> ReadOutcome:
+        """Verify a payload, and have its pages taken."""
+        payload = agent.arena.view[at.offset : at.offset + at.nbytes]
+        try:
+            text = payload[: header_bytes_needed(payload[:_LENGTH_BYTES])]
+            header = read_claimed(text, read.wanted.claim, read.layers)
+            if header.nbytes != at.nbytes or header.codec != "none":
+                raise PayloadError(f"{at.nbytes} bytes in the arena, not {header.nbytes}")
+            if header.frames.layers != read.layers:
+                return ReadOutcome.OTHER_FORM
+            pages = [frame_pages(header, n, payload, None) for n in range(len(header.frames))]
+        except PayloadError as exc:
+            logger.warning("payload refused key=%s reason=%s", read.wanted.claim.key.path(), exc)
+            return ReadOutcome.CORRUPT
+        try:
+            read.take(pages)
+        except Exception:
+            logger.exception("load failed unexpectedly key=%s", read.wanted.claim.key.path())
+            return ReadOutcome.FAILED
+        return ReadOutcome.READ
+
+    def _end(self, read: PayloadRead, outcome: ReadOutcome) -> None:
+        try:
+            read.end(outcome)
+        except Exception:  # the other reads go on
+            logger.exception("load not ended, unexpectedly")
+
+    def _lose(self) -> None:
+        """Give up the connection and everything that waits."""
+        with self._lock:
+            self._waiting.extend(self._came)
+            self._came.clear()
+        self._waiting.extendleft(read for read, _ in self._open)
+        self._open.clear()
+        self._fail(self._waiting)
+        self._leave()
+
+    def _fail(self, reads: deque[PayloadRead]) -> None:
+        while reads:
+            self._end(reads.popleft(), ReadOutcome.FAILED)
+
+    def _leave(self) -> None:
+        """Close the connection, whose arena nothing reads. The next read opens another."""
+        agent, self._agent, self._is_moving = self._agent, None, False
+        if agent is not None:
+            agent.close()
+
+
+def _bytes_of(read: PayloadRead) -> int:
+    return read.wanted.record.raw_bytes
+
+
+def _namespace(read: PayloadRead) -> str:
+    return read.wanted.claim.key.namespace
+
+
+class WriteOutcome(Enum):
+    """How a write ended."""
+
+    ACCEPTED = auto()
+    """The agent has a copy, and saves it."""
+    KEPT = auto()
+    """The agent has a copy, and holds it back until it is seen again: other nodes do not find it.
+    """
+    EXISTED = auto()
+    """It is being saved, or was just saved, by this agent."""
+    REPEATED = auto()
+    """This process has just handed it over."""
+    OVER_QUOTA = auto()
+    SHED = auto()
+    """The agent's store has just refused a save."""
+    LATE = auto()
+    """The deadline passed."""
+    FAILED = auto()
+    """The agent, or ``PayloadWrite.write``, failed."""
+    DROPPED = auto()
+    """The writer was closed before."""
+
+
+class PayloadWrite(Protocol):
+    """One payload to save. A ``PayloadWriter`` calls its methods."""
+
+    @property
+    def claim(self) -> Claim:
+        """Its claim."""
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """Its layers."""
+
+    @property
+    def token_digest(self) -> str:
+        """See ``Provenance``."""
+
+    @property
+    def deadline(self) -> float:
+        """Time on the writer's clock after which it is dropped."""
+
+    def write(self, pages: memoryview) -> None:
+        """Write the raw pages of all layers, one after the other: as many bytes as ``pages`` has.
+        May wait for a device. If it raises, nothing is saved."""
+
+    def end(self, outcome: WriteOutcome, nbytes: int) -> None:
+        """Called once, last. ``nbytes``: the payload's length if the agent has a copy, else 0. Must
+        not raise."""
+
+
+class PayloadWriter:
+    """Writes payloads, one after the other, on one thread. Thread-safe. Only ``drain`` and
+    ``close`` wait."""
+
+    def __init__(
+        self,
+        connect: Connect,
+        nbytes_max: int,
+        name: str,
+        *,
+        writer: str,
+        puts: bool = False,
+        begin: Callable[[], None] | None = None,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        """
+        Args:
+            connect: the agent is reached when there is something to write.
+            nbytes_max: an upper bound of the length of a payload, see ``payload_bytes_max``. Takes
+                no more memory than the longest that is written.
+            name: of the payloads, in the plural, for the log and the thread.
+            writer: the name of this process in payloads.
+            puts: whether the agent must not hold payloads back.
+            begin: called by the thread before its first write.
+
+        Raises ``ConfigError`` if the system makes no outbox.
+        """
+        self._name, self._writer, self._clock = name, writer, clock
+        self._puts, self._is_accepted = puts, False
+        self._trouble = Trouble(logger, f"saves of {name}")
+        self._shed_until = -math.inf
+        try:
+            outbox = Outbox(nbytes_max)
+            self._memory = np.frombuffer(mmap.mmap(outbox.fd, outbox.nbytes), np.uint8)
+        except OSError as exc:
+            raise ConfigError(f"no outbox of {nbytes_max >> 20:,} MiB for saves: {exc}") from exc
+        # The agent copies a payload before it answers, so one after the other is enough.
+        self._saves = AgentSaves(
+            lambda fd: connect(outbox=fd),
+            outbox,
+            self._memory,
+            accepted=self._accepted,
+            clock=clock,
+        )
+        self._pool: Pool[PayloadWrite] = Pool(f"objkv-save-{name}", 1, self._run, begin=begin)
+
+    @property
+    def waiting(self) -> int:
+        """Payloads that wait for the thread."""
+        return self._pool.waiting
+
+    def write(self, payload: PayloadWrite) -> None:
+        """Queue a payload. How many wait is the caller's concern."""
+        if not self._pool.put((payload,)):
+            payload.end(WriteOutcome.DROPPED, 0)
+
+    def drain(self, seconds: float) -> bool:
+        """Wait until nothing is being written, for at most ``seconds``. Returns whether that was
+        so."""
+        return self._pool.drain(seconds)
+
+    def close(self, drain_s: float) -> None:
+        """Drain within the bound, then stop. The rest is dropped. Idempotent."""
+        if not self._pool.drain(drain_s):
+            logger.warning("%s dropped at shutdown count=%d", self._name, self._pool.waiting)
+        if names := self._pool.close(JOIN_S, give_up=self._drop):
+            logger.warning("threads still saving at shutdown names=%s", ",".join(names))
+        self._saves.close()
+
+    def __repr__(self) -> str:
+        return f"<PayloadWriter {self._pool}>"
+
+    def _drop(self, payloads: Sequence[PayloadWrite]) -> None:
+        for one in payloads:
+            one.end(WriteOutcome.DROPPED, 0)
+
+    def _run(self, payload: PayloadWrite) -> None:
+        outcome, nbytes = WriteOutcome.FAILED, 0
+        try:
+            outcome, nbytes = self._write(payload)
+        except StoreBusy:
+            self._shed_until = self._clock() + _SHED_S
+            outcome = WriteOutcome.SHED
+        except ObjkvError as exc:
+            self._trouble.failed(exc)
+        except Exception:
+            logger.exception("save failed unexpectedly key=%s", payload.claim.key.path())
+        finally:
+            payload.end(outcome, nbytes)
+
+    def _write(self, payload: PayloadWrite) -> tuple[WriteOutcome, int]:
+        key = payload.claim.key
+        now = self._clock()
+        if now >= payload.deadline:
+            return WriteOutcome.LATE, 0
+        if now < self._shed_until:
+            return WriteOutcome.SHED, 0
+        if not self._saves.has_room():
+            return WriteOutcome.OVER_QUOTA, 0
+        if not self._saves.begin_save(key, puts=self._puts):
+            return WriteOutcome.REPEATED, 0
+        try:
+            return self._hand_over(payload)
+        finally:
+            self._saves.end_save(key)
+
+    def _hand_over(self, payload: PayloadWrite) -> tuple[WriteOutcome, int]:
+        claim, layers = payload.claim, payload.layers
+        start = header_room(layers)
+        end = start + sum(layer.nbytes for layer in layers)
+        if end > self._memory.nbytes:
+            raise TransferError(f"a payload of {end} bytes, the outbox has {self._memory.nbytes}")
+        payload.write(self._memory[start:end].data)
+        provenance = Provenance(payload.token_digest, self._writer, int(time()))
+        text, header = encode_in_place(
+            claim, layers, self._memory[:end].data, codec="none", provenance=provenance
+        )
+        self._is_accepted = False
+        outcome = self._saves.save(claim, text, header)
+        self._trouble.worked()
+        if outcome is SaveOutcome.EXISTED:
+            return WriteOutcome.EXISTED, 0
+        return WriteOutcome.ACCEPTED if self._is_accepted else WriteOutcome.KEPT, header.nbytes
+
+    def _accepted(self, _key: ChunkKey) -> None:
+        self._is_accepted = True

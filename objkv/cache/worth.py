@@ -1,0 +1,128 @@
+"""Decides whether it pays to put each payload into the bucket, or only those that recur.
+
+A put costs its requests and the storage until the payload expires. It saves the GPU time of its
+chunk each time that this is read again. So the *break-even* is how often a saved chunk has to be
+read again, on average, to pay: about a quarter of them is (``docs/scaling.md``).
+"""
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Final, Literal, Self
+
+from objkv.config import Config
+from objkv.config.prices import Prices, prices_of
+
+ALL_BELOW: Final = 0.25
+REUSED_ABOVE: Final = 0.35
+SWEEP_WAIT_S: Final = 1_800
+"""How long a payload is stored after it has expired, on average, if a sweep runs each hour."""
+_MONTH_S: Final = 730 * 3_600
+_HOUR_S: Final = 3_600
+Puts = Literal["all", "reused"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCost:
+    """What one chunk takes, over all groups and ranks."""
+
+    puts: int
+    nbytes: int
+    gpu_s: float | None = None
+    """Seconds to compute it, times the GPUs of a replica; None while it is not known."""
+
+
+def puts_of(nbytes: int, multipart_bytes: int) -> int:
+    """Return the requests of one put; a multipart upload also needs a start and a completion."""
+    return 1 if nbytes <= multipart_bytes else 2 + -(-nbytes // multipart_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Which payloads are put, and why."""
+
+    puts: Puts
+    break_even: float | None
+    """None while it is not known."""
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.puts}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class PutRule:
+    """The settings that decide."""
+
+    setting: Literal["auto", "all", "reused"]
+    prices: Prices
+    life_s: float
+    """How long a payload is stored."""
+    has_disk: bool = False
+    """Whether what is not put is kept on a disk of the agent's."""
+    multipart_bytes: int = 64 << 20
+    """Larger payloads take several requests."""
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """Return the rule of these settings."""
+        life_s = config.ttl_s + SWEEP_WAIT_S
+        return cls(
+            config.save_to_bucket,
+            prices_of(config),
+            life_s,
+            config.agent_disk_url is not None,
+            config.s3_multipart_bytes,
+        )
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the settings alone decide, whatever is measured."""
+        return self.setting != "auto" or self.prices.is_free or self.has_disk
+
+    @property
+    def may_hold_back(self) -> bool:
+        """Whether any payload may be held back; each is, if that ``is_fixed``."""
+        return self.setting == "reused" or (self.setting == "auto" and not self.prices.is_free)
+
+    def chunk(self, payloads: Collection[int], gpu_s: float | None = None) -> ChunkCost:
+        """Return what a chunk takes that is stored in ``payloads`` of so many bytes."""
+        puts = sum(puts_of(nbytes, self.multipart_bytes) for nbytes in payloads)
+        return ChunkCost(puts, sum(payloads), gpu_s)
+
+    def cost_usd(self, chunk: ChunkCost) -> float:
+        """Return what it costs to put a chunk and to store it."""
+        prices, nbytes = self.prices, chunk.nbytes / 1e9
+        storage = nbytes * prices.gb_month * self.life_s / _MONTH_S
+        return chunk.puts * prices.per_1000_puts / 1000 + nbytes * prices.put_gb + storage
+
+    def break_even(self, chunk: ChunkCost) -> float | None:
+        """Return how often a saved chunk has to be read to pay; None if that is not known."""
+        cost = self.cost_usd(chunk)
+        if not cost:
+            return 0.0
+        if chunk.gpu_s is None:
+            return None
+        saved = chunk.gpu_s / _HOUR_S * (self.prices.gpu_hour or 0.0)
+        return cost / saved if saved else math.inf
+
+    def gpu_s_for_all(self, chunk: ChunkCost) -> float:
+        """Return the GPU time of a chunk above which ``auto`` puts all."""
+        worth_s = ALL_BELOW * (self.prices.gpu_hour or 0.0) / _HOUR_S
+        return self.cost_usd(chunk) / worth_s if worth_s else math.inf
+
+    def decide(self, chunk: ChunkCost, before: Puts = "reused") -> Decision:
+        """Return what is put of chunks like this one. Between the two limits it remains what it
+        was ``before``."""
+        share = self.break_even(chunk)
+        if self.setting != "auto":
+            return Decision(self.setting, share, "save_to_bucket says so")
+        if self.prices.is_free:
+            return Decision("all", 0.0, f"{self.prices.source}: no price")
+        if self.has_disk:
+            return Decision("reused", share, "agent_disk_url keeps the rest")
+        if share is None:
+            return Decision("reused", None, "the GPU time of a chunk is not known yet")
+        found: Puts = "all" if share < ALL_BELOW else "reused" if share > REUSED_ABOVE else before
+        reason = f"to pay, {share:.2f} of the chunks must be read again"
+        return Decision(found, share, f"{reason}, at prices of {self.prices.source}")

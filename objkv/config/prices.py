@@ -1,0 +1,97 @@
+"""What a bucket and a GPU cost: list prices of the providers that an endpoint names, or settings.
+
+The only table of prices. Prices change: the settings ``price_*`` replace them.
+"""
+
+import ipaddress
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Final
+
+from objkv.config.aws import s3_endpoint
+from objkv.config.schema import Config
+from objkv.config.urls import is_directory_bucket, parse_url
+from objkv.errors import ConfigError
+
+_UNKNOWN: Final = " is not known"
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Prices in US dollars."""
+
+    gb_month: float
+    """Price of 10^9 bytes for a month."""
+    per_1000_puts: float
+    per_1000_gets: float
+    gpu_hour: float | None = None
+    """Price of one GPU for an hour; None if not given, because it has no list price."""
+    put_gb: float = 0.0
+    """Price of 10^9 bytes that are put."""
+    source: str = "given"
+    """Whose prices these are."""
+
+    @property
+    def is_guessed(self) -> bool:
+        """Whether they are those of S3 Standard because the endpoint is not known."""
+        return self.source.endswith(_UNKNOWN)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether puts and storage have no price."""
+        return not (self.gb_month or self.per_1000_puts or self.put_gb)
+
+
+LIST_PRICES: Final = Prices(0.023, 0.005, 0.0004, source="S3 Standard")
+"""S3 Standard, us-east-1, as of November 2026. Other providers are of that month too."""
+_EXPRESS: Final = Prices(0.11, 0.00113, 0.00003, put_gb=0.0032, source="S3 Express One Zone")
+_PROVIDERS: Final = {
+    "amazonaws.com": LIST_PRICES,
+    "amazonaws.com.cn": LIST_PRICES,
+    "storage.googleapis.com": Prices(0.02, 0.005, 0.0004, source="Google Cloud Storage"),
+    "r2.cloudflarestorage.com": Prices(0.015, 0.0045, 0.00036, source="Cloudflare R2"),
+    "backblazeb2.com": Prices(0.006, 0.0, 0.0004, source="Backblaze B2"),
+}
+"""By the end of the endpoint's host name."""
+_PRIVATE_ENDS: Final = (".localhost", ".local", ".internal", ".svc", ".lan", ".home.arpa")
+_NOTHING: Final = Prices(0.0, 0.0, 0.0, source="")
+
+
+def prices_of(config: Config) -> Prices:
+    """Return the prices of the bucket and of a GPU. Settings replace those of the endpoint; one
+    that is not known costs what S3 Standard does. Names are not resolved."""
+    known, given = _known(config), {}
+    if config.price_gb_month is not None:
+        given["gb_month"] = config.price_gb_month
+    if config.price_puts is not None:
+        given["per_1000_puts"] = config.price_puts
+    source = "settings" if len(given) == 2 else known.source  # both
+    return replace(known, **given, gpu_hour=config.price_gpu_hour, source=source)
+
+
+def is_private_host(host: str) -> bool:
+    """Whether ``host`` is an address, or a name, that is not of the internet."""
+    name = host.strip("[]").rstrip(".").lower()
+    try:
+        return not ipaddress.ip_address(name).is_global
+    except ValueError:
+        return "." not in name or name.endswith(_PRIVATE_ENDS)
+
+
+def _known(config: Config) -> Prices:
+    bulk = parse_url("bulk_url", config.bulk_url)
+    if bulk.scheme != "s3":
+        return replace(_NOTHING, source="a folder" if bulk.scheme == "file" else "memory")
+    endpoint = None
+    with suppress(ConfigError):  # the store reports it
+        endpoint = s3_endpoint(config)[1]
+    standard = _EXPRESS if is_directory_bucket(bulk.host) else LIST_PRICES
+    if endpoint is None:
+        return standard
+    host = endpoint.host.rstrip(".").lower()
+    for end, prices in _PROVIDERS.items():
+        if host == end or host.endswith(f".{end}"):
+            return standard if prices is LIST_PRICES else prices
+    if is_private_host(host):
+        return replace(_NOTHING, source=f"{host}, a private address")
+    return replace(LIST_PRICES, source=f"S3 Standard, since {host}{_UNKNOWN}")

@@ -1,0 +1,329 @@
+"""Whole payloads, read and written by way of an agent."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from objkv.agent.client import AgentConnection
+from objkv.agent.fill import Wanted
+from objkv.agent.messages import CommitStatus
+from objkv.agent.payloads import PayloadReader, PayloadWriter, ReadOutcome, WriteOutcome
+from objkv.codec.payload import LayerSpec, frame_pages, payload_bytes_max, read_header
+from objkv.errors import TransferError
+from tests.agent.world import PATIENCE_S, RIGHT, Node, gated, payloads
+from tests.contracts.clock import ManualClock
+from tests.support.samples import CHUNK
+from tests.support.waiting import wait_until
+
+LAYERS = tuple(LayerSpec(name, "BF16", (CHUNK // 8, 2, 8, 8)) for name in ("l.0", "l.1"))
+
+
+@dataclass(eq=False)
+class Read:
+    wanted: Wanted
+    layers: tuple[LayerSpec, ...] = LAYERS
+    deadline: float = PATIENCE_S
+    is_needed: bool = True
+    pages: list[bytes] = field(default_factory=list)
+    outcomes: list[ReadOutcome] = field(default_factory=list)
+    fails: bool = False
+
+    def take(self, pages: Sequence[memoryview]) -> None:
+        if self.fails:
+            raise RuntimeError("no memory")
+        self.pages = [bytes(page) for page in pages]
+
+    def end(self, outcome: ReadOutcome) -> None:
+        self.outcomes.append(outcome)
+
+    @property
+    def outcome(self) -> ReadOutcome:
+        wait_until(lambda: bool(self.outcomes))
+        (outcome,) = self.outcomes
+        return outcome
+
+
+@contextmanager
+def reading(connect: Any, clock: ManualClock | None = None) -> Iterator[PayloadReader]:
+    """A reader, on a clock that stands still."""
+    reader = PayloadReader(connect, "samples", clock=clock or ManualClock(0.0))
+    try:
+        yield reader
+    finally:
+        reader.close()
+        assert not reader.threads
+
+
+def outcomes(reader: PayloadReader, *reads: Read) -> list[ReadOutcome]:
+    reader.read(reads)
+    return [one.outcome for one in reads]
+
+
+def test_pages_are_verified_and_their_leases_end(node: Node) -> None:
+    reads = [Read(one) for one in node.save(range(300 * CHUNK))]
+    with reading(node.connect) as reader:
+        assert set(outcomes(reader, *reads)) == {ReadOutcome.READ}
+        assert all(one.pages == RIGHT for one in reads)
+        wait_until(lambda: node.residents.leased() == 0)
+
+
+def test_a_missing_payload_is_forgotten(node: Node) -> None:
+    (one, *_) = node.save()
+    node.store.delete(one.claim.key.path())
+    with reading(node.connect) as reader:
+        assert outcomes(reader, Read(one)) == [ReadOutcome.MISSING]
+    assert not node.wanted([one.claim.key])
+
+
+def test_another_form_is_left_alone(node: Node) -> None:
+    (one, *_) = node.save()
+    other = (LAYERS[0], LayerSpec("l.1", "BF16", (CHUNK // 8, 2, 4, 16)))
+    with reading(node.connect) as reader:
+        assert outcomes(reader, Read(one, other)) == [ReadOutcome.OTHER_FORM]
+        assert outcomes(reader, Read(one)) == [ReadOutcome.READ]
+
+
+def test_pages_that_changed_in_the_arena_are_rejected(node: Node) -> None:
+    (one, *_) = node.save()
+    with reading(node.connect) as reader:
+        assert outcomes(reader, Read(one)) == [ReadOutcome.READ]
+        (resident,) = node.open(one)
+        node.residents.view(resident)[-1] ^= 1
+        node.residents.release(resident)
+        broken = Read(one)
+        assert outcomes(reader, broken) == [ReadOutcome.CORRUPT]
+        assert not broken.pages
+        wait_until(lambda: not node.wanted([one.claim.key]))
+        assert not node.residents.holds([one.claim.key.path()])[0]
+
+
+def test_a_payload_of_another_chunk_is_corrupt(node: Node) -> None:
+    one, other, _ = node.save()
+    value = node.store.get(other.claim.key.path())
+    node.store.put(one.claim.key.path(), value)
+    with reading(node.connect) as reader:
+        assert outcomes(reader, Read(one)) == [ReadOutcome.CORRUPT]
+
+
+def test_a_payload_that_claims_other_tokens_is_corrupt_for_who_expects_them(node: Node) -> None:
+    """The agent has it already, and does not look at it again."""
+    (one, *_) = node.save()
+    other = Wanted(replace(one.claim, token_end=99), one.record)
+    with reading(node.connect) as reader:
+        assert outcomes(reader, Read(one), Read(other)) == [ReadOutcome.READ, ReadOutcome.CORRUPT]
+
+
+def test_what_comes_too_late_or_is_not_needed_any_more_ends(node: Node) -> None:
+    late, unneeded, _ = node.save()
+    gate = gated(node)
+    reads, clock = [Read(late, deadline=5.0), Read(unneeded)], ManualClock(0.0)
+    with reading(node.connect, clock) as reader:
+        reader.read(reads)
+        wait_until(lambda: node.residents.leased() == 2)
+        reads[1].is_needed = False
+        reader.look()
+        assert reads[1].outcome is ReadOutcome.UNWANTED
+        clock.advance(5.0)
+        reader.look()
+        assert reads[0].outcome is ReadOutcome.LATE
+        assert outcomes(reader, Read(late, deadline=5.0)) == [ReadOutcome.LATE]
+        gate.set()
+        wait_until(lambda: node.residents.leased() == 0)
+
+
+def test_a_reader_that_fails_costs_one_payload(node: Node) -> None:
+    one, other, _ = node.save()
+    with reading(node.connect) as reader:
+        found = outcomes(reader, Read(one, fails=True), Read(other))
+        assert found == [ReadOutcome.FAILED, ReadOutcome.READ]
+
+
+def test_an_agent_that_ends_fails_what_is_open_and_the_next_one_serves() -> None:
+    nodes = [Node().listen()]
+    one, *_ = nodes[0].save()
+    gate, read = gated(nodes[0]), Read(one)
+    with reading(lambda **more: nodes[-1].connect(**more)) as reader:
+        reader.read([read])
+        wait_until(lambda: nodes[0].residents.leased() == 1)
+        nodes[0].server.close()  # type: ignore[union-attr]
+        assert read.outcome is ReadOutcome.FAILED
+        nodes.append(Node(store=nodes[0].store, index=nodes[0].index).listen())
+        gate.set()
+        assert outcomes(reader, Read(one)) == [ReadOutcome.READ]
+    for node in nodes:
+        node.close()
+
+
+def test_a_bug_ends_what_is_being_opened_and_the_reader_goes_on(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, *_ = node.save()
+
+    def fail(*_args: object, **_more: object) -> None:
+        raise ValueError("a bug")
+
+    with reading(node.connect) as reader:
+        with monkeypatch.context() as patch:
+            patch.setattr(AgentConnection, "open", fail)
+            assert outcomes(reader, Read(one)) == [ReadOutcome.FAILED]
+        assert outcomes(reader, Read(one)) == [ReadOutcome.READ]
+
+
+def test_an_agent_that_is_replaced_costs_nothing() -> None:
+    nodes = [Node().listen()]
+    one, *_ = nodes[0].save()
+    with reading(lambda **more: nodes[-1].connect(**more)) as reader:
+        assert outcomes(reader, Read(one)) == [ReadOutcome.READ]
+        nodes.append(Node(store=nodes[0].store, index=nodes[0].index).listen())
+        nodes[0].core.drain()
+        assert outcomes(reader, Read(one)) == [ReadOutcome.READ]
+        assert len(nodes[1].clients) == 1
+    for node in nodes:
+        node.close()
+
+
+def test_without_an_agent_reads_fail_at_once_and_it_is_tried_again(node: Node) -> None:
+    one, *_ = node.save()
+    agents = list[Node]()
+
+    def connect(**more: Any) -> Any:
+        if not agents:
+            raise TransferError("no agent")
+        return agents[0].connect(**more)
+
+    with reading(connect) as reader:
+        assert outcomes(reader, Read(one)) == [ReadOutcome.FAILED]
+        agents.append(node)
+        wait_until(lambda: outcomes(reader, Read(one)) == [ReadOutcome.READ])
+    assert outcomes(reader, Read(one)) == [ReadOutcome.FAILED]
+
+
+class Write:
+    """One of the samples, to be saved."""
+
+    token_digest = "0" * 64
+
+    def __init__(self, number: int = 0, *, fails: bool = False, deadline: float = 5.0) -> None:
+        self.claim = read_header(payloads()[number]).claim
+        self.layers, self.deadline, self._fails = LAYERS, deadline, fails
+        self.ended: list[tuple[WriteOutcome, int]] = []
+
+    def write(self, pages: memoryview) -> None:
+        if self._fails:
+            raise TransferError("the device failed")
+        pages[:] = b"".join(RIGHT)
+
+    def end(self, outcome: WriteOutcome, nbytes: int) -> None:
+        self.ended.append((outcome, nbytes))
+
+    @property
+    def outcome(self) -> WriteOutcome:
+        ((outcome, _),) = self.ended
+        return outcome
+
+
+@contextmanager
+def writing(
+    connect: Any,
+    clock: ManualClock | None = None,
+    nbytes_max: int = payload_bytes_max(LAYERS),
+    **more: Any,
+) -> Iterator[PayloadWriter]:
+    """A writer, on a clock that stands still."""
+    clock = clock or ManualClock(0.0)
+    writer = PayloadWriter(connect, nbytes_max, "samples", writer="w", clock=clock, **more)
+    try:
+        yield writer
+    finally:
+        writer.close(PATIENCE_S)
+
+
+def written(writer: PayloadWriter, *writes: Write) -> list[WriteOutcome]:
+    for one in writes:
+        writer.write(one)
+    assert writer.drain(PATIENCE_S)
+    return [one.outcome for one in writes]
+
+
+def test_a_payload_that_is_written_is_saved_once(node: Node) -> None:
+    one, again, other = Write(), Write(), Write(1)
+    with writing(partial(node.connect, wants_arena=False)) as writer:
+        accepted = WriteOutcome.ACCEPTED
+        found = written(writer, one, again, other)
+        assert found == [accepted, WriteOutcome.REPEATED, accepted]
+        (_, nbytes), *_ = one.ended
+    assert node.saves.drain(PATIENCE_S)
+    for write in (one, other):
+        payload = node.store.get(write.claim.key.path())
+        header = read_header(payload)
+        assert (header.claim, header.nbytes, header.provenance.writer) == (write.claim, nbytes, "w")
+        assert [bytes(frame_pages(header, n, payload, None)) for n in range(2)] == RIGHT
+    with writing(partial(node.connect, wants_arena=False)) as writer:
+        assert written(writer, Write()) == [WriteOutcome.EXISTED]
+
+
+def test_what_cannot_be_written_costs_one_payload(node: Node) -> None:
+    with writing(partial(node.connect, wants_arena=False)) as writer:
+        found = written(writer, Write(fails=True), Write(1, deadline=0.0), Write(2))
+        assert found == [WriteOutcome.FAILED, WriteOutcome.LATE, WriteOutcome.ACCEPTED]
+    with writing(partial(node.connect, wants_arena=False), nbytes_max=1) as writer:
+        assert written(writer, Write()) == [WriteOutcome.FAILED]
+
+
+@pytest.mark.parametrize(
+    ("status", "outcome"),
+    [(CommitStatus.SHED, WriteOutcome.SHED), (CommitStatus.OVER_QUOTA, WriteOutcome.OVER_QUOTA)],
+)
+def test_an_agent_that_saves_nothing_is_left_alone_for_a_while(
+    node: Node, monkeypatch: pytest.MonkeyPatch, status: CommitStatus, outcome: WriteOutcome
+) -> None:
+    commits: list[int] = []
+
+    def commit(_outbox: Any, _offset: int, nbytes: int, *, puts: bool = False) -> CommitStatus:
+        commits.append(nbytes)
+        return status
+
+    clock = ManualClock(0.0)
+    with writing(partial(node.connect, wants_arena=False), clock) as writer:
+        with monkeypatch.context() as patch:
+            patch.setattr(node.saves, "commit", commit)
+            *_, last = written(writer, Write(), Write(1), Write(2))
+        assert (last, len(commits)) == (outcome, 1)
+        clock.advance(5.0)
+        assert written(writer, Write(deadline=10.0)) == [WriteOutcome.ACCEPTED]
+
+
+def test_writes_without_an_agent_are_dropped_until_there_is_one(node: Node) -> None:
+    clock, agents = ManualClock(0.0), list[Node]()
+
+    def connect(**more: Any) -> Any:
+        if not agents:
+            raise TransferError("no agent")
+        return agents[-1].connect(wants_arena=False, **more)
+
+    with writing(connect, clock) as writer:
+        assert written(writer, Write()) == [WriteOutcome.FAILED]
+        agents.append(node)
+        clock.advance(1.0)
+        assert written(writer, Write()) == [WriteOutcome.ACCEPTED]
+        node.server.close()  # type: ignore[union-attr]
+        agents.append(Node().listen())
+        assert written(writer, Write(1)) == [WriteOutcome.ACCEPTED]
+    late = Write()
+    writer.write(late)
+    assert late.outcome is WriteOutcome.DROPPED
+    agents[-1].close()
+
+
+def test_who_writes_learns_what_is_held_back_and_may_forbid_it() -> None:
+    node = Node(holds_back=True).listen()
+    connect = partial(node.connect, wants_arena=False)
+    with writing(connect) as writer:
+        assert written(writer, Write()) == [WriteOutcome.KEPT]
+    with writing(connect, puts=True) as writer:
+        assert written(writer, Write(1)) == [WriteOutcome.ACCEPTED]
+    node.close()

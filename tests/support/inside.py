@@ -1,0 +1,161 @@
+"""An agent's core within the test's process: what a loader reaches without a socket."""
+
+import os
+from collections.abc import Sequence
+from typing import ClassVar, cast
+
+from objkv import background
+from objkv.agent.client import AgentConnection
+from objkv.agent.core import Core, CoreLimits
+from objkv.agent.fill import Wanted
+from objkv.agent.leases import ArenaLease, LeaseHolder, lease_of
+from objkv.agent.memory.arena import Arena
+from objkv.agent.messages import CommitStatus
+from objkv.agent.outbox import ClientOutbox
+from objkv.agent.queue import Urgency
+from objkv.background import Alarm
+from objkv.cache.chunks import ChunkCache, SaveOutcome
+from objkv.codec.payload import Claim, Header, encode, read_header
+from objkv.errors import StoreBusy, TransferError
+from objkv.stores.base import Buffer
+from objkv.telemetry import Recorder
+
+_OF_READERS = frozenset(("load_bytes", "load_corrupt", "load_ghosts", "load_errors"))
+"""An agent counts them too, in numbers of its own."""
+
+
+class InsideAgent:
+    """A core and its arena."""
+
+    opened: ClassVar[list["InsideAgent"]] = []
+
+    def __init__(
+        self,
+        cache: ChunkCache,
+        nbytes: int,
+        limits: CoreLimits,
+        recorder: Recorder,
+        codec: str = "none",
+    ) -> None:
+        self.arena = Arena.create(nbytes)
+        self.core = Core(cache, self.arena, limits, _OfAgent(recorder))
+        self.saves = InsideSaves(cache, recorder, codec)
+        self._open = 0
+        self._closed = False
+        self.opened.append(self)
+
+    def connect(self, *, wants_arena: bool = False, outbox: int = -1) -> AgentConnection:
+        if self._closed:
+            raise TransferError("the agent has ended")
+        return cast("AgentConnection", InsideConnection(self, outbox))
+
+    def close(self, seconds: float) -> bool:
+        """Whether its threads have ended. Its arena goes with the last of its connections."""
+        self._closed = True
+        if self in self.opened:
+            self.opened.remove(self)
+        ended = self.core.close(seconds)
+        self.count(0)
+        return ended
+
+    def count(self, more: int) -> None:
+        """Note a connection that began or ended."""
+        self._open += more
+        if self._closed and not self._open and not self.core.threads:
+            self.arena.close()
+
+
+class InsideConnection:
+    """What a loader and a saver use of an ``AgentConnection``."""
+
+    def __init__(self, agent: InsideAgent, outbox: int = -1) -> None:
+        self.arena, self.core, self._agent = agent.arena, agent.core, agent
+        self._holder = LeaseHolder(agent.core)
+        self._outbox = ClientOutbox(os.dup(outbox)) if outbox >= 0 else None
+        agent.count(1)
+        self._is_closed = False
+
+    @property
+    def is_open(self) -> bool:
+        return not self._is_closed
+
+    def has_ended(self) -> bool:
+        return not self.is_open
+
+    def commit(self, offset: int, nbytes: int, *, puts: bool = False) -> CommitStatus:
+        assert self._outbox is not None
+        payload = self._outbox.read(offset, nbytes)
+        header = read_header(payload)
+        try:
+            outcome = self._agent.saves.save(header.claim, payload, header)
+        except StoreBusy:
+            return CommitStatus.SHED
+        stored = outcome is SaveOutcome.SAVED
+        return CommitStatus.ACCEPTED if stored else CommitStatus.REPEATED
+
+    def open(
+        self, wanted: Sequence[Wanted], *, deadline_s: float, urgency: Urgency
+    ) -> list[ArenaLease]:
+        answers = self._holder.lease(wanted, deadline_s=deadline_s, urgency=urgency)
+        return [lease_of(one, self.arena.board) for one in answers]
+
+    def release(self, leases: Sequence[int]) -> None:
+        self._holder.end(leases)
+
+    def reject(self, wanted: Wanted) -> None:
+        self.core.reject(wanted)
+
+    def wait(self, seconds: float, also: Alarm) -> bool:
+        return background.wait_for([self._holder.alarm, also], seconds)
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            if self._outbox is not None:
+                self._outbox.close()
+            self._holder.end_all()
+            self._agent.count(-1)
+
+
+class _OfAgent:
+    """Leaves out what the reader counts, and what only an agent reports."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def count(self, name: str, amount: float = 1) -> None:
+        if name not in _OF_READERS and not name.startswith("agent_"):
+            self._recorder.count(name, amount)
+
+    def observe(self, name: str, value: float) -> None:
+        self._recorder.observe(name, value)
+
+    def level(self, name: str, value: float) -> None:
+        self._recorder.level(name, value)
+
+
+class InsideSaves:
+    """Takes a saver's payloads, and stores them at once as an agent does later."""
+
+    def __init__(self, cache: ChunkCache, recorder: Recorder, codec: str = "none") -> None:
+        self._cache, self._recorder, self._codec = cache, recorder, codec
+        self.has_room, self.begin_save, self.end_save = (
+            cache.has_room,
+            cache.begin_save,
+            cache.end_save,
+        )
+
+    def save(self, claim: Claim, payload: Buffer, header: Header) -> SaveOutcome:
+        seal, frames, view = self._cache.seal, header.frames, memoryview(payload)
+        if self._codec != "none" or seal is not None:
+            spans = zip(frames.starts, frames.ends, strict=True)
+            pages = [view[start:end] for start, end in spans]
+            more = {"codec": self._codec, "provenance": header.provenance, "seal": seal}
+            payload = encode(claim, frames.layers, pages, **more)
+            header = read_header(payload, seal=seal)
+        outcome = self._cache.save(claim, payload, header)
+        if outcome is SaveOutcome.SAVED:
+            self._recorder.count("saves")
+            self._recorder.count("save_bytes", header.nbytes)
+            self._recorder.count(f"save_codec_{self._codec}")
+        return outcome

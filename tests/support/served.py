@@ -1,0 +1,47 @@
+"""A node agent in this process, at a socket, with what a test's patches and clocks change."""
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+from objkv.assembly.agent import NodeAgent
+from objkv.config import load_config
+from objkv.telemetry import MemoryRecorder
+from tests.support.waiting import PATIENCE_S
+
+_ARENA_BYTES = 64 << 20
+
+
+class ServedAgent:
+    """An agent for replicas with these settings. It serves until ``close``."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="objkv-", dir="/tmp"))
+        path = self._folder / "agent.sock"
+        self.url = f"unix://{path}"
+        """The setting ``agent`` of its replicas."""
+        self.recorder = MemoryRecorder()
+        config = load_config({"agent_memory_bytes": _ARENA_BYTES} | dict(settings), environ={})
+        self.node = NodeAgent(config, path, self.recorder)
+        self.core = self.node.core
+        self._ended = Event()
+        self._thread = Thread(target=self.node.run, args=(self._ended,), daemon=True)
+        self._thread.start()
+
+    def forget(self) -> None:
+        """Empty the arena, except for what is being read, so that the next load fetches."""
+        for key in list(self.core.residents):
+            self.core.residents.forget(key)
+
+    def settle(self) -> None:
+        """Wait until everything that it took is stored, or could not be."""
+        assert self.node.saves.drain(PATIENCE_S)
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join(PATIENCE_S)
+        self.node.close()
+        shutil.rmtree(self._folder)
