@@ -139,8 +139,9 @@ def measure(
     llm: Any, seeds: list[int], rounds: int, lengths: list[int], agent: str | None = None
 ) -> dict[str, Any]:
     """Runs in the replica: durations of steps in seconds, without and during loads of one of the
-    prompts, which take turns. ``lengths``: tokens of a prompt and of a chunk. With the socket of an ``agent``, whose memory holds one prompt, also
-    beside a process that has it fetch the first one, and then only the others are loaded."""
+    prompts, which take turns. ``lengths``: tokens of a prompt and of a chunk. With the socket of an
+    ``agent``, whose memory holds one prompt, also beside a process that has it fetch the first one,
+    and then only the others are loaded."""
     from vllm import SamplingParams
 
     engine, (length, chunk) = llm.llm_engine, lengths
