@@ -342,7 +342,8 @@ def test_a_late_payload_is_late_and_a_broken_store_is_a_miss(
 
     node.store.on_get = broken
     (failed,) = node.open(second)
-    wait_until(lambda: failed.state is not CellState.FILLING)
+    wait_until(lambda: failed.state is not CellState.FILLING or not node.core.threads)
+    assert node.core.threads
     assert failed.reason is MissReason.STORE
     until = list[float]()
     node.store.on_get = lambda key: until.append(ends_s())

@@ -251,12 +251,13 @@ def test_a_process_that_is_no_agent_is_none(tmp_path: Path) -> None:
 
 def test_an_agent_that_never_answers_is_lost_in_time(node: Node) -> None:
     client = AgentConnection(node.path, call_s=1.0)
-    gate = threading.Event()
-    node.index.find = lambda *_: gate.wait(20) and []  # type: ignore[assignment, method-assign, func-returns-value]
+    gate, answered = threading.Event(), list[bool]()
+    node.index.find = lambda *_: answered.append(gate.wait(20)) or []  # type: ignore[assignment, method-assign, func-returns-value]
     assert client.send(m.pack_find(NAMESPACE, [bytes(20)], ("0.L0-2_H0-2",)))
     assert client.receive() is None
     with pytest.raises(TransferError, match="no answer"):
         client.commit(0, 1)
+    assert not answered
     assert not client.is_open
     with pytest.raises(TransferError, match="lost"):
         complete(client.find(NAMESPACE, [bytes(20)], ("0.L0-2_H0-2",)))
