@@ -24,7 +24,7 @@ from objkv.agent import core, fill, residents
 from objkv.agent.core import CoreLimits
 from objkv.agent.fill import Cuts
 from objkv.agent.memory import arena
-from objkv.agent.outbox import AgentSaves
+from objkv.agent.outbox import AgentSaves, Outbox
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import frame_pages, open_payload, read_header
 from objkv.config import Config
@@ -175,6 +175,7 @@ class Engine:
         self.sides: list[WorkerSide] = []
         self.lanes: list[WatchedLane] = []
         self.saves: list[AgentSaves] = []
+        self.outboxes: list[Outbox] = []
         self._handed: list[list[int]] = []
         self._finished: set[str] = set()
         self._held: set[str] = set()
@@ -542,6 +543,7 @@ class Engine:
         return lane
 
     def _open_saves(self, *given: Any, **named: Any) -> AgentSaves:
+        self.outboxes += [one for one in given if isinstance(one, Outbox)]
         self.saves.append(AgentSaves(*given, **named))
         return self.saves[-1]
 
@@ -664,7 +666,7 @@ def play(stage: Stage, life: Callable[[Engine], None], knobs: Knobs, seed: int) 
             stack.enter_context(patch.object(module, "BOARD_BYTES", _BOARD_BYTES))
         for module in (arena, residents):
             stack.enter_context(patch.object(module, "CELLS", _CELLS))
-        stack.callback(_close_arenas, engines)  # those of a broken life, too
+        stack.callback(_close_memory, engines)  # that of a broken life, too
         stage.play(main)
         (engine,) = engines
         if _TOLD:
@@ -680,10 +682,12 @@ def play(stage: Stage, life: Callable[[Engine], None], knobs: Knobs, seed: int) 
     return engine
 
 
-def _close_arenas(engines: list[Engine]) -> None:
+def _close_memory(engines: list[Engine]) -> None:
     for engine in engines:
         for inside in engine.insides:
-            inside.arena.close()
+            inside.give_up()
+        for outbox in engine.outboxes:
+            outbox.close()
 
 
 def _files() -> int:

@@ -111,10 +111,13 @@ class InsideConnection:
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            if self._outbox is not None:
-                self._outbox.close()
+            self.drop_outbox()
             self._holder.end_all()
             self._agent.count(-1)
+
+    def drop_outbox(self) -> None:
+        if self._outbox is not None:
+            self._outbox.close()
 
 
 class _OfAgent:

@@ -19,6 +19,7 @@ from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.plan import LoadMove, LoadPlan
 from tests.agent.reader import load_by_agent
 from tests.agent.world import Node, WatchedStore
+from tests.contracts.clock import ManualClock
 from tests.support.arenas import LossyConnection
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import BLOCKS, NAMESPACE, Replica, same_blocks
@@ -399,17 +400,18 @@ def test_without_an_agent_nothing_waits(world: World, monkeypatch: pytest.Monkey
 def test_without_an_agent_the_thread_pauses_whatever_the_reason(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done, wait_for = list[str](), module.wait_for
+    done, wait_for, clock = list[str](), module.wait_for, ManualClock(0.0)
 
     def waited(alarms: Sequence[Alarm], seconds: float) -> bool:
         done.append("wait" if seconds > 0 else "spin")
-        return wait_for(alarms, seconds)
+        clock.advance(seconds)
+        return wait_for(alarms, 0.001)
 
     def fails(_: World) -> AgentConnection:
         done.append("connect")
         raise TransferError("at first") if len(done) == 1 else MemoryError
 
-    monkeypatch.setattr(module, "_RETRY_S", 0.001)
+    monkeypatch.setattr(module, "monotonic", clock)
     monkeypatch.setattr(module, "wait_for", waited)
     monkeypatch.setattr(World, "connect", fails)
     replica = world.open()
