@@ -666,6 +666,7 @@ def play(stage: Stage, life: Callable[[Engine], None], knobs: Knobs, seed: int) 
             stack.enter_context(patch.object(module, "BOARD_BYTES", _BOARD_BYTES))
         for module in (arena, residents):
             stack.enter_context(patch.object(module, "CELLS", _CELLS))
+        stack.push(_forget)
         stack.callback(_close_memory, engines)  # that of a broken life, too
         stage.play(main)
         (engine,) = engines
@@ -688,6 +689,12 @@ def _close_memory(engines: list[Engine]) -> None:
             inside.give_up()
         for outbox in engine.outboxes:
             outbox.close()
+
+
+def _forget(kind: type[BaseException] | None, *_: object) -> None:
+    """Nothing keeps the slabs of a broken life."""
+    if kind is not None:
+        WatchedPool.begin()
 
 
 def _files() -> int:
