@@ -57,7 +57,7 @@ class Trouble:
 
 
 class LogLimit(Filter):
-    """Drops lines of which too many were logged lately, since others may cause them at will."""
+    """Drops lines that were logged too often lately, since others may cause them at will."""
 
     def __init__(
         self, lines_max: int = 20, seconds: float = 60.0, *, clock: Callable[[], float] = monotonic

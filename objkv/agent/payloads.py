@@ -71,7 +71,7 @@ class ReadOutcome(Enum):
     FAILED = auto()
     """The store, the agent or ``take`` failed, or the reader is closed."""
     UNWANTED = auto()
-    """Nobody needs it any more."""
+    """Not needed any more."""
 
 
 _OUTCOMES = {

@@ -25,7 +25,7 @@ def is_served(uid: int) -> bool:
 
 def connect_to(sock: socket.socket, path: Path) -> None:
     """Connect to the agent at ``path``. Raises ``OSError``, also if it may be an impostor: an agent
-    is of this user, of root, or of the owner of a folder that nobody else can write."""
+    is of this user, of root, or of the owner of a folder that no other user can write."""
     sock.connect(str(path))
     _, uid = peer_of(sock)
     if is_served(uid):

@@ -57,7 +57,7 @@ class Resident:
     key: str
     """Its path in the bulk store."""
     cell: int
-    """-1 if it is complete, and was not leased for a moment since: nobody waits for it."""
+    """-1 if it is complete, and was not leased for a moment since: no reader waits for it."""
     state: CellState = CellState.FILLING
     leases: int = 0
     offset: int = -1

@@ -27,7 +27,7 @@ _KEEP = 'for pause in %s; do "$@" && break; sleep $pause; done'
 """Starts agents until one ends in order. They are children of this shell, because process 1 of a
 container often reaps no others."""
 _LEAVE_NOTHING = '; rm -f "$0".*'
-"""The end of the agent of one replica: nobody else uses the name."""
+"""The end of the agent of one replica: no other replica uses the name."""
 _BACKLOG = 128
 _LOG_BYTES_MAX = 4 << 20
 _REPLACE_S = 15.0

@@ -145,7 +145,7 @@ class LookupService:
         def run() -> Steps[None]:
             try:
                 yield from in_steps(job())
-            except Exception as exc:  # nobody waits for the outcome
+            except Exception as exc:  # the outcome is not awaited
                 self._recorder.count("background_errors")
                 logger.debug("background job failed reason=%r", exc)
 

@@ -85,7 +85,7 @@ def agent_environment(config: Config) -> dict[str, str]:
 
 
 def _own_socket(prefix: str, text: str) -> Path:
-    """Return the socket for ``text``. Every user sees its name, and nobody can guess the text from
+    """Return the socket for ``text``. Every user sees its name, and cannot guess the text from
     it, by a random key that is kept in the folder: as a link, which is made in one step."""
     folder = _own_folder()
     with open_private(folder) as place:
@@ -129,7 +129,7 @@ def _own_folder() -> Path:
             make_private(folder)
             return folder
     folder = _SHARED_FOLDER / f"objkv-{os.geteuid()}"
-    with suppress(OSError):  # opening it tells why
+    with suppress(OSError):  # opening it shows why
         make_private(folder)
     return folder
 

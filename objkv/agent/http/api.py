@@ -62,7 +62,7 @@ class HttpPlaces:
 
 
 class Clients(Protocol):
-    """What this interface tells of the server of replicas."""
+    """What this interface shows of the server of replicas."""
 
     @property
     def clients(self) -> int:

@@ -39,7 +39,7 @@ class _Handler(WSGIRequestHandler):
     timeout = _SILENT_S
 
     def get_environ(self) -> dict[str, Any]:
-        """Return what the application is told, and how it admits the client."""
+        """Return the application's environment, with how it admits the client."""
         assert isinstance(self.server, _Server)
         return super().get_environ() | {_ADMIT: partial(self.server.admit, self.connection)}
 

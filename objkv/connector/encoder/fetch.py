@@ -250,7 +250,7 @@ class EncoderFetcher:
                 self.forget(output)
 
     def forget(self, output: EncoderOutput) -> None:
-        """Forget an output, whoever needs it: vLLM has it now. Its read is discarded."""
+        """Forget an output, although requests need it: vLLM has it now. Its read is discarded."""
         with self._changed:
             entry = self._entries.pop(_key(output), None)
             if entry is None:

@@ -123,7 +123,7 @@ class TierJobs:
     def submit(
         self, job_id: int, keys: Sequence[bytes], rows: Sequence[int], *, refuse: bool = False
     ) -> list[JobChunk]:
-        """Begin a job and return its chunks, each of which must be settled. Those without room
+        """Begin a job and return its chunks. Each must be settled. Those without room
         fail, and with ``refuse`` all of them."""
         now = self._clock()
         with self.changed:
