@@ -46,6 +46,10 @@ class Line(Protocol):
         """Give up the line. Idempotent."""
 
 
+class ClosedError(TimeoutError):
+    """The thread of the work is closed before the answer: no fault of the line."""
+
+
 class Question(NamedTuple):
     """What a step asks for."""
 
@@ -330,7 +334,7 @@ class StepThread:
                     logger.exception("background work failed unexpectedly thread=%s", self._name)
                 sleep(_FAULT_S)
         self._has_ended = True
-        self._lose_all(TimeoutError("closed"))
+        self._lose_all(ClosedError("closed"))
         while self._ready or self._new:
             self._work()
         self._alarm.close()
@@ -361,7 +365,7 @@ class StepThread:
             task.future.set_exception(exc)
         else:
             if self._has_ended:
-                self._ready.append((task, TimeoutError("closed")))
+                self._ready.append((task, ClosedError("closed")))
             elif question is None:
                 self._ready.append((task, None))
             else:

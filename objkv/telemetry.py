@@ -43,8 +43,9 @@ class Trouble:
         """Report a failure. Only the first of consecutive failures is logged."""
         with self._lock:
             news, self._failing = not self._failing, True
-        if news:
-            self._logger.warning("%s failing, serving without them reason=%s", self._what, reason)
+        if news:  # as text: a log that keeps records would keep what the failed call held
+            text = str(reason)
+            self._logger.warning("%s failing, serving without them reason=%s", self._what, text)
 
     def worked(self) -> None:
         """Report a success."""

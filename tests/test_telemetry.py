@@ -38,6 +38,8 @@ def test_trouble_is_told_once_when_it_begins_and_once_when_it_ends(
         "saves working again",
         "saves failing, serving without them reason=again",
     ]
+    # A log that keeps its records keeps no exception, which would keep what had failed.
+    assert {type(value) for record in caplog.records for value in record.args or ()} == {str}
 
 
 def test_a_line_that_is_logged_too_often_is_dropped_and_counted() -> None:

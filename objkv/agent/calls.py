@@ -23,7 +23,7 @@ from objkv.agent.messages import MessageKind, ProtocolError, kind_of, pack_call,
 from objkv.agent.prefetch import Prefetches, PrefetchOrder
 from objkv.agent.unsaved.payloads import UnsavedPayloads
 from objkv.agent.unsaved.policy import PutPolicy
-from objkv.background import Steps
+from objkv.background import ClosedError, Steps
 from objkv.cache.switch import SWITCH_PATH
 from objkv.errors import ObjkvError, StoreDenied, StoreError, StoreUnavailable, TransferError
 from objkv.index.base import ChunkEntry, Record, Savings, ShardRecord, Shards, WriteIndex
@@ -272,7 +272,7 @@ class AgentCalls:
         try:
             found = yield from work(self._reach(kind))
         except (TransferError, TimeoutError) as exc:
-            if not self._closed:
+            if not self._closed and not isinstance(exc, ClosedError):
                 self._trouble.failed(exc)
             raise StoreUnavailable(str(exc)) from exc
         self._trouble.worked()

@@ -335,3 +335,16 @@ def test_a_connection_that_comes_too_late_is_closed(
     gate.set()
     assert isinstance(asked.exception(_SOON_S), StoreUnavailable)
     assert not reached[0].is_open
+
+
+def test_a_question_that_closing_ends_is_no_failure(
+    replica: Replica, caplog: pytest.LogCaptureFixture
+) -> None:
+    thread = StepThread("objkv-test", answer_s=PATIENCE_S)
+    asked = thread.start(replica.calls.find(NAMESPACE, [b"x" * 20], (FIELD,)))
+    assert asked is not None
+    wait_until(lambda: bool(replica.hanging))
+    with caplog.at_level("WARNING", "objkv"):
+        thread.close(0.0)
+    assert isinstance(asked.exception(_SOON_S), StoreUnavailable)
+    assert not caplog.records
