@@ -29,7 +29,6 @@ from objkv.config.sources import ENV_PREFIX
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import PruneIndex, WriteIndex
 from objkv.index.guarded import INDEX_VERBS, GuardedIndex
-from objkv.index.memory import MemoryIndex
 from objkv.index.server import ServerFacts
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.net.breaker import Breakers, Change, OnChange, Patience
@@ -37,7 +36,6 @@ from objkv.net.guard import Guard, Slots
 from objkv.stores.base import LifecycleRules, PruneStore, ReadStore
 from objkv.stores.guarded import STORE_VERBS, GuardedStore
 from objkv.stores.local import LocalStore
-from objkv.stores.memory import MemoryStore
 from objkv.telemetry import Recorder
 
 logger = logging.getLogger(__name__)
@@ -276,12 +274,8 @@ def _breakers(end: str, config: Config, recorder: Recorder, on_change: OnChange 
 
 def _bulk_place(config: Config, recorder: Recorder, *, of_agent: bool) -> PruneStore:
     url = config.bulk_url
-    scheme = url.partition(":")[0]
-    if scheme == "memory":
-        return MemoryStore()
-    if scheme == "file":
+    if url.startswith("file:"):
         return _folder(url)
-    assert scheme == "s3"
     from objkv.assembly.fetchers import open_s3, open_s3_of_agent
 
     return open_s3_of_agent(config, recorder) if of_agent else open_s3(config, recorder)
@@ -298,8 +292,6 @@ def _folder(url: str) -> LocalStore:
 
 def _index_place(config: Config) -> PruneIndex:
     scheme = config.index_url.partition(":")[0]
-    if scheme == "memory":
-        return MemoryIndex()
     if scheme == "bulk":
         return BulkIndex(_folder(config.bulk_url))
     if scheme == "sqlite":
