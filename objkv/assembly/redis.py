@@ -29,8 +29,8 @@ from objkv.config import Config, Url, is_this_machine, parse_url
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.index.server import ServerFacts
 from objkv.net.deadline import ends_s
+from objkv.net.redis_errors import CLIENT_ERRORS, ClearRefused
 from objkv.net.resp import DeadlinePool, keep_deadlines
-from objkv.net.transport import ClearRefused
 
 
 class _OnThisMachine(redis.Connection):
@@ -322,5 +322,5 @@ def _number(value: Any) -> int | None:
 def _translated() -> Iterator[None]:
     try:
         yield
-    except (exceptions.RedisError, exceptions.RedisClusterException) as exc:
+    except CLIENT_ERRORS as exc:
         raise StoreUnavailable(f"describe index: {exc}") from exc
