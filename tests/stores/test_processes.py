@@ -22,7 +22,7 @@ from objkv.stores.local import LocalStore
 from objkv.stores.processes import pool as pools
 from objkv.stores.processes import process
 from objkv.stores.processes import store as stores
-from objkv.stores.processes.messages import Answer, AnswerKind, GetRequest, failed
+from objkv.stores.processes.child import ANSWERS, REQUESTS, Answer, GetRequest, failed
 from objkv.stores.processes.pool import FetchPool, PoolLimits
 from objkv.stores.processes.process import FetchProcess, FetchProgram
 from objkv.stores.processes.store import ProcessGets
@@ -128,16 +128,24 @@ class TestContract(StoreContract):
 def test_messages_are_read_as_they_were_written() -> None:
     for start in (None, 0, 1 << 40):
         request = GetRequest(1 << 50, 1 << 33, start, 12.5, is_trial=True, key="ns/a")
-        assert GetRequest.unpack(request.pack()) == request
-    answer = Answer(AnswerKind.COUNTED, 3, 4, "s3_hedges")
-    assert Answer.unpack(answer.pack()) == answer
-    for error in (StoreUnavailable("x y"), StoreDenied("no"), ValueTooLong("long"), KeyError("k")):
-        made = Answer.unpack(failed(7, error).pack()).error
-        assert type(made) is (type(error) if isinstance(error, StoreError) else StoreError)
-        assert str(error) in str(made)
-    for message in (b"", b"\x01", b"\xff" * 17, b"\x05" + b"\x7f" * 16):
+        assert REQUESTS.validate_json(REQUESTS.dump_json(request)) == request
+    answer = Answer(3, 4, counts={"s3_hedges": 2.0})
+    assert ANSWERS.validate_json(ANSWERS.dump_json(answer)) == answer
+    for error in (StoreUnavailable("x y"), StoreDenied("\udcff"), ValueTooLong("l"), KeyError("k")):
+        told = ANSWERS.validate_json(ANSWERS.dump_json(failed(7, error)))
+        with pytest.raises(StoreError) as caught:
+            told.raise_error()
+        assert caught.type is (type(error) if isinstance(error, StoreError) else StoreError)
+        assert str(error).replace("\udcff", "?") in str(caught.value)
+    for message in (
+        b"",
+        b"\xff" * 17,
+        b"[3, 4]",
+        b'{"number": 3}',
+        b'{"number":3,"nbytes":4,"error":9}',
+    ):
         with pytest.raises(ValueError, match=r"."):
-            Answer.unpack(message)
+            ANSWERS.validate_json(message)
 
 
 def test_small_gets_and_those_before_a_process_is_ready_stay_here(fleet: Fleet) -> None:

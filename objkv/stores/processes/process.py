@@ -16,8 +16,14 @@ from time import monotonic
 from typing import Final
 
 from objkv.stores.base import map_memory
-from objkv.stores.processes.child import READY
-from objkv.stores.processes.messages import MESSAGE_BYTES_MAX, Answer, GetRequest
+from objkv.stores.processes.child import (
+    ANSWERS,
+    MESSAGE_BYTES_MAX,
+    READY,
+    REQUESTS,
+    Answer,
+    GetRequest,
+)
 
 LANE_BYTES: Final = 256 << 20
 """Memory of a lane. The system provides it as it is written."""
@@ -62,7 +68,7 @@ class FetchLane:
         self._number, self.is_owed = request.number, True
         try:
             self._sock.settimeout(_END_S)
-            self._sock.send(request.pack())
+            self._sock.send(REQUESTS.dump_json(request))
         except OSError as exc:
             raise LaneLost(str(exc)) from exc
 
@@ -80,7 +86,7 @@ class FetchLane:
         if not message:
             raise LaneLost("the fetching process ended")
         try:
-            answer = Answer.unpack(message)
+            answer = ANSWERS.validate_json(message)
         except ValueError as exc:
             raise LaneLost(f"invalid answer of a fetching process: {exc}") from exc
         if answer.number != self._number:
