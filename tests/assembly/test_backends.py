@@ -12,7 +12,7 @@ import pytest
 
 from objkv.assembly.backends import (
     Backends,
-    _breakers,
+    _guard,
     check_backends,
     describe_index,
     open_backends,
@@ -146,7 +146,7 @@ def test_loads_with_half_their_time_left_find_out_a_store_that_stalls_others_do_
     clock = ManualClock(0.0)
     told: list[Change] = []
     config = config_of(tmp_path, breaker_failures=5, **settings)
-    reads = _breakers("bulk", config, NullRecorder(), told.append).read
+    reads = _guard("bulk", config, NullRecorder(), told.append).breakers.read
     reads.clock = reads.now_s = clock
 
     def stall() -> None:
