@@ -5,6 +5,7 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from unittest.mock import patch
 from urllib.parse import unquote
 
@@ -241,11 +242,12 @@ def test_no_part_of_a_password_in_another_variable_is_shown(
 def test_doctor_shows_no_part_of_a_password(
     place: tuple[str, str],
     password: str,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG, logger="objkv")
-    monkeypatch.setenv("OBJKV_BULK_URL", "file:///kv")
+    monkeypatch.setenv("OBJKV_BULK_URL", f"file://{tmp_path}/kv")
     monkeypatch.setenv(f"OBJKV_{place[0].upper()}", place[1].format(password))
     for options in ((), ("--json",)):
         ran = CliRunner().invoke(app, ["--debug", "doctor", *options])
