@@ -65,7 +65,7 @@ class ListedIndex(GuardedIndex):
         """See ``ReadIndex``. From a listing, returns the namespaces of the bulk store."""
         if not self.is_denied:
             try:
-                return super().namespaces()
+                return list(super().namespaces())
             except StoreDenied as exc:
                 self._note(exc)
         return sorted(name for name in self._bulk.folders("") if _NAMESPACE.fullmatch(name))
