@@ -48,7 +48,6 @@ from objkv.connector.kv.wiring import make_worker_side, use_batched_copies
 from objkv.connector.kv.worker import Rank
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ShardRecord
-from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
@@ -59,6 +58,7 @@ from objkv.telemetry import NullRecorder
 from objkv.transfer.devices import DeviceDriver, add_driver, driver_of
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadMoves, LoadPlan, SaveMove, SavePlan
+from tests.contracts.memory_index import MemoryIndex
 from tests.device import simulated
 from tests.device.devices import (
     COPY_GBPS,

@@ -63,7 +63,12 @@ def bench_steps(setting: BenchSetting) -> Section:
 
 def _rows(steps: int) -> Iterator[BenchRow]:
     config = load_config(
-        {"bulk_url": "memory:", "index_url": "memory:", "lookup_deadline_ms": 10**9}, environ={}
+        {
+            "bulk_url": "file:///kv",
+            "index_url": "sqlite:///i",
+            "lookup_deadline_ms": 10**9,
+        },
+        environ={},
     )
     index = _SilentIndex(open_index(config, NullRecorder()))
     side = _side(config, index)

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from typing import Final
 
 from objkv.errors import StoreDenied
-from objkv.index.base import SCAN_DENIED, Record, WriteIndex
+from objkv.index.base import Record, WriteIndex
 from objkv.index.guarded import GuardedIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import NAMESPACE_HEX
 from objkv.net.guard import CallPolicy
+from objkv.net.redis_errors import SCAN_DENIED
 from objkv.stores.base import ReadStore
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class ListedIndex(GuardedIndex):
         """See ``ReadIndex``. From a listing, returns the namespaces of the bulk store."""
         if not self.is_denied:
             try:
-                return super().namespaces()
+                return list(super().namespaces())
             except StoreDenied as exc:
                 self._note(exc)
         return sorted(name for name in self._bulk.folders("") if _NAMESPACE.fullmatch(name))

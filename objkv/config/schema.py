@@ -80,13 +80,13 @@ class Config(BaseModel):
     )
 
     bulk_url: str = Field(default_factory=lambda: f"file://{cache_folder() / 'chunks'}")
-    """Bulk store, which holds every chunk: ``file:///path``, ``s3://bucket/prefix`` or ``memory:``.
+    """Bulk store, which holds every chunk: ``file:///path`` or ``s3://bucket/prefix``.
     A ``file`` path must be absolute and is taken as it is: ``~``, ``%20``, ``?`` and ``#`` have no
     meaning."""
     index_url: str = Field(default_factory=lambda: f"sqlite://{cache_folder() / 'index.sqlite'}")
-    """Index: ``redis[s]://``, ``redis[s]+cluster://``, ``sqlite:///path``, ``memory:``, ``bulk:``
-    (the folder of ``bulk_url`` is its own index; the default if you set ``bulk_url`` to a folder),
-    or ``redis[s]+sentinel://h1:26379,h2:26379/0?service=name``."""
+    """Index: ``redis[s]://``, ``redis[s]+cluster://``, ``sqlite:///path``, ``bulk:`` (the folder of
+    ``bulk_url`` is its own index; the default if you set ``bulk_url`` to a folder), or
+    ``redis[s]+sentinel://h1:26379,h2:26379/0?service=name``."""
 
     s3_endpoint_url: str | None = None
     """Endpoint of an S3-compatible store. Unset: ``AWS_ENDPOINT_URL_S3`` and the other AWS

@@ -9,7 +9,7 @@ not those that a breaker refuses. The deadline is innermost, so it bounds only t
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -64,6 +64,23 @@ class CallPolicy:
     def deadline(self) -> AbstractContextManager[None]:
         """Return a context manager that bounds one call, for calls that skip the guard."""
         return _NOTHING
+
+
+def guarded(verb: str) -> Callable[..., Any]:
+    """Return a method that calls ``verb`` of ``self._inner`` through ``self._guard``."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._guard.call(verb, getattr(self._inner, verb), *args, **kwargs)
+
+    return method
+
+
+def guarded_scan(self: Any, start: str) -> Iterator[Any]:
+    """Scan ``self._inner``. Each item passes ``self._guard``, so its consumer holds no slot while
+    it works."""
+    items = self._inner.scan(start)
+    while (item := self._guard.call("scan", next, items, None)) is not None:
+        yield item
 
 
 class Slots:

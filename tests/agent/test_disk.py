@@ -31,7 +31,6 @@ from objkv.codec.seal import Seal
 from objkv.config import Config
 from objkv.errors import ConfigError, PayloadError, StoreUnavailable
 from objkv.net.breaker import Patience
-from objkv.stores.memory import MemoryStore
 from objkv.telemetry import NullRecorder
 from tests.agent.test_core import fetch, right
 from tests.agent.test_http import Router
@@ -47,6 +46,7 @@ from tests.agent.world import (
     wanted_of,
 )
 from tests.codec.seals import SEALS
+from tests.contracts.memory_store import MemoryStore
 from tests.support.agents import AgentProcess
 from tests.support.samples import TOKENS, save
 from tests.support.waiting import wait_until

@@ -11,8 +11,8 @@ from objkv.agent.memory.arena import CellState
 from objkv.agent.residents import Resident
 from objkv.errors import TransferError
 from objkv.stores.base import Arrived
-from objkv.stores.memory import MemoryStore
 from tests.agent.world import PATIENCE_S, Node
+from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import TOKENS
 from tests.support.waiting import wait_until
 

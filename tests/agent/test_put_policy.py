@@ -14,12 +14,12 @@ from objkv.cache.chunks import SaveOutcome
 from objkv.codec.payload import Claim
 from objkv.config.prices import Prices
 from objkv.index.base import Savings
-from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
-from objkv.stores.memory import MemoryStore
 from tests.agent.test_unsaved import Holder, paths
 from tests.agent.world import PATIENCE_S, payloads, put_policy
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import NAMESPACE
 
 NBYTES = 15 << 20

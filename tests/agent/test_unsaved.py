@@ -22,7 +22,6 @@ from objkv.cache.chunks import SaveOutcome
 from objkv.codec.payload import read_header
 from objkv.errors import StoreBusy, StoreUnavailable, TransferError
 from objkv.index.base import ChunkEntry, ShardRecord
-from objkv.index.memory import MemoryIndex
 from tests.agent.world import (
     PATIENCE_S,
     RIGHT,
@@ -35,6 +34,7 @@ from tests.agent.world import (
     pages_at,
     payloads,
 )
+from tests.contracts.memory_index import MemoryIndex
 from tests.support.agents import AgentProcess
 from tests.support.samples import NAMESPACE, TOKENS
 from tests.support.steps import complete

@@ -39,11 +39,11 @@ from objkv.codec.seal import Seal
 from objkv.config.prices import LIST_PRICES
 from objkv.errors import StoreDenied, StoreUnavailable
 from objkv.index.base import WriteIndex
-from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.stores.base import Arrived
-from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import NAMESPACE, TOKENS, save
 
 PATIENCE_S = 60.0

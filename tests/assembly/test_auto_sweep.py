@@ -15,9 +15,9 @@ from objkv.assembly.backends import open_backends, open_room, sweep_settings
 from objkv.cache.quota import Quota
 from objkv.config import Config
 from objkv.errors import StoreUnavailable
-from objkv.index.memory import MemoryIndex
 from objkv.index.shapes import is_shapes
 from objkv.telemetry import MemoryRecorder, NullRecorder
+from tests.contracts.memory_index import MemoryIndex
 from tests.support.samples import NAMESPACE, save, save_identity
 
 BOUND_S = 120

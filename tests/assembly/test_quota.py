@@ -17,7 +17,7 @@ def config(tmp_path: Path, **changes: Any) -> Config:
     return Config.model_validate(values | {"quota_bytes": 1_000} | changes)
 
 
-@pytest.mark.parametrize("index", ["sqlite", "bulk:", "memory:"])
+@pytest.mark.parametrize("index", ["sqlite", "bulk:"])
 def test_the_tenants_payloads_count(tmp_path: Path, index: str) -> None:
     changes = {} if index == "sqlite" else {"index_url": index}
     settings = config(tmp_path, **changes)

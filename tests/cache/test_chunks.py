@@ -9,13 +9,13 @@ from objkv.cache.chunks import CacheSettings, ChunkCache, SaveOutcome
 from objkv.codec.payload import Claim, Header, Provenance, encode, read_header
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ShardRecord
-from objkv.index.memory import MemoryIndex
 from objkv.stores.base import Buffer
-from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 from tests.codec.payloads import CLAIM, LAYERS, pages_of
 from tests.contracts.clock import ManualClock
 from tests.contracts.flaky import FlakyStore
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.index.flaky_index import FlakyIndex
 
 KEY, PATH = CLAIM.key, CLAIM.key.path()

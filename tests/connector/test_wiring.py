@@ -105,7 +105,6 @@ def test_a_replica_saves_if_vllm_wants_it_and_its_rights_allow_it() -> None:
         ("s3://bucket", "http://127.0.0.1:9000", False),
         ("s3://bucket", "http://[::1]:9000", False),
         ("file:///tmp/x", None, False),
-        ("memory:", None, False),
     ],
 )
 def test_only_a_bucket_on_another_machine_is_far(

@@ -3,9 +3,9 @@
 import random
 
 from objkv.errors import StoreUnavailable
-from objkv.index.memory import MemoryIndex
 from objkv.stores.base import Arrived, Buffer, PruneStore
 from objkv.stores.guarded import GuardedStore
+from tests.contracts.memory_index import MemoryIndex
 from tests.fences.stage import the_stage
 
 UPLOAD_S = 0.05

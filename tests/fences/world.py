@@ -37,13 +37,13 @@ from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.stores.base import PruneStore
 from objkv.stores.local import LocalStore
-from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.loading import loader, loads
 from objkv.transfer.loading.loader import Loader
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.saver import COPIES_S
+from tests.contracts.memory_store import MemoryStore
 from tests.fences.device import (
     GONE,
     Hands,

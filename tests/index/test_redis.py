@@ -576,6 +576,402 @@ def test_totals_that_could_not_be_told_because_of_the_way_are_told_later(
     assert index.usage() == [Usage(NAMESPACE, 10, 1, 0)]
 
 
+def test_a_server_that_forgot_the_scripts_learns_them_again(client: redis.Redis) -> None:
+    index = RedisIndex(client)
+    index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
+    client.script_flush()
+    index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
+    client.script_flush()
+    index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=LONG_S)
+    record = get(index)
+    assert record is not None
+    assert record.hits == 1
+    assert index.sight(["x"], ttl_s=LONG_S) == [False]
+    client.script_flush()
+    assert index.sight(["y", "x"], ttl_s=LONG_S) == [False, True]
+
+
+def test_a_sighting_takes_little_memory_and_ends(client: redis.Redis) -> None:
+    index = RedisIndex(client)
+    index.sight([f"{NAMESPACE}/{prefix_hash(1).hex()}/{FIELD}"], ttl_s=LONG_S)
+    (key,) = client.keys()
+    assert key.startswith(b"objkv:s:")
+    assert client.memory_usage(key) <= 128
+    assert 0 < client.ttl(key) <= LONG_S
+
+
+def test_others_keys_and_other_prefixes_are_left_alone(client: redis.Redis) -> None:
+    client.set("theirs", "x")
+    client.set(f"objkv:i:{NAMESPACE}:short", "x")
+    ours, other = RedisIndex(client), RedisIndex(client, prefix="other")
+    other.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
+    assert ours.namespaces() == []
+    assert list(ours.scan(NAMESPACE)) == []
+    assert list(ours.scan("*")) == []
+    assert other.namespaces() == [NAMESPACE]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (exceptions.ConnectionError("gone"), StoreUnavailable, "gone"),
+        (exceptions.TimeoutError("slow"), StoreUnavailable, "slow"),
+        (exceptions.BusyLoadingError("loading"), StoreUnavailable, "loading"),
+        (exceptions.ReadOnlyError("You can't write"), StoreUnavailable, "can't write"),
+        (exceptions.ClusterDownError("down"), StoreUnavailable, "down"),
+        (exceptions.TryAgainError("later"), StoreUnavailable, "later"),
+        (exceptions.MasterDownError("MASTERDOWN"), StoreUnavailable, "MASTERDOWN"),
+        (exceptions.RedisClusterException("no node"), StoreUnavailable, "no node"),
+        (exceptions.MovedError("1 127.0.0.1:7000"), StoreUnavailable, "redis[+]cluster"),
+        (exceptions.ResponseError("MISCONF disk"), StoreUnavailable, "MISCONF"),
+        (exceptions.ResponseError("ERR @user_script:3: -OOM no"), StoreUnavailable, "maxmemory"),
+        (exceptions.OutOfMemoryError("command not allowed"), StoreUnavailable, "maxmemory"),
+        (exceptions.AuthenticationError("WRONGPASS"), StoreDenied, "redis_password"),
+        (exceptions.AuthorizationError("no"), StoreDenied, "redis_password"),
+        (
+            exceptions.ResponseError("NOAUTH Authentication required."),
+            StoreDenied,
+            "redis_password",
+        ),
+        (exceptions.NoPermissionError("hset"), StoreDenied, "objkv access"),
+        (exceptions.ResponseError("ERR ACL failure in script: x"), StoreDenied, "objkv access"),
+        (exceptions.ResponseError("ERR something else"), StoreError, "something else"),
+    ],
+)
+def test_errors_say_who_can_act(error: Exception, kind: type[StoreError], words: str) -> None:
+    class Failing(fakeredis.FakeRedis):
+        def execute_command(self, *args: object, **options: object) -> object:
+            raise error
+
+        def pipeline(self, *args: object, **options: object) -> object:
+            raise error
+
+    index = RedisIndex(Failing())
+    for call in (index.check, lambda: get(index), lambda: next(index.scan(NAMESPACE))):
+        with pytest.raises(StoreError, match=words) as caught:
+            call()
+        assert type(caught.value) is kind
+        assert caught.value.__cause__ is error
+
+
+RECORDS = f"objkv:i:{NAMESPACE}:"
+BOTH = (FIELD, OTHER_FIELD)
+WRITTEN = encode_shard(shard(7))
+LOOKS_LIKE_TWO = WRITTEN + b"\r\n$%d\r\n" % len(WRITTEN) + WRITTEN
+Kind = Literal["hit", "none", "bad", "two", "theirs"]
+KINDS = st.sampled_from(["hit", "hit", "none", "bad", "two", "theirs"])
+
+
+def bulk(value: bytes) -> bytes:
+    return b"$%d\r\n%b\r\n" % (len(value), value)
+
+
+ANSWERS = {
+    "hit": bulk(WRITTEN),
+    "none": b"$-1\r\n",
+    "bad": bulk(b"[1]\r\n$-1"),
+    "two": bulk(LOOKS_LIKE_TWO),
+}
+WRONG_TYPE = b"-WRONGTYPE Operation against a key\r\n"
+
+
+class Pieces:
+    """A line whose server answers ``answers`` and the mark, cut at ``cuts``."""
+
+    tls = False
+
+    def __init__(self, answers: bytes, cuts: list[int], *, mark: bool = True) -> None:
+        self.clean = True
+        self._answers = answers
+        self._cuts = cuts
+        self._mark = mark
+
+    def offer(self, data: memoryview) -> int:
+        """Take all; the mark is the end of the command."""
+        self.clean = False
+        if self._mark and bytes(data).endswith(b"\r\n"):
+            self._answers += b"$16\r\n" + bytes(data)[-18:]
+        return len(data)
+
+    def receive(self) -> bytes:
+        """The next piece; all that is left at the end."""
+        cut = self._cuts.pop() if self._cuts else len(self._answers)
+        piece, self._answers = self._answers[:cut], self._answers[cut:]
+        if not piece:
+            raise exceptions.ConnectionError("Connection closed by server.")
+        return piece
+
+
+def asked(line: Any, count: int, fields: tuple[str, ...] = (FIELD,)) -> list[Shards | None]:
+    question = _Question(line, RECORDS, [prefix_hash(n) for n in range(count)], fields)
+    question.push()
+    return question.answers()
+
+
+@settings(deadline=None)
+@given(st.lists(KINDS, min_size=1, max_size=20), st.lists(st.integers(1, 200), max_size=20))
+def test_answers_are_told_apart_however_they_are_cut(kinds: list[Kind], cuts: list[int]) -> None:
+    answers = b"".join(WRONG_TYPE if kind == "theirs" else ANSWERS[kind] for kind in kinds)
+    line = Pieces(answers, cuts)
+    if "two" not in kinds:
+        expected = [{FIELD: shard(7)} if kind == "hit" else None for kind in kinds]
+        assert asked(line, len(kinds)) == expected
+        assert line.clean
+        return
+    # An ambiguous reply is either parsed correctly, or the whole lookup is discarded.
+    try:
+        found = asked(line, len(kinds))
+    except exceptions.InvalidResponse:
+        assert not line.clean
+    else:
+        assert found == [{FIELD: shard(7)} if kind == "hit" else None for kind in kinds]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(KINDS, KINDS).filter(lambda row: "two" not in row), min_size=1, max_size=12),
+    st.lists(st.integers(1, 200), max_size=20),
+)
+def test_rows_are_told_apart_however_they_are_cut(
+    rows: list[tuple[Kind, Kind]], cuts: list[int]
+) -> None:
+    answers, expected = b"", list[Shards | None]()
+    for row in rows:
+        if "theirs" in row:
+            answers += WRONG_TYPE
+            expected.append(None)
+            continue
+        answers += b"*2\r\n" + b"".join(ANSWERS[kind] for kind in row)
+        there = {field: shard(7) for field, kind in zip(BOTH, row, strict=True) if kind == "hit"}
+        expected.append(there or None)
+    assert asked(Pieces(answers, cuts), len(rows), BOTH) == expected
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        ANSWERS["two"] + ANSWERS["none"],  # as many values as questions, but not these answers
+        ANSWERS["hit"],  # too few
+        ANSWERS["hit"] * 3,  # too many
+        bulk(b"0" * 16) + ANSWERS["hit"] * 2,  # another command's reply before ours
+        b":1\r\n" + ANSWERS["hit"],
+        b"$3\r\nabcde\r\n" + ANSWERS["hit"],
+        b"$200000\r\n" + bytes(200_000),
+    ],
+)
+def test_answers_to_something_else_are_not_believed(answers: bytes) -> None:
+    line = Pieces(answers, [100_000] * (len(answers) > 100_000))
+    with pytest.raises(exceptions.InvalidResponse):
+        asked(line, 2)
+    assert not line.clean
+
+
+def test_all_commands_are_sent_before_any_answer_is_waited_for() -> None:
+    line, theirs = wire()
+    hashes = 3_000
+
+    def serve() -> None:
+        received = b""
+        while not received[-40:-18].endswith(b"PING\r\n$16\r\n"):
+            received += theirs.recv(1 << 20)
+        theirs.sendall(ANSWERS["hit"] * hashes + b"$16\r\n" + received[-18:])
+
+    server = beside(serve)
+    assert asked(line, hashes) == [{FIELD: shard(7)}] * hashes
+    server.join()
+
+
+def test_what_a_server_has_to_remember_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("objkv.index.redis.find._AHEAD_BYTES", 50_000)
+    line, theirs = wire()
+    hashes = 3_000
+    most = 0
+
+    def serve() -> None:
+        nonlocal most
+        received, answered = b"", 0
+        while answered < hashes:
+            theirs.settimeout(0.05)
+            try:
+                received += theirs.recv(1 << 20)
+            except TimeoutError:  # it sends no more
+                waiting = received.count(b"HGET")
+                most = max(most, len(received))
+                received = received[received.rfind(b"HGET") + 4 :]
+                theirs.settimeout(60)
+                theirs.sendall(ANSWERS["hit"] * waiting)
+                answered += waiting
+        theirs.settimeout(60)
+        while not received.endswith(b"\r\n") or b"PING" not in received:
+            received += theirs.recv(4_096)
+        theirs.sendall(b"$16\r\n" + received[-18:])
+
+    server = beside(serve)
+    assert len(asked(line, hashes)) == hashes
+    server.join()
+    assert 0 < most < 100_000
+
+
+def test_a_server_that_reads_on_only_when_its_answers_are_read_is_no_deadlock() -> None:
+    line, theirs = wire()
+    hashes = 30_000  # more than the buffers between the two hold
+
+    def serve() -> None:
+        received, answered = b"", 0
+        while answered < hashes:
+            received += theirs.recv(4_096)
+            commands = received.count(b"HGET")
+            received = received[received.rfind(b"HGET") + 4 :] if commands else received
+            theirs.sendall(ANSWERS["hit"] * commands)
+            answered += commands
+        while not received.endswith(b"\r\n") or b"PING" not in received:
+            received += theirs.recv(4_096)
+        theirs.sendall(b"$16\r\n" + received[-18:])
+
+    server = beside(serve)
+    assert len(asked(line, hashes)) == hashes
+    server.join()
+
+
+def filled(client: redis.Redis) -> RedisIndex:
+    index = RedisIndex(client)
+    index.publish(chunk(), {FIELD: shard(), OTHER_FIELD: shard()}, ttl_s=LONG_S)
+    return index
+
+
+def test_the_client_is_not_needed_where_its_connections_can_be_lent(
+    client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = filled(client)
+    monkeypatch.setattr(index, "lookup", None)
+    assert index.find(NAMESPACE, [prefix_hash(1)], [FIELD]) == [{FIELD: shard()}]
+
+
+def test_malformed_fields_hide_no_others(client: redis.Redis) -> None:
+    index = filled(client)
+    client.hset(f"{RECORDS}{prefix_hash(1).hex()}", FIELD, LOOKS_LIKE_TWO)
+    assert index.find(NAMESPACE, [prefix_hash(1)], [FIELD]) == [None]
+    assert index.find(NAMESPACE, [prefix_hash(1)], BOTH) == [{OTHER_FIELD: shard()}]
+
+
+def test_a_connection_that_the_server_closes_meanwhile_costs_no_answer(
+    client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = filled(client)
+    assert index.find(NAMESPACE, [prefix_hash(1)], [FIELD]) == [{FIELD: shard()}]
+    # It looks open until it is used, as one does that a firewall has forgotten.
+    monkeypatch.setattr("objkv.net.resp.RespConnection._is_quiet", lambda _: True)
+    client.client_kill_filter(_type="normal", skipme=True)
+    assert index.find(NAMESPACE, [prefix_hash(1)], [FIELD]) == [{FIELD: shard()}]
+
+
+@pytest.mark.parametrize("fields", [[FIELD], BOTH])
+def test_a_user_without_the_right_to_ask_so_is_asked_for_whole_records(
+    valkey: RedisServer, client: redis.Redis, fields: list[str]
+) -> None:
+    filled(client)
+    rights = ["~*", "-@all", "+ping", "+client", "+select", "+hgetall"]
+    client.execute_command("ACL", "SETUSER", "old", "on", ">secret", *rights)
+    user = redis.Redis(
+        port=valkey.port,
+        protocol=2,
+        username="old",
+        password="secret",
+        socket_timeout=PATIENCE_S,
+    )
+    index = RedisIndex(user)
+    expected = {field: shard() for field in fields}
+    assert index.find(NAMESPACE, [prefix_hash(1)], fields) == [expected]
+    client.execute_command("ACL", "SETUSER", "old", "-hgetall")
+    with pytest.raises(StoreDenied, match=r"objkv access"):
+        index.find(NAMESPACE, [prefix_hash(1)], fields)
+    client.execute_command("ACL", "DELUSER", "old")
+
+
+TOTALS = "objkv:u:totals"
+
+
+def timed(client: redis.Redis) -> tuple[RedisIndex, ManualClock]:
+    index, clock = RedisIndex(client), ManualClock()
+    index._totals = PendingTotals(TOTALS, clock=clock)
+    return index, clock
+
+
+def test_a_publish_that_tells_the_totals_is_one_round_trip(valkey: RedisServer) -> None:
+    trips = RoundTrips()
+    index, clock = timed(counted(valkey, trips))
+    index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)
+    for number in (2, 3, 4):
+        clock.advance(10)
+        before = trips.count
+        index.publish(chunk(number), {FIELD: shard(10)}, ttl_s=LONG_S)
+        assert trips.count - before == 1
+    index.close()
+
+
+def test_others_hear_of_what_was_published_within_seconds(client: redis.Redis) -> None:
+    index, clock = timed(client)
+    index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)
+    assert RedisIndex(client).usage() == []
+    clock.advance(5)
+    index.lease("x", "me", ttl_ms=1000)
+    assert RedisIndex(client).usage() == [Usage(NAMESPACE, 10, 1, 0)]
+
+
+def test_closing_tells_the_rest(client: redis.Redis, valkey: RedisServer) -> None:
+    index = RedisIndex(valkey.client())
+    index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)
+    index.close()
+    assert RedisIndex(client).usage() == [Usage(NAMESPACE, 10, 1, 0)]
+
+
+def test_what_expires_is_counted_until_somebody_counts_again(client: redis.Redis) -> None:
+    index = RedisIndex(client)
+    index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)
+    client.delete(f"objkv:i:{NAMESPACE}:{prefix_hash(1).hex()}")
+    assert index.usage() == [Usage(NAMESPACE, 10, 1, 0)]
+    index.set_usage(Usage(NAMESPACE, 4, 1, counted_s=1_700_000_000))
+    assert index.usage() == [Usage(NAMESPACE, 4, 1, 1_700_000_000)]
+    index.publish(chunk(2), {FIELD: shard(3)}, ttl_s=LONG_S)
+    assert index.usage() == [Usage(NAMESPACE, 7, 2, 1_700_000_000)]
+
+
+def test_a_namespace_without_payloads_is_forgotten(client: redis.Redis) -> None:
+    index = RedisIndex(client)
+    index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)
+    index.set_usage(Usage(NAMESPACE, 0, 0, counted_s=1_700_000_000))
+    assert index.usage() == []
+    assert client.exists(TOTALS) == 0
+
+
+def test_totals_that_cannot_be_told_cost_no_save_and_are_told_later(client: redis.Redis) -> None:
+    index, clock = timed(client)
+    client.set(TOTALS, "theirs")
+    index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)
+    clock.advance(5)
+    index.publish(chunk(2), {FIELD: shard(3)}, ttl_s=LONG_S)
+    assert all(index.lookup(NAMESPACE, [prefix_hash(1), prefix_hash(2)]))
+    client.delete(TOTALS)
+    assert index.usage() == [Usage(NAMESPACE, 13, 2, 0)]
+
+
+@pytest.mark.parametrize("asked", [RedisIndex.usage, RedisIndex.close])
+def test_totals_that_could_not_be_told_because_of_the_way_are_told_later(
+    client: redis.Redis, monkeypatch: pytest.MonkeyPatch, asked: Callable[[RedisIndex], object]
+) -> None:
+    index = RedisIndex(client)
+    index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)
+
+    def down(commands: object) -> None:
+        raise StoreUnavailable("down")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(index, "_pipelined", down)
+        with suppress(StoreUnavailable):
+            asked(index)
+    assert index.usage() == [Usage(NAMESPACE, 10, 1, 0)]
+
+
 def test_setting_the_totals_of_a_namespace_leaves_those_of_others_alone(
     client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -279,7 +279,7 @@ KINDS = [("", ""), ("+cluster", ""), ("+sentinel", "/0?service=objkv")]
 
 @pytest.fixture
 def busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("objkv.net.transport.TRY_S", 60.0)
+    monkeypatch.setattr("objkv.net.redis_errors.TRY_S", 60.0)
 
 
 @pytest.mark.usefixtures("busy_machine")

@@ -34,18 +34,18 @@ def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def test_left_over_temporary_files_are_no_values_and_are_swept_by_age(
-    tmp_path: Path,
-) -> None:
-    store = LocalStore(tmp_path, clock=lambda: 10_000.0)
+def test_left_over_temporary_files_are_no_values_and_can_be_discarded(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
     store.put("a/b", b"1")
     for name, modified_s in {"a/~tmp-1-old": 1000, "a/~tmp-1-new": 9990}.items():
         (tmp_path / name).write_bytes(b"half")
         os.utime(tmp_path / name, (modified_s, modified_s))
     assert [entry.key for entry in store.scan("")] == ["a/b"]
-    left = {found.name: (found.key, found.nbytes, found.modified_s) for found in store.unfinished()}
+    found = {one.name: one for one in store.unfinished()}
+    left = {name: (one.key, one.nbytes, one.modified_s) for name, one in found.items()}
     assert left == {"~tmp-1-old": ("a", 4, 1000.0), "~tmp-1-new": ("a", 4, 9990.0)}
-    assert store.sweep_temporary(older_than_s=3600) == 1
+    assert store.discard(found["~tmp-1-old"])
+    assert not store.discard(found["~tmp-1-old"])
     assert files(tmp_path) == ["a/b", "a/~tmp-1-new"]
 
 
@@ -130,7 +130,7 @@ def test_what_the_system_says_is_translated(
     assert caught.type is kind
     monkeypatch.undo()
     assert [entry.key for entry in store.scan("")] == ["a/first"]
-    assert store.sweep_temporary(0) == 0
+    assert list(store.unfinished()) == []
 
 
 def test_a_file_where_the_folder_should_be_is_denied(tmp_path: Path) -> None:

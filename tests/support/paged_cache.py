@@ -17,12 +17,10 @@ from objkv.cache.match import stored_blocks
 from objkv.codec.payload import payload_bytes_max
 from objkv.codec.seal import Seal
 from objkv.errors import StoreUnavailable
-from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.topology import rank_shard
 from objkv.stores.base import Arrived, WriteStore, check_fits
-from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 from objkv.tracing import NO_TRACING, Tracing
 from objkv.transfer.devices import driver_of, open_lane
@@ -35,6 +33,8 @@ from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan, Save
 from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.device import HOST, current_device, pinning
 from tests.support.inside import InsideAgent
 from tests.support.waiting import PATIENCE_S, wait_until

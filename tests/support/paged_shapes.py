@@ -11,7 +11,6 @@ import torch
 from objkv.agent.fill import Cuts
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import payload_bytes_max
-from objkv.index.memory import MemoryIndex
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.topology import Topology
 from objkv.stores.base import WriteStore
@@ -20,6 +19,7 @@ from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan
 from objkv.transfer.sources import whole_payload_bytes_max
+from tests.contracts.memory_index import MemoryIndex
 from tests.support.paged_cache import NAMESPACE, PATIENCE_S, Worker
 
 CONTENT = 4

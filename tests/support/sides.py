@@ -16,12 +16,12 @@ from objkv.connector.kv.wiring import make_scheduler_side, make_worker_side
 from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ChunkEntry, ShardRecord
-from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity, Identity
 from objkv.keys.prefix import prefix_hashes, root_hash
 from objkv.stores.base import PruneStore
-from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.inside import InsideAgent
 from tests.support.paged_cache import CHUNK, paged_group
 from tests.support.paged_cache import GROUP as THREE_LAYERS

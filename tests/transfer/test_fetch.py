@@ -18,17 +18,17 @@ from objkv.cache.match import stored_blocks
 from objkv.codec.header import digest
 from objkv.codec.payload import read_header
 from objkv.errors import StoreUnavailable
-from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.topology import rank_shard
 from objkv.stores.base import Arrived, WriteStore
 from objkv.stores.local import LocalStore
-from objkv.stores.memory import MemoryStore
 from objkv.transfer.paging import GroupShape, PagedGroup, Quantised
 from objkv.transfer.plan import LoadPlan
 from tests.codec.payloads import rechecked
 from tests.codec.seals import SEALS, other_seal
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support import paged_cache
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import (

@@ -10,15 +10,15 @@ import torch
 from objkv.agent.fill import Cuts
 from objkv.codec.payload import read_header
 from objkv.errors import StoreUnavailable
-from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity
 from objkv.stores.base import Arrived
-from objkv.stores.memory import MemoryStore
 from objkv.transfer.loading import loads
 from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.plan import LoadOutcome
 from tests.contracts.clock import ManualClock
 from tests.contracts.flaky import FlakyStore
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import (
     BLOCKS,

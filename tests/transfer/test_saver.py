@@ -10,14 +10,14 @@ import pytest
 
 from objkv.cache.chunks import KEEP_S, InFlightSaves
 from objkv.errors import StoreBusy, StoreUnavailable
-from objkv.index.memory import MemoryIndex
 from objkv.keys.prefix import token_digest
 from objkv.stores.base import Buffer
-from objkv.stores.memory import MemoryStore
 from objkv.transfer.lanes import HostLane, HostMark, Lane
 from objkv.transfer.plan import SaveMove, SavePlan
 from objkv.transfer.saver import SaveLimits, Saver
 from tests.contracts.clock import ManualClock
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.device.ordering.rig import WatchedLane
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import CHUNK, NAMESPACE, TOKENS, Replica, stores

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from objkv.codec.payload import LayerSpec
 from objkv.index.base import ChunkEntry
-from objkv.index.memory import MemoryIndex
 from objkv.keys.topology import Part
-from objkv.stores.memory import MemoryStore
 from objkv.transfer import sources
 from objkv.transfer.loading import arena_lane
 from objkv.transfer.plan import LoadPlan
 from objkv.transfer.sources import PayloadLayout
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import NAMESPACE
 from tests.support.paged_shapes import LAYOUTS, Model, ShapedReplica, ShapeOfReplica

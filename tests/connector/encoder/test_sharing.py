@@ -13,7 +13,6 @@ from objkv.cache.bulk_index import BulkIndex
 from objkv.cache.switch import Switch, set_switch
 from objkv.keys.encoder import encoder_hash, encoder_key
 from objkv.keys.identity import identity_path
-from objkv.stores.memory import MemoryStore
 from tests.connector.encoder.world import (
     EMBEDS,
     IDENTITY,
@@ -28,6 +27,7 @@ from tests.connector.encoder.world import (
     saved,
 )
 from tests.contracts.flaky import FlakyStore
+from tests.contracts.memory_store import MemoryStore
 from tests.index.flaky_index import FlakyIndex
 from tests.support.waiting import wait_until
 

@@ -19,14 +19,14 @@ from objkv.connector.encoder.fetch import EncoderFetcher, FetchLimits
 from objkv.connector.encoder.items import EncoderPlan, OutputForm
 from objkv.connector.encoder.scheduler import EncoderRoles, EncoderSchedulerSide
 from objkv.connector.encoder.worker import EncoderSaveLimits, EncoderWorkerSide
-from objkv.index.memory import MemoryIndex
 from objkv.keys.encoder import EncoderIdentity
 from objkv.stores.base import WriteStore
-from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 from tests.agent.world import Node
 from tests.contracts.clock import ManualClock
 from tests.contracts.flaky import FlakyStore
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.index.flaky_index import FlakyIndex
 
 EMBEDS, WIDTH = 4, 16

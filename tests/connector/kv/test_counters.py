@@ -9,10 +9,10 @@ import pytest
 from objkv.connector.counters import COUNTERS
 from objkv.connector.kv.metadata import StepPlan
 from objkv.errors import StoreUnavailable
-from objkv.index.memory import MemoryIndex
-from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 from tests.contracts.flaky import FlakyStore
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.paged_cache import BLOCKS, Replica, wait_until
 from tests.support.sides import ask, publish_prompt, request, scheduler_side, worker_side
 

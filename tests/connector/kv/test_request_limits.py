@@ -16,9 +16,9 @@ from objkv.agent.prefetch import PrefetchOrder
 from objkv.connector.kv.request_limits import NO_LIMITS, HintReader, LimitReader, RequestLimits
 from objkv.connector.kv.scheduler import SchedulerSide
 from objkv.errors import StoreUnavailable
-from objkv.index.memory import MemoryIndex
 from objkv.keys.prefix import PromptExtras, prefix_hashes
 from objkv.telemetry import MemoryRecorder
+from tests.contracts.memory_index import MemoryIndex
 from tests.support.sides import (
     RECORD,
     SIZE,

@@ -12,10 +12,10 @@ import torch
 from objkv.cache.lookup import LookupLimits, LookupService
 from objkv.connector.kv.requests import RequestHashes, RequestTracker, TrackedRequest
 from objkv.index.base import ChunkEntry
-from objkv.index.memory import MemoryIndex
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.telemetry import MemoryRecorder
 from tests.contracts.clock import ManualClock
+from tests.contracts.memory_index import MemoryIndex
 from tests.support.sides import FIELD, GEOMETRY, RECORD, SIZE, Jobs, request
 from tests.support.waiting import PATIENCE_S, wait_until
 

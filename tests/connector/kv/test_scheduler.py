@@ -16,10 +16,10 @@ from objkv.connector.kv.scheduler import HitCounters, SchedulerSide, SyncGate
 from objkv.connector.model.groups import DraftGroups
 from objkv.connector.pacing import EMPTY_STEP_S
 from objkv.index.base import ChunkEntry, ShardRecord, Shards
-from objkv.index.memory import MemoryIndex
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.plan import Blank, ChunkMove, LoadMove, LoadPlan
 from tests.contracts.clock import ManualClock
+from tests.contracts.memory_index import MemoryIndex
 from tests.support.sides import (
     FIELD,
     GEOMETRY,

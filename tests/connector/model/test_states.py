@@ -22,15 +22,15 @@ from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.connector.kv.wiring import read_pages
 from objkv.connector.model.groups import Geometry, read_group
 from objkv.connector.model.parts import LayerPart
-from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.states import SplitState
-from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
 from objkv.transfer.sources import whole_payload_bytes_max
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.paged_cache import NAMESPACE, PATIENCE_S, Worker, stores
 
 LAYERS = tuple(f"model.layers.{layer}.mixer" for layer in range(4))

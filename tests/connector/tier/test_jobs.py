@@ -14,9 +14,9 @@ from objkv.connector.tier.jobs import JobChunk, TierJobs
 from objkv.connector.tier.lookup import TierLookups
 from objkv.connector.tier.rows import chunk_key
 from objkv.index.base import ChunkEntry, ShardRecord
-from objkv.index.memory import MemoryIndex
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from tests.contracts.clock import ManualClock
+from tests.contracts.memory_index import MemoryIndex
 from tests.support.servers.redis import wait_until
 
 NAMESPACE = "0" * 32

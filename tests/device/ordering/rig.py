@@ -175,7 +175,8 @@ class OrderRig:
         self.loader = self._open_loader()
         self.saver = self._open_saver()
         config = load_config(
-            {"bulk_url": "memory:", "drain_deadline_ms": self.setup.drain_deadline_ms}, environ={}
+            {"bulk_url": "file:///kv", "drain_deadline_ms": self.setup.drain_deadline_ms},
+            environ={},
         )
         self.worker = WorkerSide(
             config,
