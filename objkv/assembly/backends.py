@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import Self
 
 from objkv.assembly.auto_sweep import AutoSweep
-from objkv.assembly.call_times import call_s
 from objkv.cache.bulk_index import BulkIndex
 from objkv.cache.quota import Quota, Room, TenantUsage, Unlimited
 from objkv.config import (
@@ -41,6 +40,8 @@ from objkv.stores.memory import MemoryStore
 from objkv.telemetry import Recorder
 
 logger = logging.getLogger(__name__)
+CONNECT_FLOOR_S, READ_FLOOR_S = 1.0, 2.0
+"""Shortest time limits for connecting to Redis, and for one of its replies."""
 _CHECK_FACTOR = 2
 """Multiple of ``load_deadline_ms``: stores with a deadline have ended by then."""
 
@@ -144,6 +145,17 @@ def open_hot(
         may_write=config.role != "reader",
     )
     return GuardedStore(place, guard)
+
+
+def read_s(config: Config) -> float:
+    """Return the maximum seconds for one reply of Redis."""
+    return max(READ_FLOOR_S, 2 * config.lookup_deadline_ms / 1000)
+
+
+def call_s(config: Config) -> float:
+    """Return the maximum seconds for one call of Redis: the time for connecting, plus twice the
+    limit of one reply, for waiting for a connection and for repeating the command."""
+    return CONNECT_FLOOR_S + 2 * read_s(config)
 
 
 def open_index(

@@ -21,7 +21,7 @@ from objkv.agent.http.prompts import Body, PromptReader, read_json, read_order
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.unsaved.policy import PutPolicy
 from objkv.errors import ConfigError, ObjkvError, StoreUnavailable
-from objkv.models.tokenizer import Tokenizers
+from objkv.keys.tokenizer import Tokenizers
 from objkv.telemetry import MemoryRecorder, added, is_level
 
 _SCHEME = "bearer "
