@@ -4,7 +4,7 @@ Files are named by their key. A put writes a temporary file in the same folder, 
 and only then links or renames it, so a crash never leaves half a value under a key. The put also
 syncs the folder, so a finished put survives a crash. That takes 0.2-0.5 ms of the 7-8 ms for a put
 of 2 MiB into a new folder (ext4, 2026-11-20). A killed writer leaves its temporary file, which
-``sweep_temporary`` removes.
+a sweep removes.
 
 Works on any POSIX file system with hard links, including NFS, CephFS and Lustre. If a network mount
 hangs, calls take as long as the mount lets them: no deadline here can interrupt them.
@@ -15,8 +15,7 @@ import logging
 import os
 import secrets
 import stat
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -198,15 +197,12 @@ class LocalStore:
     nor a folder is not a value, and opening it never blocks.
     """
 
-    def __init__(
-        self, root: Path, *, private: Path | None = None, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, root: Path, *, private: Path | None = None) -> None:
         """``private`` is a folder above ``root`` that only this user may enter, if this store
         creates it."""
         self._root = os.path.abspath(root)
         self._beneath = Beneath(self._root, private=os.path.abspath(private) if private else None)
         self._walks = Walks(self._beneath)
-        self._clock = clock
 
     def __repr__(self) -> str:
         return f"<LocalStore {self._root}>"
@@ -315,15 +311,6 @@ class LocalStore:
 
     def close(self) -> None:
         """Does nothing: files are open only within a call."""
-
-    def sweep_temporary(self, older_than_s: float) -> int:
-        """Remove temporary files of killed writers that are at least ``older_than_s`` old. Return
-        how many.
-
-        Choose an age beyond every save's deadline, because a younger file may be in use.
-        """
-        limit = self._clock() - older_than_s
-        return sum(self.discard(left) for left in self.unfinished() if left.modified_s <= limit)
 
     def unfinished(self) -> Iterator[Unfinished]:
         """Yield temporary files. Only the folder of their key is known."""

@@ -37,15 +37,16 @@ def files(folder: Path) -> list[str]:
 def test_left_over_temporary_files_are_no_values_and_are_swept_by_age(
     tmp_path: Path,
 ) -> None:
-    store = LocalStore(tmp_path, clock=lambda: 10_000.0)
+    store = LocalStore(tmp_path)
     store.put("a/b", b"1")
     for name, modified_s in {"a/~tmp-1-old": 1000, "a/~tmp-1-new": 9990}.items():
         (tmp_path / name).write_bytes(b"half")
         os.utime(tmp_path / name, (modified_s, modified_s))
     assert [entry.key for entry in store.scan("")] == ["a/b"]
-    left = {found.name: (found.key, found.nbytes, found.modified_s) for found in store.unfinished()}
-    assert left == {"~tmp-1-old": ("a", 4, 1000.0), "~tmp-1-new": ("a", 4, 9990.0)}
-    assert store.sweep_temporary(older_than_s=3600) == 1
+    left = {one.name: one for one in store.unfinished()}
+    places = {name: (one.key, one.nbytes, one.modified_s) for name, one in left.items()}
+    assert places == {"~tmp-1-old": ("a", 4, 1000.0), "~tmp-1-new": ("a", 4, 9990.0)}
+    assert store.discard(left["~tmp-1-old"])
     assert files(tmp_path) == ["a/b", "a/~tmp-1-new"]
 
 
@@ -130,7 +131,7 @@ def test_what_the_system_says_is_translated(
     assert caught.type is kind
     monkeypatch.undo()
     assert [entry.key for entry in store.scan("")] == ["a/first"]
-    assert store.sweep_temporary(0) == 0
+    assert not list(store.unfinished())
 
 
 def test_a_file_where_the_folder_should_be_is_denied(tmp_path: Path) -> None:
