@@ -13,9 +13,9 @@ from threading import Thread
 from types import TracebackType
 from typing import Self
 
-from objkv.assembly.auto_sweep import AutoSweep
+from objkv.cache.auto_sweep import AutoSweep
 from objkv.cache.bulk_index import BulkIndex
-from objkv.cache.quota import Quota, Room, TenantUsage, Unlimited
+from objkv.cache.quota import Quota, TenantUsage
 from objkv.config import (
     Config,
     cache_folder,
@@ -31,7 +31,7 @@ from objkv.index.guarded import INDEX_VERBS, GuardedIndex
 from objkv.index.memory import MemoryIndex
 from objkv.index.server import ServerFacts
 from objkv.index.sqlite.index import SqliteIndex
-from objkv.net.breaker import Breakers, Change, OnChange, Patience
+from objkv.net.breaker import Breakers, OnChange, Patience, log_change
 from objkv.net.guard import Guard, Slots
 from objkv.stores.base import LifecycleRules, PruneStore, ReadStore
 from objkv.stores.guarded import STORE_VERBS, GuardedStore
@@ -264,17 +264,6 @@ def _within(seconds: float, check: Callable[[], None]) -> None:
         raise outcome[0]
 
 
-def log_change(change: Change) -> None:
-    """Log one line for each change of a breaker."""
-    what = f"{change.end} {change.direction}s"
-    if change.error is None:
-        logger.warning("%s work again", what)
-    elif isinstance(change.error, StoreDenied):  # only an operator can fix that
-        logger.error("%s are refused, serving without them reason=%s", what, change.error)
-    else:
-        logger.warning("%s keep failing, serving without them reason=%s", what, change.error)
-
-
 def _breakers(end: str, config: Config, recorder: Recorder, on_change: OnChange | None) -> Breakers:
     patience = Patience(
         config.breaker_failures,
@@ -339,15 +328,16 @@ _SEALING = (
 )
 
 
-def open_room(config: Config, backends: Backends, recorder: Recorder) -> Room:
-    """Return the check for room that ``quota_bytes`` requires. Reads nothing before its first use.
+def open_room(config: Config, backends: Backends, recorder: Recorder) -> Quota | None:
+    """Return the check for room that ``quota_bytes`` requires, if any. Reads nothing before its
+    first use.
 
     A local folder with a local index is walked, so that payloads with expired records count, and is
     swept when it is full. Other stores are shared: their index has the totals, and their operators
     sweep them.
     """
     if not config.quota_bytes:
-        return Unlimited()
+        return None
     is_ours = config.bulk_url.startswith("file:") and config.index_url.startswith("sqlite:")
     usage = BulkIndex(backends.bulk).usage if is_ours else backends.index.usage
     return Quota(

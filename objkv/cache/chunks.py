@@ -13,7 +13,7 @@ from enum import Enum
 from threading import Lock
 from time import monotonic
 
-from objkv.cache.quota import Room, Unlimited
+from objkv.cache.quota import Quota
 from objkv.cache.speed import LinkSpeed
 from objkv.codec.payload import Claim, Header, header_bytes_needed, read_header
 from objkv.codec.seal import Seal
@@ -210,22 +210,23 @@ class ChunkCache:
         settings: CacheSettings,
         recorder: Recorder,
         *,
-        room: Room | None = None,
+        room: Quota | None = None,
         seal: Seal | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.seal = seal
         """Seals payloads, and is required to use them; None if they are not sealed."""
         self._bulk = bulk
-        self._room = room or Unlimited()
+        self._room = room
         self._hot = HotCopies(hot, settings.hot_save_bytes_max, recorder)
         self._index = index
         self._settings = settings
         self._recorder = recorder
         self._lock = Lock()
         self._suspects: OrderedDict[str, None] = OrderedDict()
-        self.in_flight = InFlightSaves()
         self._clock = clock
+        self.in_flight = InFlightSaves()
+        """Payloads that this process is saving, or has just saved and published."""
         self.link = LinkSpeed()
         """Recent speed of puts and gets of the bulk store."""
 
@@ -259,21 +260,7 @@ class ChunkCache:
 
     def has_room(self) -> bool:
         """Whether to save anything at all: False above the quota."""
-        return self._room.has_room()
-
-    def begin_save(self, key: ChunkKey, *, puts: bool = False) -> bool:
-        """Return whether to save ``key``: False if this process is saving it or has just done so.
-        If True, the caller must call ``end_save``. ``puts``: whether its save must not be held
-        back, which matters to agents."""
-        return self.in_flight.begin(key.path())
-
-    def end_save(self, key: ChunkKey) -> None:
-        """End a save, whether it finished or was abandoned."""
-        self.in_flight.end(key.path())
-
-    def was_published(self, key: ChunkKey) -> bool:
-        """Whether the save of ``key`` that has just returned published its record, too."""
-        return self.in_flight.is_kept(key.path())
+        return self._room is None or self._room.has_room()
 
     def take_lease(self, key: ChunkKey) -> bool:
         """Return whether this process may save ``key`` now. If the index fails the result is True:
@@ -327,7 +314,8 @@ class ChunkCache:
             else:
                 self._publish(claim, existing, hot=self._hot.has(path, existing.nbytes))
                 return SaveOutcome.EXISTED
-        self._room.add(header.nbytes)
+        if self._room is not None:
+            self._room.add(header.nbytes)
         self._publish(claim, header, hot=self._hot.put(path, payload))
         return SaveOutcome.SAVED
 
@@ -340,10 +328,10 @@ class ChunkCache:
         if seconds is not None and not hot:
             self.link.gets.observe(header.nbytes, seconds)
 
-    def close(self, deadline_s: float) -> bool:
-        """End background work without waiting. Idempotent."""
-        self._room.close()
-        return True
+    def close(self) -> None:
+        """End background work. Waits at most a second. Idempotent."""
+        if self._room is not None:
+            self._room.close()
 
     def reject(self, key: ChunkKey, records: Mapping[str, ShardRecord], *, corrupt: bool) -> None:
         """Forget the record of ``key``, because the payload was missing or ``corrupt``. Never

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from objkv.agent.calls import NodeCalls
-from objkv.agent.unsaved.policy import SETTLED_S, PutPolicy
 from objkv.cache.chunks import SaveOutcome
+from objkv.cache.worth import SETTLED_S, PutPolicy
 from objkv.codec.payload import Claim
 from objkv.config.prices import Prices
 from objkv.index.base import Savings

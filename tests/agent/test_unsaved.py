@@ -17,7 +17,7 @@ from objkv.agent.messages import CommitStatus
 from objkv.agent.prefetch import Matched, Prefetches, PrefetchOrder
 from objkv.agent.residents import MissReason
 from objkv.agent.saves import NodeSaves
-from objkv.agent.unsaved.payloads import UnsavedPayloads, is_unsaved
+from objkv.agent.unsaved import UnsavedPayloads, is_unsaved
 from objkv.cache.chunks import SaveOutcome
 from objkv.codec.payload import read_header
 from objkv.errors import StoreBusy, StoreUnavailable, TransferError

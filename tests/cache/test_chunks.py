@@ -140,10 +140,10 @@ def test_an_unreachable_index_stops_no_save(world: World) -> None:
 
 
 def test_one_process_saves_a_chunk_once_at_a_time(world: World) -> None:
-    assert world.cache.begin_save(KEY)
-    assert not world.cache.begin_save(KEY)
-    world.cache.end_save(KEY)
-    assert world.cache.begin_save(KEY)
+    assert world.cache.in_flight.begin(PATH)
+    assert not world.cache.in_flight.begin(PATH)
+    world.cache.in_flight.end(PATH)
+    assert world.cache.in_flight.begin(PATH)
 
 
 @pytest.mark.parametrize(("save_max", "hot"), [(len(PAYLOAD), True), (len(PAYLOAD) - 1, False)])

@@ -11,7 +11,7 @@ from botocore.retries.standard import ExponentialBackoff
 from objkv.agent import client
 from objkv.agent.calls import AgentCalls, NodeLookups
 from objkv.agent.outbox import AgentSaves
-from objkv.agent.unsaved.payloads import UnsavedPayloads
+from objkv.agent.unsaved import UnsavedPayloads
 from objkv.assembly import backends
 from objkv.cache.chunks import InFlightSaves
 from objkv.index.redis.index import RedisIndex

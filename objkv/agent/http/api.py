@@ -19,7 +19,7 @@ from objkv.agent.http.listener import Bodies, HttpListener, StartResponse, admit
 from objkv.agent.http.metrics import metrics_page
 from objkv.agent.http.prompts import Body, PromptReader, read_json, read_order
 from objkv.agent.prefetch import Prefetches
-from objkv.agent.unsaved.policy import PutPolicy
+from objkv.cache.worth import PutPolicy
 from objkv.errors import ConfigError, ObjkvError, StoreUnavailable
 from objkv.keys.tokenizer import Tokenizers
 from objkv.telemetry import MemoryRecorder, added, is_level
