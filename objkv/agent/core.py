@@ -372,8 +372,8 @@ class Core:
             self._recorder.count("load_bytes", fill.header.nbytes)
             where = "hot_load_bytes" if fill.is_hot else "bulk_load_bytes"
             self._recorder.count(where, fill.header.nbytes)
-            seconds = monotonic() - began if fill.is_whole else None
-            self._cache.note_load(fill.header, hot=wanted.record.hot, seconds=seconds)
+            if fill.is_whole and not wanted.record.hot:
+                self._cache.link.gets.observe(fill.header.nbytes, monotonic() - began)
         return MissReason.NONE
 
     def _reject(self, wanted: Wanted, *, corrupt: bool) -> None:

@@ -42,11 +42,6 @@ _SWITCH_S = 5e-4
 and would wait for Python's usual 5 ms behind threads that fetch."""
 
 
-def cache_settings(config: Config, writer: str) -> CacheSettings:
-    """Return the cache's part of the settings."""
-    return CacheSettings(writer, config.ttl_s, config.lease_ms, config.hot_save_bytes_max)
-
-
 def _lease_owner(path: Path) -> str:
     """Return the owner of an agent's leases: the same for one that starts again after a kill, so
     that it need not wait until they expire. During a replacement two agents have it: a payload that
@@ -162,11 +157,14 @@ class NodeAgent:
 
     def _open_cache(self, recorder: Recorder) -> ChunkCache:
         config, backends = self._config, self._backends
+        settings = CacheSettings(
+            _lease_owner(self._path), config.ttl_s, config.lease_ms, config.hot_save_bytes_max
+        )
         return ChunkCache(
             backends.bulk,
             backends.hot,
             backends.index,
-            cache_settings(config, _lease_owner(self._path)),
+            settings,
             recorder,
             room=open_room(config, backends, recorder),
             seal=open_seal(config),

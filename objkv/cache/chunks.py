@@ -140,10 +140,6 @@ class InFlightSaves:
         self._under_way: set[str] = set()
         self._saved: OrderedDict[str, float] = OrderedDict()
 
-    def __len__(self) -> int:
-        """How many are being saved now."""
-        return len(self._under_way)
-
     def begin(self, path: str) -> bool:
         """Return whether to save ``path`` now. If True, the caller must call ``end``."""
         with self._lock:
@@ -182,8 +178,9 @@ class SaveOutcome(Enum):
 
     SAVED = "saved"
     ACCEPTED = "accepted"
-    """The node's agent has a copy, which the node's replicas find, and saves it or holds it back.
-    """
+    """The node's agent has a copy, which the node's replicas find, and saves it."""
+    KEPT = "kept"
+    """It has a copy, which the node's replicas find, and holds it back until it is seen again."""
     EXISTED = "existed"
     """Another writer's payload already existed; its record was published."""
 
@@ -319,15 +316,6 @@ class ChunkCache:
         self._publish(claim, header, hot=self._hot.put(path, payload))
         return SaveOutcome.SAVED
 
-    def note_load(self, header: Header, *, hot: bool, seconds: float | None) -> None:
-        """Record that a payload was loaded, verified and copied to its blocks.
-
-        ``hot``: whether its record promised a hot copy. ``seconds``: how long the bulk store took
-        for its bytes, if known.
-        """
-        if seconds is not None and not hot:
-            self.link.gets.observe(header.nbytes, seconds)
-
     def close(self) -> None:
         """End background work. Waits at most a second. Idempotent."""
         if self._room is not None:
@@ -380,9 +368,8 @@ class ChunkCache:
         except StoreError:
             self._recorder.count("publish_errors")
         else:
-            if not self._is_suspect(
-                key.path()
-            ):  # found corrupt meanwhile: the next save repairs it
+            # If it was found corrupt meanwhile, the next save repairs it.
+            if not self._is_suspect(key.path()):
                 self.in_flight.keep(key.path())
 
 

@@ -146,7 +146,7 @@ def test_a_node_puts_all_once_it_pays_and_holds_back_again_once_it_does_not(
     node: Holder, clock: Clock
 ) -> None:
     made = payloads()
-    assert node.commit(made[:1]) == [SaveOutcome.ACCEPTED]
+    assert node.commit(made[:1]) == [SaveOutcome.KEPT]
     assert node.unsaved == set(paths(made[:1]))
     clock.now += SETTLED_S
     node.saves.policy.credited(measured(10**9))

@@ -162,14 +162,6 @@ def test_a_put_tells_how_fast_the_link_is_and_one_that_sent_nothing_does_not(wor
     assert world.cache.link.puts.count == 1
 
 
-def test_a_load_tells_how_fast_bulk_is_but_not_when_it_came_from_hot(world: World) -> None:
-    world.cache.note_load(HEADER, hot=True, seconds=1.0)
-    world.cache.note_load(HEADER, hot=False, seconds=None)
-    assert world.cache.link.gets.count == 0
-    world.cache.note_load(HEADER, hot=False, seconds=1.0)
-    assert world.cache.link.gets.bytes_per_s == pytest.approx(HEADER.nbytes)
-
-
 @pytest.mark.parametrize("becomes", ["kept", "evicted", "unreachable"])
 def test_who_finds_anothers_payload_promises_the_hot_copy_that_there_is(
     world: World, becomes: str
