@@ -73,10 +73,10 @@ class Spill:
         if one.is_spilled:
             return
         if self.disk.size_of(one.key) is None:
-            if self._pool.waiting < _QUEUE_MAX:
-                self._pool.put((one.key,))
-            else:
+            if self._pool.waiting >= _QUEUE_MAX:
                 self._recorder.count("agent_disk_drops")
+                return
+            self._pool.put((one.key,))
         one.is_spilled = True  # if two threads come here, the second job finds it on disk
 
     def fill(

@@ -20,7 +20,7 @@ from objkv.codec.seal import Seal
 from objkv.errors import PayloadError, StoreError
 from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
 from objkv.keys.chunk import ChunkKey
-from objkv.stores.base import Arrived, Buffer, ReadStore, WriteStore
+from objkv.stores.base import Arrived, Buffer, Entry, ReadStore, WriteStore
 from objkv.telemetry import Recorder
 
 _PATHS_MAX = 65_536
@@ -97,26 +97,24 @@ def _remember(paths: "OrderedDict[str, None]", path: str) -> None:
         paths.popitem(last=False)
 
 
-_LENGTH_BYTES = 8
+_HEADER_GUESS = 16 << 10
+"""Covers the header of most models, which saves a second request."""
 
 
-def existing_header(bulk: ReadStore, claim: Claim, seal: Seal | None) -> Header | None:
-    """Return the header of the payload stored for ``claim``. None if it is unusable: truncated, of
-    another claim, or not sealed as ``seal`` requires. Does not check its frames."""
-    path = claim.key.path()
-    try:
-        start = bulk.get_range(path, 0, _LENGTH_BYTES)
-        if start is None:
-            return None
-        prefix = bulk.get_range(path, 0, header_bytes_needed(start))
-        entry = bulk.head(path)
-        if prefix is None or entry is None:
-            return None
-        header = read_header(prefix, seal=seal)
-    except PayloadError:
+def stored_header(bulk: ReadStore, entry: Entry, seal: Seal | None) -> Header | None:
+    """Return the header of a payload, None if the payload is gone.
+
+    Raises ``PayloadError`` unless its checksum or seal and its length are correct. The caller must
+    compare its claim.
+    """
+    start = bulk.get_range(entry.key, 0, _HEADER_GUESS)
+    if start is not None and (needed := header_bytes_needed(start)) > _HEADER_GUESS:
+        start = bulk.get_range(entry.key, 0, needed)
+    if start is None:
         return None
-    if header.claim != claim or header.nbytes != entry.nbytes:
-        return None
+    header = read_header(start, seal=seal)
+    if header.nbytes != entry.nbytes:
+        raise PayloadError(f"{entry.nbytes} bytes, but the header states {header.nbytes}")
     return header
 
 
@@ -305,7 +303,7 @@ class ChunkCache:
             self._bulk.put(path, payload)
             self._trust(path)
         elif not self._put_if_absent(path, payload):
-            existing = existing_header(self._bulk, claim, self.seal)
+            existing = self._existing(claim)
             if existing is None:
                 self._bulk.put(path, payload)
             else:
@@ -356,6 +354,16 @@ class ChunkCache:
         if written:  # otherwise little or nothing was sent
             self.link.puts.observe(len(payload), self._clock() - started)
         return written
+
+    def _existing(self, claim: Claim) -> Header | None:
+        """Return the header of the payload stored for ``claim``. None if it is unusable: truncated,
+        of another claim, or not sealed as required. Does not check its frames."""
+        entry = self._bulk.head(claim.key.path())
+        try:
+            header = None if entry is None else stored_header(self._bulk, entry, self.seal)
+        except PayloadError:
+            return None
+        return header if header is not None and header.claim == claim else None
 
     def _publish(self, claim: Claim, header: Header, *, hot: bool) -> None:
         key = claim.key

@@ -440,10 +440,16 @@ def test_a_payload_that_is_refused_while_it_is_written_is_not_kept(
 def test_a_long_queue_is_cut_and_counted(
     make: Callable[..., DiskNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spill_module, "_QUEUE_MAX", 0)
     node = make()
-    node.load(*node.save())
-    assert node.count("drops") == 3
+    wanted = node.save()
+    with monkeypatch.context() as full:
+        full.setattr(spill_module, "_QUEUE_MAX", 0)
+        for one in fetch(node, *wanted):
+            wait_until(lambda: node.count("drops") > 0)
+            node.residents.release(one)
+        wait_until(lambda: node.count("drops") == 3)
+    node.load(*wanted)
+    assert len(node.disk) == 3, "they are offered again when they are read again"
 
 
 def test_two_agents_do_not_share_a_folder_and_the_second_serves_without_it(
