@@ -28,7 +28,8 @@ FILES_MAX: Final = 1 << 18
 it is held back."""
 _LOCK = "lock"
 _TEMPORARY = "unfinished"
-_HELD_BACK = "held-back"
+HELD_BACK: Final = "held-back"
+"""The list of held-back payloads that an agent leaves for the next one."""
 _HELD_BACK_BYTES_MAX = 128 << 20
 """About twice what ``FILES_MAX`` payloads take."""
 _NAME = re.compile(r"[0-9a-f]{40}\.(?:plain|signed|encrypted|signed-encrypted)")
@@ -139,21 +140,17 @@ class DiskFolder:
         with _translated(f"remove {name}"):
             self._unlink(name)
 
-    def write_held_back(self, text: bytes) -> None:
-        """Leave a list for the next agent."""
-        self.write(_HELD_BACK, memoryview(text))
-
     def take_held_back(self) -> bytes:
         """Return and remove the list that the last agent left; empty if there is none."""
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-        with _translated(f"read {_HELD_BACK}"):
+        with _translated(f"read {HELD_BACK}"):
             try:
-                fd = os.open(_HELD_BACK, flags, dir_fd=self._fd)
+                fd = os.open(HELD_BACK, flags, dir_fd=self._fd)
             except FileNotFoundError:
                 return b""
             with open(fd, "rb") as file:
                 text = file.read(_HELD_BACK_BYTES_MAX)
-            self._unlink(_HELD_BACK)
+            self._unlink(HELD_BACK)
             return text
 
     def free_bytes(self) -> int:

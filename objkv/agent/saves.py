@@ -40,7 +40,6 @@ from objkv.telemetry import Recorder, Trouble
 
 logger = logging.getLogger(__name__)
 _LENGTH_BYTES = 8
-_CHOOSERS_MAX = 64
 _LOOK_S = 0.05
 """How often ``drain`` looks at payloads that are due while there is no room to save them."""
 _SHARE = 4
@@ -96,7 +95,7 @@ class NodeSaves:
         self._limits, self._recorder = limits, recorder
         self._codec = limits.codec if limits.codec != "auto" or limits.far else "none"
         self._lock = Lock()
-        self._choosers: dict[str, CodecChooser] = {}
+        self._chooser = CodecChooser(lambda: cache.link.bytes_per_s)
         self._leased_bytes = 0
         """Bytes of payloads that wait for a thread, or are being saved."""
         self._has_ended = Event()
@@ -386,7 +385,7 @@ class NodeSaves:
         if self._cache.in_flight.is_kept(key.path()):  # its record is published, too
             self._unsaved.saved(key.path())
         if self._codec == "auto":
-            self._chooser(key.namespace).saved(seconds)
+            self._chooser.saved(seconds)
         return True
 
     def _encode(self, one: Resident) -> tuple[memoryview, Header]:
@@ -396,18 +395,11 @@ class NodeSaves:
         if codec == "auto":
             key, frames = header.claim.key, header.frames
             pages = payload[frames.starts[0] : frames.ends[-1]]
-            codec = self._chooser(key.namespace).choose(key.group, frames.layers, pages)
+            codec = self._chooser.choose((key.namespace, key.group), frames.layers, pages)
         if codec != "none" or seal is not None:
             payload = recode(payload, codec=codec, seal=seal)
             header = read_header(payload, seal=seal)
         return payload, header
-
-    def _chooser(self, namespace: str) -> CodecChooser:
-        with self._lock:
-            while len(self._choosers) >= _CHOOSERS_MAX and namespace not in self._choosers:
-                del self._choosers[next(iter(self._choosers))]
-            chooser = CodecChooser(lambda: self._cache.link.bytes_per_s)
-            return self._choosers.setdefault(namespace, chooser)
 
     def _failed(self, save: _Save, error: Exception) -> None:
         if isinstance(error, LeftAlone | StoreBusy):  # logged by the circuit breaker

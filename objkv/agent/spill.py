@@ -13,7 +13,7 @@ from functools import partial
 from threading import BoundedSemaphore, Event
 from time import monotonic
 
-from objkv.agent.disk import Disk
+from objkv.agent.disk import HELD_BACK, Disk
 from objkv.agent.fill import Fill, Source, Staging, Wanted
 from objkv.agent.residents import Resident, Residents
 from objkv.agent.unsaved import read_unsaved
@@ -135,7 +135,7 @@ class Spill:
         if not kept or not self.disk.is_loaded:
             return
         try:
-            self.disk.folder.write_held_back(b"".join(kept.values()))
+            self.disk.folder.write(HELD_BACK, memoryview(b"".join(kept.values())))
             self.held_back = frozenset(kept)
         except StoreError as exc:
             logger.warning("held-back payloads not listed for the next agent reason=%s", exc)
