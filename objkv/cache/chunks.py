@@ -27,6 +27,27 @@ _PATHS_MAX = 65_536
 """Maximum number of paths in each of the sets below; the oldest are removed."""
 
 
+class _Paths:
+    """The paths that were added last. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._all: OrderedDict[str, None] = OrderedDict()
+
+    def __contains__(self, path: str) -> bool:
+        return path in self._all
+
+    def add(self, path: str) -> None:
+        with self._lock:
+            self._all[path] = None
+            while len(self._all) > _PATHS_MAX:
+                self._all.popitem(last=False)
+
+    def remove(self, path: str) -> None:
+        with self._lock:
+            self._all.pop(path, None)
+
+
 class HotCopies:
     """The hot copies of payloads, by path: small ones are written there, too, when they are saved.
     They are shortcuts that may disappear at any time. Errors of the hot store are counted and
@@ -37,14 +58,13 @@ class HotCopies:
         self._store = store
         self._bytes_max = bytes_max
         self._recorder = recorder
-        self._lock = Lock()
-        self._distrusted: OrderedDict[str, None] = OrderedDict()
+        self._distrusted = _Paths()
 
     def get_into(
         self, path: str, buffer: memoryview, arrived: Arrived | None, start: int | None
     ) -> int | None:
         """Read a promised copy into ``buffer``. Return None if the caller must read bulk."""
-        if self._store is None or self._is_distrusted(path):
+        if self._store is None or path in self._distrusted:
             return None
         try:
             nbytes = self._store.get_into(path, buffer, arrived, start)
@@ -57,14 +77,11 @@ class HotCopies:
     def distrust(self, path: str) -> None:
         """Do not read this copy again until this process has made another, whatever a record
         promises: the payload was corrupt. The bulk store's payload may be intact."""
-        with self._lock:
-            _remember(self._distrusted, path)
+        self._distrusted.add(path)
 
     def has(self, path: str, nbytes: int) -> bool:
         """Whether there is a copy of this size. Costs a round trip."""
-        if self._store is None or nbytes > self._bytes_max:
-            return False
-        if self._is_distrusted(path):
+        if self._store is None or nbytes > self._bytes_max or path in self._distrusted:
             return False
         try:
             entry = self._store.head(path)
@@ -82,19 +99,8 @@ class HotCopies:
         except StoreError:
             self._recorder.count("hot_errors")
             return False
-        with self._lock:
-            self._distrusted.pop(path, None)
+        self._distrusted.remove(path)
         return True
-
-    def _is_distrusted(self, path: str) -> bool:
-        with self._lock:
-            return path in self._distrusted
-
-
-def _remember(paths: "OrderedDict[str, None]", path: str) -> None:
-    paths[path] = None
-    while len(paths) > _PATHS_MAX:
-        paths.popitem(last=False)
 
 
 _HEADER_GUESS = 16 << 10
@@ -217,8 +223,7 @@ class ChunkCache:
         self._index = index
         self._settings = settings
         self._recorder = recorder
-        self._lock = Lock()
-        self._suspects: OrderedDict[str, None] = OrderedDict()
+        self._suspects = _Paths()
         self._clock = clock
         self.in_flight = InFlightSaves()
         """Payloads that this process is saving, or has just saved and published."""
@@ -298,10 +303,9 @@ class ChunkCache:
         Raises ``StoreError`` if the bulk store fails; no record is published then.
         """
         path = claim.key.path()
-        suspect = self._is_suspect(path)
-        if suspect:
+        if path in self._suspects:
             self._bulk.put(path, payload)
-            self._trust(path)
+            self._suspects.remove(path)
         elif not self._put_if_absent(path, payload):
             existing = self._existing(claim)
             if existing is None:
@@ -329,8 +333,7 @@ class ChunkCache:
         self.in_flight.forget(path)
         expected = records.get(key.field)
         if corrupt:
-            with self._lock:
-                _remember(self._suspects, path)
+            self._suspects.add(path)
         if expected is None:
             return
         if corrupt and expected.hot:
@@ -339,14 +342,6 @@ class ChunkCache:
             self._index.forget(key.namespace, key.prefix_hash, key.field, expected)
         except StoreError:
             self._recorder.count("forget_errors")
-
-    def _is_suspect(self, path: str) -> bool:
-        with self._lock:
-            return path in self._suspects
-
-    def _trust(self, path: str) -> None:
-        with self._lock:
-            self._suspects.pop(path, None)
 
     def _put_if_absent(self, path: str, payload: Buffer) -> bool:
         started = self._clock()
@@ -377,7 +372,7 @@ class ChunkCache:
             self._recorder.count("publish_errors")
         else:
             # If it was found corrupt meanwhile, the next save repairs it.
-            if not self._is_suspect(key.path()):
+            if key.path() not in self._suspects:
                 self.in_flight.keep(key.path())
 
 
