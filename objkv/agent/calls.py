@@ -21,10 +21,10 @@ from objkv.agent.client import AgentConnection
 from objkv.agent.memory.answers import AnswerBoard, Draft, Scope
 from objkv.agent.messages import MessageKind, ProtocolError, kind_of, pack_call, unpack_text
 from objkv.agent.prefetch import Prefetches, PrefetchOrder
-from objkv.agent.unsaved.payloads import UnsavedPayloads
-from objkv.agent.unsaved.policy import PutPolicy
+from objkv.agent.unsaved import UnsavedPayloads
 from objkv.background import ClosedError, Steps
 from objkv.cache.switch import SWITCH_PATH
+from objkv.cache.worth import PutPolicy
 from objkv.errors import ObjkvError, StoreDenied, StoreError, StoreUnavailable, TransferError
 from objkv.index.base import ChunkEntry, Record, Savings, ShardRecord, Shards, WriteIndex
 from objkv.index.fields import decode_shard, encode_shard, written_rows

@@ -11,6 +11,7 @@ from functools import partial
 from threading import Condition, Lock, Thread
 from time import monotonic
 
+from objkv.agent.disk import Disk
 from objkv.agent.fill import (
     UNKNOWN,
     WHOLE,
@@ -26,9 +27,8 @@ from objkv.agent.fill import (
 from objkv.agent.memory.arena import Arena, CellState
 from objkv.agent.queue import BusyThreads, Due, FetchJob, Turns, Urgency
 from objkv.agent.residents import MissReason, Resident, Residents, Waiter
-from objkv.agent.spill.disk import Disk
-from objkv.agent.spill.spill import Spill, SpillLimits
-from objkv.agent.unsaved.payloads import is_unsaved
+from objkv.agent.spill import Spill
+from objkv.agent.unsaved import is_unsaved
 from objkv.background import join_all
 from objkv.cache.chunks import ChunkCache
 from objkv.errors import ObjkvError, PayloadError, ValueTooLong
@@ -77,13 +77,12 @@ class Core:
     ) -> None:
         """The core closes ``disk``, and neither ``cache`` nor ``arena``. ``changed``: called for a
         chunk after a lookup of it has another outcome. Must not wait."""
-        self.residents = Residents(arena, recorder, changed)
+        self.residents = Residents(arena, recorder, changed, disk)
         self.spill: Spill | None = None
         """The tier below the arena; None if there is none."""
         if disk is not None:
             readers = max(1, limits.threads - max(1, limits.threads // 4))
-            bounds = SpillLimits(readers, keeps_all=limits.disk_keeps_all)
-            self.spill = Spill(self.residents, disk, cache.seal, bounds, recorder)
+            self.spill = Spill(self.residents, disk, cache.seal, readers, recorder)
         self._cache, self._limits, self._recorder = cache, limits, recorder
         self._record_changed = changed
         self._trouble = Trouble(logger, "loads")
@@ -135,7 +134,7 @@ class Core:
             self.residents.failed(resident, MissReason.NO_ROOM)
         if not ahead:
             self._recorder.count("agent_fills" if is_new else "agent_hits")
-            self._keep(resident)
+            self.keep(resident, was_read=True)
         elif is_new:
             self._recorder.count("agent_prefetches")
         return resident
@@ -147,6 +146,12 @@ class Core:
         if self.spill is not None:
             self.spill.forget(key.path())
         self._reject(wanted, corrupt=True)
+
+    def keep(self, one: Resident, *, was_read: bool) -> None:
+        """Have a payload written to the disk, if it is READY, and such payloads are."""
+        is_kept = was_read or self._limits.disk_keeps_all
+        if is_kept and self.spill is not None and one.state is CellState.READY:
+            self.spill.offer(one)
 
     @property
     def threads(self) -> int:
@@ -283,8 +288,8 @@ class Core:
             if fill is not None and not fill.is_complete:
                 return job._replace(fill=fill)
             self.residents.ready(job.one, layers)
+            self.keep(job.one, was_read=not job.one.is_unused)
             if not job.one.is_unused:
-                self._keep(job.one)
                 self.residents.unsaved.seen_again(job.one.key)
         elif self._is_worth_another_try(job, reason, layers):
             self.residents.retract(job.one)
@@ -317,11 +322,6 @@ class Core:
             return None
         self.spill.disk.untie(job.one.key)
         return self.spill.fill(job.wanted, partial(self._new_fill, job), job.one, staging)
-
-    def _keep(self, one: Resident) -> None:
-        """Have a payload that was read written to the disk."""
-        if self.spill is not None and one.state is CellState.READY:
-            self.spill.offer(one)
 
     def _stored(self, job: FetchJob) -> FetchJob:
         """Return the job with the payload's record in the index, if it has one that is only this
@@ -372,8 +372,8 @@ class Core:
             self._recorder.count("load_bytes", fill.header.nbytes)
             where = "hot_load_bytes" if fill.is_hot else "bulk_load_bytes"
             self._recorder.count(where, fill.header.nbytes)
-            seconds = monotonic() - began if fill.is_whole else None
-            self._cache.note_load(fill.header, hot=wanted.record.hot, seconds=seconds)
+            if fill.is_whole and not wanted.record.hot:
+                self._cache.link.gets.observe(fill.header.nbytes, monotonic() - began)
         return MissReason.NONE
 
     def _reject(self, wanted: Wanted, *, corrupt: bool) -> None:

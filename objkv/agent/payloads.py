@@ -39,7 +39,6 @@ from objkv.codec.payload import (
     read_claimed,
 )
 from objkv.errors import ConfigError, ObjkvError, PayloadError, StoreBusy, TransferError
-from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import Trouble
 
 logger = logging.getLogger(__name__)
@@ -434,7 +433,7 @@ class PayloadWriter:
         Raises ``ConfigError`` if the system makes no outbox.
         """
         self._name, self._writer, self._clock = name, writer, clock
-        self._puts, self._is_accepted = puts, False
+        self._puts = puts
         self._trouble = Trouble(logger, f"saves of {name}")
         self._shed_until = -math.inf
         try:
@@ -443,13 +442,7 @@ class PayloadWriter:
         except OSError as exc:
             raise ConfigError(f"no outbox of {nbytes_max >> 20:,} MiB for saves: {exc}") from exc
         # The agent copies a payload before it answers, so one after the other is enough.
-        self._saves = AgentSaves(
-            lambda fd: connect(outbox=fd),
-            outbox,
-            self._memory,
-            accepted=self._accepted,
-            clock=clock,
-        )
+        self._saves = AgentSaves(lambda fd: connect(outbox=fd), outbox, self._memory, clock=clock)
         self._pool: Pool[PayloadWrite] = Pool(f"objkv-save-{name}", 1, self._run, begin=begin)
 
     @property
@@ -523,12 +516,8 @@ class PayloadWriter:
         text, header = encode_in_place(
             claim, layers, self._memory[:end].data, codec="none", provenance=provenance
         )
-        self._is_accepted = False
         outcome = self._saves.save(claim, text, header)
         self._trouble.worked()
         if outcome is SaveOutcome.EXISTED:
             return WriteOutcome.EXISTED, 0
-        return WriteOutcome.ACCEPTED if self._is_accepted else WriteOutcome.KEPT, header.nbytes
-
-    def _accepted(self, _key: ChunkKey) -> None:
-        self._is_accepted = True
+        return WriteOutcome[outcome.name], header.nbytes

@@ -17,7 +17,7 @@ from objkv.agent.fill import Wanted
 from objkv.agent.memory.arena import CellState
 from objkv.agent.queue import Urgency
 from objkv.agent.residents import MissReason, Resident
-from objkv.agent.unsaved.payloads import is_unsaved
+from objkv.agent.unsaved import is_unsaved
 from objkv.codec.payload import Claim
 from objkv.errors import ConfigError, NotStored
 from objkv.index.base import ReadIndex, Record

@@ -12,9 +12,10 @@ from enum import IntEnum
 from threading import Condition, Lock
 from typing import Protocol
 
+from objkv.agent.disk import Disk
 from objkv.agent.memory.arena import BOARD_BYTES, CELLS, Arena, CellState, Extents, Progress
 from objkv.agent.ranking import Ranking
-from objkv.agent.unsaved.payloads import UnsavedPayloads
+from objkv.agent.unsaved import UnsavedPayloads
 from objkv.codec.payload import Claim
 from objkv.index.base import ShardRecord
 from objkv.telemetry import Recorder
@@ -112,10 +113,11 @@ class Residents:
         arena: Arena,
         recorder: Recorder,
         changed: Callable[[bytes], object] = lambda prefix_hash: None,
+        disk: Disk | None = None,
     ) -> None:
-        """``changed``: see ``UnsavedPayloads``."""
+        """``changed``, ``disk``: see ``UnsavedPayloads``."""
         self._arena, self._recorder = arena, recorder
-        self.unsaved = UnsavedPayloads(recorder, changed)
+        self.unsaved = UnsavedPayloads(recorder, changed, disk)
         """Those that no store has yet."""
         self._extents = Extents(BOARD_BYTES, arena.nbytes)
         self._ranking = Ranking(self._extents.total_bytes)
@@ -131,8 +133,6 @@ class Residents:
         self._idle_bytes = 0
         """Memory of payloads without a lease: all that can be evicted."""
         self._closed = False
-        self.on_ready: Callable[[Resident], None] = lambda one: None
-        """Called with each payload that became READY, before its fill's lease ends."""
 
     @property
     def total_bytes(self) -> int:
@@ -309,7 +309,6 @@ class Residents:
                 for older in self._unread.add(one) if one.is_unused else ():
                     self._evict(older)
         self._tell(one, Progress(CellState.READY, layers, one.offset, one.nbytes, 0))
-        self.on_ready(one)
         self._end_fill(one)
 
     def failed(self, one: Resident, reason: MissReason, layers: int = 0) -> None:

@@ -11,10 +11,9 @@ from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass
 from threading import Thread
 
-from objkv.assembly.auto_sweep import AutoSweep
-from objkv.assembly.call_times import call_s
+from objkv.cache.auto_sweep import AutoSweep
 from objkv.cache.bulk_index import BulkIndex
-from objkv.cache.quota import Quota, Room, TenantUsage, Unlimited
+from objkv.cache.quota import Quota, TenantUsage
 from objkv.config import (
     Config,
     cache_folder,
@@ -29,7 +28,7 @@ from objkv.index.base import PruneIndex, WriteIndex
 from objkv.index.guarded import INDEX_VERBS, GuardedIndex
 from objkv.index.server import ServerFacts
 from objkv.index.sqlite.index import SqliteIndex
-from objkv.net.breaker import Breakers, Change, OnChange, Patience
+from objkv.net.breaker import Breakers, OnChange, Patience, log_change
 from objkv.net.guard import Guard, Slots
 from objkv.stores.base import LifecycleRules, PruneStore, ReadStore
 from objkv.stores.guarded import STORE_VERBS, GuardedStore
@@ -37,6 +36,8 @@ from objkv.stores.local import LocalStore
 from objkv.telemetry import NullRecorder, Recorder
 
 logger = logging.getLogger(__name__)
+CONNECT_FLOOR_S, READ_FLOOR_S = 1.0, 2.0
+"""Shortest time limits for connecting to Redis, and for one of its replies."""
 _CHECK_FACTOR = 2
 """Multiple of ``load_deadline_ms``: stores with a deadline have ended by then."""
 
@@ -112,6 +113,17 @@ def open_hot(
     # Next to the index's own keys, so that one ACL pattern covers all.
     place = RedisStore(client, prefix=f"{config.redis_prefix}:p:", ttl_s=config.ttl_s)
     return GuardedStore(place, _guard("hot", config, recorder, on_change))
+
+
+def read_s(config: Config) -> float:
+    """Return the maximum seconds for one reply of Redis."""
+    return max(READ_FLOOR_S, 2 * config.lookup_deadline_ms / 1000)
+
+
+def call_s(config: Config) -> float:
+    """Return the maximum seconds for one call of Redis: the time for connecting, plus twice the
+    limit of one reply, for waiting for a connection and for repeating the command."""
+    return CONNECT_FLOOR_S + 2 * read_s(config)
 
 
 def open_index(
@@ -209,17 +221,6 @@ def _within(seconds: float, check: Callable[[], None]) -> None:
         raise outcome[0]
 
 
-def log_change(change: Change) -> None:
-    """Log one line for each change of a breaker."""
-    what = f"{change.end} {change.direction}s"
-    if change.error is None:
-        logger.warning("%s work again", what)
-    elif isinstance(change.error, StoreDenied):  # only an operator can fix that
-        logger.error("%s are refused, serving without them reason=%s", what, change.error)
-    else:
-        logger.warning("%s keep failing, serving without them reason=%s", what, change.error)
-
-
 def _guard(
     end: str,
     config: Config,
@@ -294,15 +295,16 @@ _OF_SWEEPS = (
 )
 
 
-def open_room(config: Config, backends: Backends, recorder: Recorder) -> Room:
-    """Return the check for room that ``quota_bytes`` requires. Reads nothing before its first use.
+def open_room(config: Config, backends: Backends, recorder: Recorder) -> Quota | None:
+    """Return the check for room that ``quota_bytes`` requires, if any. Reads nothing before its
+    first use.
 
     A local folder with a local index is walked, so that payloads with expired records count, and is
     swept when it is full. Other stores are shared: their index has the totals, and their operators
     sweep them.
     """
     if not config.quota_bytes:
-        return Unlimited()
+        return None
     is_ours = config.bulk_url.startswith("file:") and config.index_url.startswith("sqlite:")
     usage = BulkIndex(backends.bulk).usage if is_ours else backends.index.usage
     return Quota(

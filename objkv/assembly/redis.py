@@ -22,7 +22,7 @@ from redis.sentinel import (
     SentinelManagedConnection,
 )
 
-from objkv.assembly import call_times
+from objkv.assembly import backends
 from objkv.assembly.credentials import load_credentials
 from objkv.config import Config, Url, is_this_machine, parse_url
 from objkv.errors import ConfigError, StoreUnavailable
@@ -100,7 +100,7 @@ def _options(place: Url, config: Config) -> dict[str, Any]:
     The time-outs only limit how long a dead server blocks.
     """
     deadline_s = config.lookup_deadline_ms / 1000
-    read_s = call_times.read_s(config)
+    read_s = backends.read_s(config)
     options: dict[str, Any] = {
         **_login(place, config),
         "db": int(place.path or 0),
@@ -108,7 +108,7 @@ def _options(place: Url, config: Config) -> dict[str, Any]:
         "decode_responses": False,
         # Every server and proxy supports RESP2, and nothing from RESP3 is needed.
         "protocol": 2,
-        "socket_connect_timeout": max(call_times.CONNECT_FLOOR_S, deadline_s),
+        "socket_connect_timeout": max(backends.CONNECT_FLOOR_S, deadline_s),
         "socket_timeout": read_s,
         "socket_keepalive": True,
         "health_check_interval": HEALTH_CHECK_S,

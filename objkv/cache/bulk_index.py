@@ -13,9 +13,9 @@ from itertools import groupby
 
 import xxhash
 
-from objkv.cache.chunks import shard_record
+from objkv.cache.chunks import shard_record, stored_header
 from objkv.cache.pins import read_pins
-from objkv.codec.payload import Header, header_bytes_needed, read_header
+from objkv.codec.payload import Header
 from objkv.errors import PayloadError
 from objkv.index.base import (
     ChunkEntry,
@@ -30,7 +30,6 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
 from objkv.stores.base import Entry, PruneStore, ReadStore
 
-_LENGTH_BYTES = 8
 _LOOKS_MAX = 3
 _NOT_READ = "none"
 """Placeholder for a codec whose header has not been read."""
@@ -232,11 +231,6 @@ def _of_file(entry: Entry) -> ShardRecord:
 def _header(store: ReadStore, entry: Entry) -> Header | None:
     """Return the payload's header, or None if it is missing, damaged or truncated."""
     try:
-        start = store.get_range(entry.key, 0, _LENGTH_BYTES)
-        if start is None:
-            return None
-        prefix = store.get_range(entry.key, 0, header_bytes_needed(start))
-        header = None if prefix is None else read_header(prefix)
+        return stored_header(store, entry, None)
     except PayloadError:
         return None
-    return header if header is not None and header.nbytes == entry.nbytes else None

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from objkv.agent.http.client import AgentApi, AskedPrompt
 from objkv.agent.http.prompts import PRIORITY_MAX
 from objkv.agent.prefetch import DEADLINE_S_MAX, NamespaceFacts, Prefetched, PrefetchOrder
 from objkv.cli import prompts
@@ -19,6 +18,7 @@ from objkv.config.node import agent_socket, http_path
 from objkv.errors import ConfigError, UnclearName
 from objkv.keys.identity import NAMESPACE_HEX
 from objkv.keys.prefix import PromptExtras, prefix_hashes
+from objkv.ops.agent_api import AgentApi, AskedPrompt
 from objkv.ops.listing import NamedNamespace
 
 _POLL_S, _POLL_MAX_S = 0.02, 0.5

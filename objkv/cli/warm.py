@@ -256,7 +256,7 @@ def warm(
 
     Waits until they are stored. Skips stored prompts, so an interrupted command can be repeated.
     """
-    from objkv.assembly.warming import WarmOptions, run_warm
+    from objkv.client.warming import WarmOptions, run_warm
 
     places = list(prompts or ())
     if not places:

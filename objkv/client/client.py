@@ -329,7 +329,7 @@ class Client:
         Takes the arguments of ``objkv.warm``. With ``check``, ``tokenizer`` is by default that
         of the client.
         """
-        from objkv.assembly.warming import WarmOptions, warm_prompts  # late: a client of HTTP
+        from objkv.client.warming import WarmOptions, warm_prompts  # late: a client of HTTP
 
         self._check_open()
         if check and self._place is not None:

@@ -74,6 +74,15 @@ def encode(
     return payload
 
 
+def recode(payload: memoryview, *, codec: str, seal: Seal | None) -> memoryview:
+    """Return an uncompressed, unsealed payload in another form, as ``encode`` does."""
+    header = read_header(payload)
+    frames = header.frames
+    pages = [payload[start:end] for start, end in zip(frames.starts, frames.ends, strict=True)]
+    claim, layers, provenance = header.claim, frames.layers, header.provenance
+    return encode(claim, layers, pages, codec=codec, provenance=provenance, seal=seal)
+
+
 def encode_in_place(
     claim: Claim,
     layers: Sequence[LayerSpec],
@@ -201,6 +210,7 @@ __all__ = [
     "plain_header",
     "read_claimed",
     "read_header",
+    "recode",
 ]
 
 

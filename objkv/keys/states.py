@@ -94,10 +94,6 @@ class SplitState:
         """Bytes of one unit in a payload."""
         return sum(view.rows * view.nbytes for view in self.views(1))
 
-    def page_bytes(self, tp_size: int) -> int:
-        """Return the bytes of one rank's state."""
-        return sum(self._row_bytes(tensor, tp_size) * tensor.rows for tensor in self.tensors)
-
     def views(self, tp_size: int) -> tuple[PartView, ...]:
         """Return the parts of one rank's page, in the order of a payload's frames."""
         assert self.units % tp_size == 0

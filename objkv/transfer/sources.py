@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from objkv.codec.payload import LayerSpec, check_layers, payload_bytes_max
+from objkv.codec.payload import LayerSpec, check_layers
 from objkv.keys.states import part_names
 from objkv.keys.topology import Part, Shard, TokenPart, cover
 from objkv.transfer.lanes import ARRAY_WORDS, Lane, PagedLayers, Pages, Recast
@@ -49,7 +49,6 @@ class PayloadLayout:
         self._recasts = not is_own
         heads = slice(part.take.head_start - own.head_start, part.take.head_end - own.head_start)
         slots, self._tokens = _selection(own.tokens, part.source.tokens)
-        self._room = (-1, 0)
         self._resized: dict[int, PayloadLayout] = {}
         ours = group.pages.cut(self.filled)
         read = self.layers[self.frames.start : self.frames.stop]
@@ -58,12 +57,6 @@ class PayloadLayout:
         self._is_uniform = all(form == self._forms[0] for form in self._forms)
         self._ends = [0, *accumulate(layer.nbytes for layer in read)]
         self._pages = ours if is_own else PagedLayers([c[:, heads, slots] for c in ours.caches])
-
-    def payload_bytes_max(self, tokens: int) -> int:
-        """Return the largest size of a payload with ``tokens`` token ids, in any codec."""
-        if self._room[0] != tokens:
-            self._room = tokens, payload_bytes_max(self.layers, tokens=tokens)
-        return self._room[1]
 
     def fills(self, frames: range) -> range:
         """Return the rank's layers that these frames fill. Frames of other ranks' layers fill
@@ -218,12 +211,6 @@ def shards_within(whole: Shard, group: int, fields: Iterable[str]) -> Iterator[S
             continue
         if shard.layer_end <= whole.layer_end and shard.head_end <= whole.head_end:
             yield shard
-
-
-def whole_payload_bytes_max(group: PagedGroup, *, tokens: int) -> int:
-    """Return the largest size of any payload of the group, of any shape."""
-    source = PayloadLayout(group, Part(_whole(group), group.shape.rank_shard.shard), _size(group))
-    return source.payload_bytes_max(tokens)
 
 
 def frame_bytes_max(group: PagedGroup) -> int:

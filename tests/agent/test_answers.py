@@ -29,7 +29,7 @@ from objkv.agent.messages import (
     unpack_find,
     unpack_found,
 )
-from objkv.agent.unsaved.payloads import UnsavedPayloads
+from objkv.agent.unsaved import UnsavedPayloads
 from objkv.codec.payload import Claim
 from objkv.errors import StoreUnavailable, TransferError
 from objkv.index.base import ChunkEntry, ShardRecord, Shards

@@ -381,3 +381,14 @@ def test_closing_fails_what_waits(make: Callable[..., Node]) -> None:
     assert sorted(reasons) == [MissReason.NONE, MissReason.CLOSED, MissReason.CLOSED]
     for one in opened:
         node.residents.release(one)
+
+
+def test_a_load_tells_how_fast_bulk_is_but_not_if_it_may_have_come_from_hot(
+    make: Callable[..., Node],
+) -> None:
+    node = make()
+    bulk, hot, _ = node.save()
+    hot = replace(hot, record=replace(hot.record, hot=True))
+    for one in fetch(node, bulk, hot):
+        node.residents.release(one)
+    assert node.cache.link.gets.count == 1

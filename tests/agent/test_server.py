@@ -20,7 +20,6 @@ from objkv.agent import messages as m
 from objkv.agent import server as server_module
 from objkv.agent.calls import AgentCalls, AgentDocuments, AgentIndex, NodeCalls
 from objkv.agent.client import AgentConnection, AgentRefused, is_listening
-from objkv.agent.http.client import AgentApi
 from objkv.agent.memory.arena import CellState
 from objkv.agent.prefetch import PrefetchOrder
 from objkv.agent.queue import Urgency
@@ -32,6 +31,7 @@ from objkv.codec.payload import read_header
 from objkv.errors import StoreBusy, StoreDenied, StoreError, StoreUnavailable, TransferError
 from objkv.index.base import Savings
 from objkv.keys.identity import identity_path
+from objkv.ops.agent_api import AgentApi
 from tests.agent.world import (
     PATIENCE_S,
     RIGHT,

@@ -17,7 +17,7 @@ from objkv.agent.messages import CommitStatus
 from objkv.agent.prefetch import Matched, Prefetches, PrefetchOrder
 from objkv.agent.residents import MissReason
 from objkv.agent.saves import NodeSaves
-from objkv.agent.unsaved.payloads import UnsavedPayloads, is_unsaved
+from objkv.agent.unsaved import UnsavedPayloads, is_unsaved
 from objkv.cache.chunks import SaveOutcome
 from objkv.codec.payload import read_header
 from objkv.errors import StoreBusy, StoreUnavailable, TransferError
@@ -151,7 +151,7 @@ def test_what_was_seen_once_is_found_on_its_node_and_stored_nowhere(
     make: Callable[..., Holder],
 ) -> None:
     node, made = make(), payloads()
-    assert node.commit(made) == [SaveOutcome.ACCEPTED] * 3
+    assert node.commit(made) == [SaveOutcome.KEPT] * 3
     assert not node.stored
     assert of_index(node, made) == [None] * 3
     assert node.desk.accepted == [], "no other node can load it: no event"
@@ -486,7 +486,7 @@ def test_a_save_that_failed_is_tried_at_the_next_read(make: Callable[..., Holder
     node.read(node.find(made))
     assert node.saves.drain(PATIENCE_S)
     assert not node.stored, "not at once"
-    assert node.again(made) == [SaveOutcome.ACCEPTED] * 3
+    assert node.again(made) == [SaveOutcome.KEPT] * 3
     assert (node.desk.accepted, node.stored) == ([], set()), "made again, and not saved: no event"
     now[0] = 100.0
     node.read(node.find(made))
@@ -535,8 +535,8 @@ def test_a_long_prompt_waits_for_its_turns_and_holds_no_more_leases_than_those(
 def test_over_quota_payloads_stay_in_memory(make: Callable[..., Holder]) -> None:
     node, made = make(), payloads()
     node.cache.has_room = lambda: False  # type: ignore[method-assign]
-    assert node.commit(made[:2]) == [SaveOutcome.ACCEPTED] * 2
-    assert node.commit(made[2:], puts=True) == [SaveOutcome.ACCEPTED]
+    assert node.commit(made[:2]) == [SaveOutcome.KEPT] * 2
+    assert node.commit(made[2:], puts=True) == [SaveOutcome.KEPT]
     assert node.desk.saves.has_room()
     node.read(node.find(made))
     assert node.saves.drain(PATIENCE_S)

@@ -19,6 +19,7 @@ import numpy as np
 from objkv.agent.calls import NodeCalls, NodeLookups
 from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.core import Core, CoreLimits
+from objkv.agent.disk import Disk
 from objkv.agent.fill import Wanted
 from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
 from objkv.agent.memory.answers import AnswerBoard
@@ -30,10 +31,8 @@ from objkv.agent.queue import Urgency
 from objkv.agent.residents import Resident
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentParts, AgentServer, ServerLimits
-from objkv.agent.spill.disk import Disk
-from objkv.agent.unsaved.policy import PutPolicy
 from objkv.cache.chunks import CacheSettings, ChunkCache, SaveOutcome
-from objkv.cache.worth import PutRule
+from objkv.cache.worth import PutPolicy, PutRule
 from objkv.codec.payload import Claim, Header, frame_pages, read_header
 from objkv.codec.seal import Seal
 from objkv.config.prices import LIST_PRICES
@@ -105,6 +104,7 @@ class Node:
         holds_back: bool = False,
         policy: PutPolicy | None = None,
         saves_max: int = 100,
+        save_deadline_s: float = PATIENCE_S,
         may_save: bool = True,
     ) -> None:
         self.store: Any = store or WatchedStore()
@@ -119,8 +119,8 @@ class Node:
         self.residents = self.core.residents
         self.saves = NodeSaves(
             self.cache,
-            self.residents,
-            NodeSaveLimits(2, saves_max, PATIENCE_S, codec, far=True, may_save=may_save),
+            self.core,
+            NodeSaveLimits(2, saves_max, save_deadline_s, codec, far=True, may_save=may_save),
             policy or put_policy("reused" if holds_back else "all"),
             self.recorder,
         )

@@ -13,13 +13,13 @@ import pytest
 from objkv.assembly.backends import (
     Backends,
     _guard,
+    call_s,
     check_backends,
     describe_index,
     open_backends,
     open_hot,
     open_index,
 )
-from objkv.assembly.call_times import call_s
 from objkv.config import Config, load_config
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from objkv.index.guarded import for_operators

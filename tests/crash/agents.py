@@ -21,10 +21,10 @@ from itertools import islice
 from pathlib import Path
 
 from objkv.agent.client import AgentConnection
+from objkv.agent.disk import FOLDER
 from objkv.agent.fill import Wanted
 from objkv.agent.messages import Opening, pack_opening
 from objkv.agent.queue import Urgency
-from objkv.agent.spill.disk import FOLDER
 from objkv.codec.payload import Claim
 from objkv.errors import ObjkvError
 from objkv.index.sqlite.index import SqliteIndex

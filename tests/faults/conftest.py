@@ -11,8 +11,8 @@ from botocore.retries.standard import ExponentialBackoff
 from objkv.agent import client
 from objkv.agent.calls import AgentCalls, NodeLookups
 from objkv.agent.outbox import AgentSaves
-from objkv.agent.unsaved.payloads import UnsavedPayloads
-from objkv.assembly import call_times
+from objkv.agent.unsaved import UnsavedPayloads
+from objkv.assembly import backends
 from objkv.cache.chunks import InFlightSaves
 from objkv.index.redis.index import RedisIndex
 from objkv.index.shapes import ShapesIndex
@@ -41,8 +41,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         session = boto3.session.Session()
         patch.setattr(boto3.session, "Session", lambda **_: session)
         patch.setattr(ExponentialBackoff, "delay_amount", lambda *_: 0.01)
-        patch.setattr(call_times, "READ_FLOOR_S", 0.5)
-        patch.setattr(call_times, "CONNECT_FLOOR_S", 0.5)
+        patch.setattr(backends, "READ_FLOOR_S", 0.5)
+        patch.setattr(backends, "CONNECT_FLOOR_S", 0.5)
         with running_servers(tmp_path_factory.mktemp("faults"), clock) as running:
             running.files, running.agent_sockets = files, sockets
             yield running

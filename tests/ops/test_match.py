@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from objkv.errors import ConfigError
 from objkv.keys.prefix import PromptExtras
-from objkv.models.tokenizer import Tokenizers, tokenize
+from objkv.keys.tokenizer import Tokenizers, tokenize
 from objkv.ops.match import match_prompt, parse_tokens
 from objkv.ops.warm.chat import LocalTokenizer
 from objkv.ops.warm.prompts import WarmPrompt

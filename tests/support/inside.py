@@ -15,8 +15,9 @@ from objkv.agent.outbox import ClientOutbox
 from objkv.agent.queue import Urgency
 from objkv.background import Alarm
 from objkv.cache.chunks import ChunkCache, SaveOutcome
-from objkv.codec.payload import Claim, Header, encode, read_header
+from objkv.codec.payload import Claim, Header, read_header, recode
 from objkv.errors import StoreBusy, TransferError
+from objkv.keys.chunk import ChunkKey
 from objkv.stores.base import Buffer
 from objkv.telemetry import Recorder
 
@@ -145,19 +146,18 @@ class InsideSaves:
 
     def __init__(self, cache: ChunkCache, recorder: Recorder, codec: str = "none") -> None:
         self._cache, self._recorder, self._codec = cache, recorder, codec
-        self.has_room, self.begin_save, self.end_save = (
-            cache.has_room,
-            cache.begin_save,
-            cache.end_save,
-        )
+        self.has_room = cache.has_room
+
+    def begin_save(self, key: ChunkKey, *, puts: bool = False) -> bool:
+        return self._cache.in_flight.begin(key.path())
+
+    def end_save(self, key: ChunkKey) -> None:
+        self._cache.in_flight.end(key.path())
 
     def save(self, claim: Claim, payload: Buffer, header: Header) -> SaveOutcome:
-        seal, frames, view = self._cache.seal, header.frames, memoryview(payload)
+        seal = self._cache.seal
         if self._codec != "none" or seal is not None:
-            spans = zip(frames.starts, frames.ends, strict=True)
-            pages = [view[start:end] for start, end in spans]
-            more = {"codec": self._codec, "provenance": header.provenance, "seal": seal}
-            payload = encode(claim, frames.layers, pages, **more)
+            payload = recode(memoryview(payload), codec=self._codec, seal=seal)
             header = read_header(payload, seal=seal)
         outcome = self._cache.save(claim, payload, header)
         if outcome is SaveOutcome.SAVED:

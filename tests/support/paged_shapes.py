@@ -18,7 +18,6 @@ from objkv.telemetry import MemoryRecorder
 from objkv.transfer.loading.loads import LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan
-from objkv.transfer.sources import whole_payload_bytes_max
 from tests.contracts.memory_index import MemoryIndex
 from tests.support.paged_cache import NAMESPACE, PATIENCE_S, Worker
 
@@ -121,7 +120,7 @@ class ShapedRank(Worker):
         recorder, tokens = MemoryRecorder(), model.chunk
         paged = PagedGroup(self._group_shape(), list(self.memory.unbind(0)))
         settings = CacheSettings("writer", ttl_s=3600, lease_ms=600_000, hot_save_bytes_max=0)
-        wide = whole_payload_bytes_max(paged, tokens=tokens) + 4096
+        wide = shape.tp * shape.pp * payload_bytes_max(paged.layers, tokens=tokens) + 4096
         super().__init__(
             paged,
             ChunkCache(store, None, index, settings, recorder),

@@ -7,21 +7,22 @@ for ``/healthz``; those of the Unix socket are of the agent's own user.
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from hmac import compare_digest
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 from objkv.agent.core import Core
 from objkv.agent.http.listener import Bodies, HttpListener, StartResponse, admit, skip_body
 from objkv.agent.http.metrics import metrics_page
 from objkv.agent.http.prompts import Body, PromptReader, read_json, read_order
 from objkv.agent.prefetch import Prefetches
-from objkv.agent.unsaved.policy import PutPolicy
+from objkv.agent.server import AgentServer
+from objkv.cache.worth import PutPolicy
 from objkv.errors import ConfigError, ObjkvError, StoreUnavailable
-from objkv.models.tokenizer import Tokenizers
+from objkv.keys.tokenizer import Tokenizers
 from objkv.telemetry import MemoryRecorder, added, is_level
 
 _SCHEME = "bearer "
@@ -53,24 +54,9 @@ class HttpPlaces:
     """The Unix socket."""
     address: tuple[str, int] | None = None
     """Host and port. None: no TCP."""
-    token: str = ""
+    token: str = field(default="", repr=False)
     """The bearer token of ``address``."""
     tokenizers: Path | None = None
-
-    def __repr__(self) -> str:
-        return f"<HttpPlaces {self.path} {self.address or ''}>"
-
-
-class Clients(Protocol):
-    """What this interface shows of the server of replicas."""
-
-    @property
-    def clients(self) -> int:
-        """Connections."""
-
-    @property
-    def is_accepting(self) -> bool:
-        """Whether new ones are served."""
 
 
 class AgentHttp:
@@ -82,7 +68,7 @@ class AgentHttp:
         core: Core,
         prefetches: Prefetches,
         numbers: AgentNumbers,
-        server: Clients,
+        server: AgentServer,
         policy: PutPolicy,
     ) -> None:
         """Raises ``ConfigError`` if a place cannot be served. ``server``: of replicas."""
@@ -105,7 +91,7 @@ class AgentHttp:
     @property
     def port(self) -> int:
         """The TCP port; 0 without one."""
-        return self._listeners[-1].port
+        return self._listeners[-1].address[1]
 
     def restore(self) -> None:
         """Serve the Unix socket again if something has removed it. Raises ``ConfigError``."""

@@ -9,7 +9,7 @@ from objkv.agent.http.listener import BODY_BYTES_MAX
 from objkv.agent.prefetch import DEADLINE_S_MAX, Prefetches, PrefetchOrder
 from objkv.errors import ConfigError
 from objkv.keys.prefix import PREFIX_HASH_BYTES, PromptExtras, prefix_hashes
-from objkv.models.tokenizer import Tokenizers
+from objkv.keys.tokenizer import Tokenizers
 
 Body = Mapping[str, Any]
 DEADLINE_MS: Final = 30_000
