@@ -109,6 +109,7 @@ def scheduler_side(
     prefetch: Any = None,
     geometry: Geometry = GEOMETRY,
     recorder: MemoryRecorder | None = None,
+    may_reuse: Callable[[], bool] = lambda: True,
     **settings: Any,
 ) -> SchedulerSide:
     """A scheduler's side of a model with one layer; ``settings`` of ``Config``."""
@@ -123,6 +124,7 @@ def scheduler_side(
         index=index if index is not None else MemoryIndex(),
         recorder=recorder or MemoryRecorder(),
         prefetch=prefetch,
+        may_reuse=may_reuse,
     )
     OPENED.append(side)
     return side

@@ -141,7 +141,8 @@ _SHARDS_MAX = 65_536
 
 
 class AcceptedShards:
-    """The shards that the agent has taken over from this process, until ``take``. Thread-safe.
+    """The shards that the agent has taken over from this process, until they are reported.
+    Thread-safe.
 
     The agent publishes them when they are stored. Payloads that it holds back are not among them:
     no other replica finds those.
@@ -157,15 +158,11 @@ class AcceptedShards:
             if len(self._shards) < _SHARDS_MAX:
                 self._shards.add((key.namespace, key.prefix_hash, key.field))
 
-    def take(self) -> set[StoredShard]:
-        """Return the shards that were accepted since the last call."""
-        with self._lock:
-            shards, self._shards = self._shards, set()
-        return shards
-
     def add_to(self, report: StepReport | None) -> StepReport | None:
-        """Add what ``take`` returns to a worker's report."""
-        if stored := self.take():
+        """Add the shards that were accepted since the last call to a worker's report."""
+        with self._lock:
+            stored, self._shards = self._shards, set()
+        if stored:
             report = report or StepReport()
             report.stored |= stored
         return report
@@ -216,25 +213,9 @@ class _Load:
     """Chunk, group and event. The event is None if the chunk is already reported."""
 
 
-class NoEvents:
-    """The log without KV events. For the scheduler's thread only. Never waits, never raises."""
-
-    def planned(self, plan: StepPlan, find: Find) -> None:
-        """Record a step's loads and saves. ``find`` returns their requests, which still exist."""
-
-    def update(self, output: "KVConnectorOutput") -> None:
-        """Record all workers' reports of one step."""
-
-    def reset(self) -> None:
-        """Record that this replica no longer uses anything reported so far."""
-
-    def take(self) -> tuple[KVCacheEvent, ...]:
-        """Return the events since the last call in the order in which they happened."""
-        return ()
-
-
-class EventLog(NoEvents):
-    """The log with KV events enabled."""
+class EventLog:
+    """The KV events that vLLM has not taken. For the scheduler's thread only. Never waits, never
+    raises."""
 
     def __init__(
         self,
@@ -264,7 +245,7 @@ class EventLog(NoEvents):
 
     @guarded(None)
     def planned(self, plan: StepPlan, find: Find) -> None:
-        """See ``NoEvents``."""
+        """Record a step's loads and saves. ``find`` returns their requests, which still exist."""
         for save in plan.saves:
             if (tracked := find(save.request_id)) is None:
                 continue
@@ -283,7 +264,7 @@ class EventLog(NoEvents):
 
     @guarded(None)
     def update(self, output: "KVConnectorOutput") -> None:
-        """See ``NoEvents``."""
+        """Record all workers' reports of one step."""
         if isinstance(report := output.kv_connector_worker_meta, StepReport):
             for request_id in report.failed:
                 self._loads.pop(request_id, None)
@@ -298,14 +279,14 @@ class EventLog(NoEvents):
 
     @guarded(None)
     def reset(self) -> None:
-        """See ``NoEvents``."""
+        """Record that this replica no longer uses anything reported so far."""
         self._pending.clear()
         self._loads.clear()
         self._take_back(list(self._reported))
 
     @guarded(tuple[KVCacheEvent, ...]())
     def take(self) -> tuple[KVCacheEvent, ...]:
-        """See ``NoEvents``."""
+        """Return the events since the last call in the order in which they happened."""
         now, overdue = self._clock(), []
         for name, known in self._reported.items():  # renewed ones were moved to the end
             if known.until > now:
@@ -388,10 +369,10 @@ def open_event_log(
     kv_cache_config: "KVCacheConfig",
     geometry: Geometry,
     config: Config,
-) -> NoEvents:
-    """Return a log, which records nothing unless vLLM has KV events enabled."""
+) -> EventLog | None:
+    """Return a log, or None unless vLLM has KV events enabled."""
     if not events_enabled(vllm_config):
-        return NoEvents()
+        return None
     hash_tokens = read_hash_tokens(vllm_config, kv_cache_config, geometry)
     blocks = BlockEvents(geometry, hash_tokens, locality(config))
     return EventLog(geometry, blocks, ttl_s=config.ttl_s)

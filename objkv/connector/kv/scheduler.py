@@ -18,7 +18,7 @@ from objkv.cache.switch import AdmissionSwitch
 from objkv.config import Config
 from objkv.connector.guard import guarded
 from objkv.connector.kv.drafts import draft_blanks, matched_end, stored_draft_end
-from objkv.connector.kv.events import NoEvents
+from objkv.connector.kv.events import EventLog
 from objkv.connector.kv.loads import ReliedLoads
 from objkv.connector.kv.metadata import StepPlan, StepReport
 from objkv.connector.kv.planning import BlockTable, load_moves
@@ -166,7 +166,11 @@ class SchedulerSide:
         switch: AdmissionSwitch,
         recorder: Recorder,
         tracing: Tracing,
+        events: EventLog | None = None,
+        may_reuse: Callable[[], bool] = lambda: True,
     ) -> None:
+        """``events``: if vLLM has KV events enabled. ``may_reuse``: whether the next step may give
+        blocks of running requests to others."""
         self._config, self._roles, self._geometry = config, roles, geometry
         self._index, self._lookups, self._requests, self._timing = index, lookups, requests, timing
         self._namespace, self._tracing, self.switch = namespace, tracing, switch
@@ -177,8 +181,7 @@ class SchedulerSide:
         self._held, self._sync_loads, self._is_delayed, self._waiting = set[str](), False, False, -1
         steps = EmptySteps(roles.steps_in_flight, has_peers=roles.has_peers)
         self._wait_left_s, self._steps = _MATCH_WAIT_S, steps
-        self.may_reuse: Callable[[], bool] = lambda: True  # give blocks of running requests away
-        self.adapters, self.events = requests.adapters, NoEvents()
+        self.adapters, self._events, self._may_reuse = requests.adapters, events, may_reuse
         self.tables_ended: list[Sequence[int]] = []
         """Blocks of requests that ended in a step with loads within it; only with one group."""
 
@@ -340,19 +343,20 @@ class SchedulerSide:
                 self._touch(load)
         if self._roles.saves:
             plan.saves = self._planned_saves(output)
-        plan.may_reuse = self.may_reuse()
+        plan.may_reuse = self._may_reuse()
         computes = bool(output.total_num_scheduled_tokens)
         if is_delayed and not computes:  # loads that end meanwhile are reported with this step
             self._lookups.wait(self._steps.wait_s)
         elif not computes and not self._steps.others_run:
             plan.idle = self._loads.in_progress
         self._steps.planned(busy=computes or plan.idle)
-        self.events.planned(plan, self._requests.get)
+        if self._events is not None:
+            self._events.planned(plan, self._requests.get)
 
     def end_step(self) -> "tuple[KVCacheEvent, ...]":
         """Record that the oldest step in progress has its result. Returns its KV events."""
         self._timing.step_ended()
-        return self.events.take()
+        return () if self._events is None else self._events.take()
 
     def update(self, output: "KVConnectorOutput") -> "list[Request]":
         """Process the workers' reports. Returns the requests whose whole load failed. Never
@@ -369,7 +373,8 @@ class SchedulerSide:
         try:
             if isinstance(report, StepReport):
                 self._read_report(report)
-            self.events.update(output)
+            if self._events is not None:
+                self._events.update(output)
             for request_id in received:
                 self._sync_gate.received(request_id)
                 self._timing.received(request_id)
@@ -420,7 +425,8 @@ class SchedulerSide:
         Requests in progress no longer load or save. See ``ReplicaNamespace.renew``.
         """
         self._requests.distrust()
-        self.events.reset()
+        if self._events is not None:
+            self._events.reset()
         return self._namespace.renew(clean=clean)
 
     @property
@@ -510,45 +516,3 @@ class SchedulerSide:
         self._lookups.submit(
             lambda: index.touch(plan.namespace, plan.moves.prefix_hashes(), ttl_s=ttl_s)
         )
-
-
-class NothingShared:
-    """The side of an engine without a KV cache to share, such as one that only encodes images: it
-    matches, loads and saves nothing. See ``SchedulerSide`` for its methods."""
-
-    holds_blocks = False
-    requests_under_way: tuple[str, ...] = ()
-    tables_ended: tuple[tuple[int, ...], ...] = ()
-
-    def track(self, request: "Request") -> None:
-        """Do nothing."""
-
-    def match(self, request: "Request", computed: int) -> tuple[int | None, bool]:
-        """Return that nothing can be loaded."""
-        return 0, False
-
-    def plan_load(self, request: "Request", blocks: BlockTable, tokens: int) -> None:
-        """Do nothing."""
-
-    def plan_step(self, output: "SchedulerOutput") -> StepPlan:
-        """Return an empty plan."""
-        return StepPlan()
-
-    def end_step(self) -> "tuple[KVCacheEvent, ...]":
-        """Return no events."""
-        return ()
-
-    def update(self, output: "KVConnectorOutput") -> "list[Request]":
-        """Return no failed request."""
-        return []
-
-    def finish(self, request: "Request", blocks: BlockTable) -> bool:
-        """Return that no block must be kept."""
-        return False
-
-    def reset(self, *, clean: bool) -> bool:
-        """Return that nothing stored so far is used."""
-        return True
-
-    def close(self) -> None:
-        """Do nothing."""

@@ -20,11 +20,12 @@ from objkv.codec.payload import payload_bytes_max
 from objkv.config import Config
 from objkv.config.node import host_bytes
 from objkv.connector.kv.coverage import open_coverage
+from objkv.connector.kv.events import EventLog
 from objkv.connector.kv.request_limits import Prefetch
 from objkv.connector.kv.requests import RequestTracker
 from objkv.connector.kv.scheduler import Roles, SchedulerSide
 from objkv.connector.kv.timing import Timing
-from objkv.connector.kv.worker import Rank, Transfers, WorkerSide
+from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.model.groups import Geometry
 from objkv.connector.model.identity import (
     copies_are_synchronous,
@@ -79,6 +80,9 @@ def open_scheduler_side(
     geometry: Geometry,
     link: AgentLink,
     recorder: Recorder,
+    *,
+    events: EventLog | None,
+    may_reuse: Callable[[], bool],
 ) -> SchedulerSide:
     """Open the scheduler's side. Reads the model's files. Raises ``ConfigError`` for unsupported
     models. ``link``: the way to its agent."""
@@ -109,6 +113,8 @@ def open_scheduler_side(
         recorder=recorder,
         tracing=open_tracing(),
         prefetch=link.calls.prefetch,
+        events=events,
+        may_reuse=may_reuse,
     )
     side.switch.start()
     return side
@@ -125,6 +131,8 @@ def make_scheduler_side(
     recorder: Recorder,
     tracing: Tracing = NO_TRACING,
     prefetch: Prefetch | None = None,
+    events: EventLog | None = None,
+    may_reuse: Callable[[], bool] = lambda: True,
 ) -> SchedulerSide:
     """Make the scheduler's side without vLLM's configuration, and store the identity document. An
     operator's switch is read once it is started."""
@@ -164,6 +172,8 @@ def make_scheduler_side(
         switch=switch,
         recorder=recorder,
         tracing=tracing,
+        events=events,
+        may_reuse=may_reuse,
     )
     public = config.public()
     logger.info(
@@ -244,85 +254,49 @@ def make_worker_side(
     """Make the worker's side without vLLM's configuration."""
     groups = read_pages(geometry, (rank.tp_rank, rank.pp_rank), kv_caches, rank.quantised)
     pools = plan_pools(config, groups, geometry.chunk_tokens, rank)
-    host = _Host(groups, pools, rank, recorder, tracing)
-    transfers = _open_transfers(config, host, connect, accepted)
-    logger.info("objkv worker ready loader=%r saver=%r", transfers.loader, transfers.saver)
-    return WorkerSide(config, geometry, rank, groups, transfers=transfers, tracing=tracing)
+    device = _device(groups)
+    outbox = Outbox(pools.save_slabs * pools.slab_bytes)
+    slabs = open_slabs(pools, None if device.type == "cpu" else driver_of(device).pin, outbox.fd)
+    target = AgentSaves(
+        lambda fd: connect(outbox=fd), outbox, slabs["save"].memory.numpy(), accepted=accepted
+    )
+    saver = Saver(
+        target,
+        groups,
+        slabs["save"],
+        lane=open_lane(device),
+        limits=SaveLimits(pools.save_queue_max, config.save_deadline_ms / 1000, rank.writer),
+        recorder=recorder,
+    )
+    lane: Lane = ArenaLane()
+    on_device = None
+    if "load" in slabs:
+        lane = open_lane(device, urgent=True)
+        pin = driver_of(device).pin_read_only
+        on_device = DeviceFrames(slabs["load"], pin, begin=lane.adopt_thread)
+    loader = Loader(
+        groups,
+        lane,
+        partial(connect, wants_arena=True),
+        verify=config.agent_verify == "reader",
+        limits=LoadLimits(
+            config.load_queue_max,
+            config.load_deadline_ms / 1000,
+            min(config.step_load_deadline_ms, config.load_deadline_ms) / 1000,
+        ),
+        recorder=recorder,
+        tracing=tracing,
+        on_device=on_device,
+    )
+    logger.info("objkv worker ready loader=%r saver=%r", loader, saver)
+    return WorkerSide(
+        config, geometry, rank, groups, loader=loader, saver=saver, target=target, tracing=tracing
+    )
 
 
 def _device(groups: Mapping[int, PagedGroup]) -> torch.device:
     """Return the device of the groups. A pipeline stage may have no layer that is shared."""
     return next((group.device for group in groups.values()), torch.device("cpu"))
-
-
-@dataclass(frozen=True, slots=True)
-class _Host:
-    """The common parts of a worker's loads and saves."""
-
-    groups: Mapping[int, PagedGroup]
-    pools: "Pools"
-    rank: Rank
-    recorder: Recorder
-    tracing: Tracing
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the paged cache."""
-        return _device(self.groups)
-
-    def loader(self, config: Config, connect: Connect, slabs: SlabPool | None) -> Loader:
-        """Return the loader. ``slabs``: for a device, see ``DeviceFrames``."""
-        lane: Lane = ArenaLane()
-        on_device = None
-        if slabs is not None:
-            lane = open_lane(self.device, urgent=True)
-            pin = driver_of(self.device).pin_read_only
-            on_device = DeviceFrames(slabs, pin, begin=lane.adopt_thread)
-        limits = LoadLimits(
-            config.load_queue_max,
-            config.load_deadline_ms / 1000,
-            min(config.step_load_deadline_ms, config.load_deadline_ms) / 1000,
-        )
-        return Loader(
-            self.groups,
-            lane,
-            partial(connect, wants_arena=True),
-            verify=config.agent_verify == "reader",
-            limits=limits,
-            recorder=self.recorder,
-            tracing=self.tracing,
-            on_device=on_device,
-        )
-
-    def saver(self, config: Config, target: AgentSaves, slabs: SlabPool) -> Saver:
-        """Return the saver over ``slabs``."""
-        limits = SaveLimits(
-            self.pools.save_queue_max, config.save_deadline_ms / 1000, self.rank.writer
-        )
-        return Saver(
-            target,
-            self.groups,
-            slabs,
-            lane=open_lane(self.device),
-            limits=limits,
-            recorder=self.recorder,
-        )
-
-
-def _open_transfers(
-    config: Config,
-    host: _Host,
-    connect: Connect,
-    accepted: Callable[[ChunkKey], object] | None,
-) -> Transfers:
-    """Return loads and saves by the agent. Raises ``ConfigError``."""
-    outbox = Outbox(host.pools.save_slabs * host.pools.slab_bytes)
-    pin = None if host.device.type == "cpu" else driver_of(host.device).pin
-    slabs = open_slabs(host.pools, pin, outbox.fd)
-    memory = slabs["save"].memory.numpy()
-    target = AgentSaves(lambda fd: connect(outbox=fd), outbox, memory, accepted=accepted)
-    loader = host.loader(config, connect, slabs.get("load"))
-    return Transfers(loader, host.saver(config, target, slabs["save"]), target)
 
 
 @dataclass(frozen=True, slots=True)

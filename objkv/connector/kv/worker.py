@@ -8,10 +8,11 @@ import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from os import getpid
-from typing import Protocol
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
+from objkv.agent.outbox import AgentSaves
 from objkv.cache.admission import LoadTime
 from objkv.config import Config
 from objkv.connector.guard import guarded
@@ -49,31 +50,6 @@ class Rank:
     """Element types and scales of quantised layers, by layer."""
 
 
-class SaveEnd(Protocol):
-    """The destination of saves."""
-
-    def close(self) -> None:
-        """End the connection. Idempotent."""
-
-
-@dataclass(frozen=True, slots=True)
-class Transfers:
-    """A worker's loads and saves."""
-
-    loader: Loads
-    saver: Saver
-    target: SaveEnd
-
-
-@dataclass(frozen=True, slots=True)
-class StepResults:
-    """Ids of the requests whose transfers ended in a step, as the engine expects them."""
-
-    sent: set[str]
-    received: set[str]
-    failed: set[str]
-
-
 class WorkerSide:
     """The worker's half of the connector. All methods are called by the forward thread."""
 
@@ -84,13 +60,15 @@ class WorkerSide:
         rank: Rank,
         groups: Mapping[int, PagedGroup],
         *,
-        transfers: Transfers,
+        loader: Loads,
+        saver: Saver,
+        target: AgentSaves,
         tracing: Tracing,
     ) -> None:
+        """``target``: where ``saver`` saves."""
         self._config, self._rank = config, rank
         self._tracing, self._groups = tracing, groups
-        self._target = transfers.target
-        self._loader, self._saver = transfers.loader, transfers.saver
+        self._loader, self._saver, self._target = loader, saver, target
         self._layers = {
             name: (g, i) for g, group in groups.items() for i, name in enumerate(group.shape.layers)
         }
@@ -207,7 +185,7 @@ class WorkerSide:
             if self._device is not None:
                 torch.get_device_module(self._device).synchronize(self._device)
 
-    def results(self, plan: StepPlan, finished: set[str]) -> StepResults:
+    def results(self, plan: StepPlan, finished: set[str]) -> KVConnectorTransferResults:
         """Return the transfers that ended, each once.
 
         With speculation vLLM calls this before ``end_forward``. Failures within the step must still
@@ -221,7 +199,9 @@ class WorkerSide:
         self._sent |= sent
         received, failed = self._received, self._failed
         self._received, self._failed = set(), set()
-        return StepResults(sent, received, failed)
+        return KVConnectorTransferResults(
+            finished_sending=sent, finished_recving=received, failed_recving=failed
+        )
 
     @guarded(None)
     def _end_requests(self, plan: StepPlan, finished: set[str]) -> None:

@@ -255,7 +255,7 @@ def test_a_stage_without_anything_to_share_starts_and_reports_loads_as_ended() -
     shards = tuple((field, RECORD) for field in geometry.fields(0))
     load = LoadPlan("q", NAMESPACE, (LoadMove(move, shards),), sync=False)
     worker.start_loads(StepPlan(loads=(load,)))
-    wait_until(lambda: bool(worker.results(StepPlan(), set()).received), "the load to end")
+    wait_until(lambda: bool(worker.results(StepPlan(), set()).finished_recving), "the load to end")
     assert worker.take_failed_blocks() == set()
     report = worker.take_report()
     assert report is None or not report.failed
