@@ -22,7 +22,7 @@ from objkv.connector.model.groups import DraftGroups, Geometry, read_chunk_token
 from objkv.connector.model.media import encoder_settings, kv_dtype_name, scales_follow_media
 from objkv.connector.model.parts import LayerPart, read_parts
 from objkv.connector.model.stages import PipelineStages, whole_groups
-from objkv.connector.model.weights import local_folder, model_digest, read_weights
+from objkv.connector.model.weights import local_folder, read_draft_weights, read_weights
 from objkv.errors import ConfigError
 from objkv.keys.identity import GroupIdentity, Identity, name_model, sealed_extra
 
@@ -115,24 +115,6 @@ def _read_draft(vllm_config: "VllmConfig", config: Config) -> Draft | None:
     if not has_draft_kv(vllm_config):
         return None
     return read_draft(vllm_config, read_draft_weights(vllm_config, config))
-
-
-def read_draft_weights(vllm_config: "VllmConfig", config: Config) -> str:
-    """Return the identity of a draft's weights. Raises ``ConfigError`` if they cannot be
-    identified."""
-    model = vllm_config.speculative_config.draft_model_config
-    folder = local_folder(model.model, model.revision)
-    if vllm_config.load_config.load_format == "dummy":
-        return f"dummy:seed={model.seed}"
-    digest = None if folder is None else model_digest(folder, config)
-    if digest is not None:
-        return digest
-    if model.revision is not None:
-        return f"revision:{model.revision}"
-    raise ConfigError(
-        f"objkv cannot identify the weights of the draft {model.model!r}, because it cannot read "
-        "them here: serve it from a local folder, or set its 'revision'"
-    )
 
 
 def _draft_groups(
