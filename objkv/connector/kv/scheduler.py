@@ -7,7 +7,7 @@ Source of the call order: vLLM 0.31-0.33,
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -62,47 +62,6 @@ class Roles:
     """See ``EmptySteps``."""
     media_named: bool = True
     """Whether an image's identifier depends on its content, so that it is the same everywhere."""
-
-
-class SyncGate:
-    """Stops loads within the step after one to which no store answered. For the scheduler's thread
-    only.
-
-    Such a load blocks every request of the replica until its deadline. A circuit breaker alone does
-    not help: it lets a probe through every few seconds, and the model would wait for each one. A
-    load between steps blocks only its own request. All loads are therefore of that kind, until one
-    succeeds within the time that a step would wait.
-    """
-
-    def __init__(self, bound_s: float, *, clock: Callable[[], float] = monotonic) -> None:
-        """``bound_s``: how long the forward pass waits for a load within the step."""
-        self._bound_s = bound_s
-        self._clock = clock
-        self._within: frozenset[str] = frozenset()
-        self._between: dict[str, float] = {}
-        self.open = True
-        """Whether loads within the step may be planned."""
-
-    def planned(self, loads: Iterable[LoadPlan]) -> None:
-        """Record the loads of a planned step."""
-        now = self._clock()
-        self._within = frozenset(load.request_id for load in loads if load.sync)
-        self._between |= {load.request_id: now for load in loads if not load.sync}
-
-    def reported(self, report: StepReport) -> None:
-        """Record the workers' report. A refused or missing payload means that the store
-        answered."""
-        for request_id in report.failed:
-            self._between.pop(request_id, None)
-        if not report.rejected and self._within & report.failed:
-            self.open = False
-
-    def received(self, request_id: str) -> None:
-        """Record the end of a load between steps. It succeeded, unless ``reported`` has recorded
-        its failure."""
-        started = self._between.pop(request_id, None)
-        if started is not None and self._clock() - started < self._bound_s:
-            self.open = True
 
 
 class HitCounters:
@@ -176,8 +135,8 @@ class SchedulerSide:
         self._namespace, self._tracing, self.switch = namespace, tracing, switch
         self._trust = BlockTrust(roles.steps_in_flight, ranks=geometry.ranks)
         self._saves = SavePlanner(config, geometry, requests, self._trust, loads=roles.loads)
-        self._hits, self._loads = HitCounters(recorder), ReliedLoads(geometry.block_tokens)
-        self._sync_gate = SyncGate(config.step_load_deadline_ms / 1000)
+        self._hits = HitCounters(recorder)
+        self._loads = ReliedLoads(geometry.block_tokens, config.step_load_deadline_ms / 1000)
         self._held, self._sync_loads, self._is_delayed, self._waiting = set[str](), False, False, -1
         steps = EmptySteps(roles.steps_in_flight, has_peers=roles.has_peers)
         self._wait_left_s, self._steps = _MATCH_WAIT_S, steps
@@ -334,7 +293,6 @@ class SchedulerSide:
         """Add everything to a plan that vLLM does not rely on, and record the step."""
         self._sync_loads, self.tables_ended = output.has_sync_kv_loads, []
         self._trust.next_step(output)
-        self._sync_gate.planned(plan.loads)
         self._waiting, self._wait_left_s = -1, _MATCH_WAIT_S  # once per scheduling pass
         is_delayed, self._is_delayed = self._is_delayed, False
         self._timing.step_planned(output.num_scheduled_tokens.values(), plan.loads)
@@ -363,20 +321,19 @@ class SchedulerSide:
         raises."""
         self._held -= output.finished_sending or set()
         report = output.kv_connector_worker_meta
-        failed = report.failed if isinstance(report, StepReport) else set[str]()
-        for request_id in failed:  # first: otherwise vLLM would ask for the same load again
-            self._loads.failed(request_id)
+        if not isinstance(report, StepReport):
+            report = StepReport()
+        for request_id in report.failed:  # first: otherwise vLLM would ask for the same load again
             if tracked := self._requests.get(request_id):
                 tracked.may_load = False
         received = output.finished_recving or set()
+        self._loads.reported(report)
         succeeded = self._loads.received(received)
         try:
-            if isinstance(report, StepReport):
-                self._read_report(report)
+            self._read_report(report)
             if self._events is not None:
                 self._events.update(output)
             for request_id in received:
-                self._sync_gate.received(request_id)
                 self._timing.received(request_id)
             for plan in succeeded:
                 self._touch(plan)
@@ -497,14 +454,13 @@ class SchedulerSide:
         mode = self._config.load_mode
         if mode == "auto" and num_tokens - matched < matched - computed:
             return False
-        return self._sync_gate.open and mode != "async"
+        return self._loads.may_sync and mode != "async"
 
     @guarded(tuple[SavePlan, ...]())
     def _planned_saves(self, output: "SchedulerOutput") -> tuple[SavePlan, ...]:
         return tuple(self._saves.plan(output))
 
     def _read_report(self, report: StepReport) -> None:
-        self._sync_gate.reported(report)
         self._timing.reported(report)
         again = [t for request in report.dropped for t in self._requests.unstore(*request)]
         again += self._requests.reject(prefix_hash for _, prefix_hash in report.rejected)
