@@ -262,7 +262,7 @@ class SchedulerSide:
         if plan.blanks:
             self._saves.drafts.lost(tracked, draft_end)
         self._hits.planned(plan, *span, draft_end)
-        self._timing.load_planned(plan.request_id, tokens)
+        self._timing.load_planned(plan, tokens)
         self._loads.plan(plan)
 
     def plan_step(self, output: "SchedulerOutput") -> StepPlan:
@@ -295,10 +295,10 @@ class SchedulerSide:
         self._trust.next_step(output)
         self._waiting, self._wait_left_s = -1, _MATCH_WAIT_S  # once per scheduling pass
         is_delayed, self._is_delayed = self._is_delayed, False
-        self._timing.step_planned(output.num_scheduled_tokens.values(), plan.loads)
-        for load in plan.loads:
-            if load.sync:
-                self._touch(load)
+        within = [load for load in plan.loads if load.sync]
+        self._timing.step_planned(output.num_scheduled_tokens.values(), waits=bool(within))
+        for load in within:
+            self._touch(load)
         if self._roles.saves:
             plan.saves = self._planned_saves(output)
         plan.may_reuse = self._may_reuse()
