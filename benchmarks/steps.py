@@ -103,6 +103,7 @@ def _side(config: Config, index: _SilentIndex) -> SchedulerSide:
         bulk=open_bulk(config, NullRecorder()),
         index=index,
         recorder=NullRecorder(),
+        prefetch=lambda *_: 0,
     )
 
 

@@ -106,7 +106,7 @@ def scheduler_side(
     index: Any = None,
     *,
     roles: Mapping[str, Any] | None = None,
-    prefetch: Any = None,
+    prefetch: Any = lambda *_: 0,
     geometry: Geometry = GEOMETRY,
     recorder: MemoryRecorder | None = None,
     may_reuse: Callable[[], bool] = lambda: True,

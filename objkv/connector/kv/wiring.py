@@ -129,8 +129,8 @@ def make_scheduler_side(
     bulk: WriteStore,
     index: WriteIndex,
     recorder: Recorder,
+    prefetch: Prefetch,
     tracing: Tracing = NO_TRACING,
-    prefetch: Prefetch | None = None,
     events: EventLog | None = None,
     may_reuse: Callable[[], bool] = lambda: True,
 ) -> SchedulerSide:
