@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
-from itertools import product
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -24,7 +23,6 @@ from objkv.connector.model.stages import whole_groups
 from objkv.errors import ConfigError
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import token_digest
-from objkv.keys.topology import Topology, pp_layers
 from objkv.ops.size.model import LayerShape, ModelShape
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from tests.connector.kv.hybrid_layout import plain_config
@@ -79,13 +77,6 @@ def of_vllm(
         for r in range(pp_size)
     ]
     return whole, stages
-
-
-def test_layers_are_dealt_to_stages_as_vllm_does() -> None:
-    for layers, pp_size in product(range(1, 130), range(1, 9)):
-        topology = Topology(1, 1, pp_layers(layers, pp_size))
-        ranges = [get_pp_indices(layers, rank, pp_size) for rank in range(pp_size)]
-        assert [topology.layer_range(rank) for rank in range(pp_size)] == ranges
 
 
 @pytest.mark.parametrize("pp_size", range(2, 9))
