@@ -3,7 +3,7 @@
 Read against vLLM 0.31-0.33, ``get_kv_cache_configs`` in ``v1/core/kv_cache_utils.py``.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
 PipelineStages = tuple[tuple[int, ...], ...]
-"""Number of layers of each PP rank, per group. Empty without pipeline parallelism."""
+"""Number of layers of each PP rank, per group."""
 _ONE_STAGE = "run it without the objkv connector, or set pipeline_parallel_size to 1"
 _STATES = frozenset({"linear_attention", "mamba", "mamba2", "conv"})
 """Kinds of layers that keep a state."""
@@ -44,15 +44,16 @@ def whole_groups(
     Raises ``ConfigError`` if the layers of other ranks cannot be derived.
     """
     pp_size = vllm_config.parallel_config.pipeline_parallel_size
-    if pp_size == 1:
-        return list(groups), ()
     total = vllm_config.model_config.get_total_num_hidden_layers()
     ranges = _stages(total, pp_size)
     parted = [list(range(total))]
     if len(groups) > 1:
         parted = _parted(_kinds(vllm_config, total), groups)
     namings, own = _own_layers(groups)
-    if not any(_within(parted, stage) == own for stage in ranges):
+    stages = [
+        [[layer for layer in layers if layer in stage] for layers in parted] for stage in ranges
+    ]
+    if own not in stages:
         raise ConfigError(
             f"objkv cannot derive the layers of other pipeline stages, because vLLM gave one stage "
             f"unexpected layers ({own} of {total}): {_ONE_STAGE}"
@@ -61,10 +62,7 @@ def whole_groups(
         replace(group, layer_names=[naming.format(layer) for layer in layers])
         for group, naming, layers in zip(groups, namings, parted, strict=True)
     ]
-    return whole, tuple(
-        tuple(len([layer for layer in layers if layer in stage]) for stage in ranges)
-        for layers in parted
-    )
+    return whole, tuple(tuple(map(len, layers)) for layers in zip(*stages, strict=True))
 
 
 def _stages(total: int, pp_size: int) -> list[range]:
@@ -79,17 +77,8 @@ def _stages(total: int, pp_size: int) -> list[range]:
     return ranges
 
 
-def _every(interval: int, total: int) -> list[str]:
-    kinds = ("linear_attention", "full_attention")
-    return [kinds[(layer + 1) % interval == 0] for layer in range(total)]
-
-
 def _listed(attention: Iterable[int], total: int) -> list[str]:
     return [("mamba", "attention")[layer in set(attention)] for layer in range(total)]
-
-
-def _kimi(settings: Mapping[str, Any], total: int) -> list[str]:
-    return _listed([layer - 1 for layer in settings["full_attn_layers"]], total)
 
 
 SOURCES: dict[str, Callable[[Any, int], list[str]]] = {
@@ -98,8 +87,10 @@ SOURCES: dict[str, Callable[[Any, int], list[str]]] = {
     "hybrid_override_pattern": lambda value, _: [_LETTERS.get(kind, kind) for kind in value],
     "attn_type_list": lambda value, _: [("linear_attention", "attention")[kind] for kind in value],
     "attn_layer_indices": _listed,
-    "linear_attn_config": _kimi,
-    "full_attention_interval": _every,
+    "linear_attn_config": lambda value, total: _listed(
+        [layer - 1 for layer in value["full_attn_layers"]], total
+    ),
+    "full_attention_interval": lambda value, total: _listed(range(value - 1, total, value), total),
 }
 """Names in a model's configuration that determine the kind of each layer. The first one counts."""
 
@@ -176,7 +167,3 @@ def _own_layers(
             f"number, {sorted(set().union(*found))}: {_ONE_STAGE}"
         )
     return [min(names) for names in found], numbers
-
-
-def _within(parted: list[list[int]], stage: range) -> list[list[int]]:
-    return [[layer for layer in layers if layer in stage] for layers in parted]

@@ -102,11 +102,6 @@ def test_objkv_size_groups_layers_as_vllm_does(mix: str) -> None:
     )
 
 
-def test_without_a_pipeline_groups_are_as_vllm_gives_them() -> None:
-    whole, _ = of_vllm(MIXES["five to one"], 1, naming="strange.{}.0")
-    assert whole_groups(engine(1, [], told=False), whole) == (whole, ())
-
-
 def test_stages_are_as_long_as_the_operator_says_and_have_some_layer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
