@@ -200,6 +200,8 @@ class TrackedRequest:
     usable: "Usable | None" = None
     local: int = 0
     """Number of leading tokens that vLLM had at its last query for a match."""
+    queried: bool = False
+    """Whether vLLM has not allocated blocks since that query."""
     draft_complete: bool = True
     """False after a load without the draft's KV. See ``DraftGaps``."""
     accounted: int = 0

@@ -13,25 +13,31 @@ from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from objkv.cache.lookup import LookupService, Records
+from objkv.cache.admission import AdmissionPolicy
+from objkv.cache.lookup import LookupLimits, LookupService, Records
 from objkv.cache.switch import AdmissionSwitch
 from objkv.config import Config
 from objkv.connector.guard import guarded
+from objkv.connector.kv.coverage import open_coverage
 from objkv.connector.kv.drafts import draft_blanks, matched_end, stored_draft_end
 from objkv.connector.kv.events import EventLog
 from objkv.connector.kv.loads import ReliedLoads
 from objkv.connector.kv.metadata import StepPlan, StepReport
 from objkv.connector.kv.planning import BlockTable, load_moves
+from objkv.connector.kv.request_limits import Prefetch
 from objkv.connector.kv.requests import RequestTracker, TrackedRequest, Usable
 from objkv.connector.kv.saves import BlockTrust, SavePlanner
 from objkv.connector.kv.timing import Timing
 from objkv.connector.model.groups import Geometry
+from objkv.connector.model.weights import open_digests
 from objkv.connector.namespace import ReplicaNamespace
 from objkv.connector.pacing import EmptySteps
+from objkv.connector.wiring import locality
 from objkv.index.base import Shards, WriteIndex
 from objkv.keys.identity import Identity
+from objkv.stores.base import WriteStore
 from objkv.telemetry import Recorder
-from objkv.tracing import Tracing
+from objkv.tracing import NO_TRACING, Tracing
 from objkv.transfer.plan import LoadPlan, SavePlan
 
 if TYPE_CHECKING:
@@ -47,6 +53,8 @@ _MATCH_WAIT_S = 1e-3
 whose lookup is late waits for the next pass, which is a whole step. The wait costs nothing while
 the device computes the step before it, which takes many times longer. All requests share one limit,
 because a burst of them would otherwise use up that time. Their lookups run in parallel anyway."""
+_LOOKUP_AGE_MIN_S = 10.0
+"""Steps may take seconds, and a lookup's answer must stay valid for several of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,78 +72,87 @@ class Roles:
     """Whether an image's identifier depends on its content, so that it is the same everywhere."""
 
 
-class HitCounters:
-    """Counts the source of each token when vLLM allocates blocks to a request: the replica, the hot
-    store, the bulk store, or computation. For the scheduler's thread only."""
+def count_query(recorder: Recorder, tracked: TrackedRequest) -> None:
+    """Count vLLM's query for a match when it allocates blocks to the request: vLLM may repeat a
+    query. The second allocation after a load between steps has no query and is not counted. Source:
+    vLLM 0.31-0.33, ``v1/core/sched/scheduler.py``."""
+    if tracked.queried:
+        tracked.queried = False
+        recorder.count("queries")
+        recorder.count("query_tokens", tracked.request.num_tokens)
+        recorder.count("local_hit_tokens", tracked.local)
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._queried: dict[str, int] = {}
 
-    def queried(self, request_id: str, computed: int) -> None:
-        """Record that vLLM has ``computed`` tokens of a request and queries for the rest. vLLM may
-        repeat a query."""
-        self._queried[request_id] = computed
-
-    def allocated(self, request: "Request") -> None:
-        """Count a query when vLLM allocates blocks to the request. The second allocation after a
-        load between steps has no query and is not counted. Source: vLLM 0.31-0.33,
-        ``v1/core/sched/scheduler.py``."""
-        computed = self._queried.pop(request.request_id, None)
-        if computed is None:
-            return
-        self._recorder.count("queries")
-        self._recorder.count("query_tokens", request.num_tokens)
-        self._recorder.count("local_hit_tokens", computed)
-
-    def planned(self, plan: LoadPlan, start: int, end: int, draft_end: int) -> None:
-        """Count a planned load of tokens ``[start, end)``. ``draft_end``: the end of those whose
-        draft KV is stored."""
-        spans, moves_hot = plan.moves.token_spans, plan.moves.hot
-        chunks = set(spans)
-        # A chunk is only as fast as its slowest group.
-        cold = {span for span, hot in zip(spans, moves_hot, strict=True) if not hot}
-        hot = sum(min(end, last) - max(start, first) for first, last in chunks - cold)
-        self._recorder.count("hits")
-        self._recorder.count("hit_tokens", end - start)
-        self._recorder.count("hit_hot_tokens", hot)
-        self._recorder.count("hit_bulk_tokens", end - start - hot)
-        self._recorder.count("hit_draftless_tokens", end - draft_end)
-
-    def ended(self, request_id: str) -> None:
-        """Forget a request that ended, possibly before vLLM allocated blocks to it."""
-        self._queried.pop(request_id, None)
+def count_load(recorder: Recorder, plan: LoadPlan, span: tuple[int, int], draft_end: int) -> None:
+    """Count a planned load of tokens ``[start, end)`` by the store that has them: the hot store or
+    the bulk store. ``draft_end``: the end of those whose draft KV is stored."""
+    start, end = span
+    spans, moves_hot = plan.moves.token_spans, plan.moves.hot
+    # A chunk is only as fast as its slowest group.
+    cold = {chunk for chunk, hot in zip(spans, moves_hot, strict=True) if not hot}
+    hot = sum(min(end, last) - max(start, first) for first, last in set(spans) - cold)
+    recorder.count("hits")
+    recorder.count("hit_tokens", end - start)
+    recorder.count("hit_hot_tokens", hot)
+    recorder.count("hit_bulk_tokens", end - start - hot)
+    recorder.count("hit_draftless_tokens", end - draft_end)
 
 
 class SchedulerSide:
-    """The scheduler's half of the connector. All methods are called by the scheduler's thread.
-    ``wiring.make_scheduler_side`` makes it."""
+    """The scheduler's half of the connector. All methods are called by the scheduler's thread."""
 
     def __init__(
         self,
         config: Config,
         roles: Roles,
         geometry: Geometry,
+        identity: Identity,
         *,
+        bulk: WriteStore,
         index: WriteIndex,
-        lookups: LookupService,
-        requests: RequestTracker,
-        timing: Timing,
-        namespace: ReplicaNamespace[Identity],
-        switch: AdmissionSwitch,
         recorder: Recorder,
-        tracing: Tracing,
+        prefetch: Prefetch,
+        tracing: Tracing = NO_TRACING,
         events: EventLog | None = None,
         may_reuse: Callable[[], bool] = lambda: True,
     ) -> None:
-        """``events``: if vLLM has KV events enabled. ``may_reuse``: whether the next step may give
-        blocks of running requests to others."""
+        """Stores the identity document. ``switch`` is read once it is started.
+
+        Args:
+            events: the log, if vLLM has KV events enabled.
+            may_reuse: whether the next step may give blocks of running requests to others.
+        """
         self._config, self._roles, self._geometry = config, roles, geometry
-        self._index, self._lookups, self._requests, self._timing = index, lookups, requests, timing
-        self._namespace, self._tracing, self.switch = namespace, tracing, switch
+        self._index, self._recorder, self._tracing = index, recorder, tracing
+        shapes, coverage = open_coverage(config, geometry, index, writes=roles.saves)
+        limits = LookupLimits(
+            config.lookup_deadline_ms / 1000,
+            config.lookup_queue_max,
+            age_max_s=max(config.lookup_ttl_ms / 1000, _LOOKUP_AGE_MIN_S),
+        )
+        fields = sorted(geometry.all_fields())
+        self._lookups = LookupService(shapes, fields, recorder, limits, tracing=tracing)
+        submit = self._lookups.submit
+        self._namespace = ReplicaNamespace(identity, bulk, submit, writes=roles.saves)
+        self._namespace.announce()
+        self.switch = AdmissionSwitch(config.admission, bulk, self._namespace, recorder, submit)
+        self._requests = requests = RequestTracker(
+            geometry,
+            self._lookups,
+            recorder,
+            open_digests(),
+            coverage,
+            locality=locality(config),
+            prefetch=prefetch,
+        )
+        self._timing = Timing(
+            AdmissionPolicy(lambda: self.switch.mode, recorder),
+            geometry,
+            steps_in_flight=roles.steps_in_flight,
+            coverage=coverage,
+        )
         self._trust = BlockTrust(roles.steps_in_flight, ranks=geometry.ranks)
         self._saves = SavePlanner(config, geometry, requests, self._trust, loads=roles.loads)
-        self._hits = HitCounters(recorder)
         self._loads = ReliedLoads(geometry.block_tokens, config.step_load_deadline_ms / 1000)
         self._held, self._sync_loads, self._is_delayed, self._waiting = set[str](), False, False, -1
         steps = EmptySteps(roles.steps_in_flight, has_peers=roles.has_peers)
@@ -180,15 +197,13 @@ class SchedulerSide:
         if tracked is None or tracked.awaited:
             return False
         tracked.awaited = True
-        if self._wait_left_s <= 0 or not (self._timing.steps or self._nothing_runs()):
+        nothing_runs = self._count_waiting() == len(self._requests)
+        if self._wait_left_s <= 0 or not (self._timing.steps or nothing_runs):
             return False
         began = monotonic()
         ended = self._lookups.wait_for(request_id, self._wait_left_s)
         self._wait_left_s -= monotonic() - began
         return ended
-
-    def _nothing_runs(self) -> bool:
-        return self._count_waiting() == len(self._requests)
 
     def _count_waiting(self) -> int:
         if self._waiting < 0:
@@ -197,9 +212,9 @@ class SchedulerSide:
 
     def _match(self, request: "Request", computed: int) -> tuple[int | None, bool]:
         tracked = self._requests.get(request.request_id)
-        self._hits.queried(request.request_id, computed)
         if tracked is None:
             return 0, False
+        tracked.queried = True
         tracked.accounted = tracked.local = computed
         tracked.draft_complete = True
         if not self._may_load(tracked) or computed % self._geometry.block_tokens:
@@ -236,7 +251,7 @@ class SchedulerSide:
     def _plan_load(self, request: "Request", blocks: BlockTable, tokens: int) -> None:
         if tracked := self._requests.get(request.request_id):
             if self._may_load(tracked):
-                self._hits.allocated(request)
+                count_query(self._recorder, tracked)
             self._trust.add(tracked)
             self._saves.add(tracked)
         if tokens == 0:
@@ -261,7 +276,7 @@ class SchedulerSide:
         )
         if plan.blanks:
             self._saves.drafts.lost(tracked, draft_end)
-        self._hits.planned(plan, *span, draft_end)
+        count_load(self._recorder, plan, span, draft_end)
         self._timing.load_planned(plan, tokens)
         self._loads.plan(plan)
 
@@ -366,7 +381,6 @@ class SchedulerSide:
             self.tables_ended.append(blocks[0])
         self._loads.forget(request.request_id)
         self._timing.request_ended(request.request_id)
-        self._hits.ended(request.request_id)
         tracked = self._requests.end(request.request_id)
         return tracked is not None and tracked.saved
 

@@ -13,18 +13,11 @@ from objkv.agent.calls import AgentDocuments, AgentIndex
 from objkv.agent.client import Connect
 from objkv.agent.outbox import AgentSaves, Outbox
 from objkv.assembly.link import AgentLink
-from objkv.cache.admission import AdmissionPolicy
-from objkv.cache.lookup import LookupLimits, LookupService
-from objkv.cache.switch import AdmissionSwitch
 from objkv.codec.payload import payload_bytes_max
 from objkv.config import Config
 from objkv.config.node import host_bytes
-from objkv.connector.kv.coverage import open_coverage
 from objkv.connector.kv.events import EventLog
-from objkv.connector.kv.request_limits import Prefetch
-from objkv.connector.kv.requests import RequestTracker
 from objkv.connector.kv.scheduler import Roles, SchedulerSide
-from objkv.connector.kv.timing import Timing
 from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.model.groups import Geometry
 from objkv.connector.model.identity import (
@@ -36,13 +29,10 @@ from objkv.connector.model.identity import (
     tensor_rank,
 )
 from objkv.connector.model.media import read_quantised
-from objkv.connector.model.weights import open_digests
-from objkv.connector.namespace import ReplicaNamespace
-from objkv.connector.wiring import locality, may_save
+from objkv.connector.wiring import may_save
 from objkv.errors import ConfigError
 from objkv.index.base import WriteIndex
 from objkv.keys.chunk import ChunkKey
-from objkv.keys.identity import Identity
 from objkv.stores.base import WriteStore
 from objkv.telemetry import Recorder
 from objkv.tracing import NO_TRACING, Tracing, open_tracing
@@ -61,8 +51,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = logging.getLogger(__name__)
-_LOOKUP_AGE_MIN_S = 10.0
-"""Steps may take seconds, and a lookup's answer must stay valid for several of them."""
 _PAGE = 4096
 _PINNED_SHARE = 8
 """Divisor: by default all workers of a host take at most this fraction of its memory."""
@@ -102,8 +90,9 @@ def open_scheduler_side(
         has_peers=vllm_config.parallel_config.data_parallel_size > 1,
         media_named=names_media(vllm_config),
     )
-    side = make_scheduler_side(
-        safe_load_mode(vllm_config, geometry, config),
+    config = safe_load_mode(vllm_config, geometry, config)
+    side = SchedulerSide(
+        config,
         roles,
         geometry,
         identity,
@@ -116,75 +105,17 @@ def open_scheduler_side(
         events=events,
         may_reuse=may_reuse,
     )
-    side.switch.start()
-    return side
-
-
-def make_scheduler_side(
-    config: Config,
-    roles: Roles,
-    geometry: Geometry,
-    identity: Identity,
-    *,
-    bulk: WriteStore,
-    index: WriteIndex,
-    recorder: Recorder,
-    prefetch: Prefetch,
-    tracing: Tracing = NO_TRACING,
-    events: EventLog | None = None,
-    may_reuse: Callable[[], bool] = lambda: True,
-) -> SchedulerSide:
-    """Make the scheduler's side without vLLM's configuration, and store the identity document. An
-    operator's switch is read once it is started."""
-    shapes, coverage = open_coverage(config, geometry, index, writes=roles.saves)
-    limits = LookupLimits(
-        config.lookup_deadline_ms / 1000,
-        config.lookup_queue_max,
-        age_max_s=max(config.lookup_ttl_ms / 1000, _LOOKUP_AGE_MIN_S),
-    )
-    fields = sorted(geometry.all_fields())
-    lookups = LookupService(shapes, fields, recorder, limits, tracing=tracing)
-    namespace = ReplicaNamespace(identity, bulk, lookups.submit, writes=roles.saves)
-    namespace.announce()
-    switch = AdmissionSwitch(config.admission, bulk, namespace, recorder, lookups.submit)
-    side = SchedulerSide(
-        config,
-        roles,
-        geometry,
-        index=index,
-        lookups=lookups,
-        requests=RequestTracker(
-            geometry,
-            lookups,
-            recorder,
-            open_digests(),
-            coverage,
-            locality=locality(config),
-            prefetch=prefetch,
-        ),
-        timing=Timing(
-            AdmissionPolicy(lambda: switch.mode, recorder),
-            geometry,
-            steps_in_flight=roles.steps_in_flight,
-            coverage=coverage,
-        ),
-        namespace=namespace,
-        switch=switch,
-        recorder=recorder,
-        tracing=tracing,
-        events=events,
-        may_reuse=may_reuse,
-    )
     public = config.public()
     logger.info(
         "objkv ready model=%s namespace=%s chunk_tokens=%d load_mode=%s bulk=%s index=%s",
         identity.model,
-        namespace.name,
+        side.namespace,
         identity.chunk_tokens,
         config.load_mode,
         public["bulk_url"],
         public["index_url"],
     )
+    side.switch.start()
     return side
 
 
@@ -309,8 +240,6 @@ class Pools:
     save_slabs: int
     save_queue_max: int
     """How many saves may wait, for the device or for a thread."""
-    nbytes_max: int
-    """Limit for all of it."""
 
 
 def plan_pools(
@@ -356,7 +285,7 @@ def plan_pools(
             two_steps,
             slab_bytes,
         )
-    return Pools(slab_bytes, bounce, save, queue_max, nbytes)
+    return Pools(slab_bytes, bounce, save, queue_max)
 
 
 def open_slabs(pools: Pools, pin: Pin | None, fd: int = -1) -> dict[str, SlabPool]:
