@@ -20,8 +20,7 @@ from objkv.config import Config
 from objkv.connector.model.drafts import Draft, has_draft_kv, read_draft
 from objkv.connector.model.groups import DraftGroups, Geometry, read_chunk_tokens, read_group
 from objkv.connector.model.media import encoder_settings, kv_dtype_name, scales_follow_media
-from objkv.connector.model.parts import LayerPart, read_parts
-from objkv.connector.model.stages import PipelineStages, whole_groups
+from objkv.connector.model.parts import LayerPart, PipelineStages, read_parts, whole_groups
 from objkv.connector.model.weights import local_folder, read_draft_weights, read_weights
 from objkv.errors import ConfigError
 from objkv.keys.identity import GroupIdentity, Identity, name_model, sealed_extra
