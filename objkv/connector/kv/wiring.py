@@ -54,9 +54,6 @@ logger = logging.getLogger(__name__)
 _PAGE = 4096
 _PINNED_SHARE = 8
 """Divisor: by default all workers of a host take at most this fraction of its memory."""
-_PINNED_BYTES = 1 << 30
-"""The default limit is at least this, if the host has the memory: payloads of other shapes take a
-share of the limit."""
 _BOUNCE_SLABS = 4
 """Slabs for what a device cannot read in an agent's memory: while some are read, others are
 filled."""
@@ -137,13 +134,14 @@ def open_worker_side(
     """
     for device in {cache.device for cache in kv_caches.values()}:
         use_batched_copies(device)
+    parallel = vllm_config.parallel_config
     rank = Rank(
         tensor_rank(vllm_config),
         writer,
         max(1, vllm_config.max_concurrent_batches),
         writes_early=getattr(vllm_config, "use_v2_model_runner", False),
         pp_rank=pipeline_rank(vllm_config),
-        workers=_workers_here(vllm_config),
+        workers=parallel.world_size * max(1, parallel.data_parallel_size_local),
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         quantised=read_quantised(vllm_config, kv_caches),
     )
@@ -263,15 +261,10 @@ def plan_pools(
     # In each group a step may also complete a chunk that an earlier step began.
     two_steps = 2 * len(groups) * (rank.step_tokens // chunk_tokens + 1)
     queue_max = max(config.save_queue_max, two_steps)
-    save_max = queue_max + 1
-    nbytes = config.pinned_bytes_max
-    if not nbytes:
-        share = host_bytes() // _PINNED_SHARE // rank.workers
-        expected = max(slab_bytes * (bounce + save_max), _PINNED_BYTES)
-        nbytes = min(expected, max(share, 4 * slab_bytes))
-    budget = nbytes // slab_bytes
+    share = host_bytes() // _PINNED_SHARE // rank.workers
+    budget = (config.pinned_bytes_max or max(share, 4 * slab_bytes)) // slab_bytes
     bounce = min(bounce, budget // 4)
-    save = min(save_max, budget - bounce)
+    save = min(queue_max + 1, budget - bounce)
     if save < 1:
         raise ConfigError(
             f"pinned_bytes_max={config.pinned_bytes_max} is less than 4 slabs of {slab_bytes} "
@@ -306,18 +299,6 @@ def open_slabs(pools: Pools, pin: Pin | None, fd: int = -1) -> dict[str, SlabPoo
         ) from exc
 
 
-def _workers_here(vllm_config: "VllmConfig") -> int:
-    """Return how many workers this host may have, those of data-parallel replicas included."""
-    parallel = vllm_config.parallel_config
-    return int(parallel.world_size * max(1, parallel.data_parallel_size_local))
-
-
-def _states(page: int, cache: torch.Tensor) -> int:
-    """Return how many states a block of ``page`` bytes has. Some kernels divide each block."""
-    nbytes = cache[0].numel() * cache.element_size()
-    return int(cache.shape[2]) * max(1, page // nbytes)
-
-
 def read_pages(
     geometry: Geometry,
     ranks: tuple[int, int],
@@ -340,8 +321,9 @@ def read_pages(
                 "connector"
             )
         caches = [kv_caches[name] for name in shape.layers]
-        if (page := geometry.groups[g].page) is not None:
-            shape = replace(shape, block_size=_states(page, caches[0]))
+        if (page := geometry.groups[g].page) is not None:  # some kernels divide each block
+            parts = max(1, page // (caches[0][0].numel() * caches[0].element_size()))
+            shape = replace(shape, block_size=int(caches[0].shape[2]) * parts)
         number = geometry.number(g)
         groups[number] = PagedGroup(shape, caches, quantised)
         check_pages(groups[number], open_lane(groups[number].device))

@@ -42,7 +42,7 @@ class Rank:
     ``v1/worker/gpu/model_runner.py``."""
     pp_rank: int = 0
     workers: int = 1
-    """Number of workers of this engine, all of which may be on one host."""
+    """How many workers this host may have, those of data-parallel replicas included."""
     step_tokens: int = 0
     """Most tokens that a step computes."""
     # Before Python 3.12 a mapping proxy cannot be a dataclass default.
@@ -246,7 +246,7 @@ class WorkerSide:
     def take_report(self) -> StepReport | None:
         """Return the report for the scheduler's side since the last call."""
         report, self._report = self._report, StepReport()
-        return None if report.is_empty() else report
+        return None if report == StepReport() else report
 
     def close(self) -> None:
         """Drain saves within the configured bound, then stop all threads. Idempotent."""
