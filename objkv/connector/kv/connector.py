@@ -7,7 +7,7 @@ is unregistered or the engine shuts down. All these waits have deadlines.
 
 import logging
 import weakref
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NO_MATCH: tuple[int | None, bool] = (0, False)
+_NO_STATS: ObjKVStats | None = None
 
 
 class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
@@ -269,13 +270,11 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         report = self._worker.take_report()
         return report if self._accepted is None else self._accepted.add_to(report)
 
+    @guarded(_NO_STATS)
     def get_kv_connector_stats(self) -> ObjKVStats | None:
         """Return this side's numbers since the last call."""
-        data = guarded(dict[str, Any]())(self._take_numbers)()
+        data: dict[str, Any] = {**self.recorder.drain(), **self.recorder.samples()}
         return ObjKVStats(data=data) if data else None
-
-    def _take_numbers(self) -> dict[str, Any]:
-        return cast("dict[str, Any]", self.recorder.drain() | self.recorder.samples())
 
     @guarded(None)
     def shutdown(self) -> None:

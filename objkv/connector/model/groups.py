@@ -28,7 +28,7 @@ from objkv.errors import ConfigError
 from objkv.keys.chunk import effective_chunk_tokens
 from objkv.keys.identity import GroupIdentity, GroupKind
 from objkv.keys.states import ITEM_BYTES, SplitState, StatePart, StateTensor
-from objkv.keys.topology import RankShard, Topology
+from objkv.keys.topology import Topology
 from objkv.transfer.paging import GroupShape
 
 if TYPE_CHECKING:
@@ -131,14 +131,9 @@ class Geometry:
         )
 
     @property
-    def pp_size(self) -> int:
-        """Number of pipeline stages."""
-        return len(self.stages[0]) if self.stages else 1
-
-    @property
     def ranks(self) -> int:
         """Number of workers."""
-        return self.tp_size * self.pp_size
+        return self.tp_size * (len(self.stages[0]) if self.stages else 1)
 
     @property
     def windowed(self) -> bool:
@@ -164,10 +159,6 @@ class Geometry:
             self.dcp_interleave if self.dcp_size > 1 else 1,
         )
 
-    def rank_shard(self, group: int, tp_rank: int, pp_rank: int = 0) -> RankShard | None:
-        """Return a rank's shard of a group, or None if its stage has no layer of the group."""
-        return self.topology(group).held(pp_rank * self.tp_size + tp_rank)
-
     def fields(self, group: int) -> frozenset[str]:
         """Return the shard fields that the ranks of this replica read and write."""
         if not stored_blocks(self.groups[group], self.chunk_tokens):
@@ -188,7 +179,7 @@ class Geometry:
         rank then ignores the group.
         """
         identity = self.groups[group]
-        share = self.rank_shard(group, tp_rank, pp_rank)
+        share = self.topology(group).held(pp_rank * self.tp_size + tp_rank)
         blocks = stored_blocks(identity, self.chunk_tokens)
         if share is None or not blocks:
             return None

@@ -333,16 +333,8 @@ def _tensor_spans(path: Path) -> list[tuple[int, int]] | None:
         data = sorted((8 + length + int(a), 8 + length + int(b)) for a, b in tensors)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    if not _cover(data, 8 + length, size):
-        return None
+    starts, ends = [start for start, _ in data], [end for _, end in data]
+    if [*starts, size] != [8 + length, *ends] or any(end < start for start, end in data):
+        return None  # not contiguous, as the format requires
     # The header lists every tensor with its dtype and shape, so hash all of it, page by page.
     return [(o, min(o + _PAGE, 8 + length)) for o in range(0, 8 + length, _PAGE)] + data
-
-
-def _cover(spans: Sequence[tuple[int, int]], start: int, end: int) -> bool:
-    """Whether sorted spans are contiguous from ``start`` to ``end``, as the format requires."""
-    for a, b in spans:
-        if a != start or b < a:
-            return False
-        start = b
-    return start == end

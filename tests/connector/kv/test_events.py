@@ -180,9 +180,7 @@ def test_a_group_is_told_once_all_its_shards_are_stored_in_whatever_order(
     for chunk in (0, 1):
         for group in range(len(geometry.groups)):
             for rank in range(geometry.ranks):
-                share = geometry.rank_shard(
-                    group, rank % geometry.tp_size, rank // geometry.tp_size
-                )
+                share = geometry.topology(group).held(rank)
                 if share is not None and share.writes(prefix_hash(chunk)):
                     field = f"{group}.{share.shard}"
                     left.setdefault((chunk, group), set()).add(field)
