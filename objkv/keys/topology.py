@@ -1,9 +1,9 @@
 """Shards: the layers and KV heads that one payload holds, whatever the TP and PP shape."""
 
-import heapq
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 _SHARD = re.compile(
     r"L(0|[1-9][0-9]*)-(0|[1-9][0-9]*)_H(0|[1-9][0-9]*)-(0|[1-9][0-9]*)"
@@ -167,38 +167,19 @@ def _cover_tokens(need: Shard, held: Iterable[Shard]) -> tuple[Part, ...] | None
 
 def _chosen(need: Shard, masks: dict[Shard, int]) -> list[Shard] | None:
     """Return enough of the sources, the best first, or None if all do not suffice."""
-
-    def worth(source: Shard) -> float:
-        cost = _PAYLOADS_PER_NEED * source.cells + need.cells
-        return -(masks[source] & left).bit_count() / cost
-
-    left = _mask(need, need)
-    chosen = []
-    # A source's gain only shrinks, so only the first in line must be computed again.
-    line = [(worth(source), source) for source in masks]
-    heapq.heapify(line)
+    left, chosen = _mask(need, need), list[Shard]()
     while left:
-        if not line:
+        worths = (
+            (-(mask & left).bit_count() / (_PAYLOADS_PER_NEED * source.cells + need.cells), source)
+            for source, mask in masks.items()
+        )
+        worth, source = min(worths, default=(0, need))
+        if not worth:
             return None
-        before, source = heapq.heappop(line)
-        if (now := worth(source)) != before:
-            if now:
-                heapq.heappush(line, (now, source))
-            continue
         chosen.append(source)
         left &= ~masks[source]
-    return _without_superfluous(chosen, masks)
-
-
-def _without_superfluous(chosen: list[Shard], masks: dict[Shard, int]) -> list[Shard]:
-    once = twice = 0
-    for source in chosen:
-        twice |= once & masks[source]
-        once |= masks[source]
-    if not any(masks[source] & ~twice == 0 for source in chosen):
-        return chosen
     kept = list(chosen)
-    for source in reversed(chosen):
+    for source in reversed(chosen):  # drop those that the others make redundant
         others = 0
         for other in kept:
             if other != source:
@@ -222,35 +203,18 @@ def _mask(need: Shard, source: Shard) -> int:
 def _rectangles(need: Shard, mask: int) -> Iterator[Shard]:
     """Yield the cells of a mask as rectangles: consecutive equal rows together, and each run of
     heads."""
-    width = need.head_end - need.head_start
-    layers = need.layer_end - need.layer_start
-    rows = [(mask >> width * layer) & (1 << width) - 1 for layer in range(layers)]
-    start = 0
-    while start < layers:
-        end = start + 1
-        while end < layers and rows[end] == rows[start]:
-            end += 1
-        for first, last in _runs(rows[start]):
+    width, layers = need.head_end - need.head_start, range(need.layer_start, need.layer_end)
+    rows = [mask >> width * place & (1 << width) - 1 for place in range(len(layers))]
+    for row, group in groupby(layers, lambda layer: rows[layer - need.layer_start]):
+        same = list(group)
+        for heads in re.finditer("1+", f"{row:b}"[::-1]):
             yield Shard(
-                need.layer_start + start,
-                need.layer_start + end,
-                need.head_start + first,
-                need.head_start + last,
+                same[0],
+                same[-1] + 1,
+                need.head_start + heads.start(),
+                need.head_start + heads.end(),
                 need.tokens,
             )
-        start = end
-
-
-def _runs(row: int) -> Iterator[tuple[int, int]]:
-    """Yield ``[start, end)`` of each run of ones."""
-    place = 0
-    while row:
-        zeros = (row & -row).bit_length() - 1
-        row >>= zeros
-        ones = (~row & row + 1).bit_length() - 1
-        row >>= ones
-        yield place + zeros, place + zeros + ones
-        place += zeros + ones
 
 
 @dataclass(frozen=True, slots=True)
