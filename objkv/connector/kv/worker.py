@@ -160,14 +160,10 @@ class WorkerSide:
             self._tainted_steps -= 1
             dropped = {(s.request_id, m.move.chunk) for s in plan.saves for m in s.moves}
         else:
-            dropped = self._gather(plan)
+            dropped = guarded(set[tuple[str, int]]())(self._saver.gather)(plan.saves)
         if self._rank.writes_early and plan.may_reuse:
             self._fence()  # this model runner writes to blocks before ``before_reuse``
         self._report.dropped |= dropped
-
-    @guarded(set[tuple[str, int]]())
-    def _gather(self, plan: StepPlan) -> set[tuple[str, int]]:
-        return self._saver.gather(plan.saves)
 
     def before_reuse(self, plan: StepPlan) -> None:
         """Make computing wait until saves have read those blocks that this step may write. Others
@@ -195,7 +191,8 @@ class WorkerSide:
         self._end_requests(plan, finished)
         self._take_loads(plan)
         self._sent &= plan.held
-        sent = {r for r in plan.held - self._sent if self._left_device(r)}
+        left_device = guarded(False)(self._saver.left_device)  # else requests keep their blocks
+        sent = {r for r in plan.held - self._sent if left_device(r)}
         self._sent |= sent
         received, failed = self._received, self._failed
         self._received, self._failed = set(), set()
@@ -209,10 +206,6 @@ class WorkerSide:
             self._loader.cancel(request_id, request_ended=True)
             if request_id not in plan.held:
                 self._saver.forget(request_id)
-
-    @guarded(False)  # the request keeps its blocks, until it can be polled
-    def _left_device(self, request_id: str) -> bool:
-        return self._saver.left_device(request_id)
 
     @guarded(None)
     def _take_loads(self, plan: StepPlan) -> None:
@@ -263,7 +256,11 @@ class WorkerSide:
             return
         failed, self._in_layers, self._layers_failed = self._layers_failed, False, False
         try:
-            self._settle_layers()
+            for outcome in self._loader.take_finished(sync=True):
+                self._note(outcome)
+                self._failed_blocks |= outcome.failed_blocks
+                if outcome.failed:
+                    self._tainted_steps = self._rank.batches_in_flight
         except Exception:
             logger.exception("loads not settled, recomputing them")
             failed = True
@@ -271,13 +268,6 @@ class WorkerSide:
             if failed and load.sync:  # vLLM relies on these blocks: report that they failed
                 self._loader.cancel(load.request_id)
                 self._lose(_all_of(load))
-
-    def _settle_layers(self) -> None:
-        for outcome in self._loader.take_finished(sync=True):
-            self._note(outcome)
-            self._failed_blocks |= outcome.failed_blocks
-            if outcome.failed:
-                self._tainted_steps = self._rank.batches_in_flight
 
     def _lose(self, load: LostLoad) -> None:
         if not load.sync:
