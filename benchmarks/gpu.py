@@ -286,7 +286,7 @@ class Rig:
         self._timed.events, self._store.saved = [], []
         self._note("forward save", self._processor_s(lambda: self._worker.end_forward(plan)))
         held = StepPlan(held=frozenset({name}))
-        self._wait(lambda: name in self._worker.results(held, set()).sent)
+        self._wait(lambda: name in self._worker.results(held, set()).finished_sending)
         report = self._worker.take_report()
         assert report is None or not report.dropped, "saves were dropped"
         seconds = self._timed.seconds()
@@ -361,7 +361,7 @@ class Rig:
 
     def _take_loads(self) -> None:
         began = time.thread_time()
-        received = self._worker.results(_NO_TRANSFERS, set()).received
+        received = self._worker.results(_NO_TRANSFERS, set()).finished_recving
         self._results_s = time.thread_time() - began
         for name in received:
             self._latencies.append(time.perf_counter() - self._started.pop(name))

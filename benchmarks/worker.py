@@ -106,7 +106,7 @@ class Side:
 
     def ended(self) -> bool:
         """Whether a load was reported."""
-        received = bool(self.worker.results(NOTHING, set()).received)
+        received = bool(self.worker.results(NOTHING, set()).finished_recving)
         assert not self.worker.take_failed_blocks(), "a load failed"
         return received
 

@@ -77,7 +77,7 @@ class ReplicaNamespace(Generic[IdentityT]):
         """
         self.open = clean
         if not clean:
-            self._log_closed()
+            logger.warning("cache not reset, blocks in use: loading and saving nothing until it is")
             return False
         extra = {**dict(self.identity.extra), "reset": secrets.token_hex(8)}
         self.identity = replace(
@@ -91,6 +91,3 @@ class ReplicaNamespace(Generic[IdentityT]):
         )
         self.announce()
         return True
-
-    def _log_closed(self) -> None:
-        logger.warning("cache not reset, blocks in use: loading and saving nothing until it is")

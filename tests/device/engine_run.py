@@ -160,7 +160,8 @@ class Engine:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
         from vllm.v1.worker import gpu_model_runner as runner
 
-        from objkv.connector.kv import ObjKVConnector, wiring
+        from objkv.connector import ObjKVConnector
+        from objkv.connector.kv import wiring
 
         self.cache = Cache()
         self.witness = Witness(self.cache)
@@ -276,7 +277,7 @@ def _arguments(agent: AgentProcess) -> dict[str, Any]:
     transfer = {
         "kv_connector": "ObjKVConnector",
         "kv_role": "kv_both",
-        "kv_connector_module_path": "objkv.connector.kv",
+        "kv_connector_module_path": "objkv.connector",
         "kv_connector_extra_config": extra,
         "kv_load_failure_policy": "recompute",
     }

@@ -312,9 +312,9 @@ class Engine:
         side.take_report()
         self.compute_passes(tokens)
         self._settle(failed)
-        for name in results.received:
+        for name in results.finished_recving:
             self._received(self.requests[name], failed)
-        for name in results.sent:
+        for name in results.finished_sending:
             self._held.discard(name)
             self._release(self.requests.pop(name))
 

@@ -106,11 +106,10 @@ class ShapedRank(Worker):
             shape.tp,
             model.heads,
             (model.layers // shape.pp,) * shape.pp,
-            shape.block_tokens,
             shape.dcp,
             shape.interleave,
         )
-        cut = topology.held(topology.rank(pp_rank, tp_rank))
+        cut = topology.held(pp_rank * shape.tp + tp_rank)
         assert cut is not None
         self.rank = cut
         self.heads = range(cut.shard.head_start, cut.shard.head_end)

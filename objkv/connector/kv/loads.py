@@ -6,10 +6,11 @@ cannot be planned, the workers report that it failed. Source: vLLM 0.31-0.33, ``
 ``_update_from_kv_xfer_finished`` in ``v1/core/sched/scheduler.py``.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from time import monotonic
 
-from objkv.connector.kv.metadata import LostLoad
+from objkv.connector.kv.metadata import LostLoad, StepReport
 from objkv.connector.kv.planning import BlockTable
 from objkv.transfer.plan import LoadPlan
 
@@ -26,16 +27,30 @@ class _Promise:
 
 
 class ReliedLoads:
-    """For the scheduler's thread only. No method raises."""
+    """For the scheduler's thread only. No method raises.
 
-    def __init__(self, block_tokens: int) -> None:
-        """``block_tokens``: tokens per block, if there is only one group."""
-        self._block_tokens = block_tokens
+    A load within the step to which no store answers blocks every request of the replica until its
+    deadline. A circuit breaker alone does not help: it lets a probe through every few seconds, and
+    the model would wait for each one. A load between steps blocks only its own request. After such
+    a load, all loads are therefore to be of that kind, until one succeeds within the time that a
+    step would wait.
+    """
+
+    def __init__(
+        self, block_tokens: int, bound_s: float, *, clock: Callable[[], float] = monotonic
+    ) -> None:
+        """``block_tokens``: tokens per block, if there is only one group. ``bound_s``: how long the
+        forward pass waits for a load within the step."""
+        self._block_tokens, self._bound_s, self._clock = block_tokens, bound_s, clock
         self._promises: dict[str, _Promise] = {}
         self._planned: dict[str, LoadPlan] = {}
         self._lost: dict[str, LostLoad] = {}
         self._awaited: set[str] = set()
-        self._started: dict[str, LoadPlan] = {}
+        self._started: dict[str, tuple[LoadPlan, float]] = {}
+        """Loads between steps, and when they were sent."""
+        self._within: frozenset[str] = frozenset()
+        self.may_sync = True
+        """Whether loads within the step may be planned."""
 
     def __contains__(self, request_id: str) -> bool:
         """Whether a load of this request is planned or awaited by vLLM."""
@@ -74,18 +89,26 @@ class ReliedLoads:
         """Return the loads since the last call, for the plan of a step: planned and lost ones."""
         loads, lost = tuple(self._planned.values()), tuple(self._lost.values())
         self._planned, self._lost = {}, {}
-        self._started |= {load.request_id: load for load in loads if not load.sync}
+        now = self._clock()
+        self._within = frozenset(load.request_id for load in loads if load.sync)
+        self._started |= {load.request_id: (load, now) for load in loads if not load.sync}
         self._awaited.update(load.request_id for load in loads if not load.sync)
         self._awaited.update(load.request_id for load in lost if not load.sync)
         return loads, lost
 
-    def failed(self, request_id: str) -> None:
-        """Record that a load failed on a worker. Others may still be loading."""
-        self._started.pop(request_id, None)
+    def reported(self, report: StepReport) -> None:
+        """Record the loads that failed on some worker. Others may still be loading. A refused or
+        missing payload means that the store answered."""
+        for request_id in report.failed:
+            self._started.pop(request_id, None)
+        if not report.rejected and self._within & report.failed:
+            self.may_sync = False
 
     def received(self, request_ids: Iterable[str]) -> list[LoadPlan]:
         """Record that loads between steps ended on all workers. Returns those that succeeded."""
         ended = list(request_ids)
         self._awaited.difference_update(ended)
-        plans = (self._started.pop(request_id, None) for request_id in ended)
-        return [plan for plan in plans if plan is not None]
+        succeeded = [self._started.pop(name) for name in ended if name in self._started]
+        if any(self._clock() - sent_at < self._bound_s for _, sent_at in succeeded):
+            self.may_sync = True
+        return [plan for plan, _ in succeeded]

@@ -25,10 +25,14 @@ from objkv.connector.model.drafts import WITHOUT_KV
 from objkv.connector.model.identity import (
     further_settings,
     names_media,
-    read_draft_weights,
 )
 from objkv.connector.model.media import kv_dtype_name
-from objkv.connector.model.weights import local_folder, model_digest, read_weights
+from objkv.connector.model.weights import (
+    local_folder,
+    model_digest,
+    read_draft_weights,
+    read_weights,
+)
 from objkv.connector.tier.rows import RowForm
 from objkv.errors import ConfigError
 from objkv.keys.identity import (

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from objkv.cache.lookup import LookupLimits, LookupService
+from objkv.connector.kv.coverage import Coverage
 from objkv.connector.kv.requests import RequestHashes, RequestTracker, TrackedRequest
 from objkv.index.base import ChunkEntry
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
@@ -116,9 +117,21 @@ def lookups(index: MemoryIndex) -> Iterator[LookupService]:
     service.close()
 
 
+def tracker_of(lookups: LookupService) -> RequestTracker:
+    return RequestTracker(
+        GEOMETRY,
+        lookups,
+        MemoryRecorder(),
+        None,
+        Coverage(GEOMETRY),
+        locality="REMOTE",
+        prefetch=lambda *_: 0,
+    )
+
+
 @pytest.fixture
 def tracker(lookups: LookupService) -> RequestTracker:
-    return RequestTracker(GEOMETRY, lookups, MemoryRecorder())
+    return tracker_of(lookups)
 
 
 def looked_up(tracker: RequestTracker, one: Any) -> TrackedRequest:
@@ -194,7 +207,7 @@ def test_a_request_waits_for_an_adapter_no_longer_than_for_a_lookup() -> None:
     clock, limits = ManualClock(), LookupLimits(0.5, queue_max=8)
     lookups = LookupService(MemoryIndex(), [FIELD], MemoryRecorder(), limits, clock=clock)
     cast("Any", lookups).submit = lambda _job: True
-    tracker = RequestTracker(GEOMETRY, lookups, MemoryRecorder())
+    tracker = tracker_of(lookups)
     tracked = tracker.add(request(lora_request=adapter()), NAMESPACE)
     assert tracker.records(tracked) is None
     clock.advance(0.6)

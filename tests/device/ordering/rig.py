@@ -35,7 +35,7 @@ from objkv.codec.payload import (
 )
 from objkv.config import load_config
 from objkv.connector.kv.metadata import StepPlan
-from objkv.connector.kv.worker import Rank, Transfers, WorkerSide
+from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.model.groups import Geometry
 from objkv.errors import TransferError
 from objkv.index.base import ShardRecord
@@ -183,7 +183,9 @@ class OrderRig:
             self.geometry,
             Rank(0, "rig", 1, writes_early=self.setup.writes_early),
             {0: self.pages},
-            transfers=Transfers(self.loader, self.saver, self._target),
+            loader=self.loader,
+            saver=self.saver,
+            target=self._target,
             tracing=NO_TRACING,
         )
 
@@ -319,8 +321,8 @@ class OrderRig:
     def report(self, plan: StepPlan, finished: Collection[str] = ()) -> None:
         """Let the worker report what ended."""
         results = self.worker.results(plan, set(finished))
-        self._received |= results.received
-        self._sent |= results.sent
+        self._received |= results.finished_recving
+        self._sent |= results.finished_sending
 
     def step(self, plan: StepPlan, forward: Callable[[], object] = lambda: None) -> None:
         """Run a step whose loads are for later steps. They start after the forward pass was
