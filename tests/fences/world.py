@@ -39,7 +39,7 @@ from objkv.stores.base import PruneStore
 from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
-from objkv.transfer.loading import loader, loads
+from objkv.transfer.loading import loader
 from objkv.transfer.loading.loader import Loader
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.registration import DeviceFrames
@@ -501,7 +501,7 @@ class Engine:
                 (wiring, "Loader", self._open_loader),
                 (wiring, "SlabPool", WatchedPool),
                 (wiring, "AgentSaves", self._open_saves),
-                (loads, "PayloadLayouts", partial(WatchedLayouts, self.hands)),
+                (loader, "PayloadLayouts", partial(WatchedLayouts, self.hands)),
             ):
                 stack.enter_context(patch.object(module, name, value))
             side = make_worker_side(

@@ -26,10 +26,8 @@ from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 from objkv.tracing import NO_TRACING, Tracing
 from objkv.transfer.devices import driver_of, open_lane
-from objkv.transfer.lanes import BlockRuns, HostLane, Lane, PagedLayers, Pages, Recast
-from objkv.transfer.loading.arena_lane import ArenaLane
-from objkv.transfer.loading.loader import WINDOW, Loader
-from objkv.transfer.loading.loads import LoadLimits
+from objkv.transfer.lanes import ArenaLane, BlockRuns, HostLane, Lane, PagedLayers, Pages, Recast
+from objkv.transfer.loading.loader import WINDOW, Loader, LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.registration import DeviceFrames

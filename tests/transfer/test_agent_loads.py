@@ -12,8 +12,8 @@ from objkv.agent.client import AgentConnection
 from objkv.agent.residents import Residents
 from objkv.background import Alarm
 from objkv.errors import StoreUnavailable, TransferError
+from objkv.transfer import lanes
 from objkv.transfer.lanes import Lane
-from objkv.transfer.loading import arena_lane
 from objkv.transfer.loading import loader as module
 from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.plan import LoadMove, LoadPlan
@@ -247,9 +247,9 @@ def test_where_copies_wait_for_the_interpreter_the_rest_is_read_at_once(
         reads.append(len(buffers))
         return preadv(fd, buffers, offset)
 
-    monkeypatch.setattr(arena_lane, "_WAITED_S", -1.0)
-    monkeypatch.setattr(arena_lane, "_PIECES_MAX", pieces)
-    monkeypatch.setattr(arena_lane.os, "preadv", counted)
+    monkeypatch.setattr(lanes, "_WAITED_S", -1.0)
+    monkeypatch.setattr(lanes, "_PIECES_MAX", pieces)
+    monkeypatch.setattr(lanes.os, "preadv", counted)
     assert not world.reader.load(range(4), 1).failed_blocks
     assert world.right()
     assert reads == ([2] * 4 if pieces > 1 else []), "all layers but the first"

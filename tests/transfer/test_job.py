@@ -33,7 +33,7 @@ def job_of(clock: ManualClock, *, sync: bool, chunks: int = 1) -> LoadJob:
 
 def write_all_layers(job: LoadJob) -> None:
     job.leave(0, range(LAYERS), LANE, HostMark())
-    job.done(0)
+    job.done(0, 0)
 
 
 def test_a_layer_that_was_computed_without_its_blocks_counts_as_not_loaded() -> None:
@@ -84,7 +84,7 @@ def test_a_move_of_which_a_layer_is_missing_is_not_loaded() -> None:
     job = job_of(ManualClock(), sync=True)
     assert job.enter(0)
     job.leave(0, range(1, 2), LANE, HostMark())
-    job.done(0)
+    job.done(0, 0)
     assert job.is_over()
     assert job.close().failed_blocks == {3, 4}
 
@@ -124,7 +124,7 @@ def test_what_a_lane_could_not_mark_was_not_written() -> None:
     job = job_of(ManualClock(), sync=False)
     assert job.enter(0)
     job.leave(0, range(LAYERS), LANE, None)
-    job.done(0)
+    job.done(0, 0)
     assert job.close().failed_blocks == {3, 4}
 
 
@@ -174,7 +174,7 @@ def test_within_a_step_the_compute_stream_waits_for_copies_and_the_forward_threa
     job, mark = job_of(ManualClock(), sync=True), HungMark()
     assert job.enter(0)
     job.leave(0, range(LAYERS), LANE, mark)
-    job.done(0)
+    job.done(0, 0)
     assert not job.close().failed
     assert mark.is_held
 
@@ -183,14 +183,14 @@ def test_an_outcome_tells_when_the_first_and_the_last_bytes_came() -> None:
     nothing = job_of(ManualClock(), sync=False).close()
     assert (nothing.nbytes, nothing.seconds, nothing.first_s) == (0, 0.0, None)
     clock = ManualClock()
-    job = job_of(clock, sync=False)
+    job = job_of(clock, sync=False, chunks=2)
     clock.advance(1.0)
     job.began()
     clock.advance(0.5)
     job.began()
-    job.came(1000)
+    job.done(0, 1000)
     clock.advance(0.25)
-    job.came(500)
+    job.done(1, 500)
     clock.advance(2.0)
     outcome = job.close()
     assert (outcome.nbytes, outcome.seconds, outcome.first_s) == (1500, 1.75, 1.0)

@@ -14,7 +14,7 @@ from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity
 from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
-from objkv.transfer.loading import loads
+from objkv.transfer.loading import loader as module
 from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.plan import LoadOutcome
 from tests.contracts.clock import ManualClock
@@ -135,7 +135,7 @@ def test_closing_waits_once_for_a_device_that_hangs_and_not_for_each_load(
         return close(job, seconds)
 
     monkeypatch.setattr(LoadJob, "close", watched)
-    monkeypatch.setattr(loads, "_COPIES_S", 0.01)
+    monkeypatch.setattr(module, "_COPIES_S", 0.01)
     replica.loader.close()
     assert len(waits) == 2
     assert waits[1] == 0.0

@@ -15,8 +15,7 @@ from objkv.index.base import ChunkEntry
 from objkv.index.memory import MemoryIndex
 from objkv.keys.topology import Part
 from objkv.stores.memory import MemoryStore
-from objkv.transfer import sources
-from objkv.transfer.loading import arena_lane
+from objkv.transfer import lanes, sources
 from objkv.transfer.plan import LoadPlan
 from objkv.transfer.sources import PayloadLayout
 from tests.support.device import ON_HOST
@@ -109,7 +108,7 @@ def test_any_physical_order_reads_any_other(writer: str, reader: str) -> None:
 def test_copies_that_wait_for_the_interpreter_are_right_in_any_order(
     reader: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arena_lane, "_WAITED_S", -1e9)
+    monkeypatch.setattr(lanes, "_WAITED_S", -1e9)
     all_loaded(MODEL, ShapeOfReplica(), ShapeOfReplica(layout=reader))
 
 

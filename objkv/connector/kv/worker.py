@@ -20,7 +20,7 @@ from objkv.connector.model.groups import Geometry
 from objkv.connector.pacing import EMPTY_STEP_S
 from objkv.tracing import Tracing
 from objkv.transfer.lanes import Mark
-from objkv.transfer.loading.loads import Loads
+from objkv.transfer.loading.loader import Loader
 from objkv.transfer.paging import NOT_QUANTISED, PagedGroup, Quantised
 from objkv.transfer.plan import LoadOutcome, LoadPlan
 from objkv.transfer.saver import Saver
@@ -60,7 +60,7 @@ class SaveEnd(Protocol):
 class Transfers:
     """A worker's loads and saves."""
 
-    loader: Loads
+    loader: Loader
     saver: Saver
     target: SaveEnd
 
@@ -108,7 +108,7 @@ class WorkerSide:
         self._pid = getpid()
 
     @property
-    def loads(self) -> Loads:
+    def loads(self) -> Loader:
         """Its loads, for who watches them."""
         return self._loader
 

@@ -1,5 +1,4 @@
-"""One load in progress: which moves succeeded or failed, the fence around its blocks, and what
-writes them inside it.
+"""One load in progress: which moves succeeded or failed, and the fence around its blocks.
 
 The fence guarantees that this job writes into blocks only between ``enter`` and ``leave``, and that
 no copy is left when ``poll`` or ``close`` has returned the outcome. Blocks may be reused from then
@@ -11,15 +10,10 @@ import math
 from collections.abc import Callable, Sequence
 from threading import Condition
 from time import monotonic, sleep
-from typing import Any
 
-from objkv.codec.payload import Claim
-from objkv.errors import TransferError
-from objkv.keys.chunk import ChunkKey
 from objkv.tracing import NO_SPAN, Span
 from objkv.transfer.lanes import Lane, Mark
-from objkv.transfer.plan import LoadMove, LoadOutcome, LoadPlan
-from objkv.transfer.sources import PayloadLayout
+from objkv.transfer.plan import LoadOutcome, LoadPlan
 
 logger = logging.getLogger(__name__)
 _LOOK_S = 1e-3
@@ -28,12 +22,6 @@ _LOOK_S = 1e-3
 class LoadJob:
     """State of one plan on one worker. Thread-safe."""
 
-    request_ended = False
-    """Whether nothing waits for the load any more, so that it cannot fail."""
-    _failed_chunk: int | None = None
-    _nbytes = 0
-    _first: float | None = None
-
     def __init__(
         self,
         plan: LoadPlan,
@@ -41,6 +29,7 @@ class LoadJob:
         deadline: float,
         clock: Callable[[], float],
         after: Mark | None = None,
+        span: Span = NO_SPAN,
     ) -> None:
         """``filled``: the rank's layers that each move fills. ``after``: a mark of the compute
         stream that copies must follow, because earlier kernels may use these blocks."""
@@ -49,7 +38,9 @@ class LoadJob:
         self.deadline = deadline
         """Time on ``clock``. Everything not loaded by then is a miss."""
         self.started = clock()
-        self.span: Span = NO_SPAN
+        self.span = span
+        self.request_ended = False
+        """Whether nothing waits for the load any more, so that it cannot fail."""
         self._clock = clock
         self._changed = Condition()
         self._awaited: list[Callable[[], bool]] = []
@@ -60,8 +51,10 @@ class LoadJob:
         self._marks: dict[tuple[int, int], dict[Lane, Mark]] = {}
         self._last_marks: dict[Lane, Mark] = {}
         self._rejected: set[tuple[str, bytes]] = set()
+        self._failed_chunk: int | None = None
         self._writing, self._closed = 0, False
-        self._last = self.started
+        self._nbytes, self._last = 0, self.started
+        self._first: float | None = None
 
     # The columns of a load that succeeds are never read: its forward thread has no time for them.
 
@@ -84,12 +77,6 @@ class LoadJob:
             with self._changed:
                 if self._first is None:
                     self._first = self._clock()
-
-    def came(self, nbytes: int) -> None:
-        """Record that one get has ended after ``nbytes``."""
-        with self._changed:
-            self._nbytes += nbytes
-            self._last = self._clock()
 
     def enter(self, index: int) -> bool:
         """Request permission to write move ``index`` into its blocks. After True the caller must
@@ -114,26 +101,25 @@ class LoadJob:
                         self._marks.setdefault((group, layer), {})[lane] = mark
             self._wake()
 
-    def done(self, index: int) -> None:
-        """Record that move ``index`` is verified and was given to the lane. It has succeeded if all
-        its layers are in their blocks."""
+    def done(self, index: int, nbytes: int) -> bool:
+        """Record that move ``index``, ``nbytes`` as stored, is verified and was given to the lane.
+        It has succeeded if all its layers are in their blocks. Returns whether the load is over."""
         with self._changed:
-            if index not in self._unfinished:
-                return
+            self._nbytes += nbytes
+            self._last = self._clock()
             if self._missing(index):
                 self._fail_from(self._chunks[index])
-            self._unfinished.discard(index)
-            self._wake()
+            return self._end(index)
 
-    def fail(self, index: int, *, rejected: bool) -> None:
-        """Record that move ``index`` failed. All later chunks fail with it."""
+    def fail(self, index: int, *, rejected: bool) -> bool:
+        """Record that move ``index`` failed. All later chunks fail with it. Returns whether the
+        load is over."""
         with self._changed:
             self._fail_from(self._chunks[index])
             if rejected:
                 prefix_hash = self.plan.moves[index].move.prefix_hash
                 self._rejected.add((self.plan.namespace, prefix_hash))
-            self._unfinished.discard(index)
-            self._wake()
+            return self._end(index)
 
     def fail_all(self) -> None:
         """Record that every move failed. A plan may have none, on a rank without layers of it."""
@@ -150,7 +136,7 @@ class LoadJob:
         """Whether every move that is still needed has succeeded or failed, or the deadline has
         passed."""
         with self._changed:
-            return self._closed or not self._is_needed()
+            return not self._is_needed()
 
     def wait_over(self) -> None:
         """Block until every move that is still needed has succeeded or failed, or the deadline
@@ -165,10 +151,9 @@ class LoadJob:
         A move that lacks the layer by then has failed, because the layer is computed without it,
         even if a write in progress still completes.
         """
-        moves = [i for i, own in enumerate(self._groups) if own == group]
         with self._changed:
             self._wait_while(lambda i: self._lacks(i, group, layer))
-            for i in moves:
+            for i in range(len(self._groups)):
                 if self._lacks(i, group, layer):
                     self._fail_from(self._chunks[i])
             return list(self._marks.get((group, layer), {}).values())
@@ -177,7 +162,7 @@ class LoadJob:
         """Return the outcome if the load is over and none of its copies is left. Never waits. After
         the first call on a load that is over, nothing more is written."""
         with self._changed:
-            if not self._closed and self._is_needed():
+            if self._is_needed():
                 return None
             self._closed = True
             if self._writing:
@@ -222,12 +207,11 @@ class LoadJob:
             error = f"{failed} blocks are computed instead"
             if self.request_ended:
                 error = "the request ended first"
-        chunks = len(set(self._chunks))
         span, self.span = self.span, NO_SPAN
         span.end(
             error,
             namespace=self.plan.namespace,
-            chunks=chunks,
+            chunks=len(set(self._chunks)),
             bytes=outcome.nbytes,
             failed_blocks=failed,
             within_step=self.plan.sync,
@@ -249,16 +233,13 @@ class LoadJob:
         Checks the moves one after another, because a move that is no longer lacking or no longer
         needed stays so. Checking all of them after each write would take quadratic time.
         """
-        for i in sorted(
-            self._unfinished, reverse=True
-        ):  # usually the last is written last: one wake-up
+        # Usually the last is written last: one wake-up.
+        for i in sorted(self._unfinished, reverse=True):
 
             def is_settled(i: int = i) -> bool:
-                if i not in self._unfinished or not self._wanted(i):
-                    return True
-                return not lacking(i)
+                return i not in self._unfinished or not self._wanted(i) or not lacking(i)
 
-            if not is_settled() and not self._wait_for(is_settled, until=lambda: self.deadline):
+            if not self._wait_for(is_settled, until=lambda: self.deadline):
                 return
 
     def _wait_for(
@@ -278,6 +259,11 @@ class LoadJob:
             return True
         finally:
             self._awaited.remove(holds)
+
+    def _end(self, index: int) -> bool:
+        self._unfinished.discard(index)
+        self._wake()
+        return not self._is_needed()
 
     def _wake(self) -> None:
         """Wake the waiting threads if the condition of one of them holds."""
@@ -312,66 +298,6 @@ class LoadJob:
         if self._failed_chunk is not None:
             chunks.append(self._failed_chunk)
         return self.plan.moves.blocks_from(min(chunks)) if chunks else frozenset()
-
-
-class UnwantedError(TransferError):
-    """The bytes are no longer needed: the job was closed, or an earlier chunk failed."""
-
-
-class CopyUnknownError(TransferError):
-    """The device failed, and nothing shows until when it reads the frames."""
-
-
-class BlockWriter:
-    """Belongs to one thread. Frames must stay alive and unchanged until ``mark`` is done."""
-
-    mark: Mark | None = None
-    """A mark after all copies so far; None if there are none."""
-    _placed: Any = None
-
-    def __init__(self, job: LoadJob, index: int, load: LoadMove, lane: Lane) -> None:
-        """``load``: move ``index`` of the job's plan."""
-        self._job, self._index, self._load, self._lane = job, index, load, lane
-
-    def write(self, source: PayloadLayout, span: range, memory: memoryview) -> None:
-        """Submit frames to the lane.
-
-        Raises ``UnwantedError`` if the job allows no more writes, and ``CopyUnknownError`` if the
-        memory of the frames may never be reused.
-
-        Args:
-            source: the layout of the payload.
-            span: all frames of the payload that were verified since the last call.
-            memory: the raw bytes of those that are in ``source.frames``, one after another.
-        """
-        first, end = max(span.start, source.frames.start), min(span.stop, source.frames.stop)
-        job, index, lane = self._job, self._index, self._lane
-        if not job.enter(index):
-            raise UnwantedError("the load was given up")
-        mark, layers = None, range(0)
-        try:
-            if first < end:
-                if self._placed is None:
-                    if job.after is not None:
-                        lane.follow(job.after)
-                    self._placed = source.place(lane, self._load.move)
-                source.scatter(lane, range(first, end), memory, self._load.move, self._placed)
-            layers = source.fills(span)
-        finally:
-            try:
-                if first < end:
-                    self.mark = mark = lane.mark()  # also after a fault: work may be submitted
-            except Exception as exc:
-                raise CopyUnknownError(f"the device failed: {exc}") from exc
-            finally:  # closing the job waits for this call
-                job.leave(index, layers, lane, mark)
-
-
-def claim_of(namespace: str, load: LoadMove, source: PayloadLayout) -> Claim:
-    """Return the claim of the payload that this rank must read for a move."""
-    move = load.move
-    key = ChunkKey(namespace, move.prefix_hash, move.group, source.shard)
-    return Claim(key, move.parent_hash, move.token_start, move.token_end)
 
 
 def _bits(layers: range) -> int:
