@@ -8,11 +8,8 @@
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Final
-
-import xxhash
 
 from objkv.codec.compress import CODECS, Buffer
 from objkv.codec.seal import Seal, read_marks, seal_metadata
@@ -38,6 +35,7 @@ from objkv.codec.values import (
     Marks,
     Provenance,
     VerifiedText,
+    digest,
     is_scales,
 )
 from objkv.errors import PayloadError
@@ -226,12 +224,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def digest(content: Buffer) -> str:
-    """Return the checksum used everywhere in a payload: xxh3_128 (seed 0), canonical, as 32 hex
-    digits."""
-    return xxhash.xxh3_128_hexdigest(content)
-
-
 def render(
     claim: Claim,
     frames: Sequence[Frame],
@@ -310,14 +302,8 @@ def parse(payload: memoryview, seal: Seal | None = None) -> Header:
     Raises ``PayloadError`` unless ``render`` could have written the header, and unless it is sealed
     as ``seal`` requires.
     """
-    text = verified_text(payload, seal)
-    return opened(parse_verified(text), seal)
-
-
-def opened(header: Header, seal: Seal | None) -> Header:
-    """Return ``header``, whose text was verified with ``seal``, with the means to verify its
-    frames. Raises ``PayloadError`` if it is not sealed as ``seal`` requires."""
-    return header if seal is None else replace(header, opened=seal.open(header))
+    header = parse_verified(verified_text(payload, seal))
+    return header if seal is None else seal.open(header)
 
 
 def verified_text(payload: memoryview, seal: Seal | None = None) -> VerifiedText:

@@ -21,14 +21,12 @@ from objkv.codec.header import (
     bytes_max,
     claim_values,
     finished,
-    opened,
     parse_verified,
     provenance_values,
     render,
     verified_text,
 )
-from objkv.codec.seal import KEY_ID, Seal, seal_metadata
-from objkv.codec.sealing import Sealing
+from objkv.codec.seal import KEY_ID, Seal, Sealing, seal_metadata
 from objkv.codec.values import (
     CHECKSUM_END,
     ENCRYPTED,
@@ -111,7 +109,6 @@ class Form:
         self._fixed = tuple(tail.split(_ANY.encode(), self._holes * len(layers)))
         places = "32s".join(f"{len(piece)}s" for piece in self._fixed)
         self._tail = struct.Struct(f"={places}")
-        self._template = self._template_of(tail)
         starts = range(0, 32 * self._holes * len(layers), 32 * self._holes)
         self._checksums = [slice(at, at + 32) for at in starts]
         self._proofs = [slice(at + 32, at + 32 * self._holes) for at in starts]
@@ -135,16 +132,6 @@ class Form:
         provenance = _PROVENANCE.match(text.raw, LENGTH_BYTES + len(opening))
         assert provenance is not None
         return rendered[provenance.end() :].rstrip(b" "), len(rendered)
-
-    def _template_of(self, tail: bytes) -> str:
-        """Return ``tail`` with ``%s`` for every checksum and proof."""
-        proof = "f" * _PROOF_HEX[self._style] or _ANY
-        template = tail.decode("ascii").replace("%", "%%")
-        # Digits of a SHA-256 first, because they contain those of a checksum.
-        for hole in sorted({_ANY, proof}, reverse=True):
-            count = (1 + (self._style == "encrypted")) * len(self.layers)
-            template = template.replace(hole, "%s", count)
-        return template
 
     def read(self, text: VerifiedText, claim: Claim) -> Header | None:
         """Return the header in ``text``, or None if it does not have exactly this form and this
@@ -195,8 +182,9 @@ class Form:
             sums: checksums and proofs of the frames.
         """
         checksums, proofs = sums
-        filled = checksums if self._holes == 1 else tuple(chain(*zip(*sums, strict=True)))
-        tail = (self._template % filled).encode("ascii")
+        filled = "".join(chain.from_iterable(zip(checksums, proofs, strict=True))).encode("ascii")
+        holes = (filled[at : at + 32] for at in range(0, len(filled), 32))
+        tail = self._tail.pack(*chain(*zip(self._fixed, holes, strict=False)), self._fixed[-1])
         opening = _opening(sealing.claim, sealing.marks)
         header, checksum = finished(opening + provenance_text + tail, sealing.seal)
         return header, sealing.header(self._frames(len(header), checksums, proofs), checksum)
@@ -254,22 +242,20 @@ def parse_known(
     object each time; it is kept.
     """
     text = verified_text(payload, seal)
+    form = form_of(layers, seal)
+    header = None if form is None else form.read(text, claim)
+    if header is None:
+        header = parse_verified(text)
+    return header if seal is None else seal.open(header)
+
+
+def form_of(layers: tuple[LayerSpec, ...], seal: Seal | None = None) -> Form | None:
+    """Return the form of uncompressed payloads of ``layers`` with ``seal``. None if no header can
+    describe the layers, or only a different one. Pass the same ``layers`` object each time; it is
+    kept."""
     style: Style = "plain"
     if seal is not None:
         style = "encrypted" if seal.encrypts else "signed"
-    form = _form(layers, style)
-    header = form.read(text, claim) if form is not None else None
-    return opened(parse_verified(text) if header is None else header, seal)
-
-
-def form_of(layers: tuple[LayerSpec, ...], marks: Marks = UNSEALED) -> Form | None:
-    """Return the form of uncompressed payloads of ``layers`` with the sealing of ``marks``. None if
-    no header can describe the layers, or only a different one. Pass the same ``layers`` object each
-    time; it is kept."""
-    return _form(layers, _style_of(marks))
-
-
-def _form(layers: tuple[LayerSpec, ...], style: Style) -> Form | None:
     return (_forms.get((id(layers), style)) or _remember(layers, style))[1]
 
 

@@ -16,14 +16,12 @@ from objkv.codec.header import (
     bytes_max,
     bytes_needed,
     checksum_of,
-    digest,
     parse,
     render,
 )
 from objkv.codec.known_header import Form, form_of, parse_known
-from objkv.codec.seal import Seal, proof_of
+from objkv.codec.seal import Seal, Sealing, proof_of
 from objkv.codec.seal_frames import compressed_memory
-from objkv.codec.sealing import Sealing
 from objkv.codec.values import (
     DTYPE_BYTES,
     ENCRYPTED,
@@ -36,6 +34,7 @@ from objkv.codec.values import (
     LayerSpec,
     Provenance,
     check_layers,
+    digest,
 )
 from objkv.errors import PayloadError
 
@@ -97,7 +96,7 @@ def encode_in_place(
     assert layers
     sealing = Sealing(claim, provenance, len(layers), seal)
     if codec == "none" and isinstance(layers, tuple):
-        form = form_of(layers, sealing.marks)
+        form = form_of(layers, seal)
         text = None if form is None else form.provenance_text(sealing.provenance)
         if form is not None and text is not None:
             return _encode_plain(form, buffer, sealing, text)
@@ -269,9 +268,9 @@ def frame_pages(
     stored = _view(payload)[start:end]
     if len(stored) != end - start:
         raise PayloadError(f"the payload is truncated in layer {frames.layers[index].name!r}")
-    if header.opened is not None and header.opened.cipher is not None:
+    if header.cipher is not None:
         return _decrypted(header, index, stored, _room(header, index, scratch))
-    if header.opened is not None or digest(stored) != frames.checksums[index]:
+    if header.is_sealed or digest(stored) != frames.checksums[index]:
         _check_stored(header, index, stored)
     codec = frames.codecs[index]
     if codec == "none":
@@ -291,9 +290,7 @@ def frame_pages(
 
 def _decrypted(header: Header, index: int, stored: memoryview, pages: memoryview) -> memoryview:
     """Return the pages of an encrypted frame. Its tag verifies the stored bytes."""
-    frames = header.frames
-    assert header.opened is not None
-    cipher = header.opened.cipher
+    frames, cipher = header.frames, header.cipher
     assert cipher is not None
     place = FramePlace(index, frames.codecs[index], frames.layers[index])
     codec, tag = place.codec.removesuffix(ENCRYPTED), frames.proofs[index]
@@ -323,8 +320,7 @@ def _check_stored(header: Header, index: int, stored: memoryview) -> None:
     """Raise ``PayloadError`` unless the frame's bytes, as stored, match the header. If the header
     is signed and the frame is not encrypted, this also excludes forgery."""
     frames = header.frames
-    is_signed = header.opened is not None and header.opened.cipher is None
-    if is_signed:
+    if header.is_sealed and header.cipher is None:
         matches = proof_of(stored) == frames.proofs[index]
     else:
         matches = digest(stored) == frames.checksums[index]

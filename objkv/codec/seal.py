@@ -6,6 +6,7 @@ sealed accordingly is refused. ``docs/format.md`` specifies seals.
 """
 
 import base64
+import ctypes
 import hashlib
 import hmac
 import json
@@ -25,10 +26,14 @@ from objkv.codec.values import (
     SIGNATURE_END,
     UNSEALED,
     Claim,
+    Frame,
+    FramePlace,
+    Frames,
     Header,
+    LayerSpec,
     Marks,
-    Opened,
     Provenance,
+    digest,
 )
 from objkv.errors import KeyMismatch, PayloadError
 
@@ -92,17 +97,17 @@ class Seal:
 
     def begin(
         self, claim: Claim, provenance: Provenance, frames: int
-    ) -> tuple[Marks, Provenance, Opened]:
+    ) -> tuple[Marks, Provenance, AesFrames | None]:
         """Return the values for a new payload of ``frames`` frames: the seal's marks in its header,
-        its provenance as the header may reveal it, and the cipher of its frames."""
+        its provenance as the header may reveal it, and the cipher of its frames, if any."""
         if self._encrypter is None:
-            return Marks(self._signer.id), provenance, Opened(None)
+            return Marks(self._signer.id), provenance, None
         assert provenance.tokens is None, "token ids are the prompt: they stay secret"
         salt = self._random(SALT_BYTES)
         cipher = AesFrames(self._encrypter.secret, salt, claim, frames)
         blinded = replace(provenance, token_digest=cipher.blinded_tokens(provenance.token_digest))
         cipher.bind(blinded.token_digest)
-        return Marks(self._signer.id, self._encrypter.id, salt.hex()), blinded, Opened(cipher)
+        return Marks(self._signer.id, self._encrypter.id, salt.hex()), blinded, cipher
 
     def sign(self, header: bytearray) -> None:
         """Write the signature into a complete header that has zeros in place of signature and
@@ -127,8 +132,8 @@ class Seal:
         if not hmac.compare_digest(signature, _signature(key, header)):
             raise KeyMismatch(f"the signature of key {key_id!r} does not match")
 
-    def open(self, header: Header) -> Opened:
-        """Return the means to verify the frames of ``header``, whose text has passed ``verify``.
+    def open(self, header: Header) -> Header:
+        """Return ``header``, whose text has passed ``verify``, with the means to verify its frames.
         Raises ``PayloadError`` for frames that are not sealed as required."""
         frames, marks = header.frames, header.marks
         encrypted = [codec.endswith(ENCRYPTED) for codec in frames.codecs]
@@ -139,7 +144,7 @@ class Seal:
                 )
             if not all(frames.proofs):
                 raise PayloadError("the payload is signed, but not all of its frames are")
-            return Opened(None)
+            return replace(header, is_sealed=True)
         if not all(encrypted):
             raise PayloadError(
                 "the payload is not encrypted, but this process loads only encrypted payloads"
@@ -152,7 +157,7 @@ class Seal:
             )
         cipher = AesFrames(key.secret, bytes.fromhex(marks.salt), header.claim, len(frames))
         cipher.bind(header.provenance.token_digest)
-        return Opened(cipher)
+        return replace(header, is_sealed=True, cipher=cipher)
 
     @property
     def key_ids(self) -> str:
@@ -162,6 +167,75 @@ class Seal:
 
     def __repr__(self) -> str:
         return f"<Seal {self.key_ids}>"
+
+
+class Sealing:
+    """Seals one new payload of ``claim`` with ``frames`` frames in place, or leaves it unsealed
+    without ``seal``. Not thread-safe. Allocates no memory of a frame's size."""
+
+    def __init__(
+        self, claim: Claim, provenance: Provenance, frames: int, seal: Seal | None
+    ) -> None:
+        self.claim = claim
+        self.seal = seal
+        self.marks: Marks = UNSEALED
+        self.provenance = provenance
+        """As it appears in the header."""
+        self._cipher: AesFrames | None = None
+        if seal is not None:
+            self.marks, self.provenance, self._cipher = seal.begin(claim, provenance, frames)
+
+    def store(
+        self, place: FramePlace, content: Buffer, raw_checksum: str | None, room: memoryview
+    ) -> Frame:
+        """Write a frame into ``room``, which is as long as ``content`` and may overlap it. Return
+        the frame, with offset 0.
+
+        Args:
+            place: includes the codec of ``content``.
+            raw_checksum: checksum of the decoded pages; None if ``content`` is the pages.
+        """
+        cipher = self._cipher
+        if cipher is None:
+            checksum, proof = digest(content), "" if self.seal is None else proof_of(content)
+            _move(content, room)
+        else:
+            place = place._replace(codec=place.codec + ENCRYPTED)
+            if raw_checksum is None:
+                _move(content, room)
+                content = room
+            else:
+                raw_checksum = cipher.blinded(place.number, raw_checksum)
+            proof = cipher.encrypt(place, content, room)
+            checksum = digest(room)
+        sums = checksum, raw_checksum or checksum, proof
+        return Frame(place.layer, place.codec, 0, len(room), *sums)
+
+    def store_pages(
+        self, layers: Sequence[LayerSpec], pages: Sequence[memoryview]
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Seal the layers' pages in place as frames. Return their checksums and their proofs."""
+        if self.seal is None:
+            return tuple([digest(raw) for raw in pages]), ("",) * len(layers)
+        frames = [
+            self.store(FramePlace(number, "none", layer), raw, None, raw)
+            for number, (layer, raw) in enumerate(zip(layers, pages, strict=True))
+        ]
+        return tuple([frame.checksum for frame in frames]), tuple([f.proof for f in frames])
+
+    def header(self, frames: Frames, checksum: str) -> Header:
+        """Return the header of the payload, as a reader with the seal would parse it."""
+        values = self.claim, frames, checksum, self.provenance, self.marks
+        return Header(*values, is_sealed=self.seal is not None, cipher=self._cipher)
+
+
+def _move(source: Buffer, target: memoryview) -> None:
+    """Copy bytes that may overlap, without the GIL."""
+    import numpy as np  # imported late: commands that only print do not need it
+
+    content, place = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
+    if content.ctypes.data != place.ctypes.data:
+        ctypes.memmove(place.ctypes.data, content.ctypes.data, content.nbytes)
 
 
 def proof_of(stored: Buffer) -> str:

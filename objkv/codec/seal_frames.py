@@ -25,7 +25,7 @@ _KEPT_BYTES_MAX = 8 << 20
 
 
 class AesFrames:
-    """The frames of one payload. Implements ``FrameCipher``."""
+    """Encrypts and decrypts the frames of one payload with its own key. Thread-safe."""
 
     def __init__(self, secret: bytes, salt: bytes, claim: Claim, frames: int) -> None:
         """Args:
@@ -53,7 +53,8 @@ class AesFrames:
         self._claim += f"{token_digest}\n"
 
     def encrypt(self, place: FramePlace, source: Buffer, target: memoryview) -> str:
-        """See ``FrameCipher``."""
+        """Encrypt ``source`` into ``target``, which has the same length. Return the tag, 32 hex
+        digits. The two may be the same memory, but must not overlap otherwise."""
         lib = load_aes()
         context = lib.Cipher(self._aes, lib.modes.GCM(_nonce(place.number))).encryptor()
         context.authenticate_additional_data(self._about(place))
@@ -63,7 +64,9 @@ class AesFrames:
         return tag
 
     def decrypt(self, place: FramePlace, stored: memoryview, out: memoryview, tag: str) -> None:
-        """See ``FrameCipher``."""
+        """Decrypt ``stored`` into ``out``, which has the same length and does not overlap. Raises
+        ``PayloadError`` unless it was encrypted for this claim and place; ``out`` is then
+        undefined."""
         lib = load_aes()
         if len(tag) != _TAG_HEX:  # a shorter tag would be easier to guess
             raise PayloadError(f"layer {place.layer.name!r}: the frame's tag is missing")
@@ -80,7 +83,8 @@ class AesFrames:
             ) from None
 
     def blinded(self, number: int, checksum: str) -> str:
-        """See ``FrameCipher``."""
+        """Return the form of a decoded page's ``checksum`` that a header may reveal; 32 hex digits
+        each."""
         message = number.to_bytes(8, "little") + bytes.fromhex(checksum)
         return hmac.digest(self._blind, message, "sha256")[:16].hex()
 

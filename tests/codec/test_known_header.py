@@ -23,7 +23,7 @@ from objkv.codec.payload import (
     Provenance,
     open_payload,
 )
-from objkv.codec.sealing import Sealing
+from objkv.codec.seal import Sealing
 from objkv.errors import PayloadError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard

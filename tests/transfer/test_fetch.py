@@ -15,8 +15,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import StatusCode
 
 from objkv.cache.match import stored_blocks
-from objkv.codec.header import digest
 from objkv.codec.payload import read_header
+from objkv.codec.values import digest
 from objkv.errors import StoreUnavailable
 from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
