@@ -41,10 +41,11 @@ class Span:
 
     def child(self, name: str, **attributes: Attribute) -> "Span":
         """Begin a child span."""
+        span = NO_SPAN
         if self._tracer is not None:
             with _logged():
-                return _begun(self._tracer, name, self._context(), attributes)
-        return NO_SPAN
+                span = _begun(self._tracer, name, self._context(), attributes)
+        return span
 
     def part(self, name: str, begun_ns: int, ended_ns: int, **attributes: Attribute) -> None:
         """Add a finished child span. The times come from ``now_ns``."""
@@ -94,12 +95,14 @@ class Tracing:
 
         # Start from an empty context: the thread's may belong to another request.
         context = Context()
-        with _logged():
+        try:
             if parent is not None:
                 headers = {"traceparent": parent}
                 context = TraceContextTextMapPropagator().extract(headers, context)
             return _begun(self._tracer, name, context, attributes)
-        return NO_SPAN
+        except Exception as exc:
+            logger.debug("span lost reason=%s", exc)
+            return NO_SPAN
 
     def close(self) -> None:
         """Send pending spans within 2 s. Idempotent."""

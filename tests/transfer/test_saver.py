@@ -322,7 +322,6 @@ def test_a_slab_that_a_hung_device_may_still_write_is_never_given_back(
         assert saver.drain(PATIENCE_S), "its deadline has come"
         assert not saver.left_device("r")
     assert four.save_slabs.leased == 2
-    assert four.save_slabs.adds_up
     assert (four.recorder.value("saves"), four.recorder.value("save_drops")) == (0, 2)
     saver.close(-10.0)
 
@@ -351,7 +350,6 @@ def test_a_device_that_fails_costs_drops_and_no_slab_is_reused(
     assert saver.gather(plan_of(four, 0, 1)) == {("r", 0), ("r", 1)}
     assert four.recorder.value("save_drops") == 2
     assert four.save_slabs.leased == (0 if call in ("place", "gather") else 2)
-    assert four.save_slabs.adds_up
     monkeypatch.undo()
     assert not saver.gather(plan_of(four, 0, 1, request="next")), "they may be tried again"
     saver.close(PATIENCE_S)
@@ -372,5 +370,4 @@ def test_a_device_that_fails_while_it_copies_costs_drops(four: Replica) -> None:
     assert saver.drain(PATIENCE_S)
     assert four.recorder.value("save_drops") == 1
     assert four.save_slabs.leased == 1
-    assert four.save_slabs.adds_up
     saver.close(-10.0)
