@@ -244,7 +244,7 @@ class Lane(Protocol):
     def follow(self, mark: Mark) -> None:
         """Order the lane's next work after ``mark``."""
 
-    def place(self, block_ids: Sequence[int]) -> Any:
+    def place(self, block_ids: Sequence[int]) -> "BlockRuns":
         """Convert ``n`` block ids for ``scatter`` and ``gather`` of this lane. The result has
         length ``n`` and does not expire."""
 
@@ -252,7 +252,7 @@ class Lane(Protocol):
         self,
         pages: Sequence[Pages],
         layers: PagedLayers,
-        placed: Any,
+        placed: "BlockRuns",
         recast: Recast | None = None,
     ) -> None:
         """Write ``pages`` into blocks.
@@ -264,7 +264,9 @@ class Lane(Protocol):
                 on the device of the caches. None: ``pages`` are written unchanged.
         """
 
-    def gather(self, layers: PagedLayers, placed: Any, pages: Sequence[torch.Tensor]) -> None:
+    def gather(
+        self, layers: PagedLayers, placed: "BlockRuns", pages: Sequence[torch.Tensor]
+    ) -> None:
         """Copy blocks into ``pages``: one uint8 tensor per chunk, at least as long as the chunk,
         which receives all its blocks of the first layer, then of the second, and so on. ``placed``
         has the blocks of all chunks, the same number for each."""
@@ -308,9 +310,16 @@ class BlockRuns:
         """First block, index in the pages, number of blocks."""
         self.end = max(block + count for block, _, count in self.runs)
         """Number of the block after the last one."""
+        self._uploaded: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def upload(self, device: torch.device) -> torch.Tensor:
+        """Return the ids on ``device``, ``[n]`` int64, for work of its current stream."""
+        if self._uploaded is None:
+            self._uploaded = upload_ids(self.ids, device)
+        return self._uploaded
 
 
 class HostLane:

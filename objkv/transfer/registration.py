@@ -13,6 +13,7 @@ import ctypes
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from threading import Condition, Thread
 from time import monotonic, sleep
@@ -114,9 +115,6 @@ class Windows:
         """Wait until ``close`` is done, for at most ``seconds``. Returns whether it is."""
         return self._thread is None or not join_all([self._thread], seconds)
 
-    def __repr__(self) -> str:
-        return f"<Windows {self.registered_bytes}/{self._nbytes} B registered>"
-
     def _want(self, number: int) -> None:
         with self._changed:
             if self._end is not None or number in self._known:
@@ -211,30 +209,21 @@ class DeviceFrames:
         begin: Callable[[], None] = _nothing,
     ) -> None:
         """``slabs``: pinned, each at least as large as any frame. For the rest see ``Windows``."""
-        self._slabs, self._pin, self._begin = slabs, pin, begin
-        self._window_bytes = window_bytes
-        self._windows: Windows | None = None
+        self._slabs = slabs
+        self._open = partial(Windows, pin=pin, window_bytes=window_bytes, begin=begin)
+        self.windows: Windows | None = None
+        """Those of the arena that is read now."""
         self._ending: Windows | None = None
-        self._view, self._base = memoryview(b""), 0
 
     def attach(self, arena: Arena) -> None:
-        """Read from ``arena`` from now on. Windows of the same arena stay registered."""
-        if self._windows is not None and self._view is arena.view:
-            return
-        self._view, self._base = arena.view, _address(arena.view)
-        self._windows = Windows(
-            self._base,
-            arena.nbytes,
-            self._pin,
-            window_bytes=self._window_bytes,
-            begin=self._begin,
-        )
+        """Read from ``arena`` from now on. None may be attached."""
+        assert self.windows is None
+        self.windows = self._open(_address(arena.view), arena.nbytes)
 
     def detach(self, then: Callable[[], None]) -> None:
         """Unlock the arena in the background, then call ``then``, which may unmap it. No copy from
         it may be left."""
-        self._ending, self._view = self._windows, memoryview(b"")
-        self._windows = None
+        self._ending, self.windows = self.windows, None
         if self._ending is None:
             then()
         else:
@@ -242,25 +231,9 @@ class DeviceFrames:
 
     def abandon(self) -> None:
         """Leave the arena as it is, until the process ends."""
-        windows, self._windows = self._windows, None
+        windows, self.windows = self.windows, None
         if windows is not None:
             windows.abandon()
-
-    @property
-    def registered_bytes(self) -> int:
-        """Bytes of the arena that the device can read in place."""
-        return 0 if self._windows is None else self._windows.registered_bytes
-
-    @property
-    def is_registering(self) -> bool:
-        """See ``Windows.is_registering``."""
-        return self._windows is not None and self._windows.is_registering
-
-    def request(self, offset: int) -> bool:
-        """Whether the device can read the byte at ``offset`` of the arena in place. If not, its
-        window is registered in the background. Never waits."""
-        windows = self._windows
-        return windows is not None and windows.has(self._base + offset, 1)
 
     def join(self, seconds: float) -> bool:
         """Wait until the last ``detach`` is done, for at most ``seconds``. Returns whether it is.
@@ -277,7 +250,7 @@ class DeviceFrames:
             memory: consecutive frames of one payload in the arena.
             sizes: bytes of each frame; not empty.
         """
-        windows = self._windows
+        windows = self.windows
         assert windows is not None
         start = _address(memory)
         ends = list(accumulate(sizes, initial=start))[1:]

@@ -7,6 +7,7 @@ must have, and maps them to the rank's pages. A payload that differs from its la
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate
 from math import gcd
 from threading import Lock
@@ -17,7 +18,7 @@ import numpy as np
 from objkv.codec.payload import LayerSpec, check_layers, payload_bytes_max
 from objkv.keys.states import part_names
 from objkv.keys.topology import Part, Shard, TokenPart, cover
-from objkv.transfer.lanes import ARRAY_WORDS, Lane, PagedLayers, Pages, Recast
+from objkv.transfer.lanes import ARRAY_WORDS, BlockRuns, Lane, PagedLayers, Pages, Recast
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, Kind, LoadMove, LoadPlan
 
@@ -72,12 +73,12 @@ class PayloadLayout:
         first, end = frames.start - skipped, frames.stop - skipped
         return self.filled[min(max(first, 0), count) : min(max(end, 0), count)]
 
-    def place(self, lane: Lane, move: ChunkMove) -> Any:
+    def place(self, lane: Lane, move: ChunkMove) -> BlockRuns:
         """Convert the move's block ids for ``scatter``."""
         return lane.place(self._group.blocks(move.block_ids))
 
     def scatter(
-        self, lane: Lane, frames: range, memory: memoryview, move: ChunkMove, placed: Any
+        self, lane: Lane, frames: range, memory: memoryview, move: ChunkMove, placed: BlockRuns
     ) -> None:
         """Write the rank's part of consecutive frames into the move's blocks.
 
@@ -142,7 +143,7 @@ class PayloadLayouts:
         self._own_fields = {g: f"{g}.{source.shard}" for g, source in self._own.items()}
         self._making = Lock()
         self._others: dict[tuple[int, Part], PayloadLayout] = {}
-        self._covers: dict[tuple[int, frozenset[str]], tuple[Part | None, ...]] = {}
+        self._cover = lru_cache(_KEPT_MAX)(self._find_cover)
 
     def of(self, load: LoadMove) -> PayloadLayout:
         """Return the layout of the payload that a move reads."""
@@ -183,16 +184,9 @@ class PayloadLayouts:
         group = kind.group
         if group not in self._own:
             return ()
-        held = frozenset(kind.fields)
-        parts = self._covers.get((group, held))
-        if parts is None:
-            parts = self._cover(group, held)
-            while len(self._covers) >= _KEPT_MAX:
-                del self._covers[next(iter(self._covers))]
-            self._covers[group, held] = parts
-        return parts
+        return self._cover(group, frozenset(kind.fields))
 
-    def _cover(self, group: int, held: Iterable[str]) -> tuple[Part | None, ...]:
+    def _find_cover(self, group: int, held: frozenset[str]) -> tuple[Part | None, ...]:
         own, whole = self._own[group].shard, _whole(self._groups[group])
         shape = self._groups[group].shape
         found = [

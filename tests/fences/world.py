@@ -58,6 +58,7 @@ from tests.fences.stage import Broken, Stage, the_stage
 from tests.fences.stores import GateStore, SharedIndex
 from tests.support import inside as in_test
 from tests.support.paged_cache import paged_group
+from tests.support.plans import packed
 
 BLOCK, CHUNK, BLOCKS = 4, 8, 2
 CHUNKS_MAX = 3
@@ -468,7 +469,7 @@ class Engine:
         for chunk, record in enumerate(found):
             shards = () if record is None else tuple(record.shards.items())
             moves.append(LoadMove(self._move(request, chunk), shards))
-        return LoadPlan(request.name, namespace(request.epoch), tuple(moves), request.sync)
+        return LoadPlan(request.name, namespace(request.epoch), packed(moves), request.sync)
 
     def _save_plan(self, request: Request, chunks: range) -> SavePlan:
         moves = []

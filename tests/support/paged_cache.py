@@ -35,6 +35,7 @@ from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool
 from tests.support.device import HOST, current_device, pinning
 from tests.support.inside import InsideAgent
+from tests.support.plans import packed
 from tests.support.waiting import PATIENCE_S, wait_until
 
 
@@ -262,7 +263,7 @@ class Replica(Worker):
             shards = tuple(record.shards.items()) if record else ()
             cut = skip if c == chunks[0] else 0
             moves.append(LoadMove(self.move(c, first_block, cut=cut, base=chunks[0]), shards))
-        return LoadPlan("r", NAMESPACE, tuple(moves), sync)
+        return LoadPlan("r", NAMESPACE, packed(moves), sync)
 
     def move(self, chunk: int, first_block: int, *, cut: int = 0, base: int = 0) -> ChunkMove:
         """Chunk ``chunk``, its blocks counted from ``first_block`` at chunk ``base``."""

@@ -21,6 +21,7 @@ from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan
 from objkv.transfer.sources import whole_payload_bytes_max
 from tests.support.paged_cache import NAMESPACE, PATIENCE_S, Worker
+from tests.support.plans import packed
 
 CONTENT = 4
 LAYOUTS = {
@@ -176,7 +177,7 @@ class ShapedRank(Worker):
                 shards = record.shards.items() if record else ()
                 known = tuple(s for s in shards if fields is None or s[0] in fields)
                 moves.append(LoadMove(self._move(chunk, cut, ids[cut:]), known))
-        return LoadPlan("r", NAMESPACE, tuple(moves), sync)
+        return LoadPlan("r", NAMESPACE, packed(moves), sync)
 
     def load(self, index: MemoryIndex, *, skip: int = 0, sync: bool = False) -> LoadOutcome:
         return self.outcome(self.plan(index, skip=skip, sync=sync))

@@ -21,6 +21,7 @@ from objkv.transfer.sources import PayloadLayout
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import NAMESPACE
 from tests.support.paged_shapes import LAYOUTS, Model, ShapedReplica, ShapeOfReplica
+from tests.support.plans import packed
 from tests.support.waiting import PATIENCE_S
 
 MODEL = Model(heads=8, layers=4)
@@ -291,7 +292,7 @@ def test_a_rank_without_a_layer_of_a_group_has_nothing_to_load_of_it() -> None:
         replica.compute_and_save()
         assert not rank.load(index).failed
         moves = [replace(one, move=replace(one.move, group=1)) for one in rank.plan(index).moves]
-        assert not rank.outcome(LoadPlan("r", NAMESPACE, moves, sync=False)).failed
+        assert not rank.outcome(LoadPlan("r", NAMESPACE, packed(moves), sync=False)).failed
 
 
 def test_an_index_that_promises_shards_that_cannot_be_is_not_believed() -> None:

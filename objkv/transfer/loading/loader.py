@@ -11,9 +11,9 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from threading import Event, Lock, Thread
 from time import monotonic, sleep
-from typing import Any
 
 from objkv.agent.client import AgentConnection
 from objkv.agent.fill import Wanted
@@ -27,7 +27,7 @@ from objkv.errors import ObjkvError, PayloadError, TransferError
 from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import Recorder, Trouble
 from objkv.tracing import NO_SPAN, NO_TRACING, Span, Tracing, now_ns
-from objkv.transfer.lanes import ArenaLane, Lane, Mark
+from objkv.transfer.lanes import ArenaLane, BlockRuns, Lane, Mark
 from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import LoadOutcome, LoadPlan
@@ -116,7 +116,7 @@ class _Reading:
         """What to ask the agent for."""
         self.job, self.index, self.source = job, index, source
         self._move, self._lane = move, lane
-        self._placed: Any = None
+        self._placed: BlockRuns | None = None
         self.lease: ArenaLease | None = None
         self.header: Header | None = None
         self.layers = 0
@@ -245,12 +245,15 @@ class Loader:
         self._layouts = PayloadLayouts(groups)
         self._lane, self._limits, self._recorder = lane, limits, recorder
         self._clock, self._tracing = clock, tracing
-        self._on_device, self._connect, self._verify = on_device, connect, verify
+        self._connect, self._verify = connect, verify
+        self.on_device = on_device
+        """How the device reads the arena, None if the cache is in host memory."""
         self._jobs: dict[str, LoadJob] = {}
         self._over = Event()
         self._window_bytes = _WINDOW_BYTES
         self._trouble = Trouble(logger, "loads from the agent")
-        self._agent: AgentConnection | None = None
+        self.agent: AgentConnection | None = None
+        """The present connection, None without one."""
         self._is_moving = False
         """Whether the agent opens no more, because it is replaced."""
         self._retry_at, self._retry_s = 0.0, _RETRY_S
@@ -266,29 +269,9 @@ class Loader:
         self._thread.start()
 
     @property
-    def agent(self) -> AgentConnection | None:
-        """The present connection, None without one."""
-        return self._agent
-
-    @property
     def leased(self) -> int:
         """Number of payloads that this worker reads now."""
         return len(self._reading)
-
-    @property
-    def in_flight(self) -> int:
-        """Number of loads that are not over. Their copies to a device may take longer."""
-        return sum(not job.is_over() for job in self._jobs.values())
-
-    @property
-    def is_registering(self) -> bool:
-        """Whether a device registers memory of the agent that was read already."""
-        return self._on_device is not None and self._on_device.is_registering
-
-    @property
-    def threads(self) -> int:
-        """Threads that have not ended."""
-        return int(self._thread.is_alive())
 
     def mark_compute(self) -> Mark:
         """Return a mark after all work submitted so far to the current compute stream."""
@@ -315,7 +298,7 @@ class Loader:
         """Queue the moves of a job, from the first on, as many as the queue takes."""
         count, further = len(job.plan.moves), job.plan.moves.further
         with self._lock:
-            serves = not self._closed and self._agent is not None and self._agent.is_open
+            serves = not self._closed and self.agent is not None and self.agent.is_open
             if serves:
                 taken = _first_of(further, self._limits.queue_max - self._moves)
                 self._moves += taken - sum(further[:taken])
@@ -397,7 +380,7 @@ class Loader:
         if join_all([self._thread], self._limits.join_s):
             logger.warning("copies of loads did not finish on the device, going on")
             return
-        if self._on_device is not None and not self._on_device.join(self._limits.join_s):
+        if self.on_device is not None and not self.on_device.join(self._limits.join_s):
             logger.warning("memory of the agent is still being unlocked, going on")
 
     def __repr__(self) -> str:
@@ -429,7 +412,7 @@ class Loader:
 
     def _step(self) -> None:
         """Do what can be done now, then sleep until there is more."""
-        agent = self._agent or self._reach()
+        agent = self.agent or self._reach()
         if agent is None:
             wait_for([self._alarm], self._retry_at - monotonic())
             return
@@ -467,20 +450,20 @@ class Loader:
         self._retry_at = monotonic() + self._retry_s  # whatever fails now
         self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
         try:
-            before, self._agent = self._agent, self._connect()
+            before, self.agent = self.agent, self._connect()
         except ObjkvError as exc:
             self._trouble.failed(exc)
             return None
         if before is not None:
             self._leave(before)
         if isinstance(self._lane, ArenaLane):
-            self._lane.attach(self._agent.arena)
-        if self._on_device is not None:
-            self._on_device.attach(self._agent.arena)
-        self._window_bytes = (self._agent.arena.nbytes - BOARD_BYTES) // _WINDOW_SHARE
+            self._lane.attach(self.agent.arena)
+        if self.on_device is not None:
+            self.on_device.attach(self.agent.arena)
+        self._window_bytes = (self.agent.arena.nbytes - BOARD_BYTES) // _WINDOW_SHARE
         self._trouble.worked()
         self._retry_at, self._retry_s, self._is_moving = 0.0, _RETRY_S, False
-        return self._agent
+        return self.agent
 
     def _idle_s(self) -> float:
         """Return how long nothing is due, unless something wakes the thread."""
@@ -585,7 +568,7 @@ class Loader:
             # A device has one copy for a whole payload, unless a step waits for single layers.
             streams = is_ready or job.plan.sync or not self._lane.per_span
             if streams and progress.frames > one.layers:
-                one.read(progress, agent.arena.view, self._on_device, verify=self._verify)
+                one.read(progress, agent.arena.view, self.on_device, verify=self._verify)
             if is_ready:
                 self._done(one)
             elif progress.state is CellState.FAILED:
@@ -632,7 +615,7 @@ class Loader:
         ``keep``: leave it open for ever, because it is unknown when the device has read its memory.
         """
         with self._lock:
-            agent, self._agent, self._moves = self._agent, None, 0
+            agent, self.agent, self._moves = self.agent, None, 0
         self._take_jobs()
         unread = [(one.job, one.index) for one in self._reading if not one.is_copied]
         lost = sum(job.wanted(index) for job, index in (*self._waiting, *unread))
@@ -650,17 +633,17 @@ class Loader:
         if keep:
             logger.error("copies of loads did not finish on the device, keeping their memory")
             _KEPT.append(agent)
-            if self._on_device is not None:
-                self._on_device.abandon()
+            if self.on_device is not None:
+                self.on_device.abandon()
         else:
             self._leave(agent)
 
     def _leave(self, agent: AgentConnection) -> None:
         """Close a connection whose arena nothing reads, once a device has unlocked it."""
-        if self._on_device is None:
+        if self.on_device is None:
             agent.close()
         else:
-            self._on_device.detach(agent.close)
+            self.on_device.detach(agent.close)
 
     def _await(self, marks: list[Mark | None]) -> bool:
         """Wait until all marks have passed. Returns False if they do not, or nothing shows it."""
@@ -680,11 +663,8 @@ def _first_of(further: Sequence[bool], room: int) -> int:
     none."""
     if len(further) <= room:
         return len(further)
-    for index, is_further in enumerate(further):
-        room -= not is_further
-        if room < 0:
-            return index
-    return len(further)
+    taken = accumulate(not one for one in further)
+    return next((index for index, places in enumerate(taken) if places > room), len(further))
 
 
 def _is_past(mark: Mark | None) -> bool:

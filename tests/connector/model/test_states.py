@@ -32,6 +32,7 @@ from objkv.transfer.loading.loader import LoadLimits
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
 from objkv.transfer.sources import whole_payload_bytes_max
 from tests.support.paged_cache import NAMESPACE, PATIENCE_S, Worker, stores
+from tests.support.plans import packed
 
 LAYERS = tuple(f"model.layers.{layer}.mixer" for layer in range(4))
 CHUNK, BLOCKS = 16, 6
@@ -201,7 +202,9 @@ def move(block: int) -> ChunkMove:
 def load(rank: StateRank, places: Places, block: int) -> Any:
     (record,) = places[1].lookup(NAMESPACE, [HASH])
     shards = tuple(record.shards.items()) if record else ()
-    return rank.outcome(LoadPlan("r", NAMESPACE, (LoadMove(move(block), shards),), sync=False))
+    return rank.outcome(
+        LoadPlan("r", NAMESPACE, packed([LoadMove(move(block), shards)]), sync=False)
+    )
 
 
 replicas = st.tuples(
