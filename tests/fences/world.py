@@ -33,6 +33,7 @@ from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.kv.wiring import make_worker_side
 from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.model.groups import Geometry
+from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.stores.base import PruneStore
@@ -55,7 +56,7 @@ from tests.fences.device import (
     WatchedResidents,
 )
 from tests.fences.stage import Broken, Stage, the_stage
-from tests.fences.stores import GateStore, SharedIndex
+from tests.fences.stores import GateStore
 from tests.support import inside as in_test
 from tests.support.paged_cache import paged_group
 from tests.support.plans import packed
@@ -123,8 +124,6 @@ class Knobs:
     """With which the agent saves."""
     spans: int = 1
     faults_of_100: int = 0
-    leased_of_100: int = 0
-    """Saves that another replica is just doing."""
     folder: Path | None = None
     """Where the bulk store is; None: in memory."""
 
@@ -166,7 +165,7 @@ class Engine:
         self.recorder = MemoryRecorder()
         self.inner: PruneStore = MemoryStore() if knobs.folder is None else LocalStore(knobs.folder)
         self.store = GateStore(self.inner, knobs.faults_of_100, dice)
-        self.index = SharedIndex(knobs.leased_of_100, dice)
+        self.index = MemoryIndex(clock=lambda: the_stage().now)
         self.group, self.caches = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=NUM_BLOCKS)
         self.arrays = [c.view(torch.int16).numpy() for c in self.caches]
         self.free = list(range(1, NUM_BLOCKS))
@@ -570,8 +569,6 @@ class Engine:
                 raise Broken(f"slabs are left leased: {pool!r}")
         for inside in self.insides:
             self._check_inside(inside)
-        if self.index.leases:
-            raise Broken(f"leases are left: {sorted(self.index.leases)}")
         for saves in self.saves:
             if saves.in_flight:
                 raise Broken(f"saves never ended: {len(saves.in_flight)}")
