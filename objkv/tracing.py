@@ -33,11 +33,8 @@ class Span:
 
     def __init__(self, tracer: "Tracer | None" = None, span: Any = None) -> None:
         self._tracer, self._span = tracer, span
-
-    @property
-    def is_on(self) -> bool:
+        self.is_on = tracer is not None
         """Whether the span will be exported."""
-        return self._tracer is not None
 
     def child(self, name: str, **attributes: Attribute) -> "Span":
         """Begin a child span."""

@@ -330,8 +330,8 @@ class DeviceLane:
         check_blocks(layers.blocks, placed.ids)
         cache = layers.caches[0]
         if recast is None:
-            recast = Recast((0, cache.shape[1]), 0, 0, len(placed))
-        assert recast.blocks == len(placed)
+            recast = Recast((0, cache.shape[1]), 0, 0, len(placed.ids))
+        assert recast.blocks == len(placed.ids)
         is_own = [given.shape[1:] for given in pages] == layers.page_shapes
         with self._lock, self._api.stream(self.stream):
             if is_own and recast.tokens == (0, 1) and self._copies_blocks(layers):
@@ -347,7 +347,7 @@ class DeviceLane:
     def gather(self, layers: PagedLayers, placed: BlockRuns, pages: Sequence[torch.Tensor]) -> None:
         """See ``Lane.gather``."""
         check_blocks(layers.blocks, placed.ids)
-        each = len(placed) // len(pages)
+        each = len(placed.ids) // len(pages)
         with self._lock, self._api.stream(self.stream):
             if self._copies_blocks(layers):
                 offsets = np.cumsum([0, *(each * n for n in layers.nbytes[:-1])])
@@ -427,7 +427,7 @@ class DeviceLane:
     ) -> int:
         """Copy equal layers of all chunks to ``pages`` from ``offset`` on, as many chunks at once
         as staging memory has room for. Returns the bytes of one chunk."""
-        cache, each = layers.caches[0], len(placed) // len(pages)
+        cache, each = layers.caches[0], len(placed.ids) // len(pages)
         nbytes = each * sum(layers.nbytes)
         at_once = max(1, _STAGING_BYTES_MAX // nbytes)
         ids = placed.upload(self.device)

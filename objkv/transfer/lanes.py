@@ -245,8 +245,8 @@ class Lane(Protocol):
         """Order the lane's next work after ``mark``."""
 
     def place(self, block_ids: Sequence[int]) -> "BlockRuns":
-        """Convert ``n`` block ids for ``scatter`` and ``gather`` of this lane. The result has
-        length ``n`` and does not expire."""
+        """Convert ``n`` block ids for ``scatter`` and ``gather`` of this lane. The result does not
+        expire."""
 
     def scatter(
         self,
@@ -308,12 +308,9 @@ class BlockRuns:
             (block_ids[start], start, end - start) for start, end in pairwise([*starts, count])
         ]
         """First block, index in the pages, number of blocks."""
-        self.end = max(block + count for block, _, count in self.runs)
+        self.end = max(block_ids) + 1
         """Number of the block after the last one."""
         self._uploaded: torch.Tensor | None = None
-
-    def __len__(self) -> int:
-        return len(self.ids)
 
     def upload(self, device: torch.device) -> torch.Tensor:
         """Return the ids on ``device``, ``[n]`` int64, for work of its current stream."""
@@ -372,7 +369,7 @@ class HostLane:
         the model computes with and wait for them: up to a second for 128 MiB while they are busy,
         against 50 ms here (2 cores, 2026-11-21).
         """
-        each = len(placed) // len(pages)
+        each = len(placed.ids) // len(pages)
         offset = 0
         for cache, nbytes in zip(layers.caches, layers.nbytes, strict=True):
             end = offset + each * nbytes
@@ -471,8 +468,9 @@ class ArenaLane(HostLane):
 def scatter_layers(pages: Sequence[Pages], arrays: Sequence[Pages], placed: BlockRuns) -> None:
     """Write pages of each layer into blocks of its cache, both in host memory."""
     # No assertion: a layer would be left out, or a single page broadcast.
-    if len(pages) != len(arrays) or set(map(len, pages)) != {len(placed)}:
-        raise ValueError(f"pages of {len(pages)} layers for {len(placed)} blocks of {len(arrays)}")
+    blocks = len(placed.ids)
+    if len(pages) != len(arrays) or set(map(len, pages)) != {blocks}:
+        raise ValueError(f"pages of {len(pages)} layers for {blocks} blocks of {len(arrays)}")
     if placed.end > min(map(len, arrays)):  # slicing would silently shorten a range
         raise IndexError(f"block {placed.end - 1} of {min(map(len, arrays))}")
     if len(placed.runs) > _RUNS_MAX:
@@ -481,7 +479,7 @@ def scatter_layers(pages: Sequence[Pages], arrays: Sequence[Pages], placed: Bloc
         return
     for block, at, count in placed.runs:
         # No loop in Python, which would hold the interpreter's lock for longer.
-        is_all = count == len(placed)
+        is_all = count == blocks
         parts = pages if is_all else map(itemgetter(slice(at, at + count)), pages)
         targets = map(itemgetter(slice(block, block + count)), arrays)
         deque(map(np.copyto, targets, parts), maxlen=0)

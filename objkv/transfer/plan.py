@@ -203,7 +203,7 @@ class LoadMoves:
         column = self._table[:, index].tolist()
         kind, first, part = self.kinds[column[Row.KIND]], column[Row.RECORDS], column[Row.PART]
         fields = zip(kind.fields, kind.places, strict=True)
-        records = tuple((field, self._records[first + place]) for field, place in fields)
+        records = tuple([(field, self._records[first + place]) for field, place in fields])
         return LoadMove(self._move(column), records, self._parts[part - 1] if part else None)
 
     def __reduce__(self) -> tuple[Any, ...]:

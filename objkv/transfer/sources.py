@@ -42,6 +42,7 @@ class PayloadLayout:
         taken = part.take.layer_start - own.layer_start, part.take.layer_end - own.layer_start
         self.filled = range(each * taken[0], each * taken[1])
         """The rank's layers that the payload fills. Each part of a state counts as a layer."""
+        self.filled_bits = bits_of(self.filled)
         skipped = each * (part.take.layer_start - part.source.layer_start)
         self.frames = range(skipped, skipped + len(self.filled))
         """The frames that contain those layers."""
@@ -91,7 +92,7 @@ class PayloadLayout:
         start = frames.start - self.frames.start
         layers = self._pages.cut(range(start, start + len(frames)))
         pages = self._pages_in(memory, start, start + len(frames))
-        count, skipped = len(placed), move.first_block * self._group.split
+        count, skipped = len(placed.ids), move.first_block * self._group.split
         if not self._recasts and count == len(pages[0]):
             lane.scatter(pages, layers, placed)
             return
@@ -162,14 +163,14 @@ class PayloadLayouts:
                 source = self._others.setdefault(key, source)
         return source
 
-    def filled(self, plan: LoadPlan) -> list[range]:
-        """Return the rank's layers that each move of a plan that was spread fills."""
+    def filled(self, plan: LoadPlan) -> list[int]:
+        """Return the rank's layers that each move of a plan that was spread fills, as bits."""
         moves = plan.moves
         if moves.has_parts:
-            return [self.of(load).filled for load in moves]
+            return [self.of(load).filled_bits for load in moves]
         if len(moves) and len(moves.kinds) == 1:  # nearly always, on the forward thread
-            return [self._own[moves.kinds[0].group].filled] * len(moves)
-        return [self._own[group].filled for group in moves.groups]
+            return [self._own[moves.kinds[0].group].filled_bits] * len(moves)
+        return [self._own[group].filled_bits for group in moves.groups]
 
     def spread(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan for this rank: one move per payload that it reads, and no move for a
@@ -224,6 +225,11 @@ def frame_bytes_max(group: PagedGroup) -> int:
     """Return the size of the largest frame of any payload of the group, of any shape."""
     whole = Part(_whole(group), group.shape.rank_shard.shard)
     return max(PayloadLayout(group, whole, _size(group)).layer_bytes)
+
+
+def bits_of(layers: range) -> int:
+    """Return layers as bits of a number."""
+    return (1 << layers.stop) - (1 << layers.start)
 
 
 def _form(layer: LayerSpec, word: np.dtype[Any]) -> tuple[tuple[int, ...], np.dtype[Any]]:

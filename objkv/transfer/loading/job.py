@@ -14,6 +14,7 @@ from time import monotonic, sleep
 from objkv.tracing import NO_SPAN, Span
 from objkv.transfer.lanes import Lane, Mark
 from objkv.transfer.plan import LoadOutcome, LoadPlan
+from objkv.transfer.sources import bits_of
 
 logger = logging.getLogger(__name__)
 _LOOK_S = 1e-3
@@ -25,14 +26,14 @@ class LoadJob:
     def __init__(
         self,
         plan: LoadPlan,
-        filled: Sequence[range],
+        filled: Sequence[int],
         deadline: float,
         clock: Callable[[], float],
         after: Mark | None = None,
         span: Span = NO_SPAN,
     ) -> None:
-        """``filled``: the rank's layers that each move fills. ``after``: a mark of the compute
-        stream that copies must follow, because earlier kernels may use these blocks."""
+        """``filled``: the rank's layers that each move fills, one bit a layer. ``after``: a mark of
+        the compute stream that copies must follow, because earlier kernels may use these blocks."""
         self.plan = plan
         self.after = after
         self.deadline = deadline
@@ -46,8 +47,8 @@ class LoadJob:
         self._awaited: list[Callable[[], bool]] = []
         moves = len(plan.moves)
         self._unfinished = set(range(moves))
-        self._filled = filled
-        self._written = [0] * moves  # one bit a layer
+        self._missing = list(filled)
+        """The layers of each move that are not in their blocks yet."""
         self._marks: dict[tuple[int, int], dict[Lane, Mark]] = {}
         self._last_marks: dict[Lane, Mark] = {}
         self._rejected: set[tuple[str, bytes]] = set()
@@ -94,12 +95,13 @@ class LoadJob:
             self._writing -= 1
             if mark is not None:
                 self._last_marks[lane] = mark
-                self._written[index] |= _bits(layers)
+                self._missing[index] &= ~bits_of(layers)
                 if self.plan.sync:
                     group = self._groups[index]
                     for layer in layers:
                         self._marks.setdefault((group, layer), {})[lane] = mark
-            self._wake()
+            if self._awaited:
+                self._wake()
 
     def done(self, index: int, nbytes: int) -> bool:
         """Record that move ``index``, ``nbytes`` as stored, is verified and was given to the lane.
@@ -107,7 +109,7 @@ class LoadJob:
         with self._changed:
             self._nbytes += nbytes
             self._last = self._clock()
-            if self._missing(index):
+            if self._missing[index]:
                 self._fail_from(self._chunks[index])
             return self._end(index)
 
@@ -262,7 +264,10 @@ class LoadJob:
 
     def _end(self, index: int) -> bool:
         self._unfinished.discard(index)
-        self._wake()
+        if self._awaited:
+            self._wake()
+        if self._unfinished and self._failed_chunk is None:
+            return False
         return not self._is_needed()
 
     def _wake(self) -> None:
@@ -271,11 +276,7 @@ class LoadJob:
             self._changed.notify_all()
 
     def _lacks(self, index: int, group: int, layer: int) -> bool:
-        return self._groups[index] == group and bool(self._missing(index) >> layer & 1)
-
-    def _missing(self, index: int) -> int:
-        """Return the layers of a move that are not in their blocks yet, one bit a layer."""
-        return _bits(self._filled[index]) & ~self._written[index]
+        return self._groups[index] == group and bool(self._missing[index] >> layer & 1)
 
     def _fail_from(self, chunk: int) -> None:
         if self._failed_chunk is None or chunk < self._failed_chunk:
@@ -298,7 +299,3 @@ class LoadJob:
         if self._failed_chunk is not None:
             chunks.append(self._failed_chunk)
         return self.plan.moves.blocks_from(min(chunks)) if chunks else frozenset()
-
-
-def _bits(layers: range) -> int:
-    return (1 << layers.stop) - (1 << layers.start)

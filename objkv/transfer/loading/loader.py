@@ -158,12 +158,13 @@ class _Reading:
             header = read_claimed(payload, self.wanted.claim, self.source.layers)
             if header.nbytes != progress.nbytes or header.codec != "none":
                 raise PayloadError(f"{progress.nbytes} bytes in the arena, not {header.nbytes}")
-            self.source = self.source.reading(header.frames.layers)
+            if header.frames.layers is not self.source.layers:
+                self.source = self.source.reading(header.frames.layers)
             self.header = header
             self._came_ns = now_ns() if self._span.is_on else 0
             self.job.began()
         frames, ours = self.header.frames, self.source.frames
-        until = min(progress.frames, len(frames))
+        until = min(progress.frames, len(frames.layers))
         own = range(max(self.layers, ours.start), min(until, ours.stop))
         if verify:
             for n in own:
@@ -541,7 +542,8 @@ class Loader:
         """Read new frames, and end the leases that are not needed any more."""
         ended, kept = [], []
         # Those that a step waits for get slabs first.
-        for one in sorted(self._reading, key=lambda one: not one.job.plan.sync):
+        urgent = [one for one in self._reading if one.job.plan.sync]
+        for one in urgent + [one for one in self._reading if not one.job.plan.sync]:
             if not one.is_copied:
                 self._read(agent, one)
             if one.is_copied and _is_past(one.mark):
@@ -554,14 +556,12 @@ class Loader:
     def _read(self, agent: AgentConnection, one: _Reading) -> None:
         """Read the verified frames of one payload. Every fault is a miss."""
         assert one.lease is not None
-        job = one.job
-        if not job.wanted(one.index):
-            self._recorder.count("load_given_up")
-            one.end("given up")
-            return
+        job, progress = one.job, one.lease.progress
         one.is_stalled = False
-        progress = one.lease.progress
         if progress.state is CellState.FILLING:
+            if not job.wanted(one.index):
+                self._given_up(one)
+                return
             progress = agent.arena.board.read(one.lease.cell)
         is_ready = progress.state is CellState.READY
         try:
@@ -570,14 +570,17 @@ class Loader:
             if streams and progress.frames > one.layers:
                 one.read(progress, agent.arena.view, self.on_device, verify=self._verify)
             if is_ready:
-                self._done(one)
+                nbytes = one.wanted.record.nbytes
+                one.end()
+                self._recorder.count("load_bytes", nbytes)
+                if job.done(one.index, nbytes):
+                    self._over.set()
             elif progress.state is CellState.FAILED:
                 self._missed(one, MissReason(progress.reason))
         except SlabsExhaustedError:
             one.is_stalled = True
         except _UnwantedError:
-            self._recorder.count("load_given_up")
-            one.end("given up")
+            self._given_up(one)
         except PayloadError as exc:
             logger.warning("payload refused request=%s reason=%s", job.plan.request_id, exc)
             self._recorder.count("load_corrupt")
@@ -590,11 +593,9 @@ class Loader:
             logger.exception("load failed unexpectedly request=%s", job.plan.request_id)
             self._fail(one, "failed", rejected=False)
 
-    def _done(self, one: _Reading) -> None:
-        nbytes = one.wanted.record.nbytes
-        one.end()
-        self._recorder.count("load_bytes", nbytes)
-        self._settle(one.job.done(one.index, nbytes))
+    def _given_up(self, one: _Reading) -> None:
+        self._recorder.count("load_given_up")
+        one.end("given up")
 
     def _missed(self, one: _Reading, reason: MissReason) -> None:
         if name := _COUNTED.get(reason, "load_errors"):
