@@ -108,13 +108,6 @@ def frame_metadata(number: int, frame: Frame) -> dict[str, str]:
     return metadata
 
 
-def tensor_of(frame: Frame) -> dict[str, Any]:
-    """Return the tensor that holds the frame."""
-    dtype, shape = _stored_as(frame.layer, frame.codec, frame.nbytes)
-    span = [frame.offset, frame.offset + frame.nbytes]
-    return {"dtype": dtype, "shape": shape, "data_offsets": span}
-
-
 def _stored_as(layer: LayerSpec, codec: str, nbytes: int) -> tuple[str, list[int]]:
     """Return dtype and shape of the tensor that holds the frame, as any safetensors reader sees
     it."""
@@ -252,7 +245,9 @@ def render(
     document: dict[str, Any] = {METADATA_NAME: metadata}
     for number, frame in enumerate(frames):
         metadata |= frame_metadata(number, frame)
-        document[frame.layer.name] = tensor_of(frame)
+        dtype, shape = _stored_as(frame.layer, frame.codec, frame.nbytes)
+        span = [frame.offset, frame.offset + frame.nbytes]
+        document[frame.layer.name] = {"dtype": dtype, "shape": shape, "data_offsets": span}
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=True).encode("ascii")
     return finished(text, seal)[0]
 

@@ -263,57 +263,38 @@ def frame_pages(
     least ``layer.nbytes`` long, owned by the caller), and the result is a view of that. Raises
     ``PayloadError``; the content of ``scratch`` is then undefined.
     """
-    frames = header.frames
-    start, end = frames.starts[index], frames.ends[index]
+    frames, cipher = header.frames, header.cipher
+    start, end, layer = frames.starts[index], frames.ends[index], frames.layers[index]
     stored = _view(payload)[start:end]
     if len(stored) != end - start:
-        raise PayloadError(f"the payload is truncated in layer {frames.layers[index].name!r}")
-    if header.cipher is not None:
-        return _decrypted(header, index, stored, _room(header, index, scratch))
-    if header.is_sealed or digest(stored) != frames.checksums[index]:
+        raise PayloadError(f"the payload is truncated in layer {layer.name!r}")
+    codec = frames.codecs[index].removesuffix(ENCRYPTED)
+    if cipher is None:
         _check_stored(header, index, stored)
-    codec = frames.codecs[index]
-    if codec == "none":
-        return stored
-    if codec.endswith(ENCRYPTED):
-        raise PayloadError(
-            f"layer {frames.layers[index].name!r} is encrypted, but this process has no key"
-        )
-    pages = _room(header, index, scratch)
-    decompress_into(codec, stored, pages)
-    if digest(pages) != frames.raw_checksums[index]:
-        raise PayloadError(
-            f"layer {frames.layers[index].name!r}: the checksum of the decoded pages does not match"
-        )
-    return pages
-
-
-def _decrypted(header: Header, index: int, stored: memoryview, pages: memoryview) -> memoryview:
-    """Return the pages of an encrypted frame. Its tag verifies the stored bytes."""
-    frames, cipher = header.frames, header.cipher
-    assert cipher is not None
-    place = FramePlace(index, frames.codecs[index], frames.layers[index])
-    codec, tag = place.codec.removesuffix(ENCRYPTED), frames.proofs[index]
-    if codec == "none":
-        cipher.decrypt(place, stored, pages, tag)
-        return pages
-    frame = compressed_memory(len(stored))
-    cipher.decrypt(place, stored, frame, tag)
-    decompress_into(codec, frame, pages)
-    if cipher.blinded(index, digest(pages)) != frames.raw_checksums[index]:
-        raise PayloadError(
-            f"layer {place.layer.name!r}: the checksum of the decoded pages does not match"
-        )
-    return pages
-
-
-def _room(header: Header, index: int, scratch: memoryview | None) -> memoryview:
-    layer = header.frames.layers[index]
+        if codec != frames.codecs[index]:
+            raise PayloadError(f"layer {layer.name!r} is encrypted, but this process has no key")
+        if codec == "none":
+            return stored
     if scratch is None or scratch.nbytes < layer.nbytes:
         raise PayloadError(
             f"layer {layer.name!r} needs a buffer of {layer.nbytes} bytes to decode into"
         )
-    return _view(scratch)[: layer.nbytes]
+    pages = _view(scratch)[: layer.nbytes]
+    if cipher is not None:  # the tag verifies the stored bytes
+        place, tag = FramePlace(index, frames.codecs[index], layer), frames.proofs[index]
+        if codec == "none":
+            cipher.decrypt(place, stored, pages, tag)
+            return pages
+        frame = compressed_memory(len(stored))
+        cipher.decrypt(place, stored, frame, tag)
+        stored = frame
+    decompress_into(codec, stored, pages)
+    found = digest(pages) if cipher is None else cipher.blinded(index, digest(pages))
+    if found != frames.raw_checksums[index]:
+        raise PayloadError(
+            f"layer {layer.name!r}: the checksum of the decoded pages does not match"
+        )
+    return pages
 
 
 def _check_stored(header: Header, index: int, stored: memoryview) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from objkv.codec.payload import LayerSpec, check_layers, payload_bytes_max
+from objkv.codec.payload import LayerSpec, check_layers
 from objkv.keys.states import part_names
 from objkv.keys.topology import Part, Shard, TokenPart, cover
 from objkv.transfer.lanes import ARRAY_WORDS, BlockRuns, Lane, PagedLayers, Pages, Recast
@@ -51,7 +51,6 @@ class PayloadLayout:
         self._recasts = not is_own
         heads = slice(part.take.head_start - own.head_start, part.take.head_end - own.head_start)
         slots, self._tokens = _selection(own.tokens, part.source.tokens)
-        self._room = (-1, 0)
         self._resized: dict[int, PayloadLayout] = {}
         ours = group.pages.cut(self.filled)
         read = self.layers[self.frames.start : self.frames.stop]
@@ -60,12 +59,6 @@ class PayloadLayout:
         self._is_uniform = all(form == self._forms[0] for form in self._forms)
         self._ends = [0, *accumulate(layer.nbytes for layer in read)]
         self._pages = ours if is_own else PagedLayers([c[:, heads, slots] for c in ours.caches])
-
-    def payload_bytes_max(self, tokens: int) -> int:
-        """Return the largest size of a payload with ``tokens`` token ids, in any codec."""
-        if self._room[0] != tokens:
-            self._room = tokens, payload_bytes_max(self.layers, tokens=tokens)
-        return self._room[1]
 
     def fills(self, frames: range) -> range:
         """Return the rank's layers that these frames fill. Frames of other ranks' layers fill
@@ -139,7 +132,9 @@ class PayloadLayouts:
     def __init__(self, groups: Mapping[int, PagedGroup]) -> None:
         self._groups = groups
         self._own = {
-            g: PayloadLayout(group, _own(group), _size(group)) for g, group in groups.items()
+            g: PayloadLayout(group, Part(own, own), group.shape.block_size)
+            for g, group in groups.items()
+            for own in [group.shape.rank_shard.shard]
         }
         self._own_fields = {g: f"{g}.{source.shard}" for g, source in self._own.items()}
         self._making = Lock()
@@ -156,7 +151,7 @@ class PayloadLayouts:
         if source is None:
             paged = self._groups[group]
             tokens = _payload_tokens(paged, load.part.source)
-            source = PayloadLayout(paged, load.part, gcd(tokens, _size(paged)))
+            source = PayloadLayout(paged, load.part, gcd(tokens, paged.shape.block_size))
             with self._making:
                 while len(self._others) >= _KEPT_MAX:
                     del self._others[next(iter(self._others))]
@@ -215,16 +210,10 @@ def shards_within(whole: Shard, group: int, fields: Iterable[str]) -> Iterator[S
             yield shard
 
 
-def whole_payload_bytes_max(group: PagedGroup, *, tokens: int) -> int:
-    """Return the largest size of any payload of the group, of any shape."""
-    source = PayloadLayout(group, Part(_whole(group), group.shape.rank_shard.shard), _size(group))
-    return source.payload_bytes_max(tokens)
-
-
 def frame_bytes_max(group: PagedGroup) -> int:
     """Return the size of the largest frame of any payload of the group, of any shape."""
     whole = Part(_whole(group), group.shape.rank_shard.shard)
-    return max(PayloadLayout(group, whole, _size(group)).layer_bytes)
+    return max(PayloadLayout(group, whole, group.shape.block_size).layer_bytes)
 
 
 def bits_of(layers: range) -> int:
@@ -261,15 +250,6 @@ def _payload_tokens(group: PagedGroup, shard: Shard) -> int:
     shape = group.shape
     own = shape.rank_shard.shard.tokens
     return shape.blocks * shape.block_size * own.size // shard.tokens.size
-
-
-def _own(group: PagedGroup) -> Part:
-    shard = group.shape.rank_shard.shard
-    return Part(shard, shard)
-
-
-def _size(group: PagedGroup) -> int:
-    return group.shape.block_size
 
 
 def _whole(group: PagedGroup) -> Shard:

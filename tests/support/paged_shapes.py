@@ -19,7 +19,6 @@ from objkv.telemetry import MemoryRecorder
 from objkv.transfer.loading.loader import LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan
-from objkv.transfer.sources import whole_payload_bytes_max
 from tests.support.paged_cache import NAMESPACE, PATIENCE_S, Worker
 from tests.support.plans import packed
 
@@ -122,7 +121,7 @@ class ShapedRank(Worker):
         recorder, tokens = MemoryRecorder(), model.chunk
         paged = PagedGroup(self._group_shape(), list(self.memory.unbind(0)))
         settings = CacheSettings("writer", ttl_s=3600, lease_ms=600_000, hot_save_bytes_max=0)
-        wide = whole_payload_bytes_max(paged, tokens=tokens) + 4096
+        wide = shape.tp * shape.pp * payload_bytes_max(paged.layers, tokens=tokens) + 4096
         super().__init__(
             paged,
             ChunkCache(store, None, index, settings, recorder),

@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from objkv.agent.fill import Cuts
 from objkv.cache.chunks import CacheSettings, ChunkCache
+from objkv.codec.payload import payload_bytes_max
 from objkv.connector.kv.wiring import read_pages
 from objkv.connector.model.groups import Geometry, read_group
 from objkv.connector.model.parts import LayerPart
@@ -30,7 +31,6 @@ from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.loading.loader import LoadLimits
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
-from objkv.transfer.sources import whole_payload_bytes_max
 from tests.support.paged_cache import NAMESPACE, PATIENCE_S, Worker, stores
 from tests.support.plans import packed
 
@@ -160,7 +160,8 @@ class StateRank(Worker):
         caches = {name: memory[:, i, None, None, :size] for i, name in enumerate(shape.layers)}
         paged = read_pages(geometry, ranks, caches)[0]
         recorder = MemoryRecorder()
-        room = whole_payload_bytes_max(paged, tokens=CHUNK) + 4096
+        whole = geometry.tp_size * len(LAYERS)  # what others have is at most so much longer
+        room = whole * payload_bytes_max(paged.layers, tokens=CHUNK) + 4096
         settings = CacheSettings("w", ttl_s=3600, lease_ms=600_000, hot_save_bytes_max=0)
         super().__init__(
             paged,
