@@ -13,15 +13,16 @@ from objkv.codec.compress import CODECS, Buffer, compress, decompress_into
 from objkv.codec.header import (
     ALIGNMENT,
     HEADER_BYTES_MAX,
+    Form,
     bytes_max,
     bytes_needed,
     checksum_of,
+    form_of,
     parse,
+    parse_known,
     render,
 )
-from objkv.codec.known_header import Form, form_of, parse_known
-from objkv.codec.seal import Seal, Sealing, proof_of
-from objkv.codec.seal_frames import compressed_memory
+from objkv.codec.seal import Seal, Sealing, compressed_memory, proof_of
 from objkv.codec.values import (
     DTYPE_BYTES,
     ENCRYPTED,

@@ -14,7 +14,7 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 
 if TYPE_CHECKING:
-    from objkv.codec.seal_frames import AesFrames
+    from objkv.codec.seal import AesFrames
 
 _NUMBER = r"[0-9]{1,20}\.[0-9]{1,20}(?:e[+-][0-9]{1,3})?|[0-9]{1,20}e[+-][0-9]{1,3}"
 _SCALES = re.compile(rf"({_NUMBER}) ({_NUMBER})")

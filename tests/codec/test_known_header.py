@@ -11,9 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from objkv.codec import header, known_header
-from objkv.codec.header import parse, render
-from objkv.codec.known_header import FORMS_MAX, form_of, parse_known
+from objkv.codec import header
+from objkv.codec.header import FORMS_MAX, form_of, parse, parse_known, render
 from objkv.codec.payload import (
     CODECS,
     Claim,
@@ -312,7 +311,7 @@ def test_the_layers_in_memory_are_bounded() -> None:
     for _ in range(2 * FORMS_MAX):
         fresh = (*LAYERS,)
         assert isinstance(with_layers(payload, fresh), Header)
-        assert len(known_header._forms) <= FORMS_MAX
+        assert len(header._forms) <= FORMS_MAX
 
 
 @given(layer_lists)

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from objkv.codec import header as header_module
-from objkv.codec.header import bytes_max, parse
-from objkv.codec.known_header import parse_known
+from objkv.codec.header import bytes_max, parse, parse_known
 from objkv.codec.payload import (
     CODECS,
     Claim,
@@ -34,8 +33,7 @@ from objkv.codec.payload import (
     payload_bytes_max,
     read_header,
 )
-from objkv.codec.seal import Seal, SealKey, keys_of, parse_keys
-from objkv.codec.seal_frames import AesFrames
+from objkv.codec.seal import AesFrames, Seal, SealKey, keys_of, parse_keys
 from objkv.codec.values import FramePlace, scales_text
 from objkv.errors import PayloadError
 from tests.codec.payloads import (

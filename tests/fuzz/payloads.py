@@ -5,8 +5,7 @@ from random import Random
 from typing import Any
 
 from objkv.codec.compress import CODECS, compress, decompress_into
-from objkv.codec.header import load_object, parse
-from objkv.codec.known_header import parse_known
+from objkv.codec.header import load_object, parse, parse_known
 from objkv.codec.payload import check_layers, frame_pages, header_bytes_needed, open_payload
 from objkv.codec.values import digest, is_scales, scales_text
 from objkv.errors import PayloadError

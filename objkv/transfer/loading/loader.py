@@ -557,11 +557,12 @@ class Loader:
         """Read the verified frames of one payload. Every fault is a miss."""
         assert one.lease is not None
         job, progress = one.job, one.lease.progress
+        is_filling = progress.state is CellState.FILLING
+        if (is_filling or one.is_stalled) and not job.wanted(one.index):
+            self._given_up(one)
+            return
         one.is_stalled = False
-        if progress.state is CellState.FILLING:
-            if not job.wanted(one.index):
-                self._given_up(one)
-                return
+        if is_filling:
             progress = agent.arena.board.read(one.lease.cell)
         is_ready = progress.state is CellState.READY
         try:
@@ -576,7 +577,10 @@ class Loader:
                 if job.done(one.index, nbytes):
                     self._over.set()
             elif progress.state is CellState.FAILED:
-                self._missed(one, MissReason(progress.reason))
+                reason = MissReason(progress.reason)
+                if name := _COUNTED.get(reason, "load_errors"):
+                    self._recorder.count(name)
+                self._fail(one, reason.name.lower(), rejected=reason in _REFUSED)
         except SlabsExhaustedError:
             one.is_stalled = True
         except _UnwantedError:
@@ -596,11 +600,6 @@ class Loader:
     def _given_up(self, one: _Reading) -> None:
         self._recorder.count("load_given_up")
         one.end("given up")
-
-    def _missed(self, one: _Reading, reason: MissReason) -> None:
-        if name := _COUNTED.get(reason, "load_errors"):
-            self._recorder.count(name)
-        self._fail(one, reason.name.lower(), rejected=reason in _REFUSED)
 
     def _fail(self, one: _Reading, reason: str, *, rejected: bool) -> None:
         one.end(reason)
