@@ -284,9 +284,12 @@ def bytes_max(layers: Sequence[LayerSpec], tokens: int) -> int:
     return min(HEADER_BYTES_MAX, text + ALIGNMENT - text % ALIGNMENT)
 
 
-def bytes_needed(prefix: Buffer) -> int:
-    """Return the header's length from its first 8 bytes. Raises ``PayloadError`` if it is
-    implausible."""
+def header_bytes_needed(prefix: Buffer) -> int:
+    """Return how many bytes ``read_header`` needs, from the payload's first 8 bytes.
+
+    The result is at most ``HEADER_BYTES_MAX``. Raises ``PayloadError`` if the number is
+    implausible.
+    """
     if len(prefix) < LENGTH_BYTES:
         raise PayloadError(f"the payload has only {len(prefix)} bytes")
     total = int.from_bytes(prefix[:LENGTH_BYTES], "little") + LENGTH_BYTES
@@ -295,20 +298,21 @@ def bytes_needed(prefix: Buffer) -> int:
     return total
 
 
-def parse(payload: memoryview, seal: Seal | None = None) -> Header:
-    """Parse the header at the start of ``payload``, which may end anywhere after it.
+def read_header(payload: Buffer, *, seal: Seal | None = None) -> Header:
+    """Return the header of ``payload``, whose start is enough.
 
-    Raises ``PayloadError`` unless ``render`` could have written the header, and unless it is sealed
-    as ``seal`` requires.
+    Verifies the header's own checksum, but compares nothing with a reader's expectations. Raises
+    ``PayloadError`` unless ``render`` could have written the header, and unless it is sealed as
+    ``seal`` requires.
     """
     header = parse_verified(verified_text(payload, seal))
     return header if seal is None else seal.open(header)
 
 
-def verified_text(payload: memoryview, seal: Seal | None = None) -> VerifiedText:
+def verified_text(payload: Buffer, seal: Seal | None = None) -> VerifiedText:
     """Return a copy of the header's text. Raises ``PayloadError`` unless its checksum matches, and
     its signature if there is a ``seal``."""
-    total = bytes_needed(payload)
+    total = header_bytes_needed(payload)
     if len(payload) < total:
         raise PayloadError(
             f"the payload is truncated: {len(payload)} bytes, the header alone has {total}"
@@ -564,7 +568,7 @@ def parse_known(
     layers: tuple[LayerSpec, ...],
     seal: Seal | None = None,
 ) -> Header:
-    """Return or raise the same as ``header.parse``. Faster if the header is of ``claim`` and
+    """Return or raise the same as ``read_header``. Faster if the header is of ``claim`` and
     ``layers``; these very objects are then in the result.
 
     They are not compared: a valid header of another claim is returned too. Pass the same ``layers``

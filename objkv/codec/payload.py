@@ -15,11 +15,11 @@ from objkv.codec.header import (
     HEADER_BYTES_MAX,
     Form,
     bytes_max,
-    bytes_needed,
     checksum_of,
     form_of,
-    parse,
+    header_bytes_needed,
     parse_known,
+    read_header,
     render,
 )
 from objkv.codec.seal import Seal, Sealing, compressed_memory, proof_of
@@ -202,24 +202,6 @@ __all__ = [
     "read_claimed",
     "read_header",
 ]
-
-
-def header_bytes_needed(prefix: Buffer) -> int:
-    """Return how many bytes ``read_header`` needs, from the payload's first 8 bytes.
-
-    The result is at most ``HEADER_BYTES_MAX``. Raises ``PayloadError`` if the number is
-    implausible.
-    """
-    return bytes_needed(_view(prefix))
-
-
-def read_header(payload: Buffer, *, seal: Seal | None = None) -> Header:
-    """Return the header of ``payload``, whose start is enough.
-
-    Verifies the header's own checksum, but compares nothing with a reader's expectations. Raises
-    ``PayloadError``.
-    """
-    return parse(_view(payload), seal)
 
 
 def read_claimed(

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -75,16 +75,9 @@ class SealKey:
 class Seal:
     """The keys that sign and encrypt one tenant's payloads. Thread-safe."""
 
-    def __init__(
-        self,
-        signing: Sequence[SealKey] = (),
-        encryption: Sequence[SealKey] = (),
-        *,
-        random: Callable[[int], bytes] = os.urandom,
-    ) -> None:
+    def __init__(self, signing: Sequence[SealKey] = (), encryption: Sequence[SealKey] = ()) -> None:
         """The first key of each kind seals, and all of them open. Without keys of a kind, payloads
-        are not sealed in that way. Raises ImportError if the encryption library is missing. Only
-        tests pass another ``random``, the source of salts."""
+        are not sealed in that way. Raises ImportError if the encryption library is missing."""
         assert signing or encryption
         self._kinds = {"signing": signing, "encryption": encryption}
         # An encrypted payload is signed too: otherwise a forged header would not be detected.
@@ -93,35 +86,20 @@ class Seal:
         self._encryption = {key.id: key for key in encryption}
         assert len(self._signing) == len(signing)
         assert len(self._encryption) == len(encryption)
-        self._signer = signing[0]
-        self._encrypter = encryption[0] if encryption else None
-        self._random = random
+        self.signer = signing[0]
+        self.encrypter = encryption[0] if encryption else None
         if encryption:
             load_aes()
 
     @property
     def encrypts(self) -> bool:
         """Whether payloads are encrypted, and refused if a frame is not."""
-        return self._encrypter is not None
-
-    def begin(
-        self, claim: Claim, provenance: Provenance, frames: int
-    ) -> tuple[Marks, Provenance, "AesFrames | None"]:
-        """Return the values for a new payload of ``frames`` frames: the seal's marks in its header,
-        its provenance as the header may reveal it, and the cipher of its frames, if any."""
-        if self._encrypter is None:
-            return Marks(self._signer.id), provenance, None
-        assert provenance.tokens is None, "token ids are the prompt: they stay secret"
-        salt = self._random(SALT_BYTES)
-        cipher = AesFrames(self._encrypter.secret, salt, claim, frames)
-        blinded = replace(provenance, token_digest=cipher.blinded_tokens(provenance.token_digest))
-        cipher.bind(blinded.token_digest)
-        return Marks(self._signer.id, self._encrypter.id, salt.hex()), blinded, cipher
+        return self.encrypter is not None
 
     def sign(self, header: bytearray) -> None:
         """Write the signature into a complete header that has zeros in place of signature and
         checksum."""
-        header[SIGNATURE_AT:SIGNATURE_END] = _signature(self._signer, header)
+        header[SIGNATURE_AT:SIGNATURE_END] = _signature(self.signer, header)
 
     def verify(self, header: bytearray) -> None:
         """Raise ``PayloadError`` unless ``header``, with zeros in place of its checksum, is signed
@@ -146,7 +124,7 @@ class Seal:
         Raises ``PayloadError`` for frames that are not sealed as required."""
         frames, marks = header.frames, header.marks
         encrypted = [codec.endswith(ENCRYPTED) for codec in frames.codecs]
-        if self._encrypter is None:
+        if self.encrypter is None:
             if any(encrypted):
                 raise PayloadError(
                     "the payload is encrypted, but this process has no encryption key"
@@ -185,14 +163,23 @@ class Sealing:
     def __init__(
         self, claim: Claim, provenance: Provenance, frames: int, seal: Seal | None
     ) -> None:
-        self.claim = claim
-        self.seal = seal
-        self.marks: Marks = UNSEALED
+        self.claim, self.seal = claim, seal
+        self.marks = UNSEALED
         self.provenance = provenance
         """As it appears in the header."""
         self._cipher: AesFrames | None = None
-        if seal is not None:
-            self.marks, self.provenance, self._cipher = seal.begin(claim, provenance, frames)
+        if seal is None:
+            return
+        self.marks = Marks(seal.signer.id)
+        if seal.encrypter is None:
+            return
+        assert provenance.tokens is None, "token ids are the prompt: they stay secret"
+        salt = os.urandom(SALT_BYTES)
+        cipher = self._cipher = AesFrames(seal.encrypter.secret, salt, claim, frames)
+        blinded = replace(provenance, token_digest=cipher.blinded_tokens(provenance.token_digest))
+        cipher.bind(blinded.token_digest)
+        self.provenance = blinded
+        self.marks = Marks(seal.signer.id, seal.encrypter.id, salt.hex())
 
     def store(
         self, place: FramePlace, content: Buffer, raw_checksum: str | None, room: memoryview
