@@ -23,7 +23,6 @@ from objkv.transfer.lanes import (
     PagedLayers,
     Pages,
     Recast,
-    check_blocks,
 )
 
 logger = logging.getLogger(__name__)
@@ -327,7 +326,7 @@ class DeviceLane:
     ) -> None:
         """See ``Lane.scatter``."""
         assert len(pages) == len(layers)
-        check_blocks(layers.blocks, placed.ids)
+        placed.check(layers.blocks)
         cache = layers.caches[0]
         if recast is None:
             recast = Recast((0, cache.shape[1]), 0, 0, len(placed.ids))
@@ -346,7 +345,7 @@ class DeviceLane:
 
     def gather(self, layers: PagedLayers, placed: BlockRuns, pages: Sequence[torch.Tensor]) -> None:
         """See ``Lane.gather``."""
-        check_blocks(layers.blocks, placed.ids)
+        placed.check(layers.blocks)
         each = len(placed.ids) // len(pages)
         with self._lock, self._api.stream(self.stream):
             if self._copies_blocks(layers):

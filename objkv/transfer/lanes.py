@@ -191,23 +191,6 @@ class PagedLayers:
         return self._pointers
 
 
-def upload_ids(block_ids: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return block ids on ``device``, ``[n]`` int64, for work of its current stream."""
-    ids = torch.tensor(block_ids, dtype=torch.int64)
-    if device.type == "cpu":
-        return ids
-    # A copy from unpinned memory would block this thread until the stream has caught up.
-    # PyTorch keeps the pinned memory until the copy is done.
-    pinned = torch.empty(len(ids), dtype=torch.int64, pin_memory=True).copy_(ids)
-    return pinned.to(device, non_blocking=True)
-
-
-def check_blocks(blocks: int, block_ids: Sequence[int]) -> None:
-    """Raise IndexError if an id is not below ``blocks``: a kernel would write to other memory."""
-    if max(block_ids) >= blocks:
-        raise IndexError(f"block {max(block_ids)} of {blocks}")
-
-
 class Mark(Protocol):
     """A point in the work of a lane, or of the compute stream."""
 
@@ -315,8 +298,19 @@ class BlockRuns:
     def upload(self, device: torch.device) -> torch.Tensor:
         """Return the ids on ``device``, ``[n]`` int64, for work of its current stream."""
         if self._uploaded is None:
-            self._uploaded = upload_ids(self.ids, device)
+            ids = torch.tensor(self.ids, dtype=torch.int64)
+            if device.type != "cpu":
+                # A copy from unpinned memory would block this thread until the stream has caught
+                # up. PyTorch keeps the pinned memory until the copy is done.
+                pinned = torch.empty(len(ids), dtype=torch.int64, pin_memory=True).copy_(ids)
+                ids = pinned.to(device, non_blocking=True)
+            self._uploaded = ids
         return self._uploaded
+
+    def check(self, blocks: int) -> None:
+        """Raise IndexError if an id is not below ``blocks``: it would be other memory."""
+        if self.end > blocks:
+            raise IndexError(f"block {self.end - 1} of {blocks}")
 
 
 class HostLane:
@@ -449,8 +443,7 @@ class ArenaLane(HostLane):
         room = []
         for given, array in zip(pages, layers.arrays[first:], strict=True):
             assert len(given) == len(placed.ids)  # otherwise pages would go to other blocks
-            if placed.end > len(array):
-                raise IndexError(f"block {placed.end - 1} of {len(array)}")
+            placed.check(len(array))
             for block, _, blocks in placed.runs:
                 row = array[block : block + blocks]
                 # If layers share blocks, the pages of one layer do not follow each other.
@@ -471,8 +464,7 @@ def scatter_layers(pages: Sequence[Pages], arrays: Sequence[Pages], placed: Bloc
     blocks = len(placed.ids)
     if len(pages) != len(arrays) or set(map(len, pages)) != {blocks}:
         raise ValueError(f"pages of {len(pages)} layers for {blocks} blocks of {len(arrays)}")
-    if placed.end > min(map(len, arrays)):  # slicing would silently shorten a range
-        raise IndexError(f"block {placed.end - 1} of {min(map(len, arrays))}")
+    placed.check(min(map(len, arrays)))  # slicing would silently shorten a range
     if len(placed.runs) > _RUNS_MAX:
         for given, array in zip(pages, arrays, strict=True):
             array[list(placed.ids)] = given
@@ -486,6 +478,7 @@ def scatter_layers(pages: Sequence[Pages], arrays: Sequence[Pages], placed: Bloc
 
 
 def _gather_layer(source: Pages, placed: BlockRuns, pieces: Sequence[Pages]) -> None:
+    placed.check(len(source))
     runs = iter(placed.runs)
     block, left = 0, 0
     for target in pieces:
@@ -493,8 +486,6 @@ def _gather_layer(source: Pages, placed: BlockRuns, pieces: Sequence[Pages]) -> 
         while at < len(target):
             if not left:
                 block, _, left = next(runs)
-                if block > len(source) - left:
-                    raise IndexError(f"block {block + left - 1} of {len(source)}")
             count = min(left, len(target) - at)
             np.copyto(target[at : at + count], source[block : block + count])
             at, block, left = at + count, block + count, left - count
