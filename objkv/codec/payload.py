@@ -11,7 +11,6 @@ from itertools import pairwise
 
 from objkv.codec.compress import CODECS, Buffer, compress, decompress_into
 from objkv.codec.header import (
-    ALIGNMENT,
     HEADER_BYTES_MAX,
     Form,
     bytes_max,
@@ -24,7 +23,6 @@ from objkv.codec.header import (
 )
 from objkv.codec.seal import Seal, Sealing, compressed_memory, proof_of
 from objkv.codec.values import (
-    DTYPE_BYTES,
     ENCRYPTED,
     LAYER_BYTES_MAX,
     Claim,
@@ -176,15 +174,11 @@ def _view(buffer: Buffer) -> memoryview:
 
 
 __all__ = [
-    "ALIGNMENT",
     "CODECS",
-    "DTYPE_BYTES",
     "HEADER_BYTES_MAX",
     "LAYER_BYTES_MAX",
     "Buffer",
     "Claim",
-    "Frame",
-    "Frames",
     "Header",
     "LayerSpec",
     "Provenance",

@@ -7,6 +7,7 @@ The device's driver adds the rest, such as page-locking existing memory.
 import ctypes
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from threading import Lock
 from typing import Any, Final, Protocol
 
@@ -135,14 +136,11 @@ class CudaDriver:
     def __init__(self, batch_copy: BatchCopy | None = None) -> None:
         self.kernels = page_kernels()
         self.batch_copy = batch_copy
-        self._runtime: CudaRuntime | None = None
 
-    @property
+    @cached_property
     def runtime(self) -> CudaRuntime | None:
         """The CUDA runtime; None with ROCm."""
-        if self._runtime is None and torch.version.hip is None:
-            self._runtime = CudaRuntime.loaded()
-        return self._runtime
+        return CudaRuntime.loaded() if torch.version.hip is None else None
 
     def event(self) -> torch.cuda.Event:
         """See ``DeviceDriver.event``. ``torch.Event`` ignores ``blocking`` on CUDA, and its waiters

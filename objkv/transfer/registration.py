@@ -133,7 +133,12 @@ class Windows:
     def _work(self) -> None:
         try:
             self._begin()
-            while (number := self._next()) is not None:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._end is not None or bool(self._wanted))
+                    if self._end is not None:
+                        break
+                    number = self._wanted.popleft()
                 self._register(number)
         except Exception:  # the mapping must still be removed
             logger.exception("memory of the agent not registered, unexpectedly")
@@ -151,12 +156,6 @@ class Windows:
         assert self._end is not None
         self._end()
 
-    def _next(self) -> int | None:
-        """Return the next window to register, None at the end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._end is not None or bool(self._wanted))
-            return None if self._end is not None else self._wanted.popleft()
-
     def _register(self, number: int) -> None:
         if self._refused:
             return
@@ -169,7 +168,8 @@ class Windows:
             self._refuse(exc)
             return
         self._undo[number] = undo
-        self._pause(monotonic() - began)
+        with self._changed:  # leave the driver alone for some time
+            self._changed.wait_for(lambda: self._end is not None, _PAUSES * (monotonic() - began))
 
     def _refuse(self, reason: RuntimeError) -> None:
         self._refused = True
@@ -177,11 +177,6 @@ class Windows:
             "memory of the agent not registered with the device, copying loads twice reason=%s",
             reason,
         )
-
-    def _pause(self, seconds: float) -> None:
-        """Leave the driver alone for some time after a call that took ``seconds``."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._end is not None, _PAUSES * seconds)
 
     def _span(self, number: int) -> tuple[int, int]:
         """Return the addresses of a window, ``[start, end)``."""

@@ -5,7 +5,7 @@ divide the same tokens into other blocks. A ``PayloadLayout`` describes the fram
 must have, and maps them to the rank's pages. A payload that differs from its layout is refused.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
@@ -184,30 +184,22 @@ class PayloadLayouts:
 
     def _find_cover(self, group: int, held: frozenset[str]) -> tuple[Part | None, ...]:
         own, whole = self._own[group].shard, _whole(self._groups[group])
-        shape = self._groups[group].shape
-        found = [
-            shard
-            for shard in shards_within(whole, group, held)
-            if shard.tokens == own.tokens or _is_dealt(shape, shard.tokens)
-        ]
+        shape, found = self._groups[group].shape, list[Shard]()
+        for field in held:
+            number, _, text = field.partition(".")
+            if number != str(group):
+                continue
+            try:
+                shard = Shard.parse(text)
+            except ValueError:
+                continue
+            is_within = shard.layer_end <= whole.layer_end and shard.head_end <= whole.head_end
+            if is_within and (shard.tokens == own.tokens or _is_dealt(shape, shard.tokens)):
+                found.append(shard)
         parts = cover(own, found)
         if parts is None or parts == (Part(own, own),):
             return (None,)  # without a cover, loading the rank's own shard fails as a ghost
         return parts
-
-
-def shards_within(whole: Shard, group: int, fields: Iterable[str]) -> Iterator[Shard]:
-    """Yield the shards of ``group`` among index fields that are valid and within ``whole``."""
-    for field in fields:
-        number, _, text = field.partition(".")
-        if number != str(group):
-            continue
-        try:
-            shard = Shard.parse(text)
-        except ValueError:
-            continue
-        if shard.layer_end <= whole.layer_end and shard.head_end <= whole.head_end:
-            yield shard
 
 
 def frame_bytes_max(group: PagedGroup) -> int:

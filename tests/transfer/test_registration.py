@@ -269,7 +269,7 @@ READ_ONLY, HOST_TABLES = 113, 100
 
 def cuda(library: Runtime) -> CudaDriver:
     driver = CudaDriver()
-    driver._runtime = CudaRuntime(library)
+    driver.runtime = CudaRuntime(library)
     return driver
 
 
