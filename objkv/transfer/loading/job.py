@@ -125,11 +125,6 @@ class LoadJob:
                 self._rejected.add((self.plan.namespace, prefix_hash))
             return self._end(index)
 
-    def fail_all(self) -> None:
-        """Record that every move failed. A plan may have none, on a rank without layers of it."""
-        if self._chunks:
-            self.fail(0, rejected=False)
-
     def cancel(self) -> None:
         """Cancel the load. Everything not written by now fails."""
         with self._changed:

@@ -88,24 +88,6 @@ class LoadLimits:
 class _Reading:
     """One open payload, for one move. Belongs to the load thread."""
 
-    __slots__ = (
-        "_came_ns",
-        "_lane",
-        "_move",
-        "_placed",
-        "_span",
-        "header",
-        "index",
-        "is_copied",
-        "is_stalled",
-        "job",
-        "layers",
-        "lease",
-        "mark",
-        "source",
-        "wanted",
-    )
-
     def __init__(self, job: LoadJob, index: int, layouts: PayloadLayouts, lane: Lane) -> None:
         """Raises ``KeyError`` if the plan has no record of it."""
         load = job.plan.moves[index]
@@ -307,7 +289,8 @@ class Loader:
                 self._alarm.ring()
         if not serves:
             self._recorder.count("load_errors", count)
-            job.fail_all()
+            if count:  # none on a rank without layers of the plan
+                job.fail(0, rejected=False)
         elif taken < count:
             self._recorder.count("load_refused", count - taken)
             for index in range(taken, count):
