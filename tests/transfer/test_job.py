@@ -6,7 +6,7 @@ from time import monotonic
 import pytest
 
 from objkv.keys.prefix import root_hash
-from objkv.transfer.lanes import HostLane, HostMark
+from objkv.transfer.lanes import HostMark
 from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
 from tests.contracts.clock import ManualClock
@@ -19,7 +19,6 @@ from tests.transfer.test_saver import HungMark
 pytestmark = ON_HOST
 LAYERS = 2
 ALL_LAYERS = (1 << LAYERS) - 1
-LANE = HostLane()
 
 
 def job_of(clock: ManualClock, *, sync: bool, chunks: int = 1) -> LoadJob:
@@ -34,7 +33,7 @@ def job_of(clock: ManualClock, *, sync: bool, chunks: int = 1) -> LoadJob:
 
 
 def write_all_layers(job: LoadJob) -> None:
-    job.leave(0, range(LAYERS), LANE, HostMark())
+    job.leave(0, range(LAYERS), HostMark())
     job.done(0, 0)
 
 
@@ -44,7 +43,7 @@ def test_a_layer_that_was_computed_without_its_blocks_counts_as_not_loaded() -> 
     job = job_of(clock, sync=True)
     assert job.enter(0)
     clock.advance(6.0)
-    assert job.wait_layer(0, 0) == []
+    assert job.wait_layer(0, 0) is None
     write_all_layers(job)
     assert job.wait_layer(0, 1)
     assert job.close().failed_blocks == {3, 4}
@@ -85,7 +84,7 @@ def test_a_move_of_which_a_layer_is_missing_is_not_loaded() -> None:
     """Only a bug could bring it about; then it is a miss, and ends at once."""
     job = job_of(ManualClock(), sync=True)
     assert job.enter(0)
-    job.leave(0, range(1, 2), LANE, HostMark())
+    job.leave(0, range(1, 2), HostMark())
     job.done(0, 0)
     assert job.is_over()
     assert job.close().failed_blocks == {3, 4}
@@ -113,11 +112,11 @@ def test_a_layer_is_waited_for_of_all_chunks_in_whatever_order_they_come() -> No
     thread.start()
     for index in (2, 0, 3):
         assert job.enter(index)
-        job.leave(index, range(1), LANE, HostMark())
+        job.leave(index, range(1), HostMark())
         thread.join(0.01)
         assert thread.is_alive()
     assert job.enter(1)
-    job.leave(1, range(1), LANE, HostMark())
+    job.leave(1, range(1), HostMark())
     thread.join()
     assert came == [[0b10] * 4]
 
@@ -125,7 +124,7 @@ def test_a_layer_is_waited_for_of_all_chunks_in_whatever_order_they_come() -> No
 def test_what_a_lane_could_not_mark_was_not_written() -> None:
     job = job_of(ManualClock(), sync=False)
     assert job.enter(0)
-    job.leave(0, range(LAYERS), LANE, None)
+    job.leave(0, range(LAYERS), None)
     job.done(0, 0)
     assert job.close().failed_blocks == {3, 4}
 
@@ -138,7 +137,7 @@ def test_closing_waits_for_a_write_under_way_and_no_other_begins() -> None:
     wait_until(lambda: not job.wanted(0))
     assert not job.enter(0)
     assert closing.is_alive()
-    job.leave(0, range(0), LANE, HostMark())
+    job.leave(0, range(0), HostMark())
     closing.join()
 
 
@@ -148,7 +147,7 @@ def test_a_cancelled_load_has_no_outcome_while_it_writes_and_copies() -> None:
     assert job.enter(0)
     job.cancel()
     assert job.poll() is None
-    job.leave(0, range(1), LANE, HungMark(ended.is_set))
+    job.leave(0, range(1), HungMark(ended.is_set))
     assert not job.enter(0)
     assert job.poll() is None
     ended.set()
@@ -159,13 +158,13 @@ def test_a_cancelled_load_has_no_outcome_while_it_writes_and_copies() -> None:
 def test_closing_waits_for_copies_but_not_for_a_device_that_hangs() -> None:
     job, ended = job_of(ManualClock(), sync=False), Event()
     assert job.enter(0)
-    job.leave(0, range(1), LANE, HungMark(ended.is_set))
+    job.leave(0, range(1), HungMark(ended.is_set))
     Timer(0.05, ended.set).start()
     assert job.close().failed
     assert ended.is_set()
     job, ended = job_of(ManualClock(), sync=False), Event()
     assert job.enter(0)
-    job.leave(0, range(1), LANE, HungMark(ended.is_set))
+    job.leave(0, range(1), HungMark(ended.is_set))
     assert job.close(0.01).failed
     assert not ended.is_set()
 
@@ -175,7 +174,7 @@ def test_within_a_step_the_compute_stream_waits_for_copies_and_the_forward_threa
 ):
     job, mark = job_of(ManualClock(), sync=True), HungMark()
     assert job.enter(0)
-    job.leave(0, range(LAYERS), LANE, mark)
+    job.leave(0, range(LAYERS), mark)
     job.done(0, 0)
     assert not job.close().failed
     assert mark.is_held

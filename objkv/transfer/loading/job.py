@@ -12,7 +12,7 @@ from threading import Condition
 from time import monotonic, sleep
 
 from objkv.tracing import NO_SPAN, Span
-from objkv.transfer.lanes import Lane, Mark
+from objkv.transfer.lanes import Mark
 from objkv.transfer.plan import LoadOutcome, LoadPlan
 from objkv.transfer.sources import bits_of
 
@@ -49,8 +49,10 @@ class LoadJob:
         self._unfinished = set(range(moves))
         self._missing = list(filled)
         """The layers of each move that are not in their blocks yet."""
-        self._marks: dict[tuple[int, int], dict[Lane, Mark]] = {}
-        self._last_marks: dict[Lane, Mark] = {}
+        self._marks: dict[tuple[int, int], Mark] = {}
+        """The last mark of each group's layers, for a load within a step."""
+        self._last_mark: Mark | None = None
+        """It covers the earlier ones: all copies of a load are of one lane."""
         self._rejected: set[tuple[str, bytes]] = set()
         self._failed_chunk: int | None = None
         self._writing, self._closed = 0, False
@@ -90,18 +92,17 @@ class LoadJob:
             self._writing += 1
             return True
 
-    def leave(self, index: int, layers: range, lane: Lane, mark: Mark | None) -> None:
+    def leave(self, index: int, layers: range, mark: Mark | None) -> None:
         """End the writes that ``enter`` allowed: ``layers`` of move ``index`` were verified and
-        submitted to ``lane`` before ``mark``. Without a mark no layer is recorded as written."""
+        submitted to the lane before ``mark``. Without a mark no layer is recorded as written."""
         with self._changed:
             self._writing -= 1
             if mark is not None:
-                self._last_marks[lane] = mark
+                self._last_mark = mark
                 self._missing[index] &= ~bits_of(layers)
                 if self.plan.sync:
                     group = self._groups[index]
-                    for layer in layers:
-                        self._marks.setdefault((group, layer), {})[lane] = mark
+                    self._marks |= {(group, layer): mark for layer in layers}
             if self._awaited:
                 self._wake()
 
@@ -143,9 +144,9 @@ class LoadJob:
         with self._changed:
             self._wait_while(lambda i: True)
 
-    def wait_layer(self, group: int, layer: int) -> list[Mark]:
-        """Block until ``layer`` of ``group`` was submitted to the lanes for every move that is
-        still needed, or the deadline has passed. Returns the marks that computing must wait for.
+    def wait_layer(self, group: int, layer: int) -> Mark | None:
+        """Block until ``layer`` of ``group`` was submitted to the lane for every move that is
+        still needed, or the deadline has passed. Returns the mark that computing must wait for.
 
         A move that lacks the layer by then has failed, because the layer is computed without it,
         even if a write in progress still completes.
@@ -155,7 +156,7 @@ class LoadJob:
             for i in range(len(self._groups)):
                 if self._lacks(i, group, layer):
                     self._fail_from(self._chunks[i])
-            return list(self._marks.get((group, layer), {}).values())
+            return self._marks.get((group, layer))
 
     def poll(self) -> LoadOutcome | None:
         """Return the outcome if the load is over and none of its copies is left. Never waits. After
@@ -166,15 +167,14 @@ class LoadJob:
             self._closed = True
             if self._writing:
                 return None
-            for lane in [lane for lane, mark in self._last_marks.items() if mark.done()]:
-                del self._last_marks[lane]
-            return None if self._last_marks else self._outcome()
+            mark = self._last_mark
+            return self._outcome() if mark is None or mark.done() else None
 
     def close(self, seconds: float = math.inf) -> LoadOutcome:
         """Forbid further writes, wait for writes in progress and return the outcome.
 
         It never waits for the network. For a load within a step it makes the compute stream wait
-        for the lanes' copies, before anything else can touch these blocks, so the forward thread
+        for the lane's copies, before anything else can touch these blocks, so the forward thread
         does not wait for the device. For a load between steps it waits for them, for at most
         ``seconds``.
         """
@@ -182,19 +182,17 @@ class LoadJob:
             self._closed = True
             self._wait_for(lambda: not self._writing)
             self._changed.notify_all()
-            marks, self._last_marks = self._last_marks, {}
+            mark, self._last_mark = self._last_mark, None
             outcome = self._outcome()
         end = monotonic() + seconds
-        for mark in marks.values():
+        while mark is not None and not mark.done():
             if self.plan.sync:
-                if not mark.done():
-                    mark.hold_compute()
-                continue
-            while not mark.done():
-                if monotonic() >= end:
-                    logger.error("copies of loads did not finish on the device, going on")
-                    return outcome
-                sleep(_LOOK_S)
+                mark.hold_compute()
+                break
+            if monotonic() >= end:
+                logger.error("copies of loads did not finish on the device, going on")
+                break
+            sleep(_LOOK_S)
         return outcome
 
     def ended(self, outcome: LoadOutcome) -> None:

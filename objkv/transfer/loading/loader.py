@@ -197,7 +197,7 @@ class _Reading:
                     slab.strand()
                 raise _CopyUnknownError(f"the device failed: {exc}") from exc
             finally:  # closing the job waits for this call
-                job.leave(self.index, layers, lane, mark)
+                job.leave(self.index, layers, mark)
 
 
 class Loader:
@@ -298,11 +298,10 @@ class Loader:
 
     def wait_layer(self, group: int, layer: int) -> None:
         """Make computing wait for one layer of all sync plans: block until the layer was submitted
-        to the lanes, then make the compute stream wait for their marks."""
+        to the lane, then make the compute stream wait for its mark."""
         for job in self._jobs.values():
-            if job.plan.sync:
-                for mark in job.wait_layer(group, layer):
-                    mark.hold_compute()
+            if job.plan.sync and (mark := job.wait_layer(group, layer)) is not None:
+                mark.hold_compute()
 
     def cancel(self, request_id: str, *, request_ended: bool = False) -> None:
         """Stop fetching for a request. Its outcome is still reported. ``request_ended``: what did
