@@ -57,7 +57,7 @@ from objkv.stores.base import Arrived, Buffer, WriteStore, copy_bytes
 from objkv.telemetry import NullRecorder
 from objkv.transfer.devices import DeviceDriver, add_driver, driver_of
 from objkv.transfer.paging import PagedGroup
-from objkv.transfer.plan import ChunkMove, LoadMove, LoadMoves, LoadPlan, SaveMove, SavePlan
+from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from tests.contracts.memory_index import MemoryIndex
 from tests.device import simulated
 from tests.device.devices import (
@@ -69,6 +69,7 @@ from tests.device.devices import (
     open_device,
 )
 from tests.support.inside import InsideAgent
+from tests.support.plans import packed
 
 FORMS: Final = ("NHD", "HND")
 """Orders of heads and tokens in a block. FlashAttention's is NHD, where a head's tokens are not
@@ -371,7 +372,7 @@ class Rig:
         """Return a step with one load, in the form in which a worker receives it."""
         self._requests += 1
         name = f"load {self._requests}"
-        load = LoadPlan(name, NAMESPACE, LoadMoves.pack(loads), sync=False)
+        load = LoadPlan(name, NAMESPACE, packed(loads), sync=False)
         return copy.deepcopy(StepPlan(loads=(load,)))
 
     def _mark(self) -> Any:

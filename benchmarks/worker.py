@@ -18,7 +18,8 @@ from objkv.connector.kv.worker import Rank
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ReadIndex
 from objkv.telemetry import NullRecorder
-from objkv.transfer.plan import LoadMove, LoadMoves, LoadPlan, SaveMove, SavePlan
+from objkv.transfer.plan import LoadMove, LoadPlan, SaveMove, SavePlan
+from tests.support.plans import packed
 from tests.support.servers.certificates import make_certificates
 from tests.support.servers.quick_s3 import quick_s3_process
 from tests.support.steps import Completed
@@ -113,7 +114,7 @@ class Side:
 
 def step_of(namespace: str, moves: Sequence[LoadMove], name: str = "r") -> StepPlan:
     """A step that begins a load."""
-    return StepPlan(loads=(LoadPlan(name, namespace, LoadMoves.pack(moves), sync=False),))
+    return StepPlan(loads=(LoadPlan(name, namespace, packed(moves), sync=False),))
 
 
 def stored(index: ReadIndex, namespace: str, saves: Sequence[SaveMove]) -> list[LoadMove]:

@@ -317,8 +317,7 @@ class Fill:
                 raise PayloadError(f"{header.nbytes} bytes, expected {self._nbytes}")
             self.header_bytes = header.data_start
         else:
-            opened = header.opened
-            self._is_encrypted = opened is not None and opened.cipher is not None
+            self._is_encrypted = header.cipher is not None
             text = plain_header(header, header.frames.raw_checksums)
             self._pages_at = self.header_bytes = len(text)
             self._resize(len(text) + header.raw_bytes)[: len(text)] = text

@@ -9,7 +9,7 @@ blosc2's global thread count stays unchanged; every call here uses one thread.
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from types import ModuleType
 from typing import Final
 
@@ -55,8 +55,10 @@ class _Shuffled:
 # smaller, but takes 50 % longer to decode, and lz4 is chosen for its speed. Zstandard decodes a
 # third faster from blocks of 1 MiB than from blosc2's own choice (2-core x86, blosc2 4.14,
 # 2026-11).
-_ZSTD = _Shuffled("ZSTD", level=1, block_bytes_max=1 << 20, flag=4, number=5)
-_LZ4 = _Shuffled("LZ4", level=9, block_bytes_max=0, flag=1, number=1)
+_SHUFFLED = {
+    "blosc": _Shuffled("ZSTD", level=1, block_bytes_max=1 << 20, flag=4, number=5),
+    "blosclz4": _Shuffled("LZ4", level=9, block_bytes_max=0, flag=1, number=1),
+}
 
 
 def compress(codec: str, pages: memoryview, item_bytes: int) -> tuple[str, Buffer]:
@@ -68,7 +70,11 @@ def compress(codec: str, pages: memoryview, item_bytes: int) -> tuple[str, Buffe
     """
     if codec == "none":
         return "none", pages
-    frame = _COMPRESS[codec](pages, item_bytes)
+    frame: bytes
+    if codec == "lz4":
+        frame = lz4.block.compress(pages, store_size=False)
+    else:
+        frame = _compress_blosc(_SHUFFLED[codec], pages, item_bytes)
     if len(frame) > pages.nbytes * (1 - GAIN_MIN):
         return "none", pages
     return codec, frame
@@ -80,14 +86,12 @@ def decompress_into(codec: str, frame: memoryview, out: memoryview) -> None:
     Never allocates memory by a length from inside ``frame``. Raises ``PayloadError`` for a frame
     that is corrupt or decodes to another length, and for an unknown codec.
     """
-    if codec not in _DECOMPRESS:
+    if codec == "lz4":
+        _decompress_lz4(frame, out)
+    elif codec in _SHUFFLED:
+        _decompress_blosc(_SHUFFLED[codec], frame, out)
+    else:
         raise PayloadError(f"unknown codec {codec!r}")
-    _DECOMPRESS[codec](frame, out)
-
-
-def _compress_lz4(pages: memoryview, _item_bytes: int) -> Buffer:
-    frame: bytes = lz4.block.compress(pages, store_size=False)
-    return frame
 
 
 def _decompress_lz4(frame: memoryview, out: memoryview) -> None:
@@ -129,7 +133,7 @@ def _lz4_decoder() -> Callable[[int, int, int, int], int] | None:
     return decode
 
 
-def _compress_blosc(way: _Shuffled, pages: memoryview, item_bytes: int) -> Buffer:
+def _compress_blosc(way: _Shuffled, pages: memoryview, item_bytes: int) -> bytes:
     blosc2 = _blosc2()
     frame: bytes = blosc2.compress2(
         pages,
@@ -196,15 +200,3 @@ def _blosc2() -> ModuleType:
 
     blosc2.set_releasegil(True)
     return blosc2  # type: ignore[no-any-return]
-
-
-_COMPRESS: dict[str, Callable[[memoryview, int], Buffer]] = {
-    "lz4": _compress_lz4,
-    "blosc": partial(_compress_blosc, _ZSTD),
-    "blosclz4": partial(_compress_blosc, _LZ4),
-}
-_DECOMPRESS: dict[str, Callable[[memoryview, memoryview], None]] = {
-    "lz4": _decompress_lz4,
-    "blosc": partial(_decompress_blosc, _ZSTD),
-    "blosclz4": partial(_decompress_blosc, _LZ4),
-}

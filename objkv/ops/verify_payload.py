@@ -147,7 +147,7 @@ class Checker:
     def _check_frames(self, header: Header, payload: bytes) -> None:
         if header.nbytes != len(payload):
             raise PayloadError(f"{len(payload)} bytes, but the header states {header.nbytes}")
-        if header.opened is None and any(f.codec.endswith(ENCRYPTED) for f in header.frames):
+        if not header.is_sealed and any(f.codec.endswith(ENCRYPTED) for f in header.frames):
             check_frames(header, payload)  # without a key only the checksums can be checked
             return
         import numpy as np  # late: a command line that only prints does without

@@ -5,7 +5,6 @@ import random
 from objkv.errors import StoreUnavailable
 from objkv.stores.base import Arrived, Buffer, PruneStore
 from objkv.stores.guarded import GuardedStore
-from tests.contracts.memory_index import MemoryIndex
 from tests.fences.stage import the_stage
 
 UPLOAD_S = 0.05
@@ -64,16 +63,3 @@ class GateStore(GuardedStore):
         if fault == "refused":
             raise StoreUnavailable("refused")
         return fault
-
-
-class SharedIndex(MemoryIndex):
-    """Some leases are another replica's."""
-
-    def __init__(self, leased_of_100: int, dice: random.Random) -> None:
-        super().__init__(clock=lambda: the_stage().now)
-        self._leased_of_100, self._dice = leased_of_100, dice
-
-    def lease(self, name: str, owner: str, *, ttl_ms: int) -> bool:
-        if self._dice.randrange(100) < self._leased_of_100:
-            return False
-        return super().lease(name, owner, ttl_ms=ttl_ms)

@@ -24,10 +24,8 @@ from objkv.stores.base import Arrived, WriteStore, check_fits
 from objkv.telemetry import MemoryRecorder
 from objkv.tracing import NO_TRACING, Tracing
 from objkv.transfer.devices import driver_of, open_lane
-from objkv.transfer.lanes import BlockRuns, HostLane, Lane, PagedLayers, Pages, Recast
-from objkv.transfer.loading.arena_lane import ArenaLane
-from objkv.transfer.loading.loader import WINDOW, Loader
-from objkv.transfer.loading.loads import LoadLimits
+from objkv.transfer.lanes import ArenaLane, BlockRuns, HostLane, Lane, PagedLayers, Pages, Recast
+from objkv.transfer.loading.loader import WINDOW, Loader, LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.registration import DeviceFrames
@@ -37,6 +35,7 @@ from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.support.device import HOST, current_device, pinning
 from tests.support.inside import InsideAgent
+from tests.support.plans import packed
 from tests.support.waiting import PATIENCE_S, wait_until
 
 
@@ -264,7 +263,7 @@ class Replica(Worker):
             shards = tuple(record.shards.items()) if record else ()
             cut = skip if c == chunks[0] else 0
             moves.append(LoadMove(self.move(c, first_block, cut=cut, base=chunks[0]), shards))
-        return LoadPlan("r", NAMESPACE, tuple(moves), sync)
+        return LoadPlan("r", NAMESPACE, packed(moves), sync)
 
     def move(self, chunk: int, first_block: int, *, cut: int = 0, base: int = 0) -> ChunkMove:
         """Chunk ``chunk``, its blocks counted from ``first_block`` at chunk ``base``."""

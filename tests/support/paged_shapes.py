@@ -15,11 +15,12 @@ from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.topology import Topology
 from objkv.stores.base import WriteStore
 from objkv.telemetry import MemoryRecorder
-from objkv.transfer.loading.loads import LoadLimits
+from objkv.transfer.loading.loader import LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan
 from tests.contracts.memory_index import MemoryIndex
 from tests.support.paged_cache import NAMESPACE, PATIENCE_S, Worker
+from tests.support.plans import packed
 
 CONTENT = 4
 LAYOUTS = {
@@ -174,7 +175,7 @@ class ShapedRank(Worker):
                 shards = record.shards.items() if record else ()
                 known = tuple(s for s in shards if fields is None or s[0] in fields)
                 moves.append(LoadMove(self._move(chunk, cut, ids[cut:]), known))
-        return LoadPlan("r", NAMESPACE, tuple(moves), sync)
+        return LoadPlan("r", NAMESPACE, packed(moves), sync)
 
     def load(self, index: MemoryIndex, *, skip: int = 0, sync: bool = False) -> LoadOutcome:
         return self.outcome(self.plan(index, skip=skip, sync=sync))

@@ -12,8 +12,8 @@ from objkv.agent.client import AgentConnection
 from objkv.agent.residents import Residents
 from objkv.background import Alarm
 from objkv.errors import StoreUnavailable, TransferError
+from objkv.transfer import lanes
 from objkv.transfer.lanes import Lane
-from objkv.transfer.loading import arena_lane
 from objkv.transfer.loading import loader as module
 from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.plan import LoadMove, LoadPlan
@@ -23,6 +23,7 @@ from tests.contracts.clock import ManualClock
 from tests.support.arenas import LossyConnection
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import BLOCKS, NAMESPACE, Replica, same_blocks
+from tests.support.plans import are_over, packed
 from tests.support.waiting import PATIENCE_S, at_once, wait_until
 from tests.transfer.test_saver import HungLane, HungMark
 
@@ -223,7 +224,7 @@ def test_a_byte_that_flips_in_the_arena_is_found_by_a_reader_that_verifies(
 def test_a_load_without_a_record_fails_as_a_ghost(world: World) -> None:
     plan = world.reader.load_plan(range(1), 1)
     moves = tuple(LoadMove(load.move, ()) for load in plan.moves)
-    outcome = world.reader.outcome(LoadPlan("r", plan.namespace, moves, sync=False))
+    outcome = world.reader.outcome(LoadPlan("r", plan.namespace, packed(moves), sync=False))
     assert outcome.failed_blocks
     assert outcome.rejected
 
@@ -247,9 +248,9 @@ def test_where_copies_wait_for_the_interpreter_the_rest_is_read_at_once(
         reads.append(len(buffers))
         return preadv(fd, buffers, offset)
 
-    monkeypatch.setattr(arena_lane, "_WAITED_S", -1.0)
-    monkeypatch.setattr(arena_lane, "_PIECES_MAX", pieces)
-    monkeypatch.setattr(arena_lane.os, "preadv", counted)
+    monkeypatch.setattr(lanes, "_WAITED_S", -1.0)
+    monkeypatch.setattr(lanes, "_PIECES_MAX", pieces)
+    monkeypatch.setattr(lanes.os, "preadv", counted)
     assert not world.reader.load(range(4), 1).failed_blocks
     assert world.right()
     assert reads == ([2] * 4 if pieces > 1 else []), "all layers but the first"
@@ -261,7 +262,7 @@ def test_where_copies_wait_for_the_interpreter_the_rest_is_read_at_once(
 def reading(world: World, lane: Lane) -> Replica:
     slow = world.open(lane)
     slow.loader.submit(slow.load_plan(range(4), 1))
-    wait_until(lambda: slow.loader.leased == 4 and slow.loader.in_flight == 0)
+    wait_until(lambda: slow.loader.leased == 4 and are_over(slow.loader))
     return slow
 
 
@@ -311,7 +312,7 @@ def test_a_load_ends_with_its_agent_and_not_with_its_deadline(world: World) -> N
     world.node.server.close()
     try:
         (step,) = at_once(lambda: loader.take_finished(sync=True))
-        wait_until(lambda: loader.in_flight == 0, 20.0)
+        wait_until(lambda: are_over(loader), 20.0)
     finally:
         gate.set()
         loader.cancel("step")
@@ -421,7 +422,7 @@ def test_without_an_agent_the_thread_pauses_whatever_the_reason(
 
 
 def test_a_load_of_nothing_is_over_when_its_agent_is_lost(world: World) -> None:
-    nothing = LoadPlan("r", NAMESPACE, (), sync=False)
+    nothing = LoadPlan("r", NAMESPACE, packed([]), sync=False)
     loader = world.reader.loader
     with loader._lock:  # the thread finds it together with the loss
         assert loader.agent is not None

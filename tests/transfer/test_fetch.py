@@ -15,8 +15,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import StatusCode
 
 from objkv.cache.match import stored_blocks
-from objkv.codec.header import digest
 from objkv.codec.payload import read_header
+from objkv.codec.values import digest
 from objkv.errors import StoreUnavailable
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity
@@ -44,6 +44,7 @@ from tests.support.paged_cache import (
     same_blocks,
     stores,
 )
+from tests.support.plans import packed
 from tests.test_tracing import collected
 
 LARGE = GroupIdentity(
@@ -188,7 +189,7 @@ def test_what_the_hot_store_begins_and_does_not_end_comes_from_bulk(
 def promised_hot(plan: LoadPlan) -> LoadPlan:
     (load,) = plan.moves
     records = tuple((field, replace(record, hot=True)) for field, record in load.records)
-    return replace(plan, moves=(replace(load, records=records),))
+    return replace(plan, moves=packed([replace(load, records=records)]))
 
 
 def test_a_load_of_which_bytes_came_tells_how_many_and_when() -> None:

@@ -12,7 +12,7 @@ from objkv.codec.payload import read_header
 from objkv.errors import StoreUnavailable
 from objkv.keys.identity import GroupIdentity
 from objkv.stores.base import Arrived
-from objkv.transfer.loading import loads
+from objkv.transfer.loading import loader as module
 from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.plan import LoadOutcome
 from tests.contracts.clock import ManualClock
@@ -32,6 +32,7 @@ from tests.support.paged_cache import (
     same_blocks,
     stores,
 )
+from tests.support.plans import are_over
 from tests.support.waiting import PATIENCE_S, at_once, wait_until
 from tests.transfer.test_fetch import MINE, THEIRS, promised_hot
 from tests.transfer.test_saver import HungLane, HungMark
@@ -109,9 +110,10 @@ def test_steps_and_loads_between_them_end_at_their_own_deadlines_and_write_nothi
 def test_closing_ends_all_threads(caplog: pytest.LogCaptureFixture) -> None:
     before = set(threading.enumerate())
     replica = Replica(*stores(), seed=1)
-    assert replica.loader.threads == 1
+    assert replica.loader._thread.is_alive()
     replica.close()
-    assert (replica.loader.threads, replica.saver.threads) == (0, 0)
+    assert not replica.loader._thread.is_alive()
+    assert replica.saver._pool.threads == 0
     assert not set(threading.enumerate()) - before
     assert "at shutdown" not in caplog.text
     replica.loader.close()
@@ -127,7 +129,7 @@ def test_closing_waits_once_for_a_device_that_hangs_and_not_for_each_load(
     replica.save(range(1))
     for name in ("one", "other"):
         replica.loader.submit(replace(replica.load_plan(range(1), 9), request_id=name))
-    wait_until(lambda: replica.loader.in_flight == 0)
+    wait_until(lambda: are_over(replica.loader))
     waits, close = list[float](), LoadJob.close
 
     def watched(job: LoadJob, seconds: float) -> LoadOutcome:
@@ -135,7 +137,7 @@ def test_closing_waits_once_for_a_device_that_hangs_and_not_for_each_load(
         return close(job, seconds)
 
     monkeypatch.setattr(LoadJob, "close", watched)
-    monkeypatch.setattr(loads, "_COPIES_S", 0.01)
+    monkeypatch.setattr(module, "_COPIES_S", 0.01)
     replica.loader.close()
     assert len(waits) == 2
     assert waits[1] == 0.0
@@ -149,7 +151,7 @@ def test_settling_a_step_leaves_the_loads_between_steps_to_be_told_as_such() -> 
     later = replace(reader.load_plan(range(1), 20), request_id="later")
     reader.loader.submit(later)
     wait_until(lambda: same_blocks(writer.caches, [1, 2], reader.caches, [20, 21]))
-    wait_until(lambda: reader.loader.in_flight == 0)
+    wait_until(lambda: are_over(reader.loader))
     reader.loader.submit(reader.load_plan(range(2), 9, sync=True))
     (settled,) = reader.loader.take_finished(sync=True)
     assert settled.request_id == "r"

@@ -37,10 +37,8 @@ from objkv.stores.base import WriteStore
 from objkv.telemetry import Recorder
 from objkv.tracing import NO_TRACING, Tracing, open_tracing
 from objkv.transfer.devices import driver_of, open_lane
-from objkv.transfer.lanes import Lane
-from objkv.transfer.loading.arena_lane import ArenaLane
-from objkv.transfer.loading.loader import Loader
-from objkv.transfer.loading.loads import LoadLimits
+from objkv.transfer.lanes import ArenaLane, Lane
+from objkv.transfer.loading.loader import Loader, LoadLimits
 from objkv.transfer.paging import NOT_QUANTISED, PagedGroup, Quantised, check_pages
 from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.saver import SaveLimits, Saver

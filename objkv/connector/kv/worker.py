@@ -21,7 +21,7 @@ from objkv.connector.model.groups import Geometry
 from objkv.connector.pacing import EMPTY_STEP_S
 from objkv.tracing import Tracing
 from objkv.transfer.lanes import Mark
-from objkv.transfer.loading.loads import Loads
+from objkv.transfer.loading.loader import Loader
 from objkv.transfer.paging import NOT_QUANTISED, PagedGroup, Quantised
 from objkv.transfer.plan import LoadOutcome, LoadPlan
 from objkv.transfer.saver import Saver
@@ -60,7 +60,7 @@ class WorkerSide:
         rank: Rank,
         groups: Mapping[int, PagedGroup],
         *,
-        loader: Loads,
+        loader: Loader,
         saver: Saver,
         target: AgentSaves,
         tracing: Tracing,
@@ -86,7 +86,7 @@ class WorkerSide:
         self._pid = getpid()
 
     @property
-    def loads(self) -> Loads:
+    def loads(self) -> Loader:
         """Its loads, for who watches them."""
         return self._loader
 

@@ -78,7 +78,7 @@ def test_asleep_a_load_fails_and_touches_nothing_and_awake_again_it_loads(world:
     world.connector.unregister_kv_caches()
     [side] = world.opened
     assert isinstance(side.loads, Loader)
-    assert side.loads.threads == 0
+    assert not side.loads._thread.is_alive()
     received, failed = world.load()
     assert len(received) == 1
     assert failed == set(range(9, 9 + BLOCKS))

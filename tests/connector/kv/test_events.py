@@ -30,6 +30,7 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from tests.contracts.clock import ManualClock
+from tests.support.plans import packed
 
 NAMESPACE = "0" * 32
 CHUNK = 64
@@ -89,7 +90,7 @@ class World:
         """A step plans to load these chunks."""
         groups = range(len(self.geometry.groups))
         moves = tuple(LoadMove(move(chunk, group), ()) for chunk in chunks for group in groups)
-        plan = LoadPlan(self.request.request_id, NAMESPACE, moves, sync)
+        plan = LoadPlan(self.request.request_id, NAMESPACE, packed(moves), sync)
         self.log.planned(StepPlan(loads=(plan,)), self._find)
 
     def report(self, received: set[str] | None = None, **told: Any) -> None:

@@ -27,6 +27,7 @@ from objkv.ops.size.model import LayerShape, ModelShape
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from tests.connector.kv.hybrid_layout import plain_config
 from tests.support.paged_cache import CHUNK, HASHES, NAMESPACE, TOKENS, stores
+from tests.support.plans import packed
 from tests.support.servers.redis import wait_until
 from tests.support.sides import RECORD, worker_side
 
@@ -239,7 +240,7 @@ def test_a_stage_without_anything_to_share_starts_and_reports_loads_as_ended() -
     save = SaveMove(move, token_digest(tuple(TOKENS[:CHUNK])), None)
     worker.end_forward(StepPlan(saves=(SavePlan("r", NAMESPACE, (save,)),)))
     shards = tuple((field, RECORD) for field in geometry.fields(0))
-    load = LoadPlan("q", NAMESPACE, (LoadMove(move, shards),), sync=False)
+    load = LoadPlan("q", NAMESPACE, packed([LoadMove(move, shards)]), sync=False)
     worker.start_loads(StepPlan(loads=(load,)))
     wait_until(lambda: bool(worker.results(StepPlan(), set()).finished_recving), "the load to end")
     assert worker.take_failed_blocks() == set()

@@ -21,6 +21,7 @@ from objkv.telemetry import MemoryRecorder
 from objkv.transfer.plan import Blank, ChunkMove, LoadMove, LoadPlan
 from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex
+from tests.support.plans import packed
 from tests.support.sides import (
     FIELD,
     GEOMETRY,
@@ -38,8 +39,8 @@ from tests.support.sides import (
 from tests.support.waiting import wait_until
 
 BOUND_S = 5.0
-WITHIN = LoadPlan("w", "0" * 32, (), sync=True)
-BETWEEN = LoadPlan("b", "0" * 32, (), sync=False)
+WITHIN = LoadPlan("w", "0" * 32, packed([]), sync=True)
+BETWEEN = LoadPlan("b", "0" * 32, packed([]), sync=False)
 
 
 def planned(loads: ReliedLoads, *plans: LoadPlan) -> None:
@@ -222,7 +223,7 @@ def test_a_request_that_was_preempted_is_a_query_again(recorder: MemoryRecorder)
 def test_tokens_to_load_are_hot_or_in_bulk_and_nothing_else(
     recorder: MemoryRecorder, moves: Any, span: tuple[int, int], hot: int, bulk: int
 ) -> None:
-    plan = LoadPlan("r", "n" * 32, moves, sync=False)
+    plan = LoadPlan("r", "n" * 32, packed(moves), sync=False)
     count_load(recorder, plan, span, span[1] - 5)
     assert recorder.drain() == {
         "hits": 1,

@@ -13,6 +13,7 @@ from objkv.index.base import Savings, ShardRecord
 from objkv.keys.identity import GroupIdentity
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
 from tests.contracts.clock import ManualClock
+from tests.support.plans import packed
 
 GROUP = GroupIdentity("full", None, ("a",), heads=2, content=16, block_size=16)
 COLD = ShardRecord(100, 100, "none", False, "0" * 32, 1)
@@ -66,7 +67,7 @@ def plan(request_id: str, *records: ShardRecord, sync: bool = False) -> LoadPlan
     name = bytes(20)
     move = ChunkMove(0, 0, name, name, 0, 64, 0, (1,))
     moves = [LoadMove(move, (("0.L0-1_H0-2", one),)) for one in records]
-    return LoadPlan(request_id, "n" * 32, moves, sync)
+    return LoadPlan(request_id, "n" * 32, packed(moves), sync)
 
 
 def planned(

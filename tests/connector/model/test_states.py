@@ -27,11 +27,12 @@ from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.states import SplitState
 from objkv.telemetry import MemoryRecorder
-from objkv.transfer.loading.loads import LoadLimits
+from objkv.transfer.loading.loader import LoadLimits
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.support.paged_cache import NAMESPACE, PATIENCE_S, Worker, stores
+from tests.support.plans import packed
 
 LAYERS = tuple(f"model.layers.{layer}.mixer" for layer in range(4))
 CHUNK, BLOCKS = 16, 6
@@ -202,7 +203,9 @@ def move(block: int) -> ChunkMove:
 def load(rank: StateRank, places: Places, block: int) -> Any:
     (record,) = places[1].lookup(NAMESPACE, [HASH])
     shards = tuple(record.shards.items()) if record else ()
-    return rank.outcome(LoadPlan("r", NAMESPACE, (LoadMove(move(block), shards),), sync=False))
+    return rank.outcome(
+        LoadPlan("r", NAMESPACE, packed([LoadMove(move(block), shards)]), sync=False)
+    )
 
 
 replicas = st.tuples(

@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final, Self, cast
 from unittest.mock import patch
 
+import numpy as np
 import torch
 
 from objkv.agent import core
@@ -46,10 +47,9 @@ from objkv.telemetry import MemoryRecorder
 from objkv.tracing import NO_TRACING
 from objkv.transfer.devices import DeviceLane, driver_of, open_lane
 from objkv.transfer.lanes import Lane
-from objkv.transfer.loading.loader import Loader
-from objkv.transfer.loading.loads import LoadLimits
+from objkv.transfer.loading.loader import Loader, LoadLimits
 from objkv.transfer.paging import PagedGroup
-from objkv.transfer.plan import Blank, ChunkMove, LoadMove, LoadMoves, LoadPlan, SaveMove, SavePlan
+from objkv.transfer.plan import Blank, ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import Slab, SlabPool, SlabsExhaustedError
@@ -66,6 +66,7 @@ from tests.device.ordering.setup import (
 )
 from tests.support.agents import AgentProcess
 from tests.support.arenas import LossyConnection, SpoilingResidents
+from tests.support.plans import packed
 
 ARENA_BYTES: Final = 32 << 20
 """Room for all that a scenario saves, if the disk is slow."""
@@ -225,11 +226,10 @@ class OrderRig:
             on_device=on_device,
         )
         if on_device is not None and setup.way == REGISTERED:
-            nbytes = self.agent.arena.nbytes
-            for offset in range(0, nbytes, WINDOW_BYTES):
-                on_device.request(offset)
-            on_device.request(nbytes - 1)
-            self.wait_until(lambda: on_device.registered_bytes == nbytes)
+            windows, nbytes = on_device.windows, self.agent.arena.nbytes
+            assert windows is not None
+            windows.has(np.frombuffer(self.agent.arena.view, np.uint8).ctypes.data, nbytes)
+            self.wait_until(lambda: windows.registered_bytes == nbytes)
         return self.loader
 
     def connect(self, **options: Any) -> LossyConnection:
@@ -389,7 +389,7 @@ class OrderRig:
             for at, chunk in enumerate(chunks)
         ]
         blanks = (Blank(0, tuple(blank)),) if blank else ()
-        return LoadPlan(request, NAMESPACE, LoadMoves.pack(moves), sync, blanks=blanks)
+        return LoadPlan(request, NAMESPACE, packed(moves), sync, blanks=blanks)
 
     def save_plan(
         self, chunks: Sequence[int], first: int, *, request: str = "r", namespace: str = NAMESPACE
