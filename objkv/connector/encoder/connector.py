@@ -30,19 +30,16 @@ from objkv.codec.payload import HEADER_BYTES_MAX
 from objkv.config import Config, load_config
 from objkv.connector.counters import ENCODER_METRICS
 from objkv.connector.encoder.copies import open_copies
-from objkv.connector.encoder.fetch import EncoderFetcher, FetchLimits
+from objkv.connector.encoder.fetch import EncoderFetcher
 from objkv.connector.encoder.identity import read_encoder_identity, read_form
 from objkv.connector.encoder.items import EncoderPlan
-from objkv.connector.encoder.scheduler import EncoderRoles, EncoderSchedulerSide
-from objkv.connector.encoder.worker import (
-    EncoderCache,
-    EncoderSaveLimits,
-    EncoderWorkerSide,
-)
+from objkv.connector.encoder.scheduler import EncoderSchedulerSide
+from objkv.connector.encoder.worker import EncoderCache, EncoderWorkerSide
 from objkv.connector.guard import guarded, speak_as_vllm
 from objkv.connector.hooks import EngineHooks, follow_encoder_resets
 from objkv.connector.metrics import TableMetrics, TableStats
 from objkv.connector.model.identity import tensor_rank
+from objkv.connector.pacing import EmptySteps
 from objkv.connector.wiring import may_save, replica_of, writer_name
 from objkv.stores.base import WriteStore
 from objkv.telemetry import MemoryRecorder
@@ -68,28 +65,23 @@ def open_encoder_scheduler(
 ) -> EncoderSchedulerSide:
     """Open the scheduler's side. Reads the model's files. Raises ``ConfigError`` for unsupported
     models."""
-    transfer = vllm_config.ec_transfer_config
+    transfer, parallel = vllm_config.ec_transfer_config, vllm_config.parallel_config
     assert transfer is not None
     form = read_form(vllm_config, item_bytes_max=ITEM_BYTES_MAX)
     identity = read_encoder_identity(vllm_config, config)
-    roles = EncoderRoles(
-        loads=transfer.is_ec_consumer,
-        saves=_may_save(config, transfer),
-        steps_in_flight=max(1, vllm_config.max_concurrent_batches),
-        has_peers=vllm_config.parallel_config.data_parallel_size > 1,
+    loads, saves = transfer.is_ec_consumer, _may_save(config, transfer)
+    reader = PayloadReader(link.connect, NAME) if loads else None
+    fetcher = EncoderFetcher(
+        AgentIndex(link.calls), reader, config, recorder, held_bytes_max=HELD_BYTES_MAX
     )
-    limits = FetchLimits(
-        deadline_s=config.encoder_deadline_ms / 1000,
-        queue_max=config.lookup_queue_max,
-        held_bytes_max=HELD_BYTES_MAX,
-        ttl_s=config.ttl_s,
-    )
-    reader = PayloadReader(link.connect, NAME) if roles.loads else None
+    steps_in_flight = max(1, vllm_config.max_concurrent_batches)
     return EncoderSchedulerSide(
-        roles,
         form,
         identity,
-        EncoderFetcher(AgentIndex(link.calls), reader, limits, recorder),
+        fetcher,
+        loads=loads,
+        saves=saves,
+        steps=EmptySteps(steps_in_flight, has_peers=parallel.data_parallel_size > 1),
         bulk=cast("WriteStore", AgentDocuments(link.calls)),
         admission=config.admission,
         recorder=recorder,
@@ -107,21 +99,21 @@ def open_encoder_worker(
     unsupported models. ``writer``: the name of this process in payloads."""
     transfer = vllm_config.ec_transfer_config
     assert transfer is not None
-    form = read_form(vllm_config, item_bytes_max=ITEM_BYTES_MAX)
+    read_form(vllm_config, item_bytes_max=ITEM_BYTES_MAX)  # to refuse it before weights are loaded
     copies, outputs = open_copies(_device()), None
     if _may_save(config, transfer) and tensor_rank(vllm_config) == 0:
-        nbytes_max = form.item_bytes_max + HEADER_BYTES_MAX
+        nbytes_max = ITEM_BYTES_MAX + HEADER_BYTES_MAX
         outputs = PayloadWriter(
             link.connect, nbytes_max, NAME, writer=writer, begin=copies.adopt_thread
         )
-    limits = EncoderSaveLimits(
-        queue_max=config.save_queue_max,
+    return EncoderWorkerSide(
+        copies,
+        outputs,
+        config,
+        recorder,
+        item_bytes_max=ITEM_BYTES_MAX,
         held_bytes_max=HELD_BYTES_MAX,
-        item_bytes_max=form.item_bytes_max,
-        deadline_s=config.save_deadline_ms / 1000,
     )
-    drain_s = config.drain_deadline_ms / 1000
-    return EncoderWorkerSide(copies, form.dtype, outputs, limits, recorder, drain_s=drain_s)
 
 
 def _may_save(config: Config, transfer: "ECTransferConfig") -> bool:
@@ -168,40 +160,36 @@ class ObjKVECConnector(ECConnectorBase):
         self._link = AgentLink(config, replica_of(vllm_config))
         self._link.await_agent()
         self._scheduler: EncoderSchedulerSide | None = None
-        self._worker: EncoderWorkerSide | None = None
+        self.worker: EncoderWorkerSide | None = None
         if role == ECConnectorRole.SCHEDULER:
-            self._scheduler = open_encoder_scheduler(vllm_config, config, self._link, recorder)
-            self._hooks = EngineHooks(self._scheduler, lambda: None, patches=config.vllm_patches)
-            follow_encoder_resets(self._scheduler, patches=config.vllm_patches)
+            side = open_encoder_scheduler(vllm_config, config, self._link, recorder)
+            self._scheduler, self._close = side, side.close
+            self._hooks = EngineHooks(side, lambda: None, patches=config.vllm_patches)
+            follow_encoder_resets(side, patches=config.vllm_patches)
         else:
-            self._worker = open_encoder_worker(
+            self.worker = open_encoder_worker(
                 vllm_config, config, self._link, writer_name(self), recorder
             )
             # This drains saves even if the engine is garbage-collected or the process just exits.
-            weakref.finalize(self, self._worker.close)
+            self._close = weakref.finalize(self, self.worker.close)
 
     # Worker's side.
 
-    @property
-    def worker(self) -> EncoderWorkerSide | None:
-        """The worker's side, in a worker."""
-        return self._worker
-
     def start_load_caches(self, encoder_cache: EncoderCache, **kwargs: Any) -> None:
         """Add this step's loaded outputs to vLLM's encoder cache. See the base class."""
-        if self._worker is not None and self._is_consumer:
-            self._worker.load(self._plan(), encoder_cache)
+        if self.worker is not None:
+            self.worker.load(self._plan(), encoder_cache)
 
     @guarded(None)
     def save_caches(self, encoder_cache: EncoderCache, mm_hash: str, **kwargs: Any) -> None:
         """Save an output that was just encoded, in the background. See the base class."""
-        if self._worker is not None and self._is_producer:
-            self._worker.save(self._plan(), encoder_cache, mm_hash)
+        if self.worker is not None:
+            self.worker.save(self._plan(), encoder_cache, mm_hash)
 
     @guarded(None)
     def build_connector_worker_meta(self) -> ECConnectorWorkerMetadata | None:
         """Return this worker's numbers, which the scheduler's side reports."""
-        return self._worker.take_report() if self._worker is not None else None
+        return self.worker.take_report() if self.worker is not None else None
 
     # Scheduler's side.
 
@@ -229,14 +217,11 @@ class ObjKVECConnector(ECConnectorBase):
         """Process the workers' reports."""
         self._side().update(connector_output)
 
-    def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
+    @guarded((False, None))
+    def request_finished(self, request: "Request") -> tuple[bool, None]:
         """Return that nothing must be kept for saves, which hold their outputs themselves."""
-        self._finished(request)
-        return False, None
-
-    @guarded(None)
-    def _finished(self, request: "Request") -> None:
         self._side().finish(request)
+        return False, None
 
     @guarded(False)
     def reset_cache(self) -> bool:
@@ -253,17 +238,12 @@ class ObjKVECConnector(ECConnectorBase):
         numbers = self._scheduler.take_numbers()
         return ObjKVECStats(data=cast("dict[str, Any]", numbers)) if numbers else None
 
+    @guarded(None)
     def shutdown(self) -> None:
         """Hand saves over within ``drain_deadline_ms``, stop threads, close connections.
         Idempotent."""
-        self._shutdown()
-
-    @guarded(None)
-    def _shutdown(self) -> None:
-        for side in (self._worker, self._scheduler):
-            if side is not None:
-                side.close()
-        self._worker = None
+        self._close()
+        self.worker = None
         self._link.calls.close()
 
     @classmethod

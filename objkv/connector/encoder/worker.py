@@ -8,7 +8,7 @@ saves them. Source of the call order: vLLM 0.32-0.33,
 
 import hashlib
 from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import getpid
 from threading import Lock
 from time import monotonic
@@ -18,8 +18,9 @@ import torch
 
 from objkv.agent.payloads import PayloadWriter, WriteOutcome
 from objkv.codec.payload import Claim, LayerSpec
+from objkv.config import Config
 from objkv.connector.encoder.copies import OutputCopies
-from objkv.connector.encoder.items import EncoderOutput, EncoderPlan, EncoderReport, ItemLoad
+from objkv.connector.encoder.items import EncoderOutput, EncoderPlan, EncoderReport
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.paging import DTYPE_NAMES
 
@@ -34,28 +35,15 @@ _COUNTERS = {
     WriteOutcome.DROPPED: "save_drops",
     WriteOutcome.FAILED: "save_errors",
 }
-
-
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 EncoderCache = MutableMapping[str, torch.Tensor]
 """vLLM's outputs by identifier: ``[embeds, width]`` on the worker's device, never written again."""
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderSaveLimits:
-    """Bounds of saves."""
-
-    queue_max: int
-    held_bytes_max: int
-    """Bytes of tensors kept alive until they are saved."""
-    item_bytes_max: int
-    deadline_s: float
-    """An output that waited longer is dropped."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedOutput:
-    """An encoder output that is kept alive until it is saved: a ``PayloadWrite``."""
+    """An encoder output that is kept alive until it is saved: a ``PayloadWrite``, which documents
+    its methods."""
 
     output: EncoderOutput
     tensor: torch.Tensor
@@ -67,12 +55,10 @@ class SavedOutput:
 
     @property
     def claim(self) -> Claim:
-        """See ``PayloadWrite``."""
         return self.output.claim
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """See ``PayloadWrite``."""
         return (self.output.layer,)
 
     @property
@@ -81,78 +67,77 @@ class SavedOutput:
         return hashlib.sha256(self.output.item_hash).hexdigest()
 
     def write(self, pages: memoryview) -> None:
-        """See ``PayloadWrite``."""
         self.side.copies.to_host(self.tensor, self.computed, pages)
 
     def end(self, outcome: WriteOutcome, nbytes: int) -> None:
-        """See ``PayloadWrite``."""
         self.side.ended(self, outcome, nbytes)
 
 
 class EncoderWorkerSide:
     """The worker's half of the encoder cache. The forward thread calls all methods but ``ended``,
-    and waits only in ``drain_saves`` and ``close``."""
+    and waits only in ``close``."""
 
     def __init__(
         self,
         copies: OutputCopies,
-        dtype: str,
         writer: PayloadWriter | None,
-        limits: EncoderSaveLimits,
+        config: Config,
         recorder: MemoryRecorder,
         *,
-        drain_s: float,
+        item_bytes_max: int,
+        held_bytes_max: int,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         """
         Args:
             copies: of the device of vLLM's encoder cache.
-            dtype: the dtype of outputs that can be loaded again.
             writer: on the same clock; ``close`` closes it. None if this rank saves nothing.
+            item_bytes_max: for one output that is saved.
+            held_bytes_max: for tensors kept alive until they are saved.
         """
-        self.copies = copies
-        self._dtype, self._writer, self._limits = dtype, writer, limits
-        self._recorder, self._drain_s, self._clock = recorder, drain_s, clock
+        self.copies, self.writer, self._config = copies, writer, config
+        self._recorder, self._clock = recorder, clock
+        self._item_bytes_max, self._held_bytes_max = item_bytes_max, held_bytes_max
         self._lock = Lock()
         self._held_bytes = 0
-        self._closed = False
         self._pid = getpid()
 
     def load(self, plan: EncoderPlan, cache: EncoderCache) -> None:
-        """Add the plan's outputs to ``cache``, except those that it already has."""
-        for load in plan.loads:
-            if load.identifier not in cache:
-                cache[load.identifier] = self._tensor(load)
+        """Add the plan's outputs to ``cache``, except those that it already has. They are copied
+        into new tensors: the plan's bytes may belong to the scheduler or to a message."""
+        for identifier, (output, pages) in plan.loads.items():
+            if identifier not in cache:
+                dtype = _DTYPES[output.dtype]
+                tensor = self.copies.to_device(pages, output.embeds, output.width, dtype)
+                cache[identifier] = tensor
 
     def save(self, plan: EncoderPlan, cache: EncoderCache, identifier: str) -> None:
         """Save an output that was just encoded, in the background, if the plan contains it. If too
         many wait, it is dropped and counted."""
         save = plan.saves.get(identifier)
-        if save is None or self._writer is None:
+        if save is None or self.writer is None:
             return
         encoded = cache[identifier].detach()
         dtype = DTYPE_NAMES.get(encoded.dtype)
-        limits, nbytes = self._limits, encoded.nbytes
-        is_known = encoded.dim() == 2 and encoded.shape[0] == save.embeds and dtype == self._dtype
-        if not is_known or nbytes > limits.item_bytes_max:
+        is_known = encoded.dim() == 2 and encoded.shape[0] == save.embeds and dtype == save.dtype
+        if not is_known or encoded.nbytes > self._item_bytes_max:
             self._recorder.count("save_unsupported")
             return
-        rows, width = encoded.shape
-        output = EncoderOutput(plan.namespace, save.item_hash, rows, width, self._dtype)
-        deadline = self._clock() + limits.deadline_s
+        output = replace(save, width=encoded.shape[1])
+        deadline = self._clock() + self._config.save_deadline_ms / 1000
         saved = SavedOutput(output, encoded, self.copies.mark(), deadline, self)
         with self._lock:
-            self._held_bytes += nbytes
-            fits = self._held_bytes <= limits.held_bytes_max
-        if fits and self._writer.waiting < limits.queue_max:
-            self._writer.write(saved)
+            self._held_bytes += encoded.nbytes
+            fits = self._held_bytes <= self._held_bytes_max
+        if fits and self.writer.waiting < self._config.save_queue_max:
+            self.writer.write(saved)
         else:
             saved.end(WriteOutcome.DROPPED, 0)
 
     def ended(self, save: SavedOutput, outcome: WriteOutcome, nbytes: int) -> None:
         """A save has ended. Called by any thread."""
         with self._lock:
-            self._held_bytes -= save.output.layer.nbytes
+            self._held_bytes -= save.tensor.nbytes
         self._recorder.count(_COUNTERS[outcome])
         if outcome is WriteOutcome.ACCEPTED:
             self._recorder.count("save_accepted_bytes", nbytes)
@@ -162,21 +147,8 @@ class EncoderWorkerSide:
         numbers = self._recorder.drain()
         return EncoderReport(numbers) if numbers else None
 
-    def drain_saves(self, seconds: float) -> bool:
-        """Wait until nothing is being saved. Returns whether that was so within the bound."""
-        return self._writer is None or self._writer.drain(seconds)
-
     def close(self) -> None:
-        """Drain saves within the configured bound, then stop. Idempotent."""
-        if self._closed or getpid() != self._pid:
-            return  # a forked process has none of its parent's threads
-        self._closed = True
-        if self._writer is not None:
-            self._writer.close(self._drain_s)
-
-    def _tensor(self, load: ItemLoad) -> torch.Tensor:
-        """Copy an output into a new tensor. The plan's bytes may belong to the scheduler or to a
-        message."""
-        output = load.output
-        dtype = _DTYPES[output.dtype]
-        return self.copies.to_device(load.pages, output.embeds, output.width, dtype)
+        """Drain saves within ``drain_deadline_ms``, then stop. Idempotent."""
+        # A forked process has none of its parent's threads.
+        if self.writer is not None and getpid() == self._pid:
+            self.writer.close(self._config.drain_deadline_ms / 1000)
