@@ -78,8 +78,7 @@ def loading(names: list[str]) -> EncoderPlan:
 
 def worker(copies: DeviceCopies) -> EncoderWorkerSide:
     """One that saves nothing."""
-    config, recorder = world.Limits().config(), MemoryRecorder()
-    return EncoderWorkerSide(copies, None, config, recorder, item_bytes_max=0, held_bytes_max=0)
+    return EncoderWorkerSide(copies, None, world.Limits().config(), MemoryRecorder(), 0, 0)
 
 
 def encode(one: Replica, *names: str) -> None:

@@ -6,7 +6,6 @@ engine stops then in any case, and the error shows why. Source of the interface:
 ``distributed/ec_transfer/ec_connector/base.py``.
 """
 
-import logging
 import weakref
 from typing import TYPE_CHECKING, Any, cast
 
@@ -45,7 +44,7 @@ from objkv.stores.base import WriteStore
 from objkv.telemetry import MemoryRecorder
 
 if TYPE_CHECKING:
-    from vllm.config import ECTransferConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ECConnectorOutput
     from vllm.v1.request import Request
@@ -65,23 +64,19 @@ def open_encoder_scheduler(
 ) -> EncoderSchedulerSide:
     """Open the scheduler's side. Reads the model's files. Raises ``ConfigError`` for unsupported
     models."""
-    transfer, parallel = vllm_config.ec_transfer_config, vllm_config.parallel_config
-    assert transfer is not None
+    loads, saves = _roles(vllm_config, config)
     form = read_form(vllm_config, item_bytes_max=ITEM_BYTES_MAX)
     identity = read_encoder_identity(vllm_config, config)
-    loads, saves = transfer.is_ec_consumer, _may_save(config, transfer)
     reader = PayloadReader(link.connect, NAME) if loads else None
-    fetcher = EncoderFetcher(
-        AgentIndex(link.calls), reader, config, recorder, held_bytes_max=HELD_BYTES_MAX
-    )
-    steps_in_flight = max(1, vllm_config.max_concurrent_batches)
+    index = AgentIndex(link.calls)
+    has_peers = vllm_config.parallel_config.data_parallel_size > 1
     return EncoderSchedulerSide(
         form,
         identity,
-        fetcher,
+        EncoderFetcher(index, reader, config, recorder, held_bytes_max=HELD_BYTES_MAX),
         loads=loads,
         saves=saves,
-        steps=EmptySteps(steps_in_flight, has_peers=parallel.data_parallel_size > 1),
+        steps=EmptySteps(max(1, vllm_config.max_concurrent_batches), has_peers=has_peers),
         bulk=cast("WriteStore", AgentDocuments(link.calls)),
         admission=config.admission,
         recorder=recorder,
@@ -97,27 +92,23 @@ def open_encoder_worker(
 ) -> EncoderWorkerSide:
     """Open the worker's side, on the thread that runs the model. Raises ``ConfigError`` for
     unsupported models. ``writer``: the name of this process in payloads."""
-    transfer = vllm_config.ec_transfer_config
-    assert transfer is not None
-    read_form(vllm_config, item_bytes_max=ITEM_BYTES_MAX)  # to refuse it before weights are loaded
+    _, saves = _roles(vllm_config, config)
+    form = read_form(vllm_config, item_bytes_max=ITEM_BYTES_MAX)
     copies, outputs = open_copies(_device()), None
-    if _may_save(config, transfer) and tensor_rank(vllm_config) == 0:
-        nbytes_max = ITEM_BYTES_MAX + HEADER_BYTES_MAX
+    if saves and tensor_rank(vllm_config) == 0:
+        nbytes_max = form.item_bytes_max + HEADER_BYTES_MAX
         outputs = PayloadWriter(
             link.connect, nbytes_max, NAME, writer=writer, begin=copies.adopt_thread
         )
-    return EncoderWorkerSide(
-        copies,
-        outputs,
-        config,
-        recorder,
-        item_bytes_max=ITEM_BYTES_MAX,
-        held_bytes_max=HELD_BYTES_MAX,
-    )
+    return EncoderWorkerSide(copies, outputs, config, recorder, form.item_bytes_max, HELD_BYTES_MAX)
 
 
-def _may_save(config: Config, transfer: "ECTransferConfig") -> bool:
-    return may_save(config, producer=transfer.is_ec_producer, consumer=transfer.is_ec_consumer)
+def _roles(vllm_config: "VllmConfig", config: Config) -> tuple[bool, bool]:
+    """Return whether this replica loads, and whether it saves."""
+    transfer = vllm_config.ec_transfer_config
+    assert transfer is not None
+    loads, encodes = transfer.is_ec_consumer, transfer.is_ec_producer
+    return loads, may_save(config, producer=encodes, consumer=loads)
 
 
 def _device() -> torch.device:
@@ -126,9 +117,6 @@ def _device() -> torch.device:
     if kind == "cpu":
         return torch.device(kind)
     return torch.device(kind, torch.get_device_module(kind).current_device())
-
-
-logger = logging.getLogger(__name__)
 
 
 class ObjKVECStats(TableStats, ECConnectorStats):

@@ -322,7 +322,7 @@ class EncoderFetcher:
             self._reader.read(granted)
 
     def _ended(self, entry: WantedOutput, outcome: ReadOutcome) -> None:
-        """A read has ended, on the thread that reads, or within ``_read`` after ``close``."""
+        """A read has ended. Called by the thread that reads."""
         state, counter = _ENDS[outcome]
         with self._changed:
             if entry.is_needed and state is State.HELD:

@@ -83,9 +83,9 @@ class EncoderWorkerSide:
         writer: PayloadWriter | None,
         config: Config,
         recorder: MemoryRecorder,
-        *,
         item_bytes_max: int,
         held_bytes_max: int,
+        *,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         """

@@ -142,16 +142,17 @@ class HandoffStage:
             raise SkippedError(f"{len(caches)} KV caches of layers [{first}, {end})")
         self.rank = replace(rank, shard=replace(rank.shard, layer_start=first, layer_end=end))
         self._heads = rank.shard.head_end - rank.shard.head_start
-        self._names, self._content, self._latent = group.layers[first:end], group.content, False
-        tail: tuple[int, ...] = (self._heads, group.content // 2)
-        if model.use_mla:
-            self._latent, tail = True, (group.content,)
+        self._content, latent = group.content, bool(model.use_mla)
+        tail = (group.content,) if latent else (self._heads, group.content // 2)
         for cache in caches:
-            dims = (2, *cache.shape[1:3]) if not self._latent else cache.shape[:2]
+            dims = cache.shape[:2] if latent else (2, *cache.shape[1:3])
             if cache.shape != (*dims, *tail) or not cache.numel() or cache.dtype not in DTYPE_NAMES:
                 raise SkippedError(f"KV caches {tuple(cache.shape)} of {cache.dtype}")
-        self._caches = [cache.view(_WORDS[cache.element_size()]) for cache in caches]
-        self._dtypes = [DTYPE_NAMES[cache.dtype] for cache in caches]
+        words = [cache.view(_WORDS[cache.element_size()]) for cache in caches]
+        self._caches = [[one] if latent else [one[0], one[1]] for one in words]
+        """The latents of each layer, or its K and V."""
+        dtypes = [DTYPE_NAMES[cache.dtype] for cache in caches]
+        self._dtypes = dict(zip(group.layers[first:end], dtypes, strict=True))
         self._device, self._block_size = caches[0].device, caches[0].shape[-1 - len(tail)]
         self._slots = min(c.shape[-2 - len(tail)] for c in caches) * self._block_size
         self._dtype: torch.dtype = model.dtype
@@ -174,12 +175,10 @@ class HandoffStage:
         if int(prompt.slots.max()) >= self._slots:
             raise SkippedError(f"slots outside the {self._slots} slots of the KV caches")
         tokens, states = len(prompt.tokens), DTYPE_NAMES[self._dtype]
-        rows, kv = (
-            (tokens, self._heads, 1, self._content),
-            zip(self._names, self._dtypes, strict=True),
-        )
+        rows = tokens, self._heads, 1, self._content
+        kv = [LayerSpec(name, dtype, rows) for name, dtype in self._dtypes.items()]
         own = [LayerSpec(n, states, (tokens, 1, 1, width)) for n, width in self._widths.items()]
-        return (*(LayerSpec(name, dtype, rows) for name, dtype in kv), *own)
+        return (*kv, *own)
 
     def claim(self, namespace: str, prompt: HandoffPrompt) -> Claim:
         """Return the claim of a prompt's payload: that of a chunk which is the whole prompt."""
@@ -200,12 +199,7 @@ class HandoffStage:
             raise SkippedError(f"states {shapes}, expected {expected}")
         buffer, at = np.empty(sum(one.nbytes for one in self.layers(prompt)), np.uint8), 0
         block, offset = self._places(prompt.slots)
-        kv = (
-            cache[block, offset]
-            if self._latent
-            else torch.cat((cache[0][block, offset], cache[1][block, offset]), -1)
-            for cache in self._caches
-        )
+        kv = (torch.cat([part[block, offset] for part in parts], -1) for parts in self._caches)
         states = (found[name][prompt.start : prompt.end].contiguous() for name in self._widths)
         for rows in chain(kv, states):
             target = torch.from_numpy(buffer[at : at + rows.nbytes])
@@ -218,13 +212,11 @@ class HandoffStage:
         block, offset = self._places(prompt.slots)
         # Index by block and offset. A permuted cache has no flat view: reshape would copy it, and
         # the rows would be written to the copy.
-        for cache, page in zip(self._caches, pages, strict=False):
-            rows = torch.from_numpy(page).view(cache.dtype).to(cache.device)
+        for parts, page in zip(self._caches, pages, strict=False):
+            rows = torch.from_numpy(page).view(parts[0].dtype).to(self._device)
             rows = rows.view(len(prompt.tokens), self._heads, self._content)
-            if self._latent:
-                cache[block, offset] = rows[:, 0]
-            else:
-                cache[0][block, offset], cache[1][block, offset] = rows.chunk(2, -1)
+            for part, values in zip(parts, rows.chunk(len(parts), -1), strict=True):
+                part[block, offset] = values.reshape(-1, *part.shape[2:])
         return pages[len(self._caches) :]
 
     def join(self, prompts: Sequence[Pages]) -> Any:

@@ -155,8 +155,8 @@ class Replica:
             ),
             config,
             self.worker_recorder,
-            item_bytes_max=form.item_bytes_max,
-            held_bytes_max=limits.save_held_bytes_max,
+            form.item_bytes_max,
+            limits.save_held_bytes_max,
             clock=self.clock,
         )
         self.cache: dict[str, torch.Tensor] = {}

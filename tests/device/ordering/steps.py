@@ -291,9 +291,7 @@ def _encoder_worker(rig: OrderRig) -> Iterator[EncoderWorkerSide]:
         save_deadline_ms=patience_ms,
         drain_deadline_ms=patience_ms,
     )
-    worker = EncoderWorkerSide(
-        copies, writer, config, rig.recorder, item_bytes_max=1 << 30, held_bytes_max=1 << 30
-    )
+    worker = EncoderWorkerSide(copies, writer, config, rig.recorder, 1 << 30, 1 << 30)
     try:
         yield worker
     finally:
