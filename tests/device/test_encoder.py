@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from objkv.connector.encoder import copies as encoder_copies
-from objkv.connector.encoder.copies import DeviceCopies
+from objkv.connector.encoder import worker as encoder_worker
 from objkv.connector.encoder.items import EncoderOutput, EncoderPlan
-from objkv.connector.encoder.worker import EncoderWorkerSide
+from objkv.connector.encoder.worker import DeviceCopies, EncoderWorkerSide
 from objkv.telemetry import MemoryRecorder
 from tests.connector.encoder import world
 from tests.connector.encoder.world import (
@@ -236,7 +235,7 @@ def test_the_model_does_not_wait_for_saves(place: Place, api: Any) -> None:
 
 def test_a_device_that_hangs_costs_the_save(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its copy may end later, and its memory is not reused before."""
-    monkeypatch.setattr(encoder_copies, "_COPY_S_MAX", 0.01)
+    monkeypatch.setattr(encoder_worker, "_COPY_S_MAX", 0.01)
     with started(place) as one:
         with held(copies_of(one).stream):
             encode(one, "x")

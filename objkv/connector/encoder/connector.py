@@ -28,12 +28,11 @@ from objkv.assembly.link import AgentLink
 from objkv.codec.payload import HEADER_BYTES_MAX
 from objkv.config import Config, load_config
 from objkv.connector.counters import ENCODER_METRICS
-from objkv.connector.encoder.copies import open_copies
 from objkv.connector.encoder.fetch import EncoderFetcher
 from objkv.connector.encoder.identity import read_encoder_identity, read_form
 from objkv.connector.encoder.items import EncoderPlan
 from objkv.connector.encoder.scheduler import EncoderSchedulerSide
-from objkv.connector.encoder.worker import EncoderCache, EncoderWorkerSide
+from objkv.connector.encoder.worker import EncoderCache, EncoderWorkerSide, open_copies
 from objkv.connector.guard import guarded, speak_as_vllm
 from objkv.connector.hooks import EngineHooks, follow_encoder_resets
 from objkv.connector.metrics import TableMetrics, TableStats

@@ -15,11 +15,10 @@ from objkv.agent.client import AgentConnection
 from objkv.agent.payloads import PayloadReader, PayloadWriter
 from objkv.codec.seal import Seal
 from objkv.config import Config
-from objkv.connector.encoder.copies import open_copies
 from objkv.connector.encoder.fetch import EncoderFetcher
 from objkv.connector.encoder.items import EncoderPlan, OutputForm
 from objkv.connector.encoder.scheduler import EncoderSchedulerSide
-from objkv.connector.encoder.worker import EncoderWorkerSide
+from objkv.connector.encoder.worker import EncoderWorkerSide, open_copies
 from objkv.connector.pacing import EmptySteps
 from objkv.index.memory import MemoryIndex
 from objkv.keys.encoder import EncoderIdentity

@@ -13,9 +13,8 @@ from objkv.agent.core import CoreLimits
 from objkv.agent.payloads import PayloadWriter
 from objkv.codec.payload import frame_pages, open_payload
 from objkv.config import Config
-from objkv.connector.encoder.copies import open_copies
 from objkv.connector.encoder.items import EncoderOutput, EncoderPlan
-from objkv.connector.encoder.worker import EncoderWorkerSide
+from objkv.connector.encoder.worker import EncoderWorkerSide, open_copies
 from objkv.connector.kv.metadata import StepPlan
 from objkv.errors import TransferError
 from objkv.keys.encoder import encoder_hash
