@@ -101,7 +101,7 @@ class _Payload:
         self.pages = [np.frombuffer(one, np.uint8).copy() for one in pages]
 
     def write(self, pages: memoryview) -> None:
-        np.copyto(np.frombuffer(pages, np.uint8), self.pages[0])
+        np.concatenate(self.pages, out=np.frombuffer(pages, np.uint8))
 
     def end(self, outcome: ReadOutcome | WriteOutcome, _nbytes: int = 0) -> None:
         self._outcome = outcome
@@ -218,7 +218,7 @@ class HandoffConnector:
             one = _Payload(stage.claim(self._namespace, prompt), stage.layers(prompt), deadline)
             if not stage.rank.writes(one.claim.key.prefix_hash):
                 return []  # another rank has the same shard and saves it
-            one.pages = [stage.gather(prompt, states)]
+            one.pages = stage.gather(prompt, states)
         except SkippedError as exc:
             return self._skip(exc) or []
         self._writer.write(one)

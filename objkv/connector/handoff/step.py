@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,11 +80,8 @@ def read_prompts(model_input: Any) -> tuple[list[HandoffPrompt], bool]:
         raise SkippedError("prompts with positions without a token are not handed over")
     if int(slots[:total].min()) < 0:
         raise SkippedError("prompts whose KV is not completely kept are not handed over")
-    prompts, start = [], 0
-    for length in lengths:
-        end = start + length
-        prompts.append(HandoffPrompt(tokens[start:end], start, end, slots[start:end]))
-        start = end
+    bounds = pairwise(accumulate(lengths, initial=0))
+    prompts = [HandoffPrompt(tokens[a:b], a, b, slots[a:b]) for a, b in bounds]
     return prompts, len(ids) == total
 
 
@@ -187,9 +184,9 @@ class HandoffStage:
         key = ChunkKey(namespace, digest, 0, self.rank.shard)
         return Claim(key, root, 0, len(prompt.tokens))
 
-    def gather(self, prompt: HandoffPrompt, given: Any) -> np.ndarray:
-        """Return the bytes of a prompt's frames, one after the other. Only one layer at a time is
-        in device memory twice. Raises ``SkippedError`` for states of another form."""
+    def gather(self, prompt: HandoffPrompt, given: Any) -> Pages:
+        """Return copies of a prompt's frames. Only one layer at a time is in device memory twice.
+        Raises ``SkippedError`` for states of another form."""
         found = {_LAST: given}
         if not isinstance(given, torch.Tensor):
             found = {_BETWEEN + name: tensor for name, tensor in given.tensors.items()}
@@ -197,15 +194,11 @@ class HandoffStage:
         expected = {name: (self._dtype, (width,)) for name, width in self._widths.items()}
         if shapes != expected or any(len(one) < prompt.end for one in found.values()):
             raise SkippedError(f"states {shapes}, expected {expected}")
-        buffer, at = np.empty(sum(one.nbytes for one in self.layers(prompt)), np.uint8), 0
         block, offset = self._places(prompt.slots)
         kv = (torch.cat([part[block, offset] for part in parts], -1) for parts in self._caches)
-        states = (found[name][prompt.start : prompt.end].contiguous() for name in self._widths)
-        for rows in chain(kv, states):
-            target = torch.from_numpy(buffer[at : at + rows.nbytes])
-            target.copy_(rows.view(torch.uint8).flatten())
-            at += rows.nbytes
-        return buffer
+        own = (found[name][prompt.start : prompt.end] for name in self._widths)
+        states = (one.clone(memory_format=torch.contiguous_format) for one in own)
+        return [rows.view(torch.uint8).flatten().cpu().numpy() for rows in chain(kv, states)]
 
     def scatter(self, prompt: HandoffPrompt, pages: Pages) -> Pages:
         """Write a prompt's verified KV to its slots. Returns the pages of its states."""
