@@ -146,7 +146,6 @@ class ObjKVECConnector(ECConnectorBase):
         recorder = MemoryRecorder()
         self._link = AgentLink(config, replica_of(vllm_config))
         self._link.await_agent()
-        self._scheduler: EncoderSchedulerSide | None = None
         self.worker: EncoderWorkerSide | None = None
         if role == ECConnectorRole.SCHEDULER:
             side = open_encoder_scheduler(vllm_config, config, self._link, recorder)
@@ -165,13 +164,15 @@ class ObjKVECConnector(ECConnectorBase):
     def start_load_caches(self, encoder_cache: EncoderCache, **kwargs: Any) -> None:
         """Add this step's loaded outputs to vLLM's encoder cache. See the base class."""
         if self.worker is not None:
-            self.worker.load(self._plan(), encoder_cache)
+            plan = cast("EncoderPlan", self._get_connector_metadata())
+            self.worker.load(plan, encoder_cache)
 
     @guarded(None)
     def save_caches(self, encoder_cache: EncoderCache, mm_hash: str, **kwargs: Any) -> None:
         """Save an output that was just encoded, in the background. See the base class."""
         if self.worker is not None:
-            self.worker.save(self._plan(), encoder_cache, mm_hash)
+            plan = cast("EncoderPlan", self._get_connector_metadata())
+            self.worker.save(plan, encoder_cache, mm_hash)
 
     @guarded(None)
     def build_connector_worker_meta(self) -> ECConnectorWorkerMetadata | None:
@@ -183,44 +184,44 @@ class ObjKVECConnector(ECConnectorBase):
     @guarded(True)
     def ensure_cache_available(self, request: "Request", num_computed_tokens: int) -> bool:
         """Whether the request's stored outputs are loaded, failed, or past their deadline."""
-        return self._side().is_ready(request, num_computed_tokens)
+        return self._scheduler.is_ready(request, num_computed_tokens)
 
     @guarded(False)
     def has_cache_item(self, identifier: str) -> bool:
         """Whether the item's verified output is in memory, so that the step's plan can send it; for
         an ``ec_producer``, whether it is stored."""
-        return self._side().has_item(identifier)
+        return self._scheduler.has_item(identifier)
 
     def update_state_after_alloc(self, request: "Request", index: int) -> None:
         """Plan the load of a promised item, or the save of one that is encoded."""
-        self._side().allocate(request, index)
+        self._scheduler.allocate(request, index)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> ECConnectorMetadata:
         """Return the step's plan, which contains the outputs to load."""
-        return self._side().plan_step(scheduler_output)
+        return self._scheduler.plan_step(scheduler_output)
 
     @guarded(None)
     def update_connector_output(self, connector_output: "ECConnectorOutput") -> None:
         """Process the workers' reports."""
-        self._side().update(connector_output)
+        self._scheduler.update(connector_output)
 
     @guarded((False, None))
     def request_finished(self, request: "Request") -> tuple[bool, None]:
         """Return that nothing must be kept for saves, which hold their outputs themselves."""
-        self._side().finish(request)
+        self._scheduler.finish(request)
         return False, None
 
     @guarded(False)
     def reset_cache(self) -> bool:
         """Stop using everything stored so far."""
-        return self._side().reset()
+        return self._scheduler.reset()
 
     # Both.
 
     def get_ec_connector_stats(self) -> ObjKVECStats | None:
         """Return the numbers of this process and the workers since the last call. None on a
         worker."""
-        if self._scheduler is None:
+        if self.role is not ECConnectorRole.SCHEDULER:
             return None
         numbers = self._scheduler.take_numbers()
         return ObjKVECStats(data=cast("dict[str, Any]", numbers)) if numbers else None
@@ -248,12 +249,3 @@ class ObjKVECConnector(ECConnectorBase):
     ) -> ObjKVECPromMetrics:
         """Return the Prometheus metrics of this connector."""
         return ObjKVECPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-    def _plan(self) -> EncoderPlan:
-        plan = self._get_connector_metadata()
-        assert isinstance(plan, EncoderPlan)
-        return plan
-
-    def _side(self) -> EncoderSchedulerSide:
-        assert self._scheduler is not None
-        return self._scheduler

@@ -157,8 +157,8 @@ class EncoderFetcher:
         """
         Args:
             reader: on the same clock; ``close`` closes it. None: outputs are looked up only.
-            config: its ``encoder_deadline_ms`` is for an output, and its ``lookup_queue_max`` for
-                outputs that wait, and for other jobs.
+            config: its ``encoder_deadline_ms`` is for an output. Requests are refused while
+                ``lookup_queue_max`` outputs wait, and other jobs while as many are in progress.
             held_bytes_max: memory for outputs that are held or read, without one copy of an output
                 that is not needed any more.
         """
@@ -261,12 +261,10 @@ class EncoderFetcher:
                     self._entries[output] = entry
                     fresh.append(entry)
                 entry.owners.add(owner)
-            room = max(0, self._config.lookup_queue_max - waiting)
-            queued, refused = fresh[:room], fresh[room:]
-            if queued and not self._start(self._look_up(queued)):
-                refused = fresh
-            for entry in refused:
-                self._settle(entry, State.ABSENT, "load_refused")
+            is_full = waiting >= self._config.lookup_queue_max
+            if fresh and (is_full or not self._start(self._look_up(fresh))):
+                for entry in fresh:
+                    self._settle(entry, State.ABSENT, "load_refused")
 
     def _start(self, job: Steps[None]) -> bool:
         future = self._thread.start(job)
