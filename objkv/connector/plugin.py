@@ -13,4 +13,4 @@ def register() -> None:
         KVConnectorFactory.register_connector(CONNECTOR_NAME, "objkv.connector", CONNECTOR_NAME)
     name = ENCODER_CONNECTOR_NAME
     if name not in ECConnectorFactory._registry:
-        ECConnectorFactory.register_connector(name, "objkv.connector.encoder", name)
+        ECConnectorFactory.register_connector(name, "objkv.connector", name)

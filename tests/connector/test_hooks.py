@@ -286,8 +286,6 @@ PRIVATE = {
     "_vllm_config": (f"{_KV}v1.base",),
     "_kv_cache_manager": (f"{_KV}v1.base",),
     "_get_connector_metadata": (f"{_KV}v1.base", f"{_EC}base"),
-    "_is_producer": (f"{_EC}base",),
-    "_is_consumer": (f"{_EC}base",),
     "_counter_cls": (f"{_KV}v1.metrics", f"{_EC}metrics"),
     "_gauge_cls": (f"{_KV}v1.metrics", f"{_EC}metrics"),
     "_histogram_cls": (f"{_KV}v1.metrics", f"{_EC}metrics"),

@@ -101,7 +101,7 @@ class _Payload:
         self.pages = [np.frombuffer(one, np.uint8).copy() for one in pages]
 
     def write(self, pages: memoryview) -> None:
-        np.copyto(np.frombuffer(pages, np.uint8), self.pages[0])
+        np.concatenate(self.pages, out=np.frombuffer(pages, np.uint8))
 
     def end(self, outcome: ReadOutcome | WriteOutcome, _nbytes: int = 0) -> None:
         self._outcome = outcome
@@ -142,7 +142,8 @@ class HandoffConnector:
         nbytes = settings.pinned_bytes_max or _PROMPT_BYTES_MAX
         writer = writer_name(self)
         link = AgentLink(settings, Replica(str(getattr(transfer, "engine_id", writer))))
-        self._link, self._reader = link, PayloadReader(link.connect, "hand-offs")
+        self._link, self._documents = link, AgentDocuments(link.calls)
+        self._reader = PayloadReader(link.connect, "hand-offs")
         self._writer = PayloadWriter(link.connect, nbytes, "hand-offs", writer=writer, puts=True)
         self._lookups = StepThread("objkv-lookup", answer_s=CALL_S)
         link.await_agent()
@@ -158,8 +159,8 @@ class HandoffConnector:
         """Store every whole prompt of the step that was just computed. When it returns, all
         tensor-parallel ranks have stored or dropped each prompt, so a receiver can start at once,
         and nothing is read any more."""
-        sent = self._send(model_executable, model_input, kv_caches, hidden_or_intermediate_states)
-        self._agree(sent)
+        self._send(model_executable, model_input, kv_caches, hidden_or_intermediate_states)
+        self._agree(True)  # only to wait for the others
 
     def recv_kv_caches_and_hidden_states(
         self, model_executable: Any, model_input: Any, kv_caches: list[torch.Tensor]
@@ -180,17 +181,18 @@ class HandoffConnector:
         self._lookups.close(0.0)
         self._link.calls.close()
 
-    @guarded(False)
-    def _send(self, executable: Any, model_input: Any, caches: Any, states: Any) -> bool:
+    @guarded(None)
+    def _send(self, executable: Any, model_input: Any, caches: Any, states: Any) -> None:
         deadline, sent = monotonic() + self._save_s, list[Claim]()
         try:
             prompts, _ = step.read_prompts(model_input)
             for prompt in prompts:
                 stage = HandoffStage(executable, self._model, self._rank, self._group, caches)
                 sent += self._save(stage, prompt, states, deadline)
-            return self._await_stored(sent, deadline)
+            if sent:
+                self._await_stored(sent, deadline)
         except ObjkvError as exc:
-            return bool(self._skip(exc))
+            self._skip(exc)
 
     @guarded(_NOTHING)
     def _receive(self, executable: Any, model_input: Any, caches: Any) -> Any:
@@ -216,7 +218,7 @@ class HandoffConnector:
             one = _Payload(stage.claim(self._namespace, prompt), stage.layers(prompt), deadline)
             if not stage.rank.writes(one.claim.key.prefix_hash):
                 return []  # another rank has the same shard and saves it
-            one.pages = [stage.gather(prompt, states)]
+            one.pages = stage.gather(prompt, states)
         except SkippedError as exc:
             return self._skip(exc) or []
         self._writer.write(one)
@@ -234,24 +236,21 @@ class HandoffConnector:
         self._reader.read([one])
         return stage.scatter(prompt, one.pages) if one.wait() is ReadOutcome.READ else None
 
-    def _await_stored(self, claims: Sequence[Claim], deadline: float) -> bool:
+    def _await_stored(self, claims: Sequence[Claim], deadline: float) -> None:
         """Wait until the store has what the agent has, so that other nodes find it."""
         end = min(deadline, monotonic() + _STORED_S)
-        hashes = [claim.key.prefix_hash for claim in claims]
-        while claims and monotonic() >= self._hasty_until:
-            field = claims[0].key.field
+        field, hashes = claims[0].key.field, [claim.key.prefix_hash for claim in claims]
+        while monotonic() >= self._hasty_until:
             found = self._ask(self._link.calls.find(self._namespace, hashes, (field,)))
             if not any(one is None or is_unsaved(one[field]) for one in found):
                 if not self._is_announced:  # only now, since the store works
-                    documents, text = AgentDocuments(self._link.calls), self._identity.canonical()
-                    put = documents.put_if_absent(identity_path(self._namespace), text)
-                    self._ask(put)
+                    path, documents = identity_path(self._namespace), self._documents
+                    self._ask(documents.put_if_absent(path, self._identity.canonical()))
                     self._is_announced = True
-                return True
+                return
             if monotonic() >= end:
                 self._hasty_until = end + _PAUSE_S
             sleep(_LOOK_S)
-        return not claims
 
     def _ask(self, question: Steps[T]) -> T:
         """Wait for what the agent answers. Raises ``StoreError``."""
