@@ -55,8 +55,8 @@ class Limits:
     def config(self) -> Config:
         """The settings."""
         return Config(
-            bulk_url="memory:",
-            index_url="memory:",
+            bulk_url="file:///nowhere",
+            index_url="sqlite:///nowhere",
             encoder_deadline_ms=round(1000 * self.deadline_s),
             lookup_queue_max=self.queue_max,
             save_queue_max=self.save_queue_max,

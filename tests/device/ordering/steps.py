@@ -285,8 +285,8 @@ def _encoder_worker(rig: OrderRig) -> Iterator[EncoderWorkerSide]:
     )
     patience_ms = round(1000 * patience_s)
     config = Config(
-        bulk_url="memory:",
-        index_url="memory:",
+        bulk_url="file:///nowhere",
+        index_url="sqlite:///nowhere",
         save_deadline_ms=patience_ms,
         drain_deadline_ms=patience_ms,
     )
