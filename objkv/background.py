@@ -15,7 +15,8 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from threading import Condition, Lock, Thread
+from math import inf
+from threading import Condition, Event, Lock, Thread
 from time import monotonic, sleep
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
@@ -256,11 +257,25 @@ class StepThread:
     No exception ends it: those of work go to its future.
     """
 
-    def __init__(self, name: str, *, answer_s: float) -> None:
-        """``answer_s``: a line without an answer for this time is lost. Raises ``OSError`` if the
-        process is out of descriptors."""
-        self._name, self._answer_s = name, answer_s
-        self._lock, self._alarm = Lock(), Alarm()
+    def __init__(
+        self,
+        name: str,
+        *,
+        answer_s: float,
+        queue_max: float = inf,
+        failed: Callable[[Exception], object] = lambda _: None,
+    ) -> None:
+        """
+        Args:
+            answer_s: a line without an answer for this time is lost.
+            queue_max: most work that may wait or have begun.
+            failed: receives what the work of ``run`` raises.
+
+        Raises ``OSError`` if the process is out of descriptors.
+        """
+        self._name, self._answer_s, self._queue_max = name, answer_s, queue_max
+        self._failed = failed
+        self._lock, self._alarm, self._ended = Lock(), Alarm(), Event()
         self._new: deque[_Task] = deque()
         self._ready: deque[tuple[_Task, bytes | BaseException | None]] = deque()
         self._traffic: dict[Line, _Traffic] = {}
@@ -277,10 +292,13 @@ class StepThread:
 
     def start(self, work: Steps[Any]) -> Future[Any] | None:
         """Have work done, none of it by the caller. It can be cancelled until it begins. Returns
-        None after ``close``, or if the system is out of threads."""
+        None if it is refused: the queue is full, the system is out of threads, or after
+        ``close``."""
         task = _Task(work)
         with self._lock:
-            if self._end_at is not None or not self._has_thread():
+            if self._unfinished >= self._queue_max or self._end_at is not None:
+                return None
+            if not self._has_thread():
                 return None
             self._unfinished += 1
             task.future.add_done_callback(self._note_end)
@@ -288,6 +306,25 @@ class StepThread:
         if self._sleeps:
             self._alarm.ring()
         return task.future
+
+    def run(self, job: Callable[[], Steps[None] | None]) -> bool:
+        """Have a job done that nobody waits for. Returns False if it is refused, as by ``start``.
+        What takes long is done in steps, because all other work waits meanwhile."""
+
+        def work() -> Steps[None]:
+            try:
+                yield from in_steps(job())
+            except Exception as exc:
+                logger.debug("job failed thread=%s reason=%r", self._name, exc)
+                self._failed(exc)
+
+        return self.start(work()) is not None
+
+    def wait(self, seconds: float) -> None:
+        """Block until work ends, for at most ``seconds``. Returns at once if some has ended since
+        the last call. For one thread, without other work."""
+        self._ended.wait(seconds)
+        self._ended.clear()
 
     def close(self, seconds: float) -> None:
         """Cancel what has not begun, and wait for the rest, at most ``seconds``; then its questions
@@ -299,15 +336,14 @@ class StepThread:
             self._new.clear()
         for task in left:
             task.future.cancel()
+        if self._thread is None:  # there was none to be had
+            self._alarm.close()
+            return
         self._alarm.ring()
-        if self._thread is not None:
-            self._thread.join(seconds + JOIN_S)
-
-    def __repr__(self) -> str:
-        return f"<StepThread {self._name}: {self._unfinished} unfinished>"
+        self._thread.join(seconds + JOIN_S)
 
     def _has_thread(self) -> bool:
-        if self._thread is not None and self._thread.is_alive():
+        if self._thread is not None:
             return True
         thread = Thread(target=self._run, name=self._name, daemon=True)
         try:
@@ -376,6 +412,7 @@ class StepThread:
     def _note_end(self, _: Future[Any]) -> None:
         with self._lock:
             self._unfinished -= 1
+        self._ended.set()
 
     def _send(self, line: Line, traffic: _Traffic) -> None:
         """Send what there is room for. The rest follows after an answer."""

@@ -9,7 +9,6 @@ thread polls and never waits for either.
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -22,7 +21,7 @@ from objkv.agent.calls import AgentIndex
 from objkv.agent.client import CALL_S
 from objkv.agent.fill import Wanted
 from objkv.agent.payloads import PayloadReader, ReadOutcome
-from objkv.background import Steps, StepThread, in_steps
+from objkv.background import Steps, StepThread
 from objkv.codec.payload import LayerSpec
 from objkv.connector.encoder.items import EncoderOutput, Pages
 from objkv.errors import StoreError
@@ -170,7 +169,7 @@ class FetchLimits:
     deadline_s: float
     """An output that takes longer is treated as missing."""
     queue_max: int
-    """Most outputs, and most other jobs, that may wait at once."""
+    """Most outputs, and most jobs, that may wait at once."""
     held_bytes_max: int
     """Memory for outputs that are read or held."""
     ttl_s: int = 14_400
@@ -199,7 +198,12 @@ class EncoderFetcher:
         self._changed = Condition()
         self._entries: dict[_Key, WantedOutput] = {}
         self._room = OutputMemory(limits.held_bytes_max)
-        self._thread = StepThread("objkv-lookup-outputs", answer_s=CALL_S)
+        self._thread = StepThread(
+            "objkv-lookup-outputs",
+            answer_s=CALL_S,
+            queue_max=limits.queue_max,
+            failed=self._note_failure,
+        )
 
     def want(self, owner: str, outputs: Iterable[EncoderOutput]) -> None:
         """Fetch outputs for ``owner``, except those already fetched or in progress."""
@@ -214,7 +218,7 @@ class EncoderFetcher:
                 entry.owners.add(owner)
             room = max(0, self._limits.queue_max - waiting)
             queued, refused = fresh[:room], fresh[room:]
-            if queued and not self._start(self._look_up(queued)):
+            if queued and not self.submit(partial(self._look_up, queued)):
                 refused = fresh
             for entry in refused:
                 self._settle(entry, State.ABSENT, "load_refused")
@@ -261,16 +265,8 @@ class EncoderFetcher:
             self._reader.look()
 
     def submit(self, job: Callable[[], Steps[None] | None]) -> bool:
-        """Run ``job`` on the thread of lookups, or return False if the queue is full. A
-        ``StoreError`` is counted."""
-
-        def run() -> Steps[None]:
-            try:
-                yield from in_steps(job())
-            except StoreError:
-                self._recorder.count("background_errors")
-
-        return self._thread.unfinished < self._limits.queue_max and self._start(run())
+        """See ``StepThread.run``. Exceptions of the job are counted."""
+        return self._thread.run(job)
 
     def deadline(self) -> float:
         """Return the deadline, on this clock, of a fetch that starts now."""
@@ -303,15 +299,9 @@ class EncoderFetcher:
         limit = self._limits.held_bytes_max >> 20
         return f"<EncoderFetcher {held} held, {self.held_bytes >> 20}/{limit} MiB>"
 
-    def _start(self, job: Steps[None]) -> bool:
-        future = self._thread.start(job)
-        if future is not None:
-            future.add_done_callback(self._note_failure)
-        return future is not None
-
-    def _note_failure(self, future: Future[None]) -> None:
-        if not future.cancelled() and (error := future.exception()) is not None:
-            self._recorder.count("load_errors")
+    def _note_failure(self, error: Exception) -> None:
+        self._recorder.count("background_errors")
+        if not isinstance(error, StoreError):
             logger.error("encoder job failed unexpectedly", exc_info=error)
 
     def _look_up(self, batch: list[WantedOutput]) -> Steps[None]:

@@ -7,8 +7,6 @@ A late, failed or refused question is a miss.
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -58,7 +56,9 @@ class TierLookups:
         whether the index ends its answer to several keys at the first missing one."""
         self._index, self._recorder, self._limits, self._clock = index, recorder, limits, clock
         self._ends_early = ends_early
-        self._thread = StepThread("objkv-tier-lookup", answer_s=CALL_S)
+        self._thread = StepThread(
+            "objkv-tier-lookup", answer_s=CALL_S, queue_max=limits.queue_max, failed=_note_failure
+        )
         self._known: dict[bytes, _Verdict] = {}
         self._asked: dict[str, set[bytes]] = {}
         self._new: dict[tuple[str, int], list[_Verdict]] = {}
@@ -122,19 +122,8 @@ class TierLookups:
             memory.clear()
 
     def submit(self, job: Callable[[], Steps[None] | None]) -> bool:
-        """Run ``job`` in the background, or return False if the queue is full. A ``StoreError`` of
-        the job is dropped."""
-
-        def run() -> Steps[None]:
-            with suppress(StoreError):
-                yield from in_steps(job())
-
-        if self._thread.unfinished >= self._limits.queue_max:
-            return False
-        future = self._thread.start(run())
-        if future is not None:
-            future.add_done_callback(_note_failure)
-        return future is not None
+        """See ``StepThread.run``. A ``StoreError`` of the job is dropped."""
+        return self._thread.run(job)
 
     def close(self) -> None:
         """Stop the thread."""
@@ -186,6 +175,6 @@ class TierLookups:
             has_ended |= record is None
 
 
-def _note_failure(future: Future[None]) -> None:
-    if not future.cancelled() and (error := future.exception()) is not None:
+def _note_failure(error: Exception) -> None:
+    if not isinstance(error, StoreError):
         logger.error("tier job failed unexpectedly", exc_info=error)
