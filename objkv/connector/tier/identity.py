@@ -29,7 +29,6 @@ from objkv.connector.model.identity import (
 )
 from objkv.connector.model.media import kv_dtype_name
 from objkv.connector.model.weights import local_folder, model_digest, read_weights
-from objkv.connector.tier.rows import RowForm
 from objkv.errors import ConfigError
 from objkv.keys.identity import (
     FORMAT,
@@ -261,10 +260,9 @@ class TierIdentity:
         """Return the document's canonical encoding, as for ``Identity``."""
         return canonical_json(self.document())
 
-    def row_form(self) -> RowForm:
-        """Return the form of rows. Raises ``ConfigError`` if a row exceeds a payload's frame."""
-        tokens = max(group.tokens_per_block for group in self.groups)
-        return RowForm.of(self.row_bytes, self.kv_dtype, tokens * self.blocks_per_chunk)
+    def chunk_tokens(self) -> int:
+        """Return the number of tokens of a chunk."""
+        return self.blocks_per_chunk * max(group.tokens_per_block for group in self.groups)
 
     def namespace(self) -> str:
         """Return the namespace, computed as for ``Identity`` but with another hash scheme."""

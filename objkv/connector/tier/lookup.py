@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.base import LookupResult
 from objkv.agent.client import CALL_S
 from objkv.background import Steps, StepThread, in_steps
 from objkv.cache.lookup import FindIndex, LookupLimits
-from objkv.connector.tier.rows import chunk_key
+from objkv.connector.tier.jobs import chunk_key
 from objkv.errors import StoreError
 from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
