@@ -26,6 +26,7 @@ from objkv.connector.model.identity import (
     further_settings,
     names_media,
     read_draft_weights,
+    refuse_external_launcher,
 )
 from objkv.connector.model.media import kv_dtype_name
 from objkv.connector.model.weights import local_folder, model_digest, read_weights
@@ -126,17 +127,12 @@ def engine_settings(
     """
     found = dict(further_settings(engine.config))
     found["quantization"] = str(engine.config.model_config.quantization)
-    speculative = engine.config.speculative_config
-    if _has_draft(engine) and "speculative" not in named:
-        found["draft_method"] = speculative.method
-        found["draft_tokens"] = str(speculative.num_speculative_tokens)
+    draft = engine.config.speculative_config
+    if draft is not None and draft.method not in WITHOUT_KV and "speculative" not in named:
+        found["draft_method"] = draft.method
+        found["draft_tokens"] = str(draft.num_speculative_tokens)
         found["draft_weights"] = read_draft_weights(engine.config, config)
     return tuple(sorted(found.items()))
-
-
-def _has_draft(engine: TierEngine) -> bool:
-    speculative = engine.config.speculative_config
-    return speculative is not None and speculative.method not in WITHOUT_KV
 
 
 def refuse_unshareable(engine: TierEngine, named: frozenset[str]) -> None:
@@ -145,12 +141,7 @@ def refuse_unshareable(engine: TierEngine, named: frozenset[str]) -> None:
     ``named``: names in ``settings``, for which the operator is responsible.
     """
     config = engine.config
-    parallel = config.parallel_config
-    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
-        raise ConfigError(
-            "objkv's secondary tier does not support external_launcher with several ranks, because "
-            "each has its own scheduler: use the executor 'mp' or 'ray'"
-        )
+    refuse_external_launcher(config)
     if not names_media(config):
         raise ConfigError(
             "objkv's secondary tier cannot identify images, because vLLM only numbers them: turn "
@@ -328,17 +319,16 @@ def none_hash() -> str | None:
 
 
 def _weights(name: str, engine: TierEngine | None, config: Config, options: TierOptions) -> str:
-    if engine is not None:
-        model = engine.config.model_config
-        if options.revision not in (None, model.revision):
-            raise ConfigError(
-                f"the tier's 'revision' is {options.revision!r}, but vLLM's is {model.revision!r}: "
-                "remove it from the tier's options"
-            )
-        if options.weights is None:
-            return read_weights(engine.config, config, local_folder(model.model, model.revision))
+    model = None if engine is None else engine.config.model_config
+    if model is not None and options.revision not in (None, model.revision):
+        raise ConfigError(
+            f"the tier's 'revision' is {options.revision!r}, but vLLM's is {model.revision!r}: "
+            "remove it from the tier's options"
+        )
     if options.weights is not None:
         return options.weights
+    if engine is not None and model is not None:
+        return read_weights(engine.config, config, local_folder(model.model, model.revision))
     folder = local_folder(name, options.revision)
     if folder is not None and (digest := model_digest(folder, config)) is not None:
         return digest
@@ -350,16 +340,12 @@ def _weights(name: str, engine: TierEngine | None, config: Config, options: Tier
     )
 
 
-def _replicated(spec: "OffloadingSpec") -> bool:
-    return bool(getattr(spec, "replicated_layout", False))
-
-
 def _layout(spec: "OffloadingSpec") -> str:
     given = spec.config
     names = [str(given.kv_cache_layout)]
     if given.canonical_layout:
         names.append("canonical")
-    if _replicated(spec):
+    if getattr(spec, "replicated_layout", False):
         names.append("replicated")
     if current_platform.is_cpu():
         isa = f"opaque-{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}".lower()
@@ -377,8 +363,5 @@ def _ranks(spec: "OffloadingSpec") -> tuple[tuple[str, int], ...]:
     if spec.config.canonical_layout and parallel.is_parallelism_agnostic:
         return ()
     sizes = sorted(field.name for field in fields(parallel) if field.name.endswith("_size"))
-    return tuple((name, getattr(parallel, name)) for name in sizes if name not in _NOT_SHARDS)
-
-
-_NOT_SHARDS = ("data_parallel_size",)
-"""Parallel groups whose members are replicas of each other."""
+    # Data-parallel ranks are replicas of each other.
+    return tuple((name, getattr(parallel, name)) for name in sizes if name != "data_parallel_size")

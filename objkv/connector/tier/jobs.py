@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import Condition
+from threading import Condition, Lock
 from time import monotonic
 
 import numpy as np
@@ -113,8 +113,6 @@ class Job:
     noted: list[bytes] = field(default_factory=list)
     """Chunks that ended with a note."""
     open: bool = True
-    touching: int = 0
-    """Number of threads that are copying from or to vLLM's memory."""
     seconds: float = 0.0
 
     @property
@@ -147,8 +145,10 @@ class TierJobs:
         self.rows, self.recorder = rows, recorder
         self._name, self._clock = name, clock
         self._queue_max, self._deadline_s = queue_max, deadline_s
-        self.changed = Condition()
-        """Guards the jobs, and is notified when a copy or a job ends."""
+        self.copying = Lock()
+        """Held while a row is copied."""
+        self._changed = Condition()
+        """Guards the jobs, and is notified when one ends."""
         self._jobs: dict[int, Job] = {}
         self._ended: list[Job] = []
         self._closed = False
@@ -160,7 +160,7 @@ class TierJobs:
         """Begin a job. Returns its first chunks, each of which must be settled. The others, for
         which there is no room, fail, and with ``refuse`` all of them."""
         now = self._clock()
-        with self.changed:
+        with self._changed:
             room = 0 if self._closed or refuse else max(0, self._queue_max - self._waiting())
             taken = keys[:room]
             if refused := len(keys) - len(taken):
@@ -173,7 +173,7 @@ class TierJobs:
 
     def settle(self, job: Job, key: bytes, *, done: bool, noted: bool = False) -> None:
         """A chunk has ended. Thread-safe. No effect after its job has."""
-        with self.changed:
+        with self._changed:
             if not job.open:
                 return
             if done:
@@ -188,20 +188,18 @@ class TierJobs:
         """Return the jobs that ended since the last call, including those past their deadline.
         Every job is returned once."""
         now = self._clock()
-        with self.changed:
-            for job in list(self._jobs.values()):  # in the order in which they began
-                if job.deadline > now:
-                    break
+        with self._changed:
+            late = [job for job in self._jobs.values() if job.deadline <= now]
+            for job in late:
                 self.recorder.count(f"tier_{self._name}_deadlines", job.waiting)
-                self._end(job)
+            self._abort(late)
             ended, self._ended = self._ended, []
             return ended
 
     def give_up(self) -> None:
         """End all jobs now. Afterwards no thread touches vLLM's memory for any of them."""
-        with self.changed:
-            for job in list(self._jobs.values()):
-                self._end(job)
+        with self._changed:
+            self._abort(list(self._jobs.values()))
 
     def finish(self, seconds: float) -> None:
         """End the jobs and refuse further ones when ``seconds`` have passed since the first call.
@@ -223,32 +221,33 @@ class TierJobs:
         others. Idempotent."""
         self.finish(drain_deadline_s)
         assert self._finish_by is not None
-        with self.changed:
-            self.changed.wait_for(lambda: not self._jobs, self._finish_by - self._clock())
+        with self._changed:
+            self._changed.wait_for(lambda: not self._jobs, self._finish_by - self._clock())
         self._stop()
-
-    def __repr__(self) -> str:
-        return f"<TierJobs {self._name} {len(self._jobs)} jobs, {self._waiting()} chunks waiting>"
 
     def _waiting(self) -> int:
         return sum(job.waiting for job in list(self._jobs.values()))
 
     def _stop(self) -> None:
-        with self.changed:
+        with self._changed:
             if (waiting := self._waiting()) and not self._closed:
                 logger.warning("tier given up at shutdown what=%ss chunks=%d", self._name, waiting)
             self._closed = True
         self.give_up()
 
+    def _abort(self, jobs: Sequence[Job]) -> None:
+        """End jobs, with the lock held. Waits for a copy in progress, within memory only."""
+        if jobs:
+            with self.copying:
+                for job in jobs:
+                    job.open = False
+        for job in jobs:
+            self._end(job)
+
     def _end(self, job: Job) -> None:
-        """End a job, with the lock held. Waits for copies in progress, within memory only."""
-        job.open = False
-        while job.touching:
-            self.changed.wait()
-        if self._jobs.pop(job.job_id, None) is not None:  # else another thread ended it meanwhile
-            job.seconds = self._clock() - job.started
-            self._ended.append(job)
-            self.changed.notify_all()
+        job.open, job.seconds = False, self._clock() - job.started
+        self._ended.append(self._jobs.pop(job.job_id))
+        self._changed.notify_all()
 
 
 @dataclass(slots=True, eq=False)
@@ -278,18 +277,9 @@ class JobRow:
     @contextmanager
     def touch(self) -> Iterator[bool]:
         """Enter a context that yields whether vLLM's memory may be touched. It must be short,
-        because ending the job waits for it."""
-        job, changed = self.job, self.jobs.changed
-        with changed:
-            if allowed := job.open:
-                job.touching += 1
-        try:
-            yield allowed
-        finally:
-            if allowed:
-                with changed:
-                    job.touching -= 1
-                    changed.notify_all()
+        because ending a job waits for it."""
+        with self.jobs.copying:
+            yield self.job.open
 
 
 @dataclass(slots=True, eq=False)

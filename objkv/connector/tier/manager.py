@@ -298,9 +298,6 @@ class ObjKVTier(SecondaryTierManager):
         """Return the numbers since the last call."""
         return tier_stats(self._recorder.drain())
 
-    def __repr__(self) -> str:
-        return f"<ObjKVTier {self.namespace.current}, {self._store!r}>"
-
     # Internal methods.
 
     def _submit(self, begin: Callable[..., None], job: "TransferJob") -> None:

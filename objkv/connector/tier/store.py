@@ -126,9 +126,6 @@ class TierStore:
         self._writer.close(0.0)
         self._link.calls.close()
 
-    def __repr__(self) -> str:
-        return f"<TierStore {self.loads!r}, {self.saves!r}, {self.lookups!r}>"
-
     def _save_new(self, namespace: str, saves: Sequence[RowSave]) -> Steps[None]:
         """Save the chunks that are not stored already. On the lookup thread."""
         names = [one.claim.key for one in saves]

@@ -167,7 +167,9 @@ def test_an_answer_lives_as_long_as_who_asked_and_is_not_told_to_the_new_when_ol
     assert world.answers("c", [1]) == [LookupResult.HIT]
     for request in "abc":
         world.lookups.forget(request)
-    assert repr(world.lookups) == "<TierLookups 0 keys of 0 requests>"
+    chunk = chunk_key(NAMESPACE, key(1))
+    assert world.index.forget(NAMESPACE, chunk.prefix_hash, chunk.field, RECORD)
+    assert world.answers("d", [1]) == [LookupResult.MISS]
     world.lookups.close()
 
 
