@@ -78,12 +78,11 @@ class Pool(Generic[Job]):
     def __init__(
         self,
         name: str,
-        threads_max: int,
+        threads: int,
         run: Callable[[Job], None],
         *,
         failed: Callable[[Job, Exception], None] | None = None,
         begin: Callable[[], None] | None = None,
-        lazy: bool = False,
     ) -> None:
         """
         Args:
@@ -91,21 +90,19 @@ class Pool(Generic[Job]):
             run: runs one job on a thread of the pool.
             failed: receives exceptions of ``run``; by default they are logged as errors.
             begin: called by each thread before its first job.
-            lazy: start a thread only when a job arrives while all others are busy.
         """
-        self._name = name
-        self._threads_max = threads_max
-        self._run = run
-        self._failed = failed
-        self._begin = begin
+        self._name, self._run, self._failed, self._begin = name, run, failed, begin
         self._lock = Lock()
         self._came, self._ended = Condition(self._lock), Condition(self._lock)
         self._jobs: deque[Job] = deque()
         self._begun = 0
-        self._threads: list[Thread] = []
         self._closed = False
-        for _ in range(0 if lazy else threads_max):
-            self._start_thread()
+        self._threads = [
+            Thread(target=self._work, name=f"{name}-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def waiting(self) -> int:
@@ -128,11 +125,10 @@ class Pool(Generic[Job]):
         return self._closed
 
     def put(self, jobs: Iterable[Job]) -> bool:
-        """Queue all jobs. Return False and queue none after ``close``, or if a needed thread cannot
-        be started."""
+        """Queue all jobs. Return False and queue none after ``close``."""
         jobs = list(jobs)
         with self._lock:
-            if self._closed or not self._has_threads_for(len(jobs)):
+            if self._closed:
                 return False
             self._jobs.extend(jobs)
             self._came.notify(len(jobs))
@@ -141,14 +137,8 @@ class Pool(Generic[Job]):
     def drain(self, seconds: float) -> bool:
         """Wait at most ``seconds`` until no job is waiting or running; return whether that
         happened."""
-        end = monotonic() + seconds
         with self._lock:
-            while self._jobs or self._begun:
-                left_s = end - monotonic()
-                if left_s <= 0:
-                    return False
-                self._ended.wait(left_s)
-        return True
+            return self._ended.wait_for(lambda: not self._jobs and not self._begun, seconds)
 
     def close(
         self,
@@ -171,36 +161,12 @@ class Pool(Generic[Job]):
     def __str__(self) -> str:
         return f"{self.waiting} waiting, {self.busy} under way"
 
-    def __repr__(self) -> str:
-        return f"<Pool {self._name}: {self}>"
-
-    def _wake_drained(self) -> None:
-        """Wake the callers of ``drain`` if nothing is left. The lock must be held."""
-        if not self._jobs and not self._begun:
-            self._ended.notify_all()
-
-    def _has_threads_for(self, more: int) -> bool:
-        needed = min(self._threads_max, len(self._jobs) + self._begun + more)
-        while len(self._threads) < needed:
-            try:
-                self._start_thread()
-            except RuntimeError:  # thread limit reached, or the interpreter is shutting down
-                return False
-        return True
-
-    def _start_thread(self) -> None:
-        name = f"{self._name}-{len(self._threads)}"
-        thread = Thread(target=self._work, name=name, daemon=True)
-        thread.start()
-        self._threads.append(thread)
-
     def _work(self) -> None:
         if self._begin is not None:
             self._begin()
         while True:
             with self._lock:
-                while not self._jobs and not self._closed:
-                    self._came.wait()
+                self._came.wait_for(lambda: self._jobs or self._closed)
                 if not self._jobs:
                     return
                 job = self._jobs.popleft()
@@ -213,7 +179,8 @@ class Pool(Generic[Job]):
                 del job  # release its memory now rather than when the next job arrives
                 with self._lock:
                     self._begun -= 1
-                    self._wake_drained()
+                    if not self._jobs and not self._begun:
+                        self._ended.notify_all()
 
     def _take_error(self, job: Job, error: Exception) -> None:
         try:

@@ -165,10 +165,6 @@ class LookupService:
         """Refuse further lookups and end the thread. Lookups that outlast the deadline fail."""
         self._thread.close(min(self._limits.deadline_s, _CLOSE_S_MAX))
 
-    def __repr__(self) -> str:
-        pending = sum(memo.answer is None for memo in self._memos.values())
-        return f"<LookupService {pending} pending, {len(self._memos)} remembered>"
-
     def _start(
         self,
         request_id: str,

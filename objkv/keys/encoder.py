@@ -7,12 +7,11 @@
 chunk of group 0 with a single shard. ``docs/keyspace.md`` specifies these names.
 """
 
-import hashlib
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
 from objkv.keys.chunk import ChunkKey
-from objkv.keys.identity import FORMAT, NAMESPACE_HEX, canonical_json
+from objkv.keys.identity import NamespaceIdentity
 from objkv.keys.prefix import Extra, encode_extras, field_digest
 from objkv.keys.topology import Shard
 
@@ -25,7 +24,7 @@ ENCODER_FIELD = f"{ENCODER_GROUP}.{ENCODER_SHARD}"
 
 
 @dataclass(frozen=True, slots=True)
-class EncoderIdentity:
+class EncoderIdentity(NamespaceIdentity):
     """The identity behind a namespace of encoder outputs. Replicas with equal identities share
     outputs.
 
@@ -33,6 +32,7 @@ class EncoderIdentity:
     chunks.
     """
 
+    scheme: ClassVar[str] = ENCODER_SCHEME
     model: str
     """A hub id, or the last component of a local path."""
     weights: str
@@ -50,19 +50,6 @@ class EncoderIdentity:
     def __post_init__(self) -> None:
         assert self.weights_epoch >= 0
         assert tuple(sorted(self.extra)) == self.extra
-
-    def document(self) -> dict[str, Any]:
-        """Return the document as plain JSON values. ``hash`` distinguishes it from a KV
-        identity."""
-        return {"format": FORMAT, "hash": ENCODER_SCHEME, **asdict(self)}
-
-    def canonical(self) -> bytes:
-        """Return the document's canonical encoding."""
-        return canonical_json(self.document())
-
-    def namespace(self) -> str:
-        """Return the first 16 bytes of the SHA-256 of the canonical document, as 32 hex digits."""
-        return hashlib.sha256(self.canonical()).hexdigest()[:NAMESPACE_HEX]
 
 
 def encoder_root(namespace: str) -> bytes:

@@ -9,7 +9,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from objkv.errors import ConfigError
 
@@ -68,9 +68,31 @@ class GroupIdentity:
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
-    """The identity behind a namespace."""
+class NamespaceIdentity:
+    """The identity behind a namespace, of which every field counts."""
 
+    scheme: ClassVar[str]
+    """How chunks are named."""
+
+    def document(self) -> dict[str, Any]:
+        """Return the document as plain JSON values, including format and hash scheme."""
+        return {"format": FORMAT, "hash": self.scheme, **asdict(self)}
+
+    def canonical(self) -> bytes:
+        """Return the document's canonical encoding: JSON, keys sorted, no spaces, ASCII, no
+        floats."""
+        return canonical_json(self.document())
+
+    def namespace(self) -> str:
+        """Return the first 16 bytes of the SHA-256 of the canonical document, as 32 hex digits."""
+        return hashlib.sha256(self.canonical()).hexdigest()[:NAMESPACE_HEX]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity(NamespaceIdentity):
+    """The identity of a model's KV."""
+
+    scheme: ClassVar[str] = HASH_SCHEME
     model: str
     """A hub id, or the last component of a local path."""
     weights: str
@@ -95,22 +117,13 @@ class Identity:
         assert tuple(sorted(self.extra)) == self.extra
 
     def document(self) -> dict[str, Any]:
-        """Return the document as plain JSON values, including format and hash scheme."""
-        document = {"format": FORMAT, "hash": HASH_SCHEME, **asdict(self)}
+        """See ``NamespaceIdentity``."""
+        document = NamespaceIdentity.document(self)
         for group in document["groups"]:
             for name in ("state", "page"):
                 if group[name] is None:
                     del group[name]
         return document
-
-    def canonical(self) -> bytes:
-        """Return the document's canonical encoding: JSON, keys sorted, no spaces, ASCII, no
-        floats."""
-        return canonical_json(self.document())
-
-    def namespace(self) -> str:
-        """Return the first 16 bytes of the SHA-256 of the canonical document, as 32 hex digits."""
-        return hashlib.sha256(self.canonical()).hexdigest()[:NAMESPACE_HEX]
 
 
 def name_model(model: str, model_id: str | None) -> str:

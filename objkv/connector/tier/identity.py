@@ -6,13 +6,12 @@ configuration. If it cannot find it, the operator must list everything in ``sett
 vLLM 0.32-0.33.
 """
 
-import hashlib
 import platform
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
@@ -31,13 +30,7 @@ from objkv.connector.model.identity import (
 from objkv.connector.model.media import kv_dtype_name
 from objkv.connector.model.weights import local_folder, model_digest, read_weights
 from objkv.errors import ConfigError
-from objkv.keys.identity import (
-    FORMAT,
-    NAMESPACE_HEX,
-    canonical_json,
-    name_model,
-    sealed_extra,
-)
+from objkv.keys.identity import NamespaceIdentity, name_model, sealed_extra
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -197,10 +190,6 @@ class TierAdapters:
             self._numbers[name] = None
 
 
-HASH_SCHEME = "vllm-block-hash-1"
-"""Chunks are named by vLLM's block hashes, hashed again to the length of a prefix hash."""
-
-
 @dataclass(frozen=True, slots=True)
 class TierGroup:
     """One KV cache group, as vLLM describes it to a tier."""
@@ -211,9 +200,11 @@ class TierGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class TierIdentity:
+class TierIdentity(NamespaceIdentity):
     """The identity of a tier's namespace. One row has all ranks' bytes of a chunk."""
 
+    scheme: ClassVar[str] = "vllm-block-hash-1"
+    """Chunks are named by vLLM's block hashes, hashed again to the length of a prefix hash."""
     model: str
     weights: str
     kv_dtype: str
@@ -243,21 +234,9 @@ class TierIdentity:
         assert tuple(sorted(self.engine)) == self.engine
         assert tuple(sorted(self.extra)) == self.extra
 
-    def document(self) -> dict[str, Any]:
-        """Return the document as plain JSON values, with format and hash scheme."""
-        return {"format": FORMAT, "hash": HASH_SCHEME, **asdict(self)}
-
-    def canonical(self) -> bytes:
-        """Return the document's canonical encoding, as for ``Identity``."""
-        return canonical_json(self.document())
-
     def chunk_tokens(self) -> int:
         """Return the number of tokens of a chunk."""
         return self.blocks_per_chunk * max(group.tokens_per_block for group in self.groups)
-
-    def namespace(self) -> str:
-        """Return the namespace, computed as for ``Identity`` but with another hash scheme."""
-        return hashlib.sha256(self.canonical()).hexdigest()[:NAMESPACE_HEX]
 
 
 def read_tier_identity(

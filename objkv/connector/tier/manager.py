@@ -169,7 +169,9 @@ class ObjKVTier(SecondaryTierManager):
         self._switch.start()
         self._closed = False
         self.adapters = TierAdapters(lambda: self.reset(clean=False))
-        self._hooks = EngineHooks(self, _no_manager, patches=config.vllm_patches)
+        # vLLM's CPU memory may have KV of old weights even if the device has none, so only a reset
+        # of both resumes the tier.
+        self._hooks = EngineHooks(self, lambda: None, patches=config.vllm_patches)
         self._log_ready(identity)
 
     def _read_options(self, options: Mapping[str, Any], spec: "OffloadingSpec") -> Config:
@@ -325,11 +327,6 @@ class ObjKVTier(SecondaryTierManager):
         if keys and self._events_enabled:
             event = OffloadingEvent(keys, self.medium, removed, locality=self.locality)
             self._events.append(event)
-
-
-def _no_manager() -> None:
-    """Return None: vLLM's CPU memory may have KV of old weights even if the device has none, so
-    only a reset of both resumes the tier."""
 
 
 def _rows(view: memoryview) -> tuple[int, int]:
