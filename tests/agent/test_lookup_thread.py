@@ -89,7 +89,7 @@ def test_a_slow_call_delays_no_lookup(replica: Replica) -> None:
     assert replica.lookups.submit(lambda: replica.index.touch(NAMESPACE, replica.known, ttl_s=1))
     assert replica.find("r", replica.known) == [True] * 3
     assert replica.find("other", [bytes(20)]) == [False]
-    assert replica.lookups.in_flight == 1
+    assert replica.lookups._thread.unfinished == 1
 
 
 def test_all_questions_are_sent_before_the_first_is_answered(

@@ -11,6 +11,8 @@ import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from itertools import islice
+from traceback import walk_stack
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -33,8 +35,6 @@ from objkv.errors import ConfigError
 from objkv.keys.identity import NamespaceIdentity, name_model, sealed_extra
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.engine.core import EngineCoreProc
@@ -85,20 +85,15 @@ def find_engine(spec: "OffloadingSpec") -> TierEngine | None:
     Names that an operator must remember would not separate replicas reliably. But a tier is made
     while vLLM makes its connector, so the configuration is a local variable of a caller. It is
     recognised because its ``kv_connector_extra_config`` is the object in ``spec``. Source: vLLM
-    0.32-0.33,
-    ``OffloadingConnectorScheduler.__init__`` in
-    ``distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py``,
-    ``build_offloading_config``.
+    0.32-0.33, ``build_offloading_config``, and ``OffloadingConnectorScheduler.__init__`` in
+    ``distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py``.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.v1.engine.core import EngineCoreProc  # makes its scheduler and thereby the connector
 
     config: VllmConfig | None = None
     connector: weakref.ref[KVConnectorBase_V1] | None = None
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_DEPTH_MAX):
-        if frame is None:
-            break
+    for frame, _ in islice(walk_stack(sys._getframe(1)), _DEPTH_MAX):
         found, maker = frame.f_locals.get("vllm_config"), frame.f_locals.get("self")
         if config is not None and isinstance(maker, EngineCoreProc):
             return TierEngine(config, connector, weakref.ref(maker))
@@ -106,7 +101,6 @@ def find_engine(spec: "OffloadingSpec") -> TierEngine | None:
             config = config or found
             if isinstance(maker, KVConnectorBase_V1):
                 connector = weakref.ref(maker)
-        frame = frame.f_back
     return None if config is None else TierEngine(config, connector)
 
 
