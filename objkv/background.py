@@ -329,7 +329,8 @@ class StepThread:
                     fault = None
                 self._work()
                 self._listen()
-                if self._end_at is not None and (not self._unfinished or self._is_over()):
+                end = self._end_at
+                if end is not None and (not self._unfinished or monotonic() >= end):
                     break
             except Exception as exc:
                 fault = exc
@@ -341,9 +342,6 @@ class StepThread:
         while self._ready or self._new:
             self._work()
         self._alarm.close()
-
-    def _is_over(self) -> bool:
-        return self._end_at is not None and monotonic() >= self._end_at
 
     def _work(self) -> None:
         """Begin new work, and go on with what was answered."""

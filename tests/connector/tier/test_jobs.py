@@ -88,6 +88,10 @@ def test_who_gives_a_job_up_waits_for_a_copy_and_for_nothing_else() -> None:
     copying, giving_up = threading.Thread(target=copy), threading.Thread(target=jobs.give_up)
     copying.start()
     assert inside.wait(60)
+    (other,) = begin(jobs, 2, 2)
+    settle(other)
+    assert [job.job_id for job in jobs.take_finished()] == [2]
+    assert copying.is_alive()
     giving_up.start()
     giving_up.join(0.05)
     assert giving_up.is_alive()
