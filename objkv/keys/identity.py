@@ -9,7 +9,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from objkv.errors import ConfigError
 
@@ -67,16 +67,14 @@ class GroupIdentity:
         assert self.page in (None, self.content)
 
 
-@dataclass(frozen=True, slots=True)
 class NamespaceIdentity:
-    """The identity behind a namespace, of which every field counts."""
+    """Everything that replicas must have in common to share what is in a namespace."""
 
-    scheme: ClassVar[str]
-    """How chunks are named."""
+    __slots__ = ()
 
     def document(self) -> dict[str, Any]:
         """Return the document as plain JSON values, including format and hash scheme."""
-        return {"format": FORMAT, "hash": self.scheme, **asdict(self)}
+        raise NotImplementedError
 
     def canonical(self) -> bytes:
         """Return the document's canonical encoding: JSON, keys sorted, no spaces, ASCII, no
@@ -90,9 +88,8 @@ class NamespaceIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Identity(NamespaceIdentity):
-    """The identity of a model's KV."""
+    """The identity behind a namespace."""
 
-    scheme: ClassVar[str] = HASH_SCHEME
     model: str
     """A hub id, or the last component of a local path."""
     weights: str
@@ -117,8 +114,8 @@ class Identity(NamespaceIdentity):
         assert tuple(sorted(self.extra)) == self.extra
 
     def document(self) -> dict[str, Any]:
-        """See ``NamespaceIdentity``."""
-        document = NamespaceIdentity.document(self)
+        """Return the document as plain JSON values, including format and hash scheme."""
+        document = {"format": FORMAT, "hash": HASH_SCHEME, **asdict(self)}
         for group in document["groups"]:
             for name in ("state", "page"):
                 if group[name] is None:

@@ -10,10 +10,10 @@ import platform
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import islice
 from traceback import walk_stack
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import VllmConfig
@@ -32,7 +32,7 @@ from objkv.connector.model.identity import (
 from objkv.connector.model.media import kv_dtype_name
 from objkv.connector.model.weights import local_folder, model_digest, read_weights
 from objkv.errors import ConfigError
-from objkv.keys.identity import NamespaceIdentity, name_model, sealed_extra
+from objkv.keys.identity import FORMAT, NamespaceIdentity, name_model, sealed_extra
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -197,8 +197,6 @@ class TierGroup:
 class TierIdentity(NamespaceIdentity):
     """The identity of a tier's namespace. One row has all ranks' bytes of a chunk."""
 
-    scheme: ClassVar[str] = "vllm-block-hash-1"
-    """Chunks are named by vLLM's block hashes, hashed again to the length of a prefix hash."""
     model: str
     weights: str
     kv_dtype: str
@@ -227,6 +225,11 @@ class TierIdentity(NamespaceIdentity):
         assert self.row_bytes > 0
         assert tuple(sorted(self.engine)) == self.engine
         assert tuple(sorted(self.extra)) == self.extra
+
+    def document(self) -> dict[str, Any]:
+        """See ``NamespaceIdentity``. Chunks are named by vLLM's block hashes, hashed again to the
+        length of a prefix hash."""
+        return {"format": FORMAT, "hash": "vllm-block-hash-1", **asdict(self)}
 
     def chunk_tokens(self) -> int:
         """Return the number of tokens of a chunk."""
