@@ -130,7 +130,7 @@ class AgentServer:
         self._lock = Lock()
         self._clients: dict[AgentSession, Thread] = {}
         self._numbers = 0
-        self._refusals = Pool("objkv-refuse", 1, self._refuse, lazy=True)
+        self._refusals = Pool("objkv-refuse", 1, self._refuse)
         self._trouble = Trouble(logger, "connections of new clients")
         self._closed = self._draining = False
         self._answers: dict[MessageKind, Callable[[AgentSession, bytes], bytes | None]] = {

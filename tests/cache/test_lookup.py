@@ -383,8 +383,3 @@ def test_a_failing_background_job_is_counted(
     while not recorder.value("background_errors"):
         assert time.monotonic() < end
         time.sleep(0.001)
-
-
-def test_its_repr_is_a_status_line(service: LookupService) -> None:
-    service.ask("r", NS, HASHES)
-    assert repr(service) == "<LookupService 1 pending, 1 remembered>"

@@ -9,7 +9,6 @@ thread polls and never waits for either.
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -23,7 +22,7 @@ from objkv.agent.calls import AgentIndex
 from objkv.agent.client import CALL_S
 from objkv.agent.fill import Wanted
 from objkv.agent.payloads import PayloadReader, ReadOutcome
-from objkv.background import Steps, StepThread, in_steps
+from objkv.background import Steps, StepThread
 from objkv.codec.payload import LayerSpec
 from objkv.config import Config
 from objkv.connector.encoder.items import EncoderOutput, Pages
@@ -168,7 +167,12 @@ class EncoderFetcher:
         self._changed = Condition()
         self._entries: dict[EncoderOutput, WantedOutput] = {}
         self.memory = OutputMemory(held_bytes_max)
-        self._thread = StepThread("objkv-lookup-outputs", answer_s=CALL_S)
+        self._thread = StepThread(
+            "objkv-lookup-outputs",
+            answer_s=CALL_S,
+            queue_max=config.lookup_queue_max,
+            failed=self._note_failure,
+        )
 
     def want(self, owner: str, outputs: Sequence[EncoderOutput]) -> bool:
         """Fetch outputs for ``owner``, except those already fetched or in progress. Returns whether
@@ -216,16 +220,8 @@ class EncoderFetcher:
             self._reader.look()
 
     def submit(self, job: Callable[[], Steps[None] | None]) -> bool:
-        """Run ``job`` on the thread of lookups, or return False if the queue is full. A
-        ``StoreError`` is counted."""
-
-        def run() -> Steps[None]:
-            try:
-                yield from in_steps(job())
-            except StoreError:
-                self._recorder.count("background_errors")
-
-        return self._thread.unfinished < self._config.lookup_queue_max and self._start(run())
+        """See ``StepThread.run``. Exceptions of the job are counted."""
+        return self._thread.run(job)
 
     def deadline(self) -> float:
         """Return the deadline, on this clock, of a fetch that starts now."""
@@ -262,19 +258,13 @@ class EncoderFetcher:
                     fresh.append(entry)
                 entry.owners.add(owner)
             is_full = waiting >= self._config.lookup_queue_max
-            if fresh and (is_full or not self._start(self._look_up(fresh))):
+            if fresh and (is_full or not self.submit(partial(self._look_up, fresh))):
                 for entry in fresh:
                     self._settle(entry, State.ABSENT, "load_refused")
 
-    def _start(self, job: Steps[None]) -> bool:
-        future = self._thread.start(job)
-        if future is not None:
-            future.add_done_callback(self._note_failure)
-        return future is not None
-
-    def _note_failure(self, future: Future[None]) -> None:
-        if not future.cancelled() and (error := future.exception()) is not None:
-            self._recorder.count("load_errors")
+    def _note_failure(self, error: Exception) -> None:
+        self._recorder.count("background_errors")
+        if not isinstance(error, StoreError):
             logger.error("encoder job failed unexpectedly", exc_info=error)
 
     def _look_up(self, batch: list[WantedOutput]) -> Steps[None]:

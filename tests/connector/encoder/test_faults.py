@@ -168,12 +168,12 @@ def test_loads_of_a_step_without_tokens_come_with_the_next(place: Place) -> None
 
 
 def test_a_full_queue_is_a_miss(place: Place) -> None:
-    saved(place, "x", "y", "z")
-    with replica(place, limits=Limits(queue_max=1)) as second:
+    saved(place, *"stuvyz")
+    with replica(place, limits=Limits(queue_max=4)) as second:
         gate = Event()
         place.store.arrived.clear()
         place.store.hold(gate)
-        assert not second.side.is_ready(request("stuck", "x"), 0)
+        assert not second.side.is_ready(request("stuck", *"stuv"), 0)
         assert place.store.arrived.wait(120)
         seen = request("b", "y", "z")
         assert second.side.is_ready(seen, 0)

@@ -224,5 +224,5 @@ def test_what_an_agent_holds_back_is_put_for_a_request_that_says_so(puts: bool) 
     assert plan.puts is puts
     assert [save.move.chunk for save in plan.moves] == [1]
     hashes = prefix_hashes(one.namespace, [7] * 2 * SIZE, SIZE)
-    wait_until(lambda: not one.lookups.in_flight)
+    wait_until(lambda: not one.lookups._thread.unfinished)
     assert asked == ([(hashes, True)] if puts else [])
