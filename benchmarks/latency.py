@@ -35,10 +35,8 @@ from unittest import mock
 from benchmarks.agent import show
 from benchmarks.worker import stores
 from objkv.agent.client import AgentConnection
-from objkv.agent.fill import Wanted
 from objkv.agent.memory.arena import CellState
-from objkv.agent.messages import Opening, pack_opening, unpack_opening
-from objkv.agent.queue import Urgency
+from objkv.agent.messages import Opening, Urgency, Wanted, pack_opening, unpack_opening
 from tests.engine.fleet import SAVED, SharedStore
 from tests.engine.harness import ROOT, run_replica
 from tests.engine.job import Call, Generate, Prompt, ResetPrefixCache

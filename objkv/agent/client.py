@@ -15,12 +15,10 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from threading import Lock
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
-from objkv.agent.fill import Wanted
-from objkv.agent.leases import ArenaLease, lease_of
 from objkv.agent.memory.answers import FIELDS_MAX, AnswerBoard, Scope
-from objkv.agent.memory.arena import CELLS, Arena
+from objkv.agent.memory.arena import ALL_FRAMES, CELLS, Arena, Board, CellState, Progress
 from objkv.agent.messages import (
     DEADLINE_MS_MAX,
     MESSAGE_BYTES_MAX,
@@ -30,8 +28,11 @@ from objkv.agent.messages import (
     CommitStatus,
     Hello,
     MessageKind,
+    OpenAnswer,
     Opening,
     ProtocolError,
+    Urgency,
+    Wanted,
     find_max,
     kind_of,
     pack_commit,
@@ -47,7 +48,6 @@ from objkv.agent.messages import (
     unpack_text,
 )
 from objkv.agent.peers import connect_to
-from objkv.agent.queue import Urgency
 from objkv.background import Alarm, Question, Steps, wait_for
 from objkv.errors import StoreUnavailable, TransferError
 from objkv.index.base import Shards
@@ -73,6 +73,26 @@ class Connect(Protocol):
     def __call__(self, *, wants_arena: bool = False, outbox: int = -1) -> "AgentConnection":
         """Return a new connection. Raises ``ObjkvError``. For the arguments see
         ``AgentConnection``."""
+
+
+class ArenaLease(NamedTuple):
+    """A payload that the client may read, now or soon."""
+
+    number: int
+    """0 if there is no lease: the payload is a miss."""
+    cell: int
+    progress: Progress
+    """The state when it was opened."""
+
+
+def lease_of(answer: OpenAnswer, board: Board) -> ArenaLease:
+    """Return the lease that an answer describes."""
+    state = CellState(answer.state)
+    if state is CellState.FILLING:
+        return ArenaLease(answer.lease, answer.cell, board.read(answer.cell))
+    frames = ALL_FRAMES if state is CellState.READY else 0
+    progress = Progress(state, frames, answer.offset, answer.nbytes, answer.reason)
+    return ArenaLease(answer.lease, answer.cell, progress)
 
 
 class AgentConnection:

@@ -21,14 +21,13 @@ from objkv.agent.fill import (
     NoRoomError,
     Source,
     Staging,
-    Wanted,
 )
 from objkv.agent.memory.arena import Arena, CellState
-from objkv.agent.queue import BusyThreads, Due, FetchJob, Turns, Urgency
-from objkv.agent.residents import MissReason, Resident, Residents, Waiter
+from objkv.agent.messages import MissReason, Urgency, Wanted, is_unsaved
+from objkv.agent.queue import BusyThreads, Due, FetchJob, Turns
+from objkv.agent.residents import Resident, Residents, Waiter
 from objkv.agent.spill.disk import Disk
 from objkv.agent.spill.spill import Spill, SpillLimits
-from objkv.agent.unsaved.payloads import is_unsaved
 from objkv.background import join_all
 from objkv.cache.chunks import ChunkCache
 from objkv.errors import ObjkvError, PayloadError, ValueTooLong

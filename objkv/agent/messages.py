@@ -8,17 +8,16 @@ little-endian. Reading raises ``ProtocolError`` for anything that this module wo
 import struct
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate
 from typing import Final, NamedTuple
 
-from objkv.agent.fill import Wanted
 from objkv.agent.memory.answers import FIELDS_MAX
 from objkv.agent.memory.arena import CellState
-from objkv.agent.residents import MissReason
 from objkv.codec.payload import Claim
 from objkv.errors import ObjkvError, TransferError
-from objkv.index.base import Shards
+from objkv.index.base import ShardRecord, Shards
 from objkv.index.fields import WrittenShards, decode_shard, encode_shard
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import PREFIX_HASH_BYTES
@@ -29,6 +28,11 @@ MESSAGE_BYTES_MAX: Final = 65_536
 OPEN_MAX: Final = 256
 """Payloads in one ``open``."""
 DEADLINE_MS_MAX: Final = 0xFFFF_FFFF
+PREFETCH_S_MAX: Final = 600
+"""The longest deadline of a prefetch."""
+UNSAVED_MARK: Final = "unsaved:"
+"""Begins the checksum in the record of a payload that only this node has. No index has such a one.
+"""
 _NAMESPACE_CHARS = 32
 _FIND_RECORDS = 512
 _RECORD_BYTES_MAX = 400
@@ -73,6 +77,67 @@ class CommitStatus(IntEnum):
     """It is not a valid payload."""
     KEPT = 7
     """The agent has a copy in memory, and saves it if it is seen a second time."""
+
+
+class MissReason(IntEnum):
+    """Why a payload cannot be read from the arena."""
+
+    NONE = 0
+    MISSING = 1
+    """Indexed, but not stored."""
+    CORRUPT = 2
+    """Stored, but not what its record or its key promises."""
+    NO_ROOM = 3
+    """Every byte that could be freed is leased, or the client holds too much."""
+    LATE = 4
+    """The deadline passed."""
+    STORE = 5
+    """The store failed."""
+    CLOSED = 6
+    """The agent is ending."""
+
+
+class Urgency(IntEnum):
+    """Which fetches go first."""
+
+    IN_STEP = 0
+    """A forward pass waits."""
+    BETWEEN_STEPS = 1
+    PREFETCH = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A payload that a client requested."""
+
+    claim: Claim
+    record: ShardRecord
+    """Its record, which gives its size, and is forgotten if the payload is not as promised."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchOrder:
+    """When and how much to prefetch."""
+
+    deadline_s: float
+    priority: int = 0
+    """Among prefetches lower values go first. Loads of requests go before all of them."""
+    bytes_max: int | None = None
+    """Most bytes to fetch. None: what the agent allows."""
+    puts: bool = False
+    """Whether it is only for payloads that this node holds back, which are saved then."""
+
+    def __post_init__(self) -> None:
+        assert 0 < self.deadline_s <= PREFETCH_S_MAX
+        assert type(self.priority) is int
+        assert self.bytes_max is None or type(self.bytes_max) is int
+        assert type(self.puts) is bool
+
+
+def is_unsaved(record: ShardRecord) -> bool:
+    """Whether the record is one that an agent made for a payload in its memory. A replica may keep
+    it for a while, so the payload may have been saved, in another form, or evicted since."""
+    return record.header_checksum.startswith(UNSAVED_MARK)
 
 
 class Hello(NamedTuple):

@@ -19,13 +19,10 @@ from typing import Protocol
 
 import numpy as np
 
-from objkv.agent.client import AgentConnection, Connect
-from objkv.agent.fill import Wanted
-from objkv.agent.leases import ArenaLease
+from objkv.agent.client import AgentConnection, ArenaLease, Connect
 from objkv.agent.memory.arena import BOARD_BYTES, CellState, Progress
+from objkv.agent.messages import MissReason, Urgency, Wanted
 from objkv.agent.outbox import AgentSaves, Outbox
-from objkv.agent.queue import Urgency
-from objkv.agent.residents import MissReason
 from objkv.background import JOIN_S, Alarm, Pool, join_all, wait_for
 from objkv.cache.chunks import SaveOutcome
 from objkv.codec.payload import (

@@ -10,14 +10,11 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock
-from typing import Final
 
 from objkv.agent.core import Core
-from objkv.agent.fill import Wanted
 from objkv.agent.memory.arena import CellState
-from objkv.agent.queue import Urgency
-from objkv.agent.residents import MissReason, Resident
-from objkv.agent.unsaved.payloads import is_unsaved
+from objkv.agent.messages import MissReason, PrefetchOrder, Urgency, Wanted, is_unsaved
+from objkv.agent.residents import Resident
 from objkv.codec.payload import Claim
 from objkv.errors import ConfigError, NotStored
 from objkv.index.base import ReadIndex, Record
@@ -26,7 +23,6 @@ from objkv.keys.identity import identity_path
 from objkv.keys.topology import Shard
 from objkv.stores.base import ReadStore
 
-DEADLINE_S_MAX: Final = 600
 _NAMESPACES_MAX = 64
 _DOCUMENT_BYTES_MAX = 1 << 20
 
@@ -52,25 +48,6 @@ class Matched:
     resident_bytes: int
     loading_payloads: int
     """Those that are being fetched now."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefetchOrder:
-    """When and how much to prefetch."""
-
-    deadline_s: float
-    priority: int = 0
-    """Among prefetches lower values go first. Loads of requests go before all of them."""
-    bytes_max: int | None = None
-    """Most bytes to fetch. None: what the agent allows."""
-    puts: bool = False
-    """Whether it is only for payloads that this node holds back, which are saved then."""
-
-    def __post_init__(self) -> None:
-        assert 0 < self.deadline_s <= DEADLINE_S_MAX
-        assert type(self.priority) is int
-        assert self.bytes_max is None or type(self.bytes_max) is int
-        assert type(self.puts) is bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,29 +2,20 @@
 
 from collections import deque
 from collections.abc import Callable
-from enum import IntEnum
 from heapq import heappop, heappush
 from itertools import count
 from threading import get_ident
 from time import monotonic
 from typing import NamedTuple
 
-from objkv.agent.fill import Fill, Wanted
+from objkv.agent.fill import Fill
+from objkv.agent.messages import Urgency, Wanted
 from objkv.agent.residents import Resident
 
 _OVERDUE_SHARE = 1 / 4
 """A load between steps is overdue after this share of its time."""
 _LATE_S = 0.2
 """A thread hangs if it goes on for this time after its payload's deadline."""
-
-
-class Urgency(IntEnum):
-    """Which fetches go first."""
-
-    IN_STEP = 0
-    """A forward pass waits."""
-    BETWEEN_STEPS = 1
-    PREFETCH = 2
 
 
 class Due(NamedTuple):

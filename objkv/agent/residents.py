@@ -8,11 +8,11 @@ moved, evicted or reused, and a lease ends only by a release or with its holder'
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from enum import IntEnum
 from threading import Condition, Lock
 from typing import Protocol
 
 from objkv.agent.memory.arena import BOARD_BYTES, CELLS, Arena, CellState, Extents, Progress
+from objkv.agent.messages import MissReason
 from objkv.agent.ranking import Ranking
 from objkv.agent.unsaved.payloads import UnsavedPayloads
 from objkv.codec.payload import Claim
@@ -23,24 +23,6 @@ _SHARE = 4
 """Divisor: a payload takes at most this fraction of the arena."""
 _AHEAD_SHARE = 4
 """Divisor: prefetched payloads that nothing has read take at most this fraction of the arena."""
-
-
-class MissReason(IntEnum):
-    """Why a payload cannot be read from the arena."""
-
-    NONE = 0
-    MISSING = 1
-    """Indexed, but not stored."""
-    CORRUPT = 2
-    """Stored, but not what its record or its key promises."""
-    NO_ROOM = 3
-    """Every byte that could be freed is leased, or the client holds too much."""
-    LATE = 4
-    """The deadline passed."""
-    STORE = 5
-    """The store failed."""
-    CLOSED = 6
-    """The agent is ending."""
 
 
 class Waiter(Protocol):

@@ -12,9 +12,9 @@ from threading import Event, Lock
 from time import monotonic
 
 from objkv.agent.memory.arena import ALL_FRAMES
-from objkv.agent.messages import CommitStatus
+from objkv.agent.messages import CommitStatus, MissReason
 from objkv.agent.outbox import ClientOutbox
-from objkv.agent.residents import MissReason, Resident, Residents
+from objkv.agent.residents import Resident, Residents
 from objkv.agent.unsaved.payloads import unsaved_record
 from objkv.agent.unsaved.policy import PutPolicy
 from objkv.agent.unsaved.sightings import Sightings

@@ -16,16 +16,18 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from threading import Lock, Thread
 
-from objkv.agent.calls import NodeCalls, NodeLookups
+from objkv.agent.answering import NodeCalls, NodeLookups
 from objkv.agent.core import Core
-from objkv.agent.leases import LeaseHolder
 from objkv.agent.memory.arena import Arena, CellState
 from objkv.agent.messages import (
     MESSAGE_BYTES_MAX,
     VERSION,
     MessageKind,
+    MissReason,
     OpenAnswer,
     ProtocolError,
+    Urgency,
+    Wanted,
     find_max,
     kind_of,
     pack_call,
@@ -43,10 +45,9 @@ from objkv.agent.messages import (
 )
 from objkv.agent.outbox import ClientOutbox
 from objkv.agent.peers import is_served, peer_of
-from objkv.agent.queue import Urgency
-from objkv.agent.residents import MissReason
+from objkv.agent.residents import Resident
 from objkv.agent.saves import NodeSaves
-from objkv.background import JOIN_S, Pool, join_all
+from objkv.background import JOIN_S, Alarm, Pool, join_all
 from objkv.errors import StoreError, TransferError
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.telemetry import Trouble
@@ -72,6 +73,59 @@ class ServerLimits:
     leases_max: int = 16_384
     """Per client."""
     deadline_ms_max: int = 600_000
+
+
+class LeaseHolder:
+    """The leases of one client. Its methods run on one thread, except for ``wake``."""
+
+    def __init__(self, core: Core) -> None:
+        self.alarm = Alarm()
+        """Rings at each progress of a payload that this client waits for."""
+        self._core = core
+        self._leases: dict[int, Resident] = {}
+        self._next = 1
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def wake(self) -> None:
+        """See ``Waiter``."""
+        self.alarm.ring()
+
+    def lease(
+        self, wanted: Sequence[Wanted], *, deadline_s: float, urgency: Urgency
+    ) -> list[OpenAnswer]:
+        """Open payloads, see ``Core.open``."""
+        opened = self._core.open(self, wanted, deadline_s=deadline_s, urgency=urgency)
+        return [self._answer(one) for one in opened]
+
+    def end(self, numbers: Sequence[int]) -> None:
+        """End leases. Raises ``ProtocolError`` for one that this client does not hold."""
+        for number in numbers:
+            resident = self._leases.pop(number, None)
+            if resident is None:
+                raise ProtocolError(f"lease {number} is not this client's")
+            self._core.residents.release(resident)
+
+    def end_all(self) -> None:
+        """End all leases, and forget the client. Idempotent."""
+        for resident in self._leases.values():
+            self._core.residents.release(resident, self)
+        self._leases.clear()
+        self._core.forget_client(self)
+        self.alarm.close()
+
+    def _answer(self, one: Resident | MissReason) -> OpenAnswer:
+        if isinstance(one, MissReason):
+            return OpenAnswer(CellState.FAILED, one, 0, 0, 0, 0)
+        number = self._next
+        self._next = number % 0xFFFF_FFFF + 1
+        assert number not in self._leases
+        self._leases[number] = one
+        # The state is read first: if it is READY, the rest is final.
+        state = CellState.READY if one.state is CellState.READY else CellState.FILLING
+        place = (0, one.offset, one.nbytes) if state is CellState.READY else (one.cell, 0, 0)
+        return OpenAnswer(state, MissReason.NONE, number, *place)
 
 
 class AgentSession(LeaseHolder):

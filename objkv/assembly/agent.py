@@ -11,7 +11,7 @@ from time import monotonic, time
 from types import TracebackType
 from typing import Protocol, Self
 
-from objkv.agent.calls import NodeCalls, NodeLookups
+from objkv.agent.answering import NodeCalls, NodeLookups
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
 from objkv.agent.http.listener import check_address

@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from objkv.agent import core
-from objkv.agent.fill import Staging, Wanted
+from objkv.agent.fill import Staging
 from objkv.agent.memory.arena import ALL_FRAMES, CellState, Progress
-from objkv.agent.messages import CommitStatus
-from objkv.agent.queue import Urgency
-from objkv.agent.residents import MissReason, Resident
+from objkv.agent.messages import CommitStatus, MissReason, Urgency, Wanted
+from objkv.agent.residents import Resident
 from objkv.cache.bulk_index import BulkIndex
 from objkv.codec.payload import encode, frame_pages, read_header
 from objkv.codec.seal import Seal

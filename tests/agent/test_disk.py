@@ -17,10 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from objkv.agent import core
 from objkv.agent.client import AgentConnection
-from objkv.agent.fill import Wanted
 from objkv.agent.memory.arena import PAGE, CellState
-from objkv.agent.messages import CommitStatus
-from objkv.agent.queue import Urgency
+from objkv.agent.messages import CommitStatus, Urgency, Wanted
 from objkv.agent.residents import Resident
 from objkv.agent.spill import disk as module
 from objkv.agent.spill import spill as spill_module

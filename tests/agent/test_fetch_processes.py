@@ -9,9 +9,8 @@ from functools import partial
 import pytest
 
 from objkv.agent.client import AgentConnection
-from objkv.agent.fill import Wanted
 from objkv.agent.memory.arena import CellState
-from objkv.agent.queue import Urgency
+from objkv.agent.messages import Urgency, Wanted
 from objkv.assembly import fetchers
 from objkv.assembly.backends import Backends, open_backends
 from objkv.assembly.fetchers import open_s3, process_count

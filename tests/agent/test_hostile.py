@@ -12,15 +12,13 @@ import pytest
 from objkv.agent import core as core_module
 from objkv.agent import messages as m
 from objkv.agent.client import AgentConnection
-from objkv.agent.fill import Wanted
 from objkv.agent.memory import arena as arena_module
 from objkv.agent.memory.answers import FIELDS_MAX
 from objkv.agent.memory.arena import BOARD_BYTES, Board, CellState, Progress
-from objkv.agent.messages import CommitStatus
+from objkv.agent.messages import CommitStatus, MissReason, PrefetchOrder, Urgency, Wanted
 from objkv.agent.outbox import ClientOutbox, Outbox
-from objkv.agent.prefetch import Prefetches, PrefetchOrder
-from objkv.agent.queue import Urgency
-from objkv.agent.residents import MissReason, Resident
+from objkv.agent.prefetch import Prefetches
+from objkv.agent.residents import Resident
 from objkv.codec.payload import LayerSpec, encode, header_bytes_needed, read_header
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.stores.processes.process import _shared_memory

@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from objkv.agent import messages as m
-from objkv.agent.fill import Wanted
 from objkv.agent.memory.arena import CellState
-from objkv.agent.residents import MissReason
+from objkv.agent.messages import MissReason, Wanted
 from objkv.codec.payload import Claim
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ShardRecord

@@ -13,12 +13,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from objkv.agent.client import AgentConnection, ArenaLease
-from objkv.agent.fill import Wanted
 from objkv.agent.memory.arena import CELLS, PAGE, CellState, Progress
-from objkv.agent.messages import CommitStatus
-from objkv.agent.prefetch import Prefetches, PrefetchOrder
-from objkv.agent.queue import Urgency
-from objkv.agent.residents import MissReason, Resident
+from objkv.agent.messages import CommitStatus, MissReason, PrefetchOrder, Urgency, Wanted
+from objkv.agent.prefetch import Prefetches
+from objkv.agent.residents import Resident
 from objkv.codec.payload import digest, frame_pages, read_header
 from objkv.errors import StoreUnavailable, TransferError
 from tests.agent.world import PATIENCE_S, RIGHT, Desk, Node, ended, pages_at

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from objkv.agent.client import AgentConnection
-from objkv.agent.fill import Wanted
-from objkv.agent.messages import CommitStatus
+from objkv.agent.messages import CommitStatus, Wanted
 from objkv.agent.payloads import PayloadReader, PayloadWriter, ReadOutcome, WriteOutcome
 from objkv.codec.payload import LayerSpec, frame_pages, payload_bytes_max, read_header
 from objkv.errors import TransferError

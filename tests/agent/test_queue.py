@@ -8,8 +8,8 @@ import pytest
 from objkv.agent import queue
 from objkv.agent.fill import Cuts
 from objkv.agent.memory.arena import CellState
-from objkv.agent.queue import Urgency
-from objkv.agent.residents import MissReason, Resident
+from objkv.agent.messages import MissReason, Urgency
+from objkv.agent.residents import Resident
 from tests.agent.world import PATIENCE_S, Node, Sleeper
 from tests.support.samples import TOKENS
 from tests.support.waiting import wait_until

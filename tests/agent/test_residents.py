@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from objkv.agent import residents as module
 from objkv.agent.memory.arena import PAGE, Arena, CellState
-from objkv.agent.residents import MissReason, Resident, Residents
+from objkv.agent.messages import MissReason
+from objkv.agent.residents import Resident, Residents
 from objkv.codec.payload import Claim
 from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey

@@ -15,16 +15,15 @@ import pytest
 
 from objkv.agent import calls as calls_module
 from objkv.agent import client as client_module
-from objkv.agent import leases, peers
 from objkv.agent import messages as m
+from objkv.agent import peers
 from objkv.agent import server as server_module
-from objkv.agent.calls import AgentCalls, AgentDocuments, AgentIndex, NodeCalls
+from objkv.agent.answering import NodeCalls
+from objkv.agent.calls import AgentCalls, AgentDocuments, AgentIndex
 from objkv.agent.client import AgentConnection, AgentRefused, is_listening
 from objkv.agent.http.client import AgentApi
 from objkv.agent.memory.arena import CellState
-from objkv.agent.prefetch import PrefetchOrder
-from objkv.agent.queue import Urgency
-from objkv.agent.residents import MissReason
+from objkv.agent.messages import MissReason, PrefetchOrder, Urgency
 from objkv.agent.server import ServerLimits
 from objkv.cache.chunks import SaveOutcome
 from objkv.cache.switch import SWITCH_PATH
@@ -174,7 +173,7 @@ def test_there_is_a_limit_of_clients_leases_and_deadlines() -> None:
     ("place", "name", "error"),
     [
         (threading.Thread, "start", RuntimeError),
-        (leases, "Alarm", partial(OSError, errno.EMFILE, "too many open files")),
+        (server_module, "Alarm", partial(OSError, errno.EMFILE, "too many open files")),
         (server_module, "peer_of", MemoryError),
     ],
 )

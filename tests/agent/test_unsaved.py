@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 
 from objkv.agent.client import AgentConnection
-from objkv.agent.fill import Wanted
 from objkv.agent.memory.arena import CellState
-from objkv.agent.messages import CommitStatus
-from objkv.agent.prefetch import Matched, Prefetches, PrefetchOrder
-from objkv.agent.residents import MissReason
+from objkv.agent.messages import CommitStatus, MissReason, PrefetchOrder, Wanted, is_unsaved
+from objkv.agent.prefetch import Matched, Prefetches
 from objkv.agent.saves import NodeSaves
-from objkv.agent.unsaved.payloads import UnsavedPayloads, is_unsaved
+from objkv.agent.unsaved.payloads import UnsavedPayloads
 from objkv.cache.chunks import SaveOutcome
 from objkv.codec.payload import read_header
 from objkv.errors import StoreBusy, StoreUnavailable, TransferError

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from objkv.agent.prefetch import Prefetches, PrefetchOrder
-from objkv.agent.residents import MissReason, Resident
+from objkv.agent.messages import MissReason, PrefetchOrder
+from objkv.agent.prefetch import Prefetches
+from objkv.agent.residents import Resident
 from objkv.agent.spill.disk import Disk, DiskFolder
 from objkv.codec.payload import read_header
 from tests.agent.test_unsaved import Holder, Service, find, paths, read

@@ -17,8 +17,7 @@ from objkv.agent import client as client_module
 from objkv.agent.calls import AgentCalls, AgentIndex
 from objkv.agent.client import AgentConnection
 from objkv.agent.memory.arena import CellState
-from objkv.agent.messages import VERSION
-from objkv.agent.residents import MissReason
+from objkv.agent.messages import VERSION, MissReason
 from objkv.assembly.launch import AgentRuns, AgentSocket
 from objkv.errors import TransferError
 from objkv.index.sqlite.index import SqliteIndex

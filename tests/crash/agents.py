@@ -21,9 +21,7 @@ from itertools import islice
 from pathlib import Path
 
 from objkv.agent.client import AgentConnection
-from objkv.agent.fill import Wanted
-from objkv.agent.messages import Opening, pack_opening
-from objkv.agent.queue import Urgency
+from objkv.agent.messages import Opening, Urgency, Wanted, pack_opening
 from objkv.agent.spill.disk import FOLDER
 from objkv.codec.payload import Claim
 from objkv.errors import ObjkvError

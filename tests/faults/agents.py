@@ -10,9 +10,8 @@ from pathlib import Path
 from threading import Event
 
 from objkv.agent.client import AgentConnection, ArenaLease
-from objkv.agent.fill import Wanted
 from objkv.agent.memory.arena import CellState
-from objkv.agent.queue import Urgency
+from objkv.agent.messages import Urgency, Wanted
 from objkv.assembly.backends import open_bulk
 from objkv.codec.payload import Claim
 from objkv.config import load_config

@@ -15,8 +15,7 @@ from objkv.agent import messages as m
 from objkv.agent.client import AgentConnection
 from objkv.agent.memory.answers import AnswerBoard, Scope
 from objkv.agent.memory.arena import CellState
-from objkv.agent.queue import Urgency
-from objkv.agent.residents import MissReason
+from objkv.agent.messages import MissReason, Urgency
 from objkv.errors import StoreUnavailable, TransferError
 from objkv.index.base import Shards
 from objkv.index.fields import WrittenShards, written_rows

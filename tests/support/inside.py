@@ -5,14 +5,12 @@ from collections.abc import Sequence
 from typing import ClassVar, cast
 
 from objkv import background
-from objkv.agent.client import AgentConnection
+from objkv.agent.client import AgentConnection, ArenaLease, lease_of
 from objkv.agent.core import Core, CoreLimits
-from objkv.agent.fill import Wanted
-from objkv.agent.leases import ArenaLease, LeaseHolder, lease_of
 from objkv.agent.memory.arena import Arena
-from objkv.agent.messages import CommitStatus
+from objkv.agent.messages import CommitStatus, Urgency, Wanted
 from objkv.agent.outbox import ClientOutbox
-from objkv.agent.queue import Urgency
+from objkv.agent.server import LeaseHolder
 from objkv.background import Alarm
 from objkv.cache.chunks import ChunkCache, SaveOutcome
 from objkv.codec.payload import Claim, Header, encode, read_header

@@ -14,7 +14,8 @@ from functools import partial
 from threading import BoundedSemaphore, Event
 from time import monotonic
 
-from objkv.agent.fill import Fill, Source, Staging, Wanted
+from objkv.agent.fill import Fill, Source, Staging
+from objkv.agent.messages import Wanted
 from objkv.agent.residents import Resident, Residents
 from objkv.agent.spill.disk import Disk
 from objkv.agent.unsaved.payloads import read_unsaved

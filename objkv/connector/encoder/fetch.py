@@ -20,7 +20,7 @@ import numpy as np
 
 from objkv.agent.calls import AgentIndex
 from objkv.agent.client import CALL_S
-from objkv.agent.fill import Wanted
+from objkv.agent.messages import Wanted
 from objkv.agent.payloads import PayloadReader, ReadOutcome
 from objkv.background import Steps, StepThread, in_steps
 from objkv.codec.payload import LayerSpec

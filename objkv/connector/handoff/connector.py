@@ -17,9 +17,8 @@ import torch.distributed as dist
 
 from objkv.agent.calls import AgentDocuments
 from objkv.agent.client import CALL_S
-from objkv.agent.fill import Wanted
+from objkv.agent.messages import Wanted, is_unsaved
 from objkv.agent.payloads import PayloadReader, PayloadWriter, ReadOutcome, WriteOutcome
-from objkv.agent.unsaved.payloads import is_unsaved
 from objkv.assembly.link import AgentLink, Replica
 from objkv.background import Steps, StepThread
 from objkv.codec.payload import Claim, LayerSpec

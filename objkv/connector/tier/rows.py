@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from objkv.agent.fill import Wanted
+from objkv.agent.messages import Wanted
 from objkv.agent.payloads import ReadOutcome, WriteOutcome
 from objkv.codec.payload import LAYER_BYTES_MAX, Claim, LayerSpec
 from objkv.connector.tier.jobs import JobChunk

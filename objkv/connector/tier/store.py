@@ -6,7 +6,7 @@ from time import monotonic
 from typing import cast
 
 from objkv.agent.calls import AgentDocuments, AgentIndex
-from objkv.agent.fill import Wanted
+from objkv.agent.messages import Wanted
 from objkv.agent.payloads import PayloadReader, PayloadWriter
 from objkv.assembly.link import AgentLink, Replica
 from objkv.background import Steps

@@ -6,9 +6,8 @@ from functools import partial
 from pathlib import Path
 
 from objkv.agent.client import AgentConnection
-from objkv.agent.fill import Wanted
 from objkv.agent.memory.arena import CellState
-from objkv.agent.queue import Urgency
+from objkv.agent.messages import Urgency, Wanted
 from objkv.cache.chunks import shard_record
 from objkv.codec.payload import header_bytes_needed, read_claimed, read_header
 from objkv.errors import TransferError

@@ -11,12 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from threading import Lock, Thread
 from time import monotonic, sleep
 
-from objkv.agent.client import AgentConnection
-from objkv.agent.fill import Wanted
-from objkv.agent.leases import ArenaLease
+from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.memory.arena import BOARD_BYTES, CellState, Progress
-from objkv.agent.queue import Urgency
-from objkv.agent.residents import MissReason
+from objkv.agent.messages import MissReason, Urgency, Wanted
 from objkv.background import Alarm, join_all, wait_for
 from objkv.codec.payload import Header, frame_pages, header_bytes_needed, read_claimed
 from objkv.errors import ObjkvError, PayloadError, TransferError
