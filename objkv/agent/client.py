@@ -10,7 +10,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -85,14 +85,18 @@ class ArenaLease(NamedTuple):
     """The state when it was opened."""
 
 
-def lease_of(answer: OpenAnswer, board: Board) -> ArenaLease:
-    """Return the lease that an answer describes."""
-    state = CellState(answer.state)
-    if state is CellState.FILLING:
-        return ArenaLease(answer.lease, answer.cell, board.read(answer.cell))
-    frames = ALL_FRAMES if state is CellState.READY else 0
-    progress = Progress(state, frames, answer.offset, answer.nbytes, answer.reason)
-    return ArenaLease(answer.lease, answer.cell, progress)
+def leases_of(answers: Iterable[OpenAnswer], board: Board) -> list[ArenaLease]:
+    """Return the leases that answers describe. Raises ``ProtocolError``."""
+    leases = []
+    for state, reason, lease, cell, offset, nbytes in answers:
+        if cell >= CELLS:
+            raise ProtocolError(f"cell {cell} is not on the board")
+        frames = ALL_FRAMES if state == CellState.READY else 0
+        progress = Progress(CellState(state), frames, offset, nbytes, reason)
+        if state == CellState.FILLING:
+            progress = board.read(cell)
+        leases.append(ArenaLease(lease, cell, progress))
+    return leases
 
 
 class AgentConnection:
@@ -178,11 +182,8 @@ class AgentConnection:
         for start in range(0, len(wanted), OPEN_MAX):
             part = wanted[start : start + OPEN_MAX]
             answer = self._call(pack_opening(Opening(urgency, deadline_ms, part)))
-            for one in self._read(partial(unpack_opened, answer, len(part))):
-                if one.cell >= CELLS:
-                    self._is_lost = True
-                    raise ProtocolError(f"cell {one.cell} is not on the board")
-                leases.append(lease_of(one, self.arena.board))
+            answers = self._read(partial(unpack_opened, answer, len(part)))
+            leases += self._read(partial(leases_of, answers, self.arena.board))
         return leases
 
     def release(self, leases: Sequence[int]) -> None:
@@ -341,14 +342,11 @@ class AgentConnection:
 
     def _call(self, message: bytes) -> bytes:
         with self._lock:
-            return self._exchange(message)
-
-    def _exchange(self, message: bytes) -> bytes:
-        self._push(message)
-        try:
-            answer = self._sock.recv(MESSAGE_BYTES_MAX + 1)
-        except OSError as exc:
-            raise self._lost("no answer from", exc) from exc
+            self._push(message)
+            try:
+                answer = self._sock.recv(MESSAGE_BYTES_MAX + 1)
+            except OSError as exc:
+                raise self._lost("no answer from", exc) from exc
         if not answer:
             raise self._lost("no answer from", "it ended the connection")
         return answer

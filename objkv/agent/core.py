@@ -113,31 +113,43 @@ class Core:
         if self._draining:
             return [MissReason.CLOSED] * len(wanted)
         due = Due(urgency, priority, monotonic() + deadline_s)
-        return [self._open(client, one, due) for one in wanted]
-
-    def _open(self, client: Waiter, one: Wanted, due: Due) -> Resident | MissReason:
-        ahead = due.urgency is Urgency.PREFETCH
-        with self._changed:  # a client that finds it must be able to hasten it
-            lease = self.residents.open(one.claim.key.path(), client, ahead=ahead)
-            if lease is None:
-                return MissReason.NO_ROOM
-            resident, is_new = lease
-            resident.deadline = max(resident.deadline, due.deadline)
-            is_lost = is_new and not self._queue(client, resident, one, due)
-            if not is_new and self.residents.is_filling(resident):
-                if self._is_stuck():
-                    self.residents.release(resident)
-                    return MissReason.NO_ROOM
-                if self._turns.hasten(resident, due):
-                    self._changed.notify()
-        if is_lost:
+        ahead = urgency is Urgency.PREFETCH
+        opened: list[Resident | MissReason] = []
+        new: list[Resident] = []
+        old: list[Resident] = []
+        lost: list[Resident] = []
+        with self._changed:  # a client that finds a payload must be able to hasten it
+            for one in wanted:
+                lease = self.residents.open(one.claim.key.path(), client, ahead=ahead)
+                resident, is_new = lease or (None, False)
+                if resident is None or (not is_new and self._is_hopeless(resident, due)):
+                    opened.append(MissReason.NO_ROOM)
+                    continue
+                resident.deadline = max(resident.deadline, due.deadline)
+                if is_new and not self._queue(client, resident, one, due):
+                    lost.append(resident)
+                opened.append(resident)
+                (new if is_new else old).append(resident)
+        for resident in lost:
             self.residents.failed(resident, MissReason.NO_ROOM)
-        if not ahead:
-            self._recorder.count("agent_fills" if is_new else "agent_hits")
-            self._keep(resident)
-        elif is_new:
-            self._recorder.count("agent_prefetches")
-        return resident
+        if new:
+            self._recorder.count("agent_prefetches" if ahead else "agent_fills", len(new))
+        if old and not ahead:
+            self._recorder.count("agent_hits", len(old))
+            self._keep(old)
+        return opened
+
+    def _is_hopeless(self, resident: Resident, due: Due) -> bool:
+        """Whether a payload that another client opened is being filled, and no thread goes on. Ends
+        its lease then; else it may come sooner now."""
+        if resident.state is not CellState.FILLING:
+            return False
+        if self._is_stuck():
+            self.residents.release(resident)
+            return True
+        if self._turns.hasten(resident, due):
+            self._changed.notify()
+        return False
 
     def reject(self, wanted: Wanted) -> None:
         """Stop serving this copy of a payload, and forget its record."""
@@ -157,12 +169,6 @@ class Core:
         """Payloads that wait for a thread or are being fetched."""
         with self._changed:
             return len(self._turns) + len(self._busy)
-
-    @property
-    def is_stuck(self) -> bool:
-        """Whether every thread hangs well beyond its payload's deadline."""
-        with self._changed:
-            return self._is_stuck()
 
     def forget_client(self, client: Waiter) -> None:
         """The client has gone; its leases were released."""
@@ -283,7 +289,7 @@ class Core:
                 return job._replace(fill=fill)
             self.residents.ready(job.one, layers)
             if not job.one.is_unused:
-                self._keep(job.one)
+                self._keep((job.one,))
                 self.residents.unsaved.seen_again(job.one.key)
         elif self._is_worth_another_try(job, reason, layers):
             self.residents.retract(job.one)
@@ -317,10 +323,12 @@ class Core:
         self.spill.disk.untie(job.one.key)
         return self.spill.fill(job.wanted, partial(self._new_fill, job), job.one, staging)
 
-    def _keep(self, one: Resident) -> None:
-        """Have a payload that was read written to the disk."""
-        if self.spill is not None and one.state is CellState.READY:
-            self.spill.offer(one)
+    def _keep(self, read: Sequence[Resident]) -> None:
+        """Have payloads that were read written to the disk."""
+        if self.spill is not None:
+            for one in read:
+                if one.state is CellState.READY:
+                    self.spill.offer(one)
 
     def _stored(self, job: FetchJob) -> FetchJob:
         """Return the job with the payload's record in the index, if it has one that is only this

@@ -10,7 +10,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, product
 from typing import Final, NamedTuple
 
 from objkv.agent.memory.answers import FIELDS_MAX
@@ -180,7 +181,7 @@ _OPENING = struct.Struct(f"<BBI{_NAMESPACE_CHARS}sHH")
 _ENTRY = struct.Struct(f"<{PREFIX_HASH_BYTES}s{PREFIX_HASH_BYTES}sIIB")
 _OPENED = struct.Struct("<BBIIQQ")
 _FIND = struct.Struct(f"<B{_NAMESPACE_CHARS}sH")
-_STATES, _REASONS = frozenset(CellState), frozenset(MissReason)
+_ANSWERS = frozenset(product(CellState, MissReason))
 
 
 def kind_of(message: bytes) -> MessageKind:
@@ -223,38 +224,29 @@ def unpack_text(message: bytes) -> str:
     return message[1:].decode(errors="replace")
 
 
-def pack_opening(opening: Opening) -> bytes:
-    """Return the message. All payloads are of one namespace, and there are at most ``OPEN_MAX``."""
-    return _pack_wanted(MessageKind.OPEN, opening)
-
-
 def pack_rejection(wanted: Wanted) -> bytes:
     """Return the message that a payload is not what its key promises."""
-    return _pack_wanted(MessageKind.REJECT, Opening(0, 0, (wanted,)))
+    return pack_opening(Opening(0, 0, (wanted,)), MessageKind.REJECT)
 
 
-def _pack_wanted(kind: MessageKind, opening: Opening) -> bytes:
-    wanted = opening.wanted
+def pack_opening(opening: Opening, kind: MessageKind = MessageKind.OPEN) -> bytes:
+    """Return the message. All payloads are of one namespace, and there are at most ``OPEN_MAX``."""
+    urgency, deadline_ms, wanted = opening
     assert 0 < len(wanted) <= OPEN_MAX
     namespace = wanted[0].claim.key.namespace
-    fields: dict[str, int] = {}
-    entries = []
-    for claim, _ in ((one.claim, one.record) for one in wanted):
-        assert claim.key.namespace == namespace
-        number = fields.setdefault(claim.key.field, len(fields))
+    fields: dict[tuple[int, Shard], int] = {}
+    entries, records = [], []
+    for one in wanted:
+        claim, key = one.claim, one.claim.key
+        assert key.namespace == namespace
+        number = fields.setdefault((key.group, key.shard), len(fields))
         places = claim.token_start, claim.token_end
-        entries.append(_ENTRY.pack(claim.key.prefix_hash, claim.parent_hash, *places, number))
-    names = "\n".join(fields).encode()
-    head = _OPENING.pack(
-        kind,
-        opening.urgency,
-        opening.deadline_ms,
-        namespace.encode(),
-        len(wanted),
-        len(names),
-    )
-    records = b"\n".join([encode_shard(one.record) for one in wanted])
-    message = b"".join((head, names, *entries, records))
+        entries.append(_ENTRY.pack(key.prefix_hash, claim.parent_hash, *places, number))
+        records.append(encode_shard(one.record))
+    names = "\n".join([f"{group}.{shard}" for group, shard in fields]).encode()
+    counts = len(wanted), len(names)
+    head = _OPENING.pack(kind, urgency, deadline_ms, namespace.encode(), *counts)
+    message = b"".join((head, names, *entries, b"\n".join(records)))
     if len(message) > MESSAGE_BYTES_MAX:
         raise ProtocolError(f"a message of {len(message)} bytes")
     return message
@@ -295,7 +287,7 @@ def unpack_opened(message: bytes, count: int) -> list[OpenAnswer]:
     if len(message) != 1 + count * _OPENED.size:
         raise ProtocolError(f"{len(message)} bytes for {count} payloads")
     answers = [OpenAnswer._make(fields) for fields in _OPENED.iter_unpack(message[1:])]
-    if not all(one.state in _STATES and one.reason in _REASONS for one in answers):
+    if not {(one.state, one.reason) for one in answers} <= _ANSWERS:
         raise ProtocolError("an answer in an unknown state")
     return answers
 
@@ -417,6 +409,7 @@ def _namespace(name: bytes) -> str:
     return name.decode("ascii")
 
 
+@lru_cache(maxsize=4096)
 def _parse_field(text: str) -> tuple[int, Shard]:
     group, _, shard = text.partition(".")
     if not group.isascii() or not group.isdigit() or str(int(group)) != group:

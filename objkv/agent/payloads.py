@@ -31,7 +31,6 @@ from objkv.codec.payload import (
     Provenance,
     encode_in_place,
     frame_pages,
-    header_bytes_needed,
     header_room,
     read_claimed,
 )
@@ -40,7 +39,6 @@ from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import Trouble
 
 logger = logging.getLogger(__name__)
-_LENGTH_BYTES = 8
 _OPEN_MAX, _OPEN_BYTES_MAX, _OPEN_SHARE = 64, 512 << 20, 4
 """Payloads open at once, their bytes, and the divisor of a small arena for them."""
 _IDLE_S = 5.0
@@ -300,8 +298,7 @@ class PayloadReader:
         """Verify a payload, and have its pages taken."""
         payload = agent.arena.view[at.offset : at.offset + at.nbytes]
         try:
-            text = payload[: header_bytes_needed(payload[:_LENGTH_BYTES])]
-            header = read_claimed(text, read.wanted.claim, read.layers)
+            header = read_claimed(payload, read.wanted.claim, read.layers)
             if header.nbytes != at.nbytes or header.codec != "none":
                 raise PayloadError(f"{at.nbytes} bytes in the arena, not {header.nbytes}")
             if header.frames.layers != read.layers:

@@ -173,7 +173,7 @@ class Prefetches:
         """End the leases of payloads that have arrived or failed. See ``Waiter``."""
         residents = self._core.residents
         with self._lock:
-            ended = [one for one in self._open if not residents.is_filling(one)]
+            ended = [one for one in self._open if one.state is not CellState.FILLING]
             sizes = [self._open.pop(one) for one in ended]
             self._open_bytes -= sum(map(sum, sizes))
         for one, leases in zip(ended, sizes, strict=True):

@@ -96,8 +96,20 @@ class LeaseHolder:
         self, wanted: Sequence[Wanted], *, deadline_s: float, urgency: Urgency
     ) -> list[OpenAnswer]:
         """Open payloads, see ``Core.open``."""
-        opened = self._core.open(self, wanted, deadline_s=deadline_s, urgency=urgency)
-        return [self._answer(one) for one in opened]
+        answers = []
+        for one in self._core.open(self, wanted, deadline_s=deadline_s, urgency=urgency):
+            if isinstance(one, MissReason):
+                answers.append(OpenAnswer(CellState.FAILED, one, 0, 0, 0, 0))
+                continue
+            number = self._next
+            self._next = number % 0xFFFF_FFFF + 1
+            assert number not in self._leases
+            self._leases[number] = one
+            # The state is read first: if it is READY, the rest is final.
+            state = CellState.READY if one.state is CellState.READY else CellState.FILLING
+            place = (0, one.offset, one.nbytes) if state is CellState.READY else (one.cell, 0, 0)
+            answers.append(OpenAnswer(state, MissReason.NONE, number, *place))
+        return answers
 
     def end(self, numbers: Sequence[int]) -> None:
         """End leases. Raises ``ProtocolError`` for one that this client does not hold."""
@@ -114,18 +126,6 @@ class LeaseHolder:
         self._leases.clear()
         self._core.forget_client(self)
         self.alarm.close()
-
-    def _answer(self, one: Resident | MissReason) -> OpenAnswer:
-        if isinstance(one, MissReason):
-            return OpenAnswer(CellState.FAILED, one, 0, 0, 0, 0)
-        number = self._next
-        self._next = number % 0xFFFF_FFFF + 1
-        assert number not in self._leases
-        self._leases[number] = one
-        # The state is read first: if it is READY, the rest is final.
-        state = CellState.READY if one.state is CellState.READY else CellState.FILLING
-        place = (0, one.offset, one.nbytes) if state is CellState.READY else (one.cell, 0, 0)
-        return OpenAnswer(state, MissReason.NONE, number, *place)
 
 
 class AgentSession(LeaseHolder):

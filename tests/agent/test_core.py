@@ -22,6 +22,7 @@ from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
 from tests.agent.world import PATIENCE_S, RIGHT, Node, Sleeper, gated, pages_at, payloads
 from tests.codec.seals import SEALS
+from tests.support.arenas import is_sound
 from tests.support.samples import NAMESPACE, record_of
 from tests.support.waiting import wait_until
 
@@ -37,7 +38,7 @@ def make() -> Iterator[Callable[..., Node]]:
     yield made
     for node in nodes:
         node.close()
-        assert node.residents.check()
+        assert is_sound(node.residents)
 
 
 def settled(node: Node, one: Resident | MissReason) -> Resident:

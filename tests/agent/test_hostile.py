@@ -26,6 +26,7 @@ from tests.agent.test_core import settled
 from tests.agent.test_server import greeted
 from tests.agent.world import PATIENCE_S, Node, Sleeper, ended, gated, opened, payloads
 from tests.support.agents import AgentProcess
+from tests.support.arenas import is_sound
 from tests.support.mappings import is_private
 from tests.support.samples import NAMESPACE
 from tests.support.steps import complete
@@ -67,7 +68,7 @@ def test_prefetches_at_the_same_moment_stay_within_their_share(
         thread.join()
     assert sum(one.started for one in found) == 4
     gate.set()
-    assert node.residents.wait_idle(PATIENCE_S)
+    wait_until(lambda: not node.residents.leased())
 
 
 def test_a_prefetch_of_what_is_resident_keeps_no_client(node: Node) -> None:
@@ -76,7 +77,7 @@ def test_a_prefetch_of_what_is_resident_keeps_no_client(node: Node) -> None:
         (one,) = node.open(wanted, urgency=urgency)
         one = settled(node, one)
         node.residents.release(one)
-    assert node.residents.wait_idle(PATIENCE_S)
+    wait_until(lambda: not node.residents.leased())
     assert not one.waiters
 
 
@@ -91,7 +92,7 @@ def test_what_a_reader_rejects_while_it_arrives_is_served_to_nobody_else(node: N
     assert node.residents.holds(paths([wanted])) == [False]
     (again,) = opened(node.connect(), [wanted])
     assert again.cell != lease.cell
-    assert node.residents.check()
+    assert is_sound(node.residents)
 
 
 def test_no_memory_is_given_out_once_an_agent_ends(node: Node) -> None:
@@ -362,7 +363,7 @@ def test_payloads_that_do_not_exist_evict_nothing_that_no_store_has(pages: int, 
     assert settled(node, found).state is CellState.READY
     node.residents.release(found)
     node.close()
-    assert node.residents.check()
+    assert is_sound(node.residents)
 
 
 def test_a_hit_wakes_no_thread(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

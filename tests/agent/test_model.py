@@ -20,6 +20,7 @@ from objkv.agent.residents import Resident
 from objkv.codec.payload import digest, frame_pages, read_header
 from objkv.errors import StoreUnavailable, TransferError
 from tests.agent.world import PATIENCE_S, RIGHT, Desk, Node, ended, pages_at
+from tests.support.arenas import is_sound
 from tests.support.samples import NAMESPACE
 from tests.support.waiting import wait_until
 
@@ -235,7 +236,7 @@ class AgentMachine(RuleBasedStateMachine):
             for lease in peer.leases if peer is not None else ():
                 assert peer is not None
                 self.look(peer, lease)
-        assert self.node.residents.check()
+        assert is_sound(self.node.residents)
 
     def teardown(self) -> None:
         self.gate.set()
@@ -244,11 +245,11 @@ class AgentMachine(RuleBasedStateMachine):
                 self.settle(number)
                 peer.close()
         assert self.node.saves.drain(PATIENCE_S)
-        assert self.node.residents.wait_idle(PATIENCE_S)
+        wait_until(lambda: not self.node.residents.leased())
         wait_until(lambda: self.node.server is not None and not self.node.server.clients)
         residents = self.node.residents
         assert residents.leased() == 0
-        assert residents.check()
+        assert is_sound(residents)
         assert self.node.core.threads == 2
         for chunk, stored in enumerate(self.stored):
             found = self.store.get(self.path(chunk))

@@ -37,7 +37,7 @@ def test_when_all_threads_are_late_nothing_more_is_queued() -> None:
     gate = Gate(node)
     node.open(wanted[0], deadline_s=1.0)
     wait_until(lambda: gate.inside == 1)
-    wait_until(lambda: node.core.is_stuck)
+    wait_until(lambda: node.core._is_stuck())
     for one in wanted[:2]:  # the one that hangs, and another
         (found,) = node.core.open(
             Sleeper(), [one], deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS
@@ -45,7 +45,7 @@ def test_when_all_threads_are_late_nothing_more_is_queued() -> None:
         failed = isinstance(found, Resident) and found.state is CellState.FAILED
         assert failed or found is MissReason.NO_ROOM
     gate.open.set()
-    wait_until(lambda: not node.core.is_stuck)
+    wait_until(lambda: not node.core._is_stuck())
     node.close()
 
 

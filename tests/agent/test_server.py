@@ -54,12 +54,12 @@ def test_leases_end_with_their_connection(node: Node) -> None:
         ended(client, lease)
     assert node.residents.leased() == 3
     client.close()
-    assert node.residents.wait_idle(PATIENCE_S)
+    wait_until(lambda: not node.residents.leased())
     again = node.connect()
     leases = opened(again, wanted)
     assert [lease.progress.state for lease in leases] == [CellState.READY] * 3
     again.release([lease.number for lease in leases])
-    assert node.residents.wait_idle(PATIENCE_S)
+    wait_until(lambda: not node.residents.leased())
 
 
 def raw(node: Node) -> socket.socket:
@@ -442,14 +442,14 @@ def test_a_replica_prefetches_in_calls_of_bounded_length(
     hashes = [one.claim.key.prefix_hash for one in wanted]
     nbytes = wanted[0].record.raw_bytes
     assert Completed(calls).prefetch(NAMESPACE, hashes, PrefetchOrder(60.0, 0, 3 * nbytes)) == 3
-    assert node.residents.wait_idle(PATIENCE_S)
+    wait_until(lambda: not node.residents.leased())
     assert (
         Completed(calls).prefetch(
             NAMESPACE, [*hashes[:5], bytes(20), *hashes[5:]], PrefetchOrder(60)
         )
         == 2
     )
-    assert node.residents.wait_idle(PATIENCE_S)
+    wait_until(lambda: not node.residents.leased())
     assert node.residents.holds([w.claim.key.path() for w in wanted]) == [True] * 5 + [False] * 2
     with pytest.raises(StoreDenied, match="invalid call"):
         Completed(calls).run("prefetch", namespace=NAMESPACE, hashes=[], order={"deadline_s": -1})

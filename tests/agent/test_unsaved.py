@@ -34,6 +34,7 @@ from tests.agent.world import (
     payloads,
 )
 from tests.support.agents import AgentProcess
+from tests.support.arenas import is_sound
 from tests.support.samples import NAMESPACE, TOKENS
 from tests.support.steps import complete
 from tests.support.waiting import wait_until
@@ -88,7 +89,7 @@ class Holder(Node):
     def close(self) -> None:
         self.desk.close()
         super().close()
-        assert self.residents.check()
+        assert is_sound(self.residents)
         assert self.residents.leased() == 0
 
 
@@ -659,8 +660,8 @@ def test_random_use_leaves_nothing_behind(make: Callable[..., Holder]) -> None:
     assert misses <= {MissReason.NONE, MissReason.MISSING, MissReason.NO_ROOM}
     for node in nodes:
         assert node.saves.drain(PATIENCE_S)
-        assert node.residents.wait_idle(PATIENCE_S)
-        assert node.residents.check()
+        wait_until(lambda node=node: not node.residents.leased())  # type: ignore[misc]
+        assert is_sound(node.residents)
         assert not node.count("load_corrupt")
         assert not node.count("save_errors")
     stored = {entry.key for entry in store.scan("")}

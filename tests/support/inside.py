@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import ClassVar, cast
 
 from objkv import background
-from objkv.agent.client import AgentConnection, ArenaLease, lease_of
+from objkv.agent.client import AgentConnection, ArenaLease, leases_of
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.memory.arena import Arena
 from objkv.agent.messages import CommitStatus, Urgency, Wanted
@@ -95,7 +95,7 @@ class InsideConnection:
         self, wanted: Sequence[Wanted], *, deadline_s: float, urgency: Urgency
     ) -> list[ArenaLease]:
         answers = self._holder.lease(wanted, deadline_s=deadline_s, urgency=urgency)
-        return [lease_of(one, self.arena.board) for one in answers]
+        return leases_of(answers, self.arena.board)
 
     def release(self, leases: Sequence[int]) -> None:
         self._holder.end(leases)

@@ -12,11 +12,10 @@ import mmap
 import os
 import struct
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import pairwise
 from threading import Lock
 from typing import Final
 
@@ -237,11 +236,6 @@ class Extents:
         """Bytes in no extent."""
         return self._free_bytes
 
-    @property
-    def taken(self) -> Set[int]:
-        """The starts of extents in use."""
-        return self._taken.keys()
-
     def take(self, nbytes: int) -> int | None:
         """Return the start of a new extent of at least ``nbytes``; None if no gap is as large."""
         assert nbytes > 0
@@ -304,15 +298,6 @@ class Extents:
                 first += 1
             if end - pieces[first][0] >= size:
                 yield used, [piece[0] for piece in pieces[first : last + 1] if piece[2]]
-
-    def check(self) -> bool:
-        """Whether gaps and extents cover everything once."""
-        with self._lock:
-            pieces = sorted([*self._free, *self._taken.items()])
-            touching = all(a[1] == b[0] for a, b in pairwise(pieces))
-            covers = (pieces[0][0], pieces[-1][1]) == (self._start, self._end)
-            free = sum(end - start for start, end in self._free)
-            return touching and covers and free == self._free_bytes
 
     def __repr__(self) -> str:
         used = self.total_bytes - self._free_bytes
