@@ -19,7 +19,7 @@ from objkv.agent.calls import (
     read_shards,
     record_text,
 )
-from objkv.agent.memory.answers import AnswerBoard, Draft, Scope
+from objkv.agent.memory.answers import AnswerBoard, Scope
 from objkv.agent.messages import PrefetchOrder
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.unsaved.payloads import UnsavedPayloads
@@ -65,6 +65,10 @@ class NodeLookups:
 
     def find(self, namespace: str, hashes: bytes, fields: tuple[str, ...]) -> list[bytes]:
         """Return the text of each block of the answer for these prefix hashes."""
+
+        def look_up(some: Sequence[bytes]) -> list[Shards | None]:
+            return self._index.find(namespace, some, fields)
+
         scope, now = Scope(namespace, fields), self._clock()
         blocks = scope.blocks(hashes)
         keys = list(map(scope.key, blocks))
@@ -72,8 +76,9 @@ class NodeLookups:
         unknown = [number for number, text in enumerate(texts) if text is None]
         # Before they are looked up: what changes meanwhile must not be kept.
         drafts = [self.board.begin(keys[number], _divided(blocks[number])) for number in unknown]
+        asked = [one for draft in drafts for one in draft.hashes]
         try:
-            found = iter(self._ask(namespace, drafts, fields))
+            found = iter(self._unsaved.find(namespace, asked, fields, look_up) if asked else ())
             for number, draft in zip(unknown, drafts, strict=True):
                 shards = [next(found) for _ in draft.hashes]
                 text = texts[number] = b"\n".join(written_rows(shards, fields))
@@ -88,18 +93,6 @@ class NodeLookups:
     def close(self) -> None:
         """Close the board. Idempotent."""
         self.board.close()
-
-    def _ask(
-        self, namespace: str, drafts: Sequence[Draft], fields: tuple[str, ...]
-    ) -> Sequence[Shards | None]:
-        asked = [one for draft in drafts for one in draft.hashes]
-        if not asked:
-            return ()
-
-        def look_up(some: Sequence[bytes]) -> list[Shards | None]:
-            return self._index.find(namespace, some, fields)
-
-        return self._unsaved.find(namespace, asked, fields, look_up)
 
     def _read(self, key: bytes, now: float) -> bytes | None:
         found = self.board.find(key, now)
@@ -129,7 +122,6 @@ class NodeCalls:
             "publish": self._publish,
             "touch": self._touch,
             "credit": self._credit,
-            "forget": self._forget,
             "get": self._get,
             "put": self._put,
             "prefetch": self._prefetch,
@@ -164,13 +156,6 @@ class NodeCalls:
         if self._policy is not None:
             self._policy.credited(savings)
         self._index.credit(savings)
-
-    def _forget(self, call: Arguments) -> bool:
-        (expected,) = read_shards({call["field"]: call["expected"]}).values()
-        (prefix_hash,) = read_hashes(call)
-        forgot = self._index.forget(_namespace(call), prefix_hash, call["field"], expected)
-        self._changed(prefix_hash)
-        return forgot
 
     def _prefetch(self, call: Arguments) -> dict[str, int]:
         if self._prefetches is None:

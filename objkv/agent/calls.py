@@ -182,23 +182,6 @@ class AgentIndex:
         """See ``WriteIndex``."""
         yield from self._calls.run("credit", savings=asdict(savings))
 
-    def forget(
-        self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord
-    ) -> Steps[bool]:
-        """See ``WriteIndex``."""
-        text, hashes = encode_shard(expected).decode(), _hex((prefix_hash,))
-        forget = self._calls.run(
-            "forget", namespace=namespace, hashes=hashes, field=field, expected=text
-        )
-        return bool((yield from forget))
-
-    def check(self) -> None:
-        """Do nothing: the agent checks its index."""
-
-    def close(self) -> None:
-        """Close the connections to the agent. Idempotent."""
-        self._calls.close()
-
 
 class AgentDocuments:
     """The part of a ``WriteStore`` that replicas use, in steps: for identities, and the switch to
@@ -225,13 +208,6 @@ class AgentDocuments:
         """See ``WriteStore``."""
         document = base64.b64encode(value).decode()
         return bool((yield from self._calls.run("put", path=key, document=document)))
-
-    def check(self) -> None:
-        """Do nothing: the agent checks its store."""
-
-    def close(self) -> None:
-        """Close the connections to the agent. Idempotent."""
-        self._calls.close()
 
 
 def _hex(hashes: Sequence[bytes]) -> list[str]:

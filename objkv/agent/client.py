@@ -22,8 +22,6 @@ from objkv.agent.memory.arena import ALL_FRAMES, CELLS, Arena, Board, CellState,
 from objkv.agent.messages import (
     DEADLINE_MS_MAX,
     MESSAGE_BYTES_MAX,
-    OPEN_MAX,
-    RELEASE_MAX,
     VERSION,
     CommitStatus,
     Hello,
@@ -176,20 +174,17 @@ class AgentConnection:
     def open(
         self, wanted: Sequence[Wanted], *, deadline_s: float, urgency: Urgency
     ) -> list[ArenaLease]:
-        """Open payloads of one namespace for reading, in order. Each lease must be released."""
-        leases: list[ArenaLease] = []
+        """Open payloads of one namespace for reading, in order: at most ``OPEN_MAX``. Each lease
+        must be released."""
         deadline_ms = int(min(max(1.0, 1000 * deadline_s), DEADLINE_MS_MAX))
-        for start in range(0, len(wanted), OPEN_MAX):
-            part = wanted[start : start + OPEN_MAX]
-            answer = self._call(pack_opening(Opening(urgency, deadline_ms, part)))
-            answers = self._read(partial(unpack_opened, answer, len(part)))
-            leases += self._read(partial(leases_of, answers, self.arena.board))
-        return leases
+        answer = self._call(pack_opening(Opening(urgency, deadline_ms, wanted)))
+        answers = self._read(partial(unpack_opened, answer, len(wanted)))
+        return self._read(partial(leases_of, answers, self.arena.board))
 
     def release(self, leases: Sequence[int]) -> None:
-        """End leases. The memory may change from now on."""
-        for start in range(0, len(leases), RELEASE_MAX):
-            self._send(pack_release(leases[start : start + RELEASE_MAX]))
+        """End leases, at most ``RELEASE_MAX``. The memory may change from now on."""
+        if leases:
+            self._send(pack_release(leases))
 
     def reject(self, wanted: Wanted) -> None:
         """Report that a resident payload is not what its key promises a reader. Its record is
@@ -336,9 +331,6 @@ class AgentConnection:
             self._arena.close()
         if self._board is not None:
             self._board.close()
-
-    def __repr__(self) -> str:
-        return f"<AgentConnection {self._path}{'' if self.is_open else ', lost'}>"
 
     def _call(self, message: bytes) -> bytes:
         with self._lock:

@@ -159,17 +159,6 @@ class Core:
             self.spill.forget(key.path())
         self._reject(wanted, corrupt=True)
 
-    @property
-    def threads(self) -> int:
-        """Threads that have not ended."""
-        return sum(thread.is_alive() for thread in self._threads)
-
-    @property
-    def in_flight(self) -> int:
-        """Payloads that wait for a thread or are being fetched."""
-        with self._changed:
-            return len(self._turns) + len(self._busy)
-
     def forget_client(self, client: Waiter) -> None:
         """The client has gone; its leases were released."""
         with self._changed:
@@ -191,9 +180,6 @@ class Core:
         if self.spill is not None:
             self.spill.close(seconds)
         return not join_all(self._threads, seconds)
-
-    def __repr__(self) -> str:
-        return f"<Core {self.residents!r}, {len(self._turns)} waiting>"
 
     def _queue(self, client: Waiter, one: Resident, wanted: Wanted, due: Due) -> bool:
         if len(self._turns) >= self._limits.queue_max:

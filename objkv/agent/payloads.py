@@ -152,15 +152,6 @@ class PayloadReader:
         if names := join_all([self._thread], JOIN_S):
             logger.warning("threads still loading at shutdown names=%s", ",".join(names))
 
-    @property
-    def threads(self) -> int:
-        """Threads that have not ended."""
-        return int(self._thread.is_alive())
-
-    def __repr__(self) -> str:
-        waiting = len(self._came) + len(self._waiting)
-        return f"<PayloadReader {waiting} waiting, {len(self._open)} open>"
-
     def _work(self) -> None:
         try:
             while not self._closed:
@@ -468,9 +459,6 @@ class PayloadWriter:
         if names := self._pool.close(JOIN_S, give_up=self._drop):
             logger.warning("threads still saving at shutdown names=%s", ",".join(names))
         self._saves.close()
-
-    def __repr__(self) -> str:
-        return f"<PayloadWriter {self._pool}>"
 
     def _drop(self, payloads: Sequence[PayloadWrite]) -> None:
         for one in payloads:

@@ -139,9 +139,6 @@ class BusyThreads:
         self._deadlines: dict[int, float] = {}
         """The deadline of each busy thread's payload, by thread id."""
 
-    def __len__(self) -> int:
-        return len(self._deadlines)
-
     def all_late(self, threads: int) -> bool:
         """Whether all ``threads`` work well beyond their payloads' deadlines, because a file system
         hangs whose calls cannot be cancelled. To queue more is pointless then."""

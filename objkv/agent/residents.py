@@ -6,7 +6,7 @@ moved, evicted or reused, and a lease ends only by a release or with its holder'
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Protocol
@@ -144,9 +144,6 @@ class Residents:
 
     def __len__(self) -> int:
         return len(self._by_key)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(list(self._by_key))
 
     def seen(self, keys: Iterable[str]) -> list[Resident | None]:
         """Return the payloads that are resident or being filled. They are not leased: any of them
@@ -330,10 +327,6 @@ class Residents:
         """Return the bytes of payloads under a lease."""
         with self._lock:
             return sum(one.nbytes for one in self._all if one.leases)
-
-    def __repr__(self) -> str:
-        used = self.total_bytes - self.free_bytes
-        return f"<Residents {len(self._by_key)} payloads, {used}/{self.total_bytes} B>"
 
     def _tell(self, one: Resident, progress: Progress) -> None:
         self._arena.board.write(one.cell, progress)

@@ -75,12 +75,16 @@ class ServerLimits:
     deadline_ms_max: int = 600_000
 
 
-class LeaseHolder:
-    """The leases of one client. Its methods run on one thread, except for ``wake``."""
+class AgentSession:
+    """One connection and its leases. Its methods run on its own thread, except for ``wake``."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, sock: socket.socket, number: int) -> None:
+        self.sock, self.number = sock, number
+        self.outbox: ClientOutbox | None = None
         self.alarm = Alarm()
         """Rings at each progress of a payload that this client waits for."""
+        self.busy = Lock()
+        """Held while a message is processed."""
         self._core = core
         self._leases: dict[int, Resident] = {}
         self._next = 1
@@ -119,25 +123,6 @@ class LeaseHolder:
                 raise ProtocolError(f"lease {number} is not this client's")
             self._core.residents.release(resident)
 
-    def end_all(self) -> None:
-        """End all leases, and forget the client. Idempotent."""
-        for resident in self._leases.values():
-            self._core.residents.release(resident, self)
-        self._leases.clear()
-        self._core.forget_client(self)
-        self.alarm.close()
-
-
-class AgentSession(LeaseHolder):
-    """One connection and its leases. Its methods run on its own thread, except for ``wake``."""
-
-    def __init__(self, core: Core, sock: socket.socket, number: int) -> None:
-        super().__init__(core)
-        self.sock, self.number = sock, number
-        self.outbox: ClientOutbox | None = None
-        self.busy = Lock()
-        """Held while a message is processed."""
-
     def end_unused(self) -> None:
         """Receive nothing more from a client that has no lease. Messages that it has sent are
         answered."""
@@ -151,8 +136,12 @@ class AgentSession(LeaseHolder):
                 self.busy.release()
 
     def end_all(self) -> None:
-        """See ``LeaseHolder``. Closes the socket, too."""
-        super().end_all()
+        """End all leases, and close the connection. Idempotent."""
+        for resident in self._leases.values():
+            self._core.residents.release(resident, self)
+        self._leases.clear()
+        self._core.forget_client(self)
+        self.alarm.close()
         self.sock.close()
         if self.outbox is not None:
             self.outbox.close()
@@ -197,13 +186,6 @@ class AgentServer:
         }
         self._thread = Thread(target=self._accept, name="objkv-agent-accept", daemon=True)
         self._thread.start()
-
-    @property
-    def threads(self) -> int:
-        """Threads that have not ended."""
-        with self._lock:
-            threads = [self._thread, *self._clients.values()]
-        return sum(thread.is_alive() for thread in threads) + self._refusals.threads
 
     @property
     def clients(self) -> int:
@@ -251,9 +233,6 @@ class AgentServer:
             _hang_up(client.sock)
         self._refusals.close(give_up=_close_all)
         join_all([self._thread, *clients.values()], JOIN_S)
-
-    def __repr__(self) -> str:
-        return f"<AgentServer {len(self._clients)} clients, {self._core!r}>"
 
     def _accept(self) -> None:
         while not self._closed:

@@ -26,7 +26,7 @@ from tests.agent.test_core import settled
 from tests.agent.test_server import greeted
 from tests.agent.world import PATIENCE_S, Node, Sleeper, ended, gated, opened, payloads
 from tests.support.agents import AgentProcess
-from tests.support.arenas import is_sound
+from tests.support.arenas import in_flight, is_sound, threads_of
 from tests.support.mappings import is_private
 from tests.support.samples import NAMESPACE
 from tests.support.steps import complete
@@ -148,7 +148,7 @@ def test_threads_that_forget_layers_at_once_all_live(
     leases = opened(client, wanted)
     for lease in leases:
         ended(client, lease)
-    assert node.core.threads == 2
+    assert threads_of(node.core) == 2
 
 
 @pytest.mark.parametrize(("codec", "nbytes"), [("none", 1 << 13), ("none", 0), ("blosc", 1 << 45)])
@@ -370,7 +370,7 @@ def test_a_hit_wakes_no_thread(node: Node, monkeypatch: pytest.MonkeyPatch) -> N
     wanted, woken = node.save(), list[object]()
     for one in node.open(*wanted):
         node.residents.release(settled(node, one))
-    wait_until(lambda: not node.core.in_flight)
+    wait_until(lambda: not in_flight(node.core))
     monkeypatch.setattr(node.core._changed, "notify", lambda *_: woken.append(1))
     for one in node.open(*wanted):
         assert one.state is CellState.READY

@@ -54,7 +54,7 @@ def reading(connect: Any, clock: ManualClock | None = None) -> Iterator[PayloadR
         yield reader
     finally:
         reader.close()
-        assert not reader.threads
+        assert not reader._thread.is_alive()
 
 
 def outcomes(reader: PayloadReader, *reads: Read) -> list[ReadOutcome]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from objkv.agent import residents as module
 from objkv.agent.client import AgentConnection
+from objkv.agent.core import Core
 from objkv.agent.memory.arena import CellState, Extents
 from objkv.agent.residents import Resident, Residents
 from objkv.errors import TransferError
@@ -44,6 +45,17 @@ def are_divided(extents: Extents) -> bool:
         covers = (pieces[0][0], pieces[-1][1]) == (extents._start, extents._end)
         free = sum(end - start for start, end in extents._free)
         return touching and covers and free == extents._free_bytes
+
+
+def threads_of(core: Core) -> int:
+    """Its threads that have not ended."""
+    return sum(thread.is_alive() for thread in core._threads)
+
+
+def in_flight(core: Core) -> int:
+    """Payloads that wait for a thread or are being fetched."""
+    with core._changed:
+        return len(core._turns) + len(core._busy._deadlines)
 
 
 class SpoilingResidents(Residents):

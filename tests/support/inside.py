@@ -1,6 +1,7 @@
 """An agent's core within the test's process: what a loader reaches without a socket."""
 
 import os
+import socket
 from collections.abc import Sequence
 from typing import ClassVar, cast
 
@@ -10,13 +11,14 @@ from objkv.agent.core import Core, CoreLimits
 from objkv.agent.memory.arena import Arena
 from objkv.agent.messages import CommitStatus, Urgency, Wanted
 from objkv.agent.outbox import ClientOutbox
-from objkv.agent.server import LeaseHolder
+from objkv.agent.server import AgentSession
 from objkv.background import Alarm
 from objkv.cache.chunks import ChunkCache, SaveOutcome
 from objkv.codec.payload import Claim, Header, encode, read_header
 from objkv.errors import StoreBusy, TransferError
 from objkv.stores.base import Buffer
 from objkv.telemetry import Recorder
+from tests.support.arenas import threads_of
 
 _OF_READERS = frozenset(("load_bytes", "load_corrupt", "load_ghosts", "load_errors"))
 """An agent counts them too, in numbers of its own."""
@@ -59,7 +61,7 @@ class InsideAgent:
     def count(self, more: int) -> None:
         """Note a connection that began or ended."""
         self._open += more
-        if self._closed and not self._open and not self.core.threads:
+        if self._closed and not self._open and not threads_of(self.core):
             self.arena.close()
 
 
@@ -68,7 +70,7 @@ class InsideConnection:
 
     def __init__(self, agent: InsideAgent, outbox: int = -1) -> None:
         self.arena, self.core, self._agent = agent.arena, agent.core, agent
-        self._holder = LeaseHolder(agent.core)
+        self._holder = AgentSession(agent.core, socket.socket(socket.AF_UNIX), 0)
         self._outbox = ClientOutbox(os.dup(outbox)) if outbox >= 0 else None
         agent.count(1)
         self._is_closed = False

@@ -125,14 +125,13 @@ class Arena:
     ``view`` is valid until ``close``, parts of it as long as they are referenced.
     """
 
-    def __init__(self, fd: int, mapping: mmap.mmap, *, writable: bool) -> None:
+    def __init__(self, fd: int, mapping: mmap.mmap) -> None:
         self.fd = fd
         """The memfd. This object closes it."""
         self.view = memoryview(mapping)
         """``[nbytes]`` bytes of format ``B``."""
         self.board = Board(self.view)
         self._mapping: mmap.mmap | None = mapping
-        self._writable = writable
 
     @classmethod
     def create(cls, nbytes: int) -> "Arena":
@@ -154,7 +153,7 @@ class Arena:
             raise ConfigError(
                 f"no arena of {total >> 20:,} MiB ({why}): lower agent_memory_bytes"
             ) from exc
-        return cls(fd, mapping, writable=True)
+        return cls(fd, mapping)
 
     @classmethod
     def join(cls, fd: int) -> "Arena":
@@ -165,7 +164,7 @@ class Arena:
             sealed = check_seals(fd, writable=False)
             if not sealed or total <= BOARD_BYTES or total % PAGE:
                 raise TransferError("the agent's arena is not sealed, or has an invalid size")
-            return cls(fd, map_memory(fd, total, writable=False), writable=False)
+            return cls(fd, map_memory(fd, total, writable=False))
         except OSError as exc:
             os.close(fd)
             raise TransferError(f"the agent's arena cannot be mapped: {exc}") from exc
@@ -192,10 +191,6 @@ class Arena:
             view.release()
             if mapping is not None:
                 mapping.close()
-
-    def __repr__(self) -> str:
-        kind = "writable" if self._writable else "read-only"
-        return f"<Arena {self.nbytes} B, {kind}>"
 
 
 def _use_huge_pages(mapping: mmap.mmap) -> None:
@@ -298,10 +293,6 @@ class Extents:
                 first += 1
             if end - pieces[first][0] >= size:
                 yield used, [piece[0] for piece in pieces[first : last + 1] if piece[2]]
-
-    def __repr__(self) -> str:
-        used = self.total_bytes - self._free_bytes
-        return f"<Extents {len(self._taken)} of {used} B, {self._free_bytes} B free>"
 
     def _room(self, number: int) -> int:
         start, end = self._free[number]
