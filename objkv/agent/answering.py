@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple
+from itertools import chain, islice
 from typing import Any, Final
 
 from objkv.agent.calls import (
@@ -19,7 +20,7 @@ from objkv.agent.calls import (
     read_shards,
     record_text,
 )
-from objkv.agent.memory.answers import AnswerBoard, Scope
+from objkv.agent.memory.answers import AnswerBoard, Draft, Scope
 from objkv.agent.messages import PrefetchOrder
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.unsaved.payloads import UnsavedPayloads
@@ -59,7 +60,7 @@ class NodeLookups:
         ttl_s: float,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """``board``: this object closes it. ``ttl_s``: how long an answer is valid."""
+        """``ttl_s``: how long an answer is valid."""
         self._index, self._unsaved, self.board = index, unsaved, board
         self._ttl_s, self._clock = ttl_s, clock
 
@@ -69,34 +70,40 @@ class NodeLookups:
         def look_up(some: Sequence[bytes]) -> list[Shards | None]:
             return self._index.find(namespace, some, fields)
 
-        scope, now = Scope(namespace, fields), self._clock()
-        blocks = scope.blocks(hashes)
-        keys = list(map(scope.key, blocks))
-        texts = [self._read(key, now) for key in keys]
-        unknown = [number for number, text in enumerate(texts) if text is None]
-        # Before they are looked up: what changes meanwhile must not be kept.
-        drafts = [self.board.begin(keys[number], _divided(blocks[number])) for number in unknown]
-        asked = [one for draft in drafts for one in draft.hashes]
+        scope, now, step = Scope(namespace, fields), self._clock(), PREFIX_HASH_BYTES
+        texts: list[bytes | Draft] = []
+        for block in scope.blocks(hashes):
+            key = scope.key(block)
+            kept = self.board.find(key, now)
+            text = None if kept is None else self.board.read(key, kept)
+            if text is None:  # begun before it is looked up: what changes meanwhile is not kept
+                divided = [block[at : at + step] for at in range(0, len(block), step)]
+                texts.append(self.board.begin(key, divided))
+            else:
+                texts.append(text)
+        drafts = [one for one in texts if isinstance(one, Draft)]
+        asked = list(chain.from_iterable([draft.hashes for draft in drafts]))
         try:
             found = iter(self._unsaved.find(namespace, asked, fields, look_up) if asked else ())
-            for number, draft in zip(unknown, drafts, strict=True):
-                shards = [next(found) for _ in draft.hashes]
-                text = texts[number] = b"\n".join(written_rows(shards, fields))
-                is_whole = all(one is not None and len(one) == len(fields) for one in shards)
-                ttl_s = self._ttl_s if is_whole else min(_MISSING_S, self._ttl_s)
-                if ttl_s:
-                    self.board.write(draft, text, (now, now + ttl_s))
+            return [
+                self._kept(one, list(islice(found, len(one.hashes))), fields, now)
+                if isinstance(one, Draft)
+                else one
+                for one in texts
+            ]
         finally:
             self.board.end(drafts)
-        return [text for text in texts if text is not None]
 
-    def close(self) -> None:
-        """Close the board. Idempotent."""
-        self.board.close()
-
-    def _read(self, key: bytes, now: float) -> bytes | None:
-        found = self.board.find(key, now)
-        return None if found is None else self.board.read(key, found)
+    def _kept(
+        self, draft: Draft, found: Sequence[Shards | None], fields: tuple[str, ...], now: float
+    ) -> bytes:
+        """Return the text of a block of the answer. It is on the board then."""
+        text = b"\n".join(written_rows(found, fields))
+        is_whole = {len(fields)} == {0 if one is None else len(one) for one in found}
+        ttl_s = self._ttl_s if is_whole else min(_MISSING_S, self._ttl_s)
+        if ttl_s:
+            self.board.write(draft, text, (now, now + ttl_s))
+        return text
 
 
 class NodeCalls:
@@ -175,11 +182,6 @@ class NodeCalls:
         path: str = call["path"]
         _check_identity(path)
         return self._bulk.put_if_absent(path, base64.b64decode(call["document"]))
-
-
-def _divided(hashes: bytes) -> list[bytes]:
-    step = PREFIX_HASH_BYTES
-    return [hashes[at : at + step] for at in range(0, len(hashes), step)]
 
 
 def _namespace(call: Arguments) -> str:

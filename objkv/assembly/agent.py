@@ -248,7 +248,7 @@ class NodeAgent:
             logger.warning("clients dropped at shutdown count=%d", self.server.clients)
         self.core.close(min(self._config.load_deadline_ms / 1000, max(0.0, end - monotonic())))
         self.server.close()
-        self.lookups.close()
+        self._board.close()
         self.saves.close(max(0.0, end - monotonic()))
         self._cache.close(1.0)
         self._backends.close()

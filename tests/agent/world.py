@@ -178,7 +178,7 @@ class Node:
             client.close()
         if self.server is not None:
             self.server.close()
-        self.lookups.close()
+        self.lookups.board.close()
         self.saves.close(PATIENCE_S)
         self.arena.close()
         shutil.rmtree(self.folder, ignore_errors=True)
