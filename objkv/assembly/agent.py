@@ -8,7 +8,6 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 from time import monotonic, time
-from types import TracebackType
 from typing import Protocol, Self
 
 from objkv.agent.answering import NodeCalls, NodeLookups
@@ -38,6 +37,11 @@ logger = logging.getLogger(__name__)
 _WORKERS = 16
 """As many workers of a node may have payloads waiting to be saved as their settings allow."""
 _LOOK_S = 1.0
+_TOTALS = (
+    *("agent_hits", "agent_fills", "agent_disk_hits"),
+    *("load_bytes", "saves", "save_bytes", "agent_evictions"),
+)
+"""What the last line of the log tells, in its order."""
 _SWITCH_S = 5e-4
 """How long a thread keeps the interpreter while another waits for it. Lookups take microseconds,
 and would wait for Python's usual 5 ms behind threads that fetch."""
@@ -271,13 +275,7 @@ class NodeAgent:
         logger.info(
             "agent ended hits=%d fills=%d disk_hits=%d load_bytes=%d saves=%d save_bytes=%d "
             "evictions=%d unsaved=%d unsaved_bytes=%d",
-            numbers.get("agent_hits", 0),
-            numbers.get("agent_fills", 0),
-            numbers.get("agent_disk_hits", 0),
-            numbers.get("load_bytes", 0),
-            numbers.get("saves", 0),
-            numbers.get("save_bytes", 0),
-            numbers.get("agent_evictions", 0),
+            *(numbers.get(name, 0) for name in _TOTALS),
             lost,
             lost_bytes,
         )
@@ -285,10 +283,5 @@ class NodeAgent:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
