@@ -28,7 +28,7 @@ from objkv.transfer.plan import SaveMove, SavePlan
 from objkv.transfer.slabs import Slab, SlabPool, SlabsExhaustedError
 
 logger = logging.getLogger(__name__)
-_COPIES_S = 1.0
+COPIES_S = 1.0
 """How long ``close`` waits, after its bound, for copies from the device, which read blocks."""
 _LOOK_S, _LOOK_MAX_S = 1e-3, 4e-3
 """How often the device is polled. Gathered chunks wait for the forward pass to end, often for
@@ -186,11 +186,11 @@ class Saver:
         slabs of those copies are never reused.
         """
         end = self._clock() + drain_deadline_s
-        if not self._copies_end(end + _COPIES_S):
+        if not self._copies_end(end + COPIES_S):
             logger.error("copies of saves did not finish on the device, shutting down without them")
             self._gives_up = True
         # One look at the device takes a moment, also after the bound.
-        if not self._pool.drain(max(_COPIES_S, end - self._clock())):
+        if not self._pool.drain(max(COPIES_S, end - self._clock())):
             logger.warning("saves dropped at shutdown count=%d", self._waiting)
         self._gives_up = True
         if self._pool.close(JOIN_S, give_up=self._give_up_gathered):

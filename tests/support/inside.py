@@ -84,7 +84,10 @@ class InsideConnection:
 
     def commit(self, offset: int, nbytes: int, *, puts: bool = False) -> CommitStatus:
         assert self._outbox is not None
-        payload = self._outbox.read(offset, nbytes)
+        try:
+            payload = self._outbox.read(offset, nbytes)
+        except OSError as exc:  # closed by another thread, which ends a real one's call as well
+            raise TransferError("the connection is closed") from exc
         header = read_header(payload)
         try:
             outcome = self._agent.saves.save(header.claim, payload, header)

@@ -184,7 +184,7 @@ class Arena:
         if fd < 0:
             return
         os.close(fd)
-        self.board = Board(memoryview(bytes(BOARD_BYTES)))
+        self.board = Board(memoryview(bytearray(BOARD_BYTES)))  # for who is late
         mapping, self._mapping = self._mapping, None
         view, self.view = self.view, memoryview(b"")
         with suppress(BufferError):  # with its last part, which is not this object's
