@@ -23,7 +23,6 @@ from typing import Any
 
 import objkv
 from benchmarks.worker import BOUND_S, Side, step_of, stored
-from objkv.agent.calls import AgentIndex
 from objkv.assembly.agent import NodeAgent
 from objkv.assembly.link import AgentLink, Replica
 from objkv.cache.lookup import LookupLimits, LookupService
@@ -89,7 +88,7 @@ def measure(folder: Path) -> dict[str, Counter[CodeType]]:
         side.load(step)  # later ones know the shape of the payloads
         loads = side.worker.loads
         link = AgentLink(load_config({"agent": f"unix://{path}"}, environ={}), Replica("calls"))
-        index, limits = AgentIndex(link.calls), LookupLimits(BOUND_S, 4)
+        index, limits = link.calls, LookupLimits(BOUND_S, 4)
         fields = sorted(GEOMETRY.all_fields())
         lookups = LookupService(index, fields, NullRecorder(), limits)
         stack.callback(link.calls.close)

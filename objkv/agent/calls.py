@@ -43,8 +43,8 @@ T = TypeVar("T")
 
 
 class AgentCalls:
-    """A replica's side, in steps of one thread. Lookups have a connection of their own, so none
-    waits for another call."""
+    """The parts of a ``WriteIndex`` and a ``WriteStore`` that replicas use, in steps of one thread.
+    Lookups have a connection of their own, so none waits for another call."""
 
     def __init__(
         self, connect: Callable[[], AgentConnection], *, clock: Callable[[], float] = monotonic
@@ -55,12 +55,6 @@ class AgentCalls:
         self._retry_at = -1.0
         self._closed = False
         self._trouble = Trouble(logger, "lookups and records by the agent")
-
-    def find(
-        self, namespace: str, hashes: Sequence[bytes], fields: tuple[str, ...]
-    ) -> Steps[list[Shards | None]]:
-        """See ``ReadIndex.find``."""
-        return self._use(MessageKind.FIND, lambda agent: agent.find(namespace, hashes, fields))
 
     def run(self, verb: str, **arguments: Any) -> Steps[Any]:
         """Run a call in the agent. Raises ``StoreError`` as the agent's store or index does."""
@@ -96,6 +90,63 @@ class AgentCalls:
             if left is not None:
                 left = left - found["started_bytes"]
         return started
+
+    def find(
+        self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
+    ) -> Steps[list[Shards | None]]:
+        """See ``ReadIndex``."""
+        if not prefix_hashes or not fields:
+            return [None] * len(prefix_hashes)
+        asked = namespace, prefix_hashes, tuple(fields)
+        return (yield from self._use(MessageKind.FIND, lambda agent: agent.find(*asked)))
+
+    def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> Steps[list[Record | None]]:
+        """See ``ReadIndex``."""
+        found = yield from self.run("lookup", namespace=namespace, hashes=_hex(prefix_hashes))
+        return [None if one is None else _read_record(one) for one in found]
+
+    def publish(
+        self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int
+    ) -> Steps[None]:
+        """See ``WriteIndex``."""
+        yield from self.run(
+            "publish",
+            namespace=chunk.namespace,
+            hashes=_hex((chunk.prefix_hash, chunk.parent_hash)),
+            tokens=[chunk.token_start, chunk.token_end],
+            shards={name: encode_shard(one).decode() for name, one in shards.items()},
+            ttl_s=ttl_s,
+        )
+
+    def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> Steps[None]:
+        """See ``WriteIndex``."""
+        for first in range(0, len(prefix_hashes), _CHUNKS_MAX):
+            hashes = _hex(prefix_hashes[first : first + _CHUNKS_MAX])
+            touch = self.run("touch", namespace=namespace, hashes=hashes, ttl_s=ttl_s)
+            yield from touch
+
+    def credit(self, savings: Savings) -> Steps[None]:
+        """See ``WriteIndex``."""
+        yield from self.run("credit", savings=asdict(savings))
+
+    def get_range(self, key: str, start: int, end: int) -> Steps[bytes | None]:
+        """See ``ReadStore``. A long document is read in parts, which may be of two versions."""
+        document = b""
+        while start + len(document) < end:
+            at = start + len(document)
+            found = yield from self.run("get", path=key, start=at)
+            if found is None:
+                return None
+            part = base64.b64decode(found)
+            document += part
+            if len(part) < DOCUMENT_BYTES_MAX:
+                break
+        return document[: end - start]
+
+    def put_if_absent(self, key: str, value: Buffer) -> Steps[bool]:
+        """See ``WriteStore``."""
+        document = base64.b64encode(value).decode()
+        return bool((yield from self.run("put", path=key, document=document)))
 
     def close(self) -> None:
         """Close all connections. Idempotent. The thread must have ended."""
@@ -135,79 +186,6 @@ class AgentCalls:
         """Close a new connection if ``close`` was called while it was made."""
         if self._closed:
             agent.close()
-
-
-class AgentIndex:
-    """The part of a ``WriteIndex`` that replicas use, in steps."""
-
-    def __init__(self, calls: AgentCalls) -> None:
-        self._calls = calls
-
-    def find(
-        self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
-    ) -> Steps[list[Shards | None]]:
-        """See ``ReadIndex``."""
-        if not prefix_hashes or not fields:
-            return [None] * len(prefix_hashes)
-        return (yield from self._calls.find(namespace, prefix_hashes, tuple(fields)))
-
-    def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> Steps[list[Record | None]]:
-        """See ``ReadIndex``."""
-        found = yield from self._calls.run(
-            "lookup", namespace=namespace, hashes=_hex(prefix_hashes)
-        )
-        return [None if one is None else _read_record(one) for one in found]
-
-    def publish(
-        self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int
-    ) -> Steps[None]:
-        """See ``WriteIndex``."""
-        yield from self._calls.run(
-            "publish",
-            namespace=chunk.namespace,
-            hashes=_hex((chunk.prefix_hash, chunk.parent_hash)),
-            tokens=[chunk.token_start, chunk.token_end],
-            shards={name: encode_shard(one).decode() for name, one in shards.items()},
-            ttl_s=ttl_s,
-        )
-
-    def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> Steps[None]:
-        """See ``WriteIndex``."""
-        for first in range(0, len(prefix_hashes), _CHUNKS_MAX):
-            hashes = _hex(prefix_hashes[first : first + _CHUNKS_MAX])
-            touch = self._calls.run("touch", namespace=namespace, hashes=hashes, ttl_s=ttl_s)
-            yield from touch
-
-    def credit(self, savings: Savings) -> Steps[None]:
-        """See ``WriteIndex``."""
-        yield from self._calls.run("credit", savings=asdict(savings))
-
-
-class AgentDocuments:
-    """The part of a ``WriteStore`` that replicas use, in steps: for identities, and the switch to
-    read."""
-
-    def __init__(self, calls: AgentCalls) -> None:
-        self._calls = calls
-
-    def get_range(self, key: str, start: int, end: int) -> Steps[bytes | None]:
-        """See ``ReadStore``. A long document is read in parts, which may be of two versions."""
-        document = b""
-        while start + len(document) < end:
-            at = start + len(document)
-            found = yield from self._calls.run("get", path=key, start=at)
-            if found is None:
-                return None
-            part = base64.b64decode(found)
-            document += part
-            if len(part) < DOCUMENT_BYTES_MAX:
-                break
-        return document[: end - start]
-
-    def put_if_absent(self, key: str, value: Buffer) -> Steps[bool]:
-        """See ``WriteStore``."""
-        document = base64.b64encode(value).decode()
-        return bool((yield from self._calls.run("put", path=key, document=document)))
 
 
 def _hex(hashes: Sequence[bytes]) -> list[str]:

@@ -23,7 +23,6 @@ from vllm.distributed.ec_transfer.ec_connector.metrics import (
 )
 from vllm.platforms import current_platform
 
-from objkv.agent.calls import AgentDocuments, AgentIndex
 from objkv.agent.payloads import PayloadReader, PayloadWriter
 from objkv.assembly.link import AgentLink
 from objkv.codec.payload import HEADER_BYTES_MAX
@@ -89,8 +88,8 @@ def open_encoder_scheduler(
         roles,
         form,
         identity,
-        EncoderFetcher(AgentIndex(link.calls), reader, limits, recorder),
-        bulk=cast("WriteStore", AgentDocuments(link.calls)),
+        EncoderFetcher(link.calls, reader, limits, recorder),
+        bulk=cast("WriteStore", link.calls),
         admission=config.admission,
         recorder=recorder,
     )

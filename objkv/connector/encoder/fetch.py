@@ -18,7 +18,7 @@ from time import monotonic
 
 import numpy as np
 
-from objkv.agent.calls import AgentIndex
+from objkv.agent.calls import AgentCalls
 from objkv.agent.client import CALL_S
 from objkv.agent.messages import Wanted
 from objkv.agent.payloads import PayloadReader, ReadOutcome
@@ -185,7 +185,7 @@ class EncoderFetcher:
 
     def __init__(
         self,
-        index: AgentIndex,
+        index: AgentCalls,
         reader: PayloadReader | None,
         limits: FetchLimits,
         recorder: Recorder,

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from objkv.agent.calls import AgentDocuments
 from objkv.agent.client import CALL_S
 from objkv.agent.messages import Wanted, is_unsaved
 from objkv.agent.payloads import PayloadReader, PayloadWriter, ReadOutcome, WriteOutcome
@@ -242,7 +241,7 @@ class HandoffConnector:
             found = self._ask(self._link.calls.find(self._namespace, hashes, (field,)))
             if not any(one is None or is_unsaved(one[field]) for one in found):
                 if not self._is_announced:  # only now, since the store works
-                    documents, text = AgentDocuments(self._link.calls), self._identity.canonical()
+                    documents, text = self._link.calls, self._identity.canonical()
                     put = documents.put_if_absent(identity_path(self._namespace), text)
                     self._ask(put)
                     self._is_announced = True

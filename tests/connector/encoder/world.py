@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from objkv.agent.calls import AgentCalls, AgentDocuments, AgentIndex
+from objkv.agent.calls import AgentCalls
 from objkv.agent.client import AgentConnection
 from objkv.agent.payloads import PayloadReader, PayloadWriter
 from objkv.codec.seal import Seal
@@ -107,7 +107,7 @@ class Replica:
         self.calls = AgentCalls(connect)
         reader = PayloadReader(self._connect, "outputs", clock=self.clock)
         self.fetcher = EncoderFetcher(
-            AgentIndex(self.calls),
+            self.calls,
             reader if loads else None,
             FetchLimits(limits.deadline_s, limits.queue_max, limits.held_bytes_max),
             self.recorder,
@@ -119,7 +119,7 @@ class Replica:
             form,
             IDENTITY,
             self.fetcher,
-            bulk=cast("WriteStore", AgentDocuments(self.calls)),
+            bulk=cast("WriteStore", self.calls),
             recorder=self.recorder,
         )
         self.worker = EncoderWorkerSide(
