@@ -257,19 +257,18 @@ def parse_known(
     style: Style = "plain"
     if seal is not None:
         style = "encrypted" if seal.encrypts else "signed"
-    form = _form(layers, style)
+    form = (_forms.get((id(layers), style)) or _remember(layers, style))[1]
     header = form.read(text, claim) if form is not None else None
-    return opened(parse_verified(text) if header is None else header, seal)
+    if header is None:
+        header = parse_verified(text)
+    return header if seal is None else opened(header, seal)
 
 
 def form_of(layers: tuple[LayerSpec, ...], marks: Marks = UNSEALED) -> Form | None:
     """Return the form of uncompressed payloads of ``layers`` with the sealing of ``marks``. None if
     no header can describe the layers, or only a different one. Pass the same ``layers`` object each
     time; it is kept."""
-    return _form(layers, _style_of(marks))
-
-
-def _form(layers: tuple[LayerSpec, ...], style: Style) -> Form | None:
+    style = _style_of(marks)
     return (_forms.get((id(layers), style)) or _remember(layers, style))[1]
 
 

@@ -47,7 +47,7 @@ class ChunkKey:
     def path(self) -> str:
         """Return ``<namespace>/<aa>/<hash>/<group>.<shard>.safetensors``. The hash comes early so
         that S3 spreads the load."""
-        return payload_path(self.namespace, self.prefix_hash, self.field)
+        return payload_path(self.namespace, self.prefix_hash, _field(self.group, self.shard))
 
     @classmethod
     def parse(cls, path: str) -> "ChunkKey":
