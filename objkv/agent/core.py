@@ -122,7 +122,11 @@ class Core:
             for one in wanted:
                 lease = self.residents.open(one.claim.key.path(), client, ahead=ahead)
                 resident, is_new = lease or (None, False)
-                if resident is None or (not is_new and self._is_hopeless(resident, due)):
+                if resident is None or (
+                    not is_new
+                    and resident.state is CellState.FILLING
+                    and not self._joins(resident, due)
+                ):
                     opened.append(MissReason.NO_ROOM)
                     continue
                 resident.deadline = max(resident.deadline, due.deadline)
@@ -139,17 +143,15 @@ class Core:
             self._keep(old)
         return opened
 
-    def _is_hopeless(self, resident: Resident, due: Due) -> bool:
-        """Whether a payload that another client opened is being filled, and no thread goes on. Ends
-        its lease then; else it may come sooner now."""
-        if resident.state is not CellState.FILLING:
-            return False
+    def _joins(self, resident: Resident, due: Due) -> bool:
+        """Whether one more client may wait for a payload that is being filled, which may come
+        sooner now. If not, its lease is over."""
         if self._is_stuck():
             self.residents.release(resident)
-            return True
+            return False
         if self._turns.hasten(resident, due):
             self._changed.notify()
-        return False
+        return True
 
     def reject(self, wanted: Wanted) -> None:
         """Stop serving this copy of a payload, and forget its record."""
