@@ -54,7 +54,7 @@ def test_leases_end_with_their_connection(node: Node) -> None:
         ended(client, lease)
     assert node.residents.leased() == 3
     client.close()
-    wait_until(lambda: not node.residents.leased())
+    wait_until(lambda: not node.residents.leased(), PATIENCE_S)
     again = node.connect()
     leases = opened(again, wanted)
     assert [lease.progress.state for lease in leases] == [CellState.READY] * 3
