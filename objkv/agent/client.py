@@ -28,9 +28,9 @@ from objkv.agent.messages import (
     MessageKind,
     OpenAnswer,
     Opening,
+    PayloadRequest,
     ProtocolError,
     Urgency,
-    Wanted,
     find_max,
     kind_of,
     pack_commit,
@@ -172,7 +172,7 @@ class AgentConnection:
         return self._is_lost
 
     def open(
-        self, wanted: Sequence[Wanted], *, deadline_s: float, urgency: Urgency
+        self, wanted: Sequence[PayloadRequest], *, deadline_s: float, urgency: Urgency
     ) -> list[ArenaLease]:
         """Open payloads of one namespace for reading, in order: at most ``OPEN_MAX``. Each lease
         must be released."""
@@ -186,7 +186,7 @@ class AgentConnection:
         if leases:
             self._send(pack_release(leases))
 
-    def reject(self, wanted: Wanted) -> None:
+    def reject(self, wanted: PayloadRequest) -> None:
         """Report that a resident payload is not what its key promises a reader. Its record is
         forgotten, and this copy is not served any more."""
         self._send(pack_rejection(wanted))

@@ -23,7 +23,7 @@ from objkv.agent.fill import (
     Staging,
 )
 from objkv.agent.memory.arena import Arena, CellState
-from objkv.agent.messages import MissReason, Urgency, Wanted, is_unsaved
+from objkv.agent.messages import MissReason, PayloadRequest, Urgency, is_unsaved
 from objkv.agent.queue import BusyThreads, Due, FetchJob, Turns
 from objkv.agent.residents import Resident, Residents, Waiter
 from objkv.agent.spill.disk import Disk
@@ -101,7 +101,7 @@ class Core:
     def open(
         self,
         client: Waiter,
-        wanted: Sequence[Wanted],
+        wanted: Sequence[PayloadRequest],
         *,
         deadline_s: float,
         urgency: Urgency,
@@ -153,7 +153,7 @@ class Core:
             self._changed.notify()
         return True
 
-    def reject(self, wanted: Wanted) -> None:
+    def reject(self, wanted: PayloadRequest) -> None:
         """Stop serving this copy of a payload, and forget its record."""
         key = wanted.claim.key
         self.residents.forget(key.path())
@@ -183,7 +183,7 @@ class Core:
             self.spill.close(seconds)
         return not join_all(self._threads, seconds)
 
-    def _queue(self, client: Waiter, one: Resident, wanted: Wanted, due: Due) -> bool:
+    def _queue(self, client: Waiter, one: Resident, wanted: PayloadRequest, due: Due) -> bool:
         if len(self._turns) >= self._limits.queue_max:
             self._turns.discard(self.residents.give_up)
         if self._closed or len(self._turns) >= self._limits.queue_max or self._is_stuck():
@@ -337,7 +337,7 @@ class Core:
         if record is None:
             self._recorder.count("agent_unsaved_misses")
             raise _MissError(MissReason.MISSING)
-        return job._replace(wanted=Wanted(claim, record))
+        return job._replace(wanted=PayloadRequest(claim, record))
 
     def _fill(self, fill: Fill, deadline: float, staging: Staging) -> MissReason:
         wanted, claim = fill.wanted, fill.wanted.claim
@@ -371,7 +371,7 @@ class Core:
             self._cache.note_load(fill.header, hot=wanted.record.hot, seconds=seconds)
         return MissReason.NONE
 
-    def _reject(self, wanted: Wanted, *, corrupt: bool) -> None:
+    def _reject(self, wanted: PayloadRequest, *, corrupt: bool) -> None:
         """Forget a record, also in what lookups remember: it would be a miss again and again."""
         key = wanted.claim.key
         self._cache.reject(key, {key.field: wanted.record}, corrupt=corrupt)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from objkv.agent.messages import Wanted
+from objkv.agent.messages import PayloadRequest
 from objkv.agent.residents import Resident, Residents
 from objkv.cache.chunks import ChunkCache
 from objkv.codec.payload import (
@@ -105,7 +105,7 @@ class Fill:
     def __init__(
         self,
         one: Resident,
-        wanted: Wanted,
+        wanted: PayloadRequest,
         residents: Residents,
         cache: ChunkCache,
         known: KnownShape = UNKNOWN,

@@ -108,7 +108,7 @@ class Urgency(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class PayloadRequest:
     """A payload that a client requested."""
 
     claim: Claim
@@ -156,7 +156,7 @@ class Opening(NamedTuple):
 
     urgency: int
     deadline_ms: int
-    wanted: Sequence[Wanted]
+    wanted: Sequence[PayloadRequest]
 
 
 class OpenAnswer(NamedTuple):
@@ -224,7 +224,7 @@ def unpack_text(message: bytes) -> str:
     return message[1:].decode(errors="replace")
 
 
-def pack_rejection(wanted: Wanted) -> bytes:
+def pack_rejection(wanted: PayloadRequest) -> bytes:
     """Return the message that a payload is not what its key promises."""
     return pack_opening(Opening(0, 0, (wanted,)), MessageKind.REJECT)
 
@@ -270,7 +270,7 @@ def unpack_opening(message: bytes) -> Opening:
             if record is None or start >= stop:
                 raise ProtocolError("an invalid record or range of tokens")
             key = ChunkKey(namespace, prefix_hash, *keys[field])
-            wanted.append(Wanted(Claim(key, parent_hash, start, stop), record))
+            wanted.append(PayloadRequest(Claim(key, parent_hash, start, stop), record))
         return Opening(urgency, deadline_ms, wanted)
     except (struct.error, ValueError, IndexError) as exc:
         raise ProtocolError(f"an invalid opening: {exc}") from exc

@@ -21,7 +21,7 @@ import numpy as np
 
 from objkv.agent.client import AgentConnection, ArenaLease, Connect
 from objkv.agent.memory.arena import BOARD_BYTES, CellState, Progress
-from objkv.agent.messages import MissReason, Urgency, Wanted
+from objkv.agent.messages import MissReason, PayloadRequest, Urgency
 from objkv.agent.outbox import AgentSaves, Outbox
 from objkv.background import JOIN_S, Alarm, Pool, join_all, wait_for
 from objkv.cache.chunks import SaveOutcome
@@ -81,7 +81,7 @@ class PayloadRead(Protocol):
     """One payload to read. A ``PayloadReader`` calls its methods."""
 
     @property
-    def wanted(self) -> Wanted:
+    def wanted(self) -> PayloadRequest:
         """Its claim and record."""
 
     @property
@@ -254,7 +254,7 @@ class PayloadReader:
     def _advance(self, agent: AgentConnection) -> None:
         """Read what has come, and end the leases that are not needed any more."""
         ended: list[int] = []
-        rejected: list[Wanted] = []
+        rejected: list[PayloadRequest] = []
         for one in list(self._open):
             read, lease = one
             outcome = self._look_at(agent, read, lease)

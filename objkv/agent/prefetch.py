@@ -13,7 +13,7 @@ from threading import Lock
 
 from objkv.agent.core import Core
 from objkv.agent.memory.arena import CellState
-from objkv.agent.messages import MissReason, PrefetchOrder, Urgency, Wanted, is_unsaved
+from objkv.agent.messages import MissReason, PayloadRequest, PrefetchOrder, Urgency, is_unsaved
 from objkv.agent.residents import Resident
 from objkv.codec.payload import Claim
 from objkv.errors import ConfigError, NotStored
@@ -116,7 +116,7 @@ class Prefetches:
         """Return how much of a prompt is stored."""
         records = self._stored(namespace, hashes)
         chunks = [_wanted(namespace, record) for record in records]
-        ready: list[Wanted] = []
+        ready: list[PayloadRequest] = []
         payloads = loading = resident = 0
         for chunk in chunks:
             seen = self._seen(chunk)
@@ -181,8 +181,11 @@ class Prefetches:
                 residents.release(one)
 
     def _reserve(
-        self, wanted: Sequence[Wanted], missing: Sequence[Wanted], order: PrefetchOrder
-    ) -> list[Wanted]:
+        self,
+        wanted: Sequence[PayloadRequest],
+        missing: Sequence[PayloadRequest],
+        order: PrefetchOrder,
+    ) -> list[PayloadRequest]:
         """Return the leading ones of ``missing`` that the limits allow. Unread payloads of
         this prompt count too: later ones would only displace the earlier ones."""
         residents = self._core.residents
@@ -191,7 +194,7 @@ class Prefetches:
             for one in residents.seen(one.claim.key.path() for one in wanted)
             if one is not None and one.is_unused and one.state is CellState.READY
         )
-        taken: list[Wanted] = []
+        taken: list[PayloadRequest] = []
         with self._lock:
             room = residents.ahead_bytes_max - self._open_bytes - unread
             if order.bytes_max is not None:
@@ -205,8 +208,8 @@ class Prefetches:
         return taken
 
     def _remember(
-        self, taken: Sequence[Wanted], opened: Sequence[Resident | MissReason]
-    ) -> list[Wanted]:
+        self, taken: Sequence[PayloadRequest], opened: Sequence[Resident | MissReason]
+    ) -> list[PayloadRequest]:
         """Keep the leases until their payloads have arrived. Returns those that were not refused at
         once."""
         started = []
@@ -220,7 +223,7 @@ class Prefetches:
                     started.append(one)
         return started
 
-    def _seen(self, wanted: Sequence[Wanted]) -> list[CellState | None]:
+    def _seen(self, wanted: Sequence[PayloadRequest]) -> list[CellState | None]:
         """Return whether payloads are resident or on their way."""
         seen = self._core.residents.seen(one.claim.key.path() for one in wanted)
         return [None if one is None else one.state for one in seen]
@@ -247,11 +250,11 @@ def _facts(namespace: str, path: str, document: bytes) -> NamespaceFacts:
         raise ConfigError(f"{path} is not an identity document") from exc
 
 
-def _raw_bytes(wanted: Iterable[Wanted]) -> int:
+def _raw_bytes(wanted: Iterable[PayloadRequest]) -> int:
     return sum(one.record.raw_bytes for one in wanted)
 
 
-def _wanted(namespace: str, record: Record) -> list[Wanted]:
+def _wanted(namespace: str, record: Record) -> list[PayloadRequest]:
     """Return all payloads of a chunk. A shard whose name this version cannot read has none."""
     wanted = []
     for field, shard in record.shards.items():
@@ -261,5 +264,5 @@ def _wanted(namespace: str, record: Record) -> list[Wanted]:
         except ValueError:
             continue
         claim = Claim(key, record.parent_hash, record.token_start, record.token_end)
-        wanted.append(Wanted(claim, shard))
+        wanted.append(PayloadRequest(claim, shard))
     return wanted

@@ -9,7 +9,7 @@ from time import monotonic
 from typing import NamedTuple
 
 from objkv.agent.fill import Fill
-from objkv.agent.messages import Urgency, Wanted
+from objkv.agent.messages import PayloadRequest, Urgency
 from objkv.agent.residents import Resident
 
 _OVERDUE_SHARE = 1 / 4
@@ -37,7 +37,7 @@ class FetchJob(NamedTuple):
     """The client's bytes so far, on a clock that all clients share."""
     number: int
     one: Resident
-    wanted: Wanted
+    wanted: PayloadRequest
     deadline: float
     overdue: float
     """When it goes first, if no forward pass waits for it."""
@@ -62,7 +62,7 @@ class Turns:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def add(self, client: object, one: Resident, wanted: Wanted, due: Due) -> None:
+    def add(self, client: object, one: Resident, wanted: PayloadRequest, due: Due) -> None:
         """Queue a payload."""
         turn = max(self._due.get(client, 0), self._clock)
         self._due[client] = turn + wanted.record.nbytes

@@ -25,9 +25,9 @@ from objkv.agent.messages import (
     MessageKind,
     MissReason,
     OpenAnswer,
+    PayloadRequest,
     ProtocolError,
     Urgency,
-    Wanted,
     find_max,
     kind_of,
     pack_call,
@@ -97,7 +97,7 @@ class AgentSession:
         self.alarm.ring()
 
     def lease(
-        self, wanted: Sequence[Wanted], *, deadline_s: float, urgency: Urgency
+        self, wanted: Sequence[PayloadRequest], *, deadline_s: float, urgency: Urgency
     ) -> list[OpenAnswer]:
         """Open payloads, see ``Core.open``."""
         answers = []

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from objkv.agent import core
 from objkv.agent.fill import Staging
 from objkv.agent.memory.arena import ALL_FRAMES, CellState, Progress
-from objkv.agent.messages import CommitStatus, MissReason, Urgency, Wanted
+from objkv.agent.messages import CommitStatus, MissReason, PayloadRequest, Urgency
 from objkv.agent.residents import Resident
 from objkv.cache.bulk_index import BulkIndex
 from objkv.codec.payload import encode, frame_pages, read_header
@@ -47,7 +47,7 @@ def settled(node: Node, one: Resident | MissReason) -> Resident:
     return one
 
 
-def fetch(node: Node, *wanted: Wanted, deadline_s: float = PATIENCE_S) -> list[Resident]:
+def fetch(node: Node, *wanted: PayloadRequest, deadline_s: float = PATIENCE_S) -> list[Resident]:
     return [settled(node, one) for one in node.open(*wanted, deadline_s=deadline_s)]
 
 
@@ -85,7 +85,7 @@ def test_payloads_of_a_folder_that_is_its_index_are_as_long_as_their_files(
         node.residents.forget(key.path())
         (found,) = node.index.find(NAMESPACE, [key.prefix_hash], [key.field])
         assert found is not None
-        (one,) = fetch(node, Wanted(claim, found[key.field]))
+        (one,) = fetch(node, PayloadRequest(claim, found[key.field]))
         assert right(node, one)
         node.residents.release(one)
         assert store.head(key.path()) is not None
@@ -102,9 +102,9 @@ def test_payloads_need_not_be_of_the_shape_of_the_last_one(
     provenance = replace(found.provenance, tokens=tuple(range(1000, 3000)))
     longer = encode(first.claim, found.frames.layers, RIGHT, codec=codec, provenance=provenance)  # type: ignore[arg-type]
     node.store.put(first.claim.key.path(), longer)
-    first = Wanted(first.claim, record_of(read_header(longer)))
+    first = PayloadRequest(first.claim, record_of(read_header(longer)))
     lie = replace(third.record, raw_bytes=third.record.raw_bytes + 8192)
-    for wanted in (second, first, Wanted(third.claim, lie), second):
+    for wanted in (second, first, PayloadRequest(third.claim, lie), second):
         (one,) = fetch(node, wanted)
         assert right(node, one) if wanted.record is not lie else one.reason is MissReason.CORRUPT
         node.residents.release(one)
@@ -174,7 +174,7 @@ def test_a_payload_that_is_not_the_one_is_a_miss_and_its_record_goes(
     else:
         node.store.put(path, (node.store.get(path) or b"") + b"more")
         record = replace(record, nbytes=record.nbytes + 4)
-    (found,) = fetch(node, Wanted(one.claim, record))
+    (found,) = fetch(node, PayloadRequest(one.claim, record))
     assert found.reason is (MissReason.MISSING if wrong == "missing" else MissReason.CORRUPT)
     key = one.claim.key
     is_forgotten = node.index.find(NAMESPACE, [key.prefix_hash], (key.field,)) == [None]

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from objkv.agent import core
 from objkv.agent.client import AgentConnection
 from objkv.agent.memory.arena import PAGE, CellState
-from objkv.agent.messages import CommitStatus, Urgency, Wanted
+from objkv.agent.messages import CommitStatus, PayloadRequest, Urgency
 from objkv.agent.residents import Resident
 from objkv.agent.spill import disk as module
 from objkv.agent.spill import spill as spill_module
@@ -72,7 +72,7 @@ class DiskNode(Node):
     def gets(self) -> int:
         return sum(self.store.gets.values())
 
-    def load(self, *wanted: Wanted) -> None:
+    def load(self, *wanted: PayloadRequest) -> None:
         """Load payloads as a replica does; they are right. Waits for the disk."""
         for one in fetch(self, *wanted):
             assert right(self, one)
@@ -83,7 +83,7 @@ class DiskNode(Node):
     def settle(self) -> None:
         assert self.spill.drain(PATIENCE_S)
 
-    def evict(self, *wanted: Wanted) -> None:
+    def evict(self, *wanted: PayloadRequest) -> None:
         for one in wanted:
             self.residents.forget(one.claim.key.path())
 
@@ -618,7 +618,7 @@ def test_a_killed_agent_leaves_its_files_to_the_next(tmp_path: Path) -> None:
         assert (numbers["disk_hits"], numbers["load_bytes"]) == (3, 0)
 
 
-def load_all(agent: AgentProcess, wanted: list[Wanted]) -> None:
+def load_all(agent: AgentProcess, wanted: list[PayloadRequest]) -> None:
     with closing(AgentConnection(agent.path, wants_arena=True)) as client:
         for lease in opened(client, wanted):
             progress = ended(client, lease)

@@ -15,7 +15,7 @@ from objkv.agent.client import AgentConnection
 from objkv.agent.memory import arena as arena_module
 from objkv.agent.memory.answers import FIELDS_MAX
 from objkv.agent.memory.arena import BOARD_BYTES, Board, CellState, Progress
-from objkv.agent.messages import CommitStatus, MissReason, PrefetchOrder, Urgency, Wanted
+from objkv.agent.messages import CommitStatus, MissReason, PayloadRequest, PrefetchOrder, Urgency
 from objkv.agent.outbox import ClientOutbox, Outbox
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.residents import Resident
@@ -33,7 +33,7 @@ from tests.support.steps import complete
 from tests.support.waiting import wait_until
 
 
-def paths(wanted: list[Wanted]) -> list[str]:
+def paths(wanted: list[PayloadRequest]) -> list[str]:
     return [one.claim.key.path() for one in wanted]
 
 
@@ -156,7 +156,7 @@ def test_a_record_of_another_length_is_a_miss_and_takes_no_memory(
     node: Node, codec: str, nbytes: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     one, client = node.save(codec=codec)[0], node.connect()
-    wanted = Wanted(one.claim, replace(one.record, nbytes=nbytes))
+    wanted = PayloadRequest(one.claim, replace(one.record, nbytes=nbytes))
     (lease,) = opened(client, [wanted])
     progress = ended(client, lease)
     assert progress.state is CellState.FAILED
@@ -354,7 +354,7 @@ def test_payloads_that_do_not_exist_evict_nothing_that_no_store_has(pages: int, 
     for number in range(20):
         ghost = replace(one.claim, key=replace(key, prefix_hash=bytes([number] * 20)))
         record = replace(one.record, nbytes=pages * 2048, raw_bytes=pages * 2048)
-        (found,) = node.open(Wanted(ghost, record))
+        (found,) = node.open(PayloadRequest(ghost, record))
         settled(node, found)
         assert found.reason in (MissReason.MISSING, MissReason.NO_ROOM)
         node.residents.release(found)

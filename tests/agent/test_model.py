@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.memory.arena import CELLS, PAGE, CellState, Progress
-from objkv.agent.messages import CommitStatus, MissReason, PrefetchOrder, Urgency, Wanted
+from objkv.agent.messages import CommitStatus, MissReason, PayloadRequest, PrefetchOrder, Urgency
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.residents import Resident
 from objkv.codec.payload import digest, frame_pages, read_header
@@ -130,7 +130,7 @@ class AgentMachine(RuleBasedStateMachine):
     @rule(number=clients, some=st.lists(chunks, min_size=1, max_size=4), urgency=urgencies)
     def open(self, number: int, some: list[int], urgency: Urgency) -> None:
         peer = self.peer(number)
-        wanted: list[Wanted] = [self.wanted[n] for n in some]
+        wanted: list[PayloadRequest] = [self.wanted[n] for n in some]
         leases: list[ArenaLease] = peer.agent.open(wanted, deadline_s=PATIENCE_S, urgency=urgency)
         for chunk, one in zip(some, leases, strict=True):
             if one.number:

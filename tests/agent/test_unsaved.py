@@ -12,7 +12,7 @@ import pytest
 
 from objkv.agent.client import AgentConnection
 from objkv.agent.memory.arena import CellState
-from objkv.agent.messages import CommitStatus, MissReason, PrefetchOrder, Wanted, is_unsaved
+from objkv.agent.messages import CommitStatus, MissReason, PayloadRequest, PrefetchOrder, is_unsaved
 from objkv.agent.prefetch import Matched, Prefetches
 from objkv.agent.saves import NodeSaves
 from objkv.agent.unsaved.payloads import UnsavedPayloads
@@ -64,11 +64,11 @@ class Holder(Node):
         self._new_desk()
         return self.commit(made)
 
-    def find(self, made: Sequence[bytes]) -> list[Wanted]:
+    def find(self, made: Sequence[bytes]) -> list[PayloadRequest]:
         """What the node's lookups find, up to the first miss, as what to open."""
         return find(self.reader, made)
 
-    def read(self, wanted: Sequence[Wanted]) -> list[MissReason]:
+    def read(self, wanted: Sequence[PayloadRequest]) -> list[MissReason]:
         """Read payloads one after the other; why each was missed."""
         return [read(self.reader, one) for one in wanted]
 
@@ -93,7 +93,7 @@ class Holder(Node):
         assert self.residents.leased() == 0
 
 
-def read(client: AgentConnection, wanted: Wanted) -> MissReason:
+def read(client: AgentConnection, wanted: PayloadRequest) -> MissReason:
     """Read a payload, and check its pages; why it was missed."""
     (lease,) = opened(client, [wanted])
     progress = ended(client, lease)
@@ -103,7 +103,7 @@ def read(client: AgentConnection, wanted: Wanted) -> MissReason:
     return MissReason(progress.reason)
 
 
-def find(client: AgentConnection, made: Sequence[bytes]) -> list[Wanted]:
+def find(client: AgentConnection, made: Sequence[bytes]) -> list[PayloadRequest]:
     """What a client's lookup finds, up to the first miss."""
     claims = [read_header(payload).claim for payload in made]
     fields = (claims[0].key.field,)
@@ -115,7 +115,7 @@ def find(client: AgentConnection, made: Sequence[bytes]) -> list[Wanted]:
     ):
         if not shards:
             break
-        wanted.append(Wanted(claim, shards[fields[0]]))
+        wanted.append(PayloadRequest(claim, shards[fields[0]]))
     return wanted
 
 

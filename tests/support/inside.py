@@ -9,7 +9,7 @@ from objkv import background
 from objkv.agent.client import AgentConnection, ArenaLease, leases_of
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.memory.arena import Arena
-from objkv.agent.messages import CommitStatus, Urgency, Wanted
+from objkv.agent.messages import CommitStatus, PayloadRequest, Urgency
 from objkv.agent.outbox import ClientOutbox
 from objkv.agent.server import AgentSession
 from objkv.background import Alarm
@@ -97,7 +97,7 @@ class InsideConnection:
         return CommitStatus.ACCEPTED if stored else CommitStatus.REPEATED
 
     def open(
-        self, wanted: Sequence[Wanted], *, deadline_s: float, urgency: Urgency
+        self, wanted: Sequence[PayloadRequest], *, deadline_s: float, urgency: Urgency
     ) -> list[ArenaLease]:
         answers = self._holder.lease(wanted, deadline_s=deadline_s, urgency=urgency)
         return leases_of(answers, self.arena.board)
@@ -105,7 +105,7 @@ class InsideConnection:
     def release(self, leases: Sequence[int]) -> None:
         self._holder.end(leases)
 
-    def reject(self, wanted: Wanted) -> None:
+    def reject(self, wanted: PayloadRequest) -> None:
         self.core.reject(wanted)
 
     def wait(self, seconds: float, also: Alarm) -> bool:

@@ -15,7 +15,7 @@ from threading import BoundedSemaphore, Event
 from time import monotonic
 
 from objkv.agent.fill import Fill, Source, Staging
-from objkv.agent.messages import Wanted
+from objkv.agent.messages import PayloadRequest
 from objkv.agent.residents import Resident, Residents
 from objkv.agent.spill.disk import Disk
 from objkv.agent.unsaved.payloads import read_unsaved
@@ -96,7 +96,11 @@ class Spill:
         one.is_spilled = True  # if two threads come here, the second job finds it on disk
 
     def fill(
-        self, wanted: Wanted, make: Callable[[Source], Fill], one: Resident, staging: Staging
+        self,
+        wanted: PayloadRequest,
+        make: Callable[[Source], Fill],
+        one: Resident,
+        staging: Staging,
     ) -> Fill | None:
         """Fill a payload from the disk. Return the complete fill; None if it has to come from the
         stores: ``one`` then has no memory, and readers know of no frame.

@@ -20,7 +20,7 @@ import numpy as np
 
 from objkv.agent.calls import AgentCalls
 from objkv.agent.client import CALL_S
-from objkv.agent.messages import Wanted
+from objkv.agent.messages import PayloadRequest
 from objkv.agent.payloads import PayloadReader, ReadOutcome
 from objkv.background import Steps, StepThread, in_steps
 from objkv.codec.payload import LayerSpec
@@ -84,10 +84,10 @@ class WantedOutput:
         return self.output.layer.nbytes
 
     @property
-    def wanted(self) -> Wanted:
+    def wanted(self) -> PayloadRequest:
         """See ``PayloadRead``."""
         assert self.record is not None
-        return Wanted(self.output.claim, self.record)
+        return PayloadRequest(self.output.claim, self.record)
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:

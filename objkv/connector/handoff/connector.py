@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from objkv.agent.client import CALL_S
-from objkv.agent.messages import Wanted, is_unsaved
+from objkv.agent.messages import PayloadRequest, is_unsaved
 from objkv.agent.payloads import PayloadReader, PayloadWriter, ReadOutcome, WriteOutcome
 from objkv.assembly.link import AgentLink, Replica
 from objkv.background import Steps, StepThread
@@ -86,7 +86,7 @@ class _Payload:
     """A payload that the agent reads or saves while the forward thread waits: a ``PayloadRead``, if
     it has ``wanted``, or a ``PayloadWrite``. They document the methods."""
 
-    wanted: Wanted
+    wanted: PayloadRequest
     token_digest = "0" * 64
     _outcome: ReadOutcome | WriteOutcome | None = None
 
@@ -228,7 +228,7 @@ class HandoffConnector:
         (shards,) = self._ask(find)
         if shards is None:
             return None
-        one.wanted = Wanted(one.claim, shards[key.field])
+        one.wanted = PayloadRequest(one.claim, shards[key.field])
         self._reader.read([one])
         return stage.scatter(prompt, one.pages) if one.wait() is ReadOutcome.READ else None
 

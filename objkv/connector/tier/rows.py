@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from objkv.agent.messages import Wanted
+from objkv.agent.messages import PayloadRequest
 from objkv.agent.payloads import ReadOutcome, WriteOutcome
 from objkv.codec.payload import LAYER_BYTES_MAX, Claim, LayerSpec
 from objkv.connector.tier.jobs import JobChunk
@@ -114,7 +114,7 @@ class RowLoad(JobChunk):
     """A row to load: a ``PayloadRead``."""
 
     def __init__(
-        self, chunk: JobChunk, wanted: Wanted, memory: RowMemory, recorder: Recorder
+        self, chunk: JobChunk, wanted: PayloadRequest, memory: RowMemory, recorder: Recorder
     ) -> None:
         super().__init__(*chunk.parts)
         self.wanted, self.layers = wanted, memory.form.layers

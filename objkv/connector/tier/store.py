@@ -5,7 +5,7 @@ from functools import partial
 from time import monotonic
 from typing import cast
 
-from objkv.agent.messages import Wanted
+from objkv.agent.messages import PayloadRequest
 from objkv.agent.payloads import PayloadReader, PayloadWriter
 from objkv.assembly.link import AgentLink, Replica
 from objkv.background import Steps
@@ -74,7 +74,7 @@ class TierStore:
             if namespace is None or record is None:  # not found, or not looked up
                 chunk.settle(done=False)
                 continue
-            wanted = Wanted(self._form.claim(namespace, chunk.key), record)
+            wanted = PayloadRequest(self._form.claim(namespace, chunk.key), record)
             loads.append(RowLoad(chunk, wanted, self._memory, self._recorder))
         self._reader.read(loads)
 

@@ -13,7 +13,7 @@ from time import monotonic, sleep
 
 from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.memory.arena import BOARD_BYTES, CellState, Progress
-from objkv.agent.messages import MissReason, Urgency, Wanted
+from objkv.agent.messages import MissReason, PayloadRequest, Urgency
 from objkv.background import Alarm, join_all, wait_for
 from objkv.codec.payload import Header, frame_pages, header_bytes_needed, read_claimed
 from objkv.errors import ObjkvError, PayloadError, TransferError
@@ -80,7 +80,7 @@ class _Reading:
         self.job, self.index, self._load = job, index, load
         self.source = layouts.of(load)
         self.writer = BlockWriter(job, index, load, lane)
-        self._wanted: Wanted | None = None
+        self._wanted: PayloadRequest | None = None
         self.lease: ArenaLease | None = None
         self.header: Header | None = None
         self.layers = 0
@@ -99,7 +99,7 @@ class _Reading:
         """Whether it is one more payload of a chunk, which takes no place in the queue."""
         return self.job.plan.moves.further[self.index]
 
-    def begin(self, wanted: Wanted) -> None:
+    def begin(self, wanted: PayloadRequest) -> None:
         """Begin to read it."""
         self.nbytes = wanted.record.raw_bytes
         if self.job.span.is_on and self.index < _TRACED_PAYLOADS_MAX:
@@ -115,11 +115,11 @@ class _Reading:
             span.part("objkv.copy", self._came_ns, now_ns())
         span.end(error, bytes=self.wanted().record.nbytes)
 
-    def wanted(self) -> Wanted:
+    def wanted(self) -> PayloadRequest:
         """Return what to ask the agent for. Raises ``KeyError`` if the plan has no record of it."""
         if self._wanted is None:
             claim = claim_of(self.job.plan.namespace, self._load, self.source)
-            self._wanted = Wanted(claim, dict(self._load.records)[claim.key.field])
+            self._wanted = PayloadRequest(claim, dict(self._load.records)[claim.key.field])
         return self._wanted
 
     def read(
@@ -384,7 +384,7 @@ class Loader(Loads):
             return
         count, nbytes = self._room()
         nbytes = min(nbytes, _BATCH_BYTES)
-        batch: list[tuple[_Reading, Wanted]] = []
+        batch: list[tuple[_Reading, PayloadRequest]] = []
         while self._waiting and len(batch) < count:
             one = self._waiting[0]
             if batch and one.job is not batch[0][0].job:
@@ -418,7 +418,7 @@ class Loader(Loads):
         for (one, _), lease in zip(batch, leases, strict=True):
             one.lease = lease
 
-    def _wanted(self, one: _Reading) -> Wanted | None:
+    def _wanted(self, one: _Reading) -> PayloadRequest | None:
         """Return what to open. None if the plan has no record of it, as for a ghost."""
         try:
             return one.wanted()
