@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import torch
 
-from objkv.agent.calls import AgentIndex
 from objkv.assembly.link import AgentLink, Replica
 from objkv.config import load_config
 from objkv.connector.kv.metadata import StepPlan
@@ -64,7 +63,7 @@ class Side:
         link = AgentLink(config, Replica(f"bench {os.getpid()}"))
         assert link.await_agent(BOUND_S), "there is no agent"
         stack.callback(link.calls.close)
-        self.index: Any = Completed(AgentIndex(link.calls))
+        self.index: Any = Completed(link.calls)
         """Lookups by the agent."""
         self.caches = caches
         (group,) = geometry.groups

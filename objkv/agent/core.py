@@ -22,13 +22,22 @@ from objkv.agent.fill import (
     NoRoomError,
     Source,
     Staging,
-    Wanted,
 )
 from objkv.agent.memory.arena import Arena, CellState
-from objkv.agent.queue import BusyThreads, Due, FetchJob, Turns, Urgency
-from objkv.agent.residents import MissReason, Resident, Residents, Waiter
+from objkv.agent.messages import (
+    MissReason,
+    PayloadRequest,
+    Urgency,
+    is_unsaved,
+)
+from objkv.agent.queue import (
+    BusyThreads,
+    Due,
+    FetchJob,
+    Turns,
+)
+from objkv.agent.residents import Resident, Residents, Waiter
 from objkv.agent.spill import Spill
-from objkv.agent.unsaved import is_unsaved
 from objkv.background import join_all
 from objkv.cache.chunks import ChunkCache
 from objkv.errors import ObjkvError, PayloadError, ValueTooLong
@@ -101,7 +110,7 @@ class Core:
     def open(
         self,
         client: Waiter,
-        wanted: Sequence[Wanted],
+        wanted: Sequence[PayloadRequest],
         *,
         deadline_s: float,
         urgency: Urgency,
@@ -113,33 +122,48 @@ class Core:
         if self._draining:
             return [MissReason.CLOSED] * len(wanted)
         due = Due(urgency, priority, monotonic() + deadline_s)
-        return [self._open(client, one, due) for one in wanted]
-
-    def _open(self, client: Waiter, one: Wanted, due: Due) -> Resident | MissReason:
-        ahead = due.urgency is Urgency.PREFETCH
-        with self._changed:  # a client that finds it must be able to hasten it
-            lease = self.residents.open(one.claim.key.path(), client, ahead=ahead)
-            if lease is None:
-                return MissReason.NO_ROOM
-            resident, is_new = lease
-            resident.deadline = max(resident.deadline, due.deadline)
-            is_lost = is_new and not self._queue(client, resident, one, due)
-            if not is_new and self.residents.is_filling(resident):
-                if self._is_stuck():
-                    self.residents.release(resident)
-                    return MissReason.NO_ROOM
-                if self._turns.hasten(resident, due):
-                    self._changed.notify()
-        if is_lost:
+        ahead = urgency is Urgency.PREFETCH
+        opened: list[Resident | MissReason] = []
+        new: list[Resident] = []
+        old: list[Resident] = []
+        lost: list[Resident] = []
+        with self._changed:  # a client that finds a payload must be able to hasten it
+            for one in wanted:
+                lease = self.residents.open(one.claim.key.path(), client, ahead=ahead)
+                resident, is_new = lease or (None, False)
+                if resident is None or (
+                    not is_new
+                    and resident.state is CellState.FILLING
+                    and not self._joins(resident, due)
+                ):
+                    opened.append(MissReason.NO_ROOM)
+                    continue
+                resident.deadline = max(resident.deadline, due.deadline)
+                if is_new and not self._queue(client, resident, one, due):
+                    lost.append(resident)
+                opened.append(resident)
+                (new if is_new else old).append(resident)
+        for resident in lost:
             self.residents.failed(resident, MissReason.NO_ROOM)
-        if not ahead:
-            self._recorder.count("agent_fills" if is_new else "agent_hits")
-            self.keep(resident, was_read=True)
-        elif is_new:
-            self._recorder.count("agent_prefetches")
-        return resident
+        if new:
+            self._recorder.count("agent_prefetches" if ahead else "agent_fills", len(new))
+        if old and not ahead:
+            self._recorder.count("agent_hits", len(old))
+            for resident in old:
+                self.keep(resident, was_read=True)
+        return opened
 
-    def reject(self, wanted: Wanted) -> None:
+    def _joins(self, resident: Resident, due: Due) -> bool:
+        """Whether one more client may wait for a payload that is being filled, which may come
+        sooner now. If not, its lease is over."""
+        if self._is_stuck():
+            self.residents.release(resident)
+            return False
+        if self._turns.hasten(resident, due):
+            self._changed.notify()
+        return True
+
+    def reject(self, wanted: PayloadRequest) -> None:
         """Stop serving this copy of a payload, and forget its record."""
         key = wanted.claim.key
         self.residents.forget(key.path())
@@ -152,23 +176,6 @@ class Core:
         is_kept = was_read or self._limits.disk_keeps_all
         if is_kept and self.spill is not None and one.state is CellState.READY:
             self.spill.offer(one)
-
-    @property
-    def threads(self) -> int:
-        """Threads that have not ended."""
-        return sum(thread.is_alive() for thread in self._threads)
-
-    @property
-    def in_flight(self) -> int:
-        """Payloads that wait for a thread or are being fetched."""
-        with self._changed:
-            return len(self._turns) + len(self._busy)
-
-    @property
-    def is_stuck(self) -> bool:
-        """Whether every thread hangs well beyond its payload's deadline."""
-        with self._changed:
-            return self._is_stuck()
 
     def forget_client(self, client: Waiter) -> None:
         """The client has gone; its leases were released."""
@@ -192,10 +199,7 @@ class Core:
             self.spill.close(seconds)
         return not join_all(self._threads, seconds)
 
-    def __repr__(self) -> str:
-        return f"<Core {self.residents!r}, {len(self._turns)} waiting>"
-
-    def _queue(self, client: Waiter, one: Resident, wanted: Wanted, due: Due) -> bool:
+    def _queue(self, client: Waiter, one: Resident, wanted: PayloadRequest, due: Due) -> bool:
         if len(self._turns) >= self._limits.queue_max:
             self._turns.discard(self.residents.give_up)
         if self._closed or len(self._turns) >= self._limits.queue_max or self._is_stuck():
@@ -342,7 +346,7 @@ class Core:
         if record is None:
             self._recorder.count("agent_unsaved_misses")
             raise _MissError(MissReason.MISSING)
-        return job._replace(wanted=Wanted(claim, record))
+        return job._replace(wanted=PayloadRequest(claim, record))
 
     def _fill(self, fill: Fill, deadline: float, staging: Staging) -> MissReason:
         wanted, claim = fill.wanted, fill.wanted.claim
@@ -376,7 +380,7 @@ class Core:
                 self._cache.link.gets.observe(fill.header.nbytes, monotonic() - began)
         return MissReason.NONE
 
-    def _reject(self, wanted: Wanted, *, corrupt: bool) -> None:
+    def _reject(self, wanted: PayloadRequest, *, corrupt: bool) -> None:
         """Forget a record, also in what lookups remember: it would be a miss again and again."""
         key = wanted.claim.key
         self._cache.reject(key, {key.field: wanted.record}, corrupt=corrupt)

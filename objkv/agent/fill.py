@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from objkv.agent.messages import PayloadRequest
 from objkv.agent.residents import Resident, Residents
 from objkv.cache.chunks import ChunkCache
 from objkv.codec.payload import (
-    Claim,
     Header,
     LayerSpec,
     digest,
@@ -28,21 +28,11 @@ from objkv.codec.payload import (
     read_claimed,
 )
 from objkv.errors import PayloadError, TransferError
-from objkv.index.base import ShardRecord
 from objkv.stores.base import Arrived, copy_bytes
 
 _LENGTH_BYTES = 8
 _HEADER_BYTES = 32 << 10
 """The first part of a payload has this much room for the header, which is nearly always enough."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A payload that a client requested."""
-
-    claim: Claim
-    record: ShardRecord
-    """Its record, which gives its size, and is forgotten if the payload is not as promised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +105,7 @@ class Fill:
     def __init__(
         self,
         one: Resident,
-        wanted: Wanted,
+        wanted: PayloadRequest,
         residents: Residents,
         cache: ChunkCache,
         known: KnownShape = UNKNOWN,

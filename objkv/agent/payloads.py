@@ -19,13 +19,10 @@ from typing import Protocol
 
 import numpy as np
 
-from objkv.agent.client import AgentConnection, Connect
-from objkv.agent.fill import Wanted
-from objkv.agent.leases import ArenaLease
+from objkv.agent.client import AgentConnection, ArenaLease, Connect
 from objkv.agent.memory.arena import BOARD_BYTES, CellState, Progress
+from objkv.agent.messages import MissReason, PayloadRequest, Urgency
 from objkv.agent.outbox import AgentSaves, Outbox
-from objkv.agent.queue import Urgency
-from objkv.agent.residents import MissReason
 from objkv.background import JOIN_S, Alarm, Pool, join_all, wait_for
 from objkv.cache.chunks import SaveOutcome
 from objkv.codec.payload import (
@@ -34,7 +31,6 @@ from objkv.codec.payload import (
     Provenance,
     encode_in_place,
     frame_pages,
-    header_bytes_needed,
     header_room,
     read_claimed,
 )
@@ -42,7 +38,6 @@ from objkv.errors import ConfigError, ObjkvError, PayloadError, StoreBusy, Trans
 from objkv.telemetry import Trouble
 
 logger = logging.getLogger(__name__)
-_LENGTH_BYTES = 8
 _OPEN_MAX, _OPEN_BYTES_MAX, _OPEN_SHARE = 64, 512 << 20, 4
 """Payloads open at once, their bytes, and the divisor of a small arena for them."""
 _IDLE_S = 5.0
@@ -85,7 +80,7 @@ class PayloadRead(Protocol):
     """One payload to read. A ``PayloadReader`` calls its methods."""
 
     @property
-    def wanted(self) -> Wanted:
+    def wanted(self) -> PayloadRequest:
         """Its claim and record."""
 
     @property
@@ -155,15 +150,6 @@ class PayloadReader:
         self._alarm.ring()
         if names := join_all([self._thread], JOIN_S):
             logger.warning("threads still loading at shutdown names=%s", ",".join(names))
-
-    @property
-    def threads(self) -> int:
-        """Threads that have not ended."""
-        return int(self._thread.is_alive())
-
-    def __repr__(self) -> str:
-        waiting = len(self._came) + len(self._waiting)
-        return f"<PayloadReader {waiting} waiting, {len(self._open)} open>"
 
     def _work(self) -> None:
         try:
@@ -267,7 +253,7 @@ class PayloadReader:
     def _advance(self, agent: AgentConnection) -> None:
         """Read what has come, and end the leases that are not needed any more."""
         ended: list[int] = []
-        rejected: list[Wanted] = []
+        rejected: list[PayloadRequest] = []
         for one in list(self._open):
             read, lease = one
             outcome = self._look_at(agent, read, lease)
@@ -302,8 +288,7 @@ class PayloadReader:
         """Verify a payload, and have its pages taken."""
         payload = agent.arena.view[at.offset : at.offset + at.nbytes]
         try:
-            text = payload[: header_bytes_needed(payload[:_LENGTH_BYTES])]
-            header = read_claimed(text, read.wanted.claim, read.layers)
+            header = read_claimed(payload, read.wanted.claim, read.layers)
             if header.nbytes != at.nbytes or header.codec != "none":
                 raise PayloadError(f"{at.nbytes} bytes in the arena, not {header.nbytes}")
             if header.frames.layers != read.layers:
@@ -467,9 +452,6 @@ class PayloadWriter:
         if names := self._pool.close(JOIN_S, give_up=self._drop):
             logger.warning("threads still saving at shutdown names=%s", ",".join(names))
         self._saves.close()
-
-    def __repr__(self) -> str:
-        return f"<PayloadWriter {self._pool}>"
 
     def _drop(self, payloads: Sequence[PayloadWrite]) -> None:
         for one in payloads:

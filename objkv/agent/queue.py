@@ -2,29 +2,20 @@
 
 from collections import deque
 from collections.abc import Callable
-from enum import IntEnum
 from heapq import heappop, heappush
 from itertools import count
 from threading import get_ident
 from time import monotonic
 from typing import NamedTuple
 
-from objkv.agent.fill import Fill, Wanted
+from objkv.agent.fill import Fill
+from objkv.agent.messages import PayloadRequest, Urgency
 from objkv.agent.residents import Resident
 
 _OVERDUE_SHARE = 1 / 4
 """A load between steps is overdue after this share of its time."""
 _LATE_S = 0.2
 """A thread hangs if it goes on for this time after its payload's deadline."""
-
-
-class Urgency(IntEnum):
-    """Which fetches go first."""
-
-    IN_STEP = 0
-    """A forward pass waits."""
-    BETWEEN_STEPS = 1
-    PREFETCH = 2
 
 
 class Due(NamedTuple):
@@ -46,7 +37,7 @@ class FetchJob(NamedTuple):
     """The client's bytes so far, on a clock that all clients share."""
     number: int
     one: Resident
-    wanted: Wanted
+    wanted: PayloadRequest
     deadline: float
     overdue: float
     """When it goes first, if no forward pass waits for it."""
@@ -71,7 +62,7 @@ class Turns:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def add(self, client: object, one: Resident, wanted: Wanted, due: Due) -> None:
+    def add(self, client: object, one: Resident, wanted: PayloadRequest, due: Due) -> None:
         """Queue a payload."""
         turn = max(self._due.get(client, 0), self._clock)
         self._due[client] = turn + wanted.record.nbytes
@@ -147,9 +138,6 @@ class BusyThreads:
     def __init__(self) -> None:
         self._deadlines: dict[int, float] = {}
         """The deadline of each busy thread's payload, by thread id."""
-
-    def __len__(self) -> int:
-        return len(self._deadlines)
 
     def all_late(self, threads: int) -> bool:
         """Whether all ``threads`` work well beyond their payloads' deadlines, because a file system

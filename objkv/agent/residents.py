@@ -6,14 +6,21 @@ moved, evicted or reused, and a lease ends only by a release or with its holder'
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import IntEnum
-from threading import Condition, Lock
+from threading import Lock
 from typing import Protocol
 
 from objkv.agent.disk import Disk
-from objkv.agent.memory.arena import BOARD_BYTES, CELLS, Arena, CellState, Extents, Progress
+from objkv.agent.memory.arena import (
+    BOARD_BYTES,
+    CELLS,
+    Arena,
+    CellState,
+    Extents,
+    Progress,
+)
+from objkv.agent.messages import MissReason
 from objkv.agent.ranking import Ranking
 from objkv.agent.unsaved import UnsavedPayloads
 from objkv.codec.payload import Claim
@@ -24,24 +31,6 @@ _SHARE = 4
 """Divisor: a payload takes at most this fraction of the arena."""
 _AHEAD_SHARE = 4
 """Divisor: prefetched payloads that nothing has read take at most this fraction of the arena."""
-
-
-class MissReason(IntEnum):
-    """Why a payload cannot be read from the arena."""
-
-    NONE = 0
-    MISSING = 1
-    """Indexed, but not stored."""
-    CORRUPT = 2
-    """Stored, but not what its record or its key promises."""
-    NO_ROOM = 3
-    """Every byte that could be freed is leased, or the client holds too much."""
-    LATE = 4
-    """The deadline passed."""
-    STORE = 5
-    """The store failed."""
-    CLOSED = 6
-    """The agent is ending."""
 
 
 class Waiter(Protocol):
@@ -64,6 +53,8 @@ class Resident:
     offset: int = -1
     """-1 as long as it has no memory."""
     nbytes: int = 0
+    extent_bytes: int = 0
+    """The memory that it takes, in whole pages."""
     reason: MissReason = MissReason.NONE
     is_unused: bool = False
     """Whether it was prefetched and not read yet."""
@@ -106,7 +97,7 @@ class Unread:
 
 
 class Residents:
-    """All payloads of one arena. Thread-safe; only ``wait_idle`` waits."""
+    """All payloads of one arena. Thread-safe. Nothing waits."""
 
     def __init__(
         self,
@@ -123,7 +114,6 @@ class Residents:
         self._ranking = Ranking(self._extents.total_bytes)
         self._unread = Unread(self.ahead_bytes_max)
         self._lock = Lock()
-        self._unleased = Condition(self._lock)
         self._by_key: dict[str, Resident] = {}
         self._at: dict[int, Resident] = {}
         """Every payload that has memory, by its offset."""
@@ -162,9 +152,6 @@ class Residents:
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(list(self._by_key))
-
     def seen(self, keys: Iterable[str]) -> list[Resident | None]:
         """Return the payloads that are resident or being filled. They are not leased: any of them
         may change at any moment."""
@@ -186,7 +173,9 @@ class Residents:
         with self._lock:
             one = self._by_key.get(key)
             if one is not None:
-                self._lease(one)
+                if not one.leases:
+                    self._idle_bytes -= one.extent_bytes
+                one.leases += 1
                 is_first = one.is_unused and not ahead
                 if is_first:  # it counts like the read for which another payload is loaded
                     one.is_unused = False
@@ -217,7 +206,9 @@ class Residents:
             one = self._by_key.get(key)
             if one is None or one.state is not CellState.READY:
                 return None
-            self._lease(one)
+            if not one.leases:
+                self._idle_bytes -= one.extent_bytes
+            one.leases += 1
             return one
 
     def note_unsaved(
@@ -246,10 +237,6 @@ class Residents:
             self._release(one)
             return True
 
-    def is_filling(self, one: Resident) -> bool:
-        """Whether a leased payload is still being filled."""
-        return one.state is CellState.FILLING
-
     def is_ready(self, one: Resident) -> bool:
         """Whether a leased payload is complete."""
         return one.state is CellState.READY
@@ -274,6 +261,7 @@ class Residents:
             offset = self._take(nbytes + spare, is_sure=is_sure)
             if offset is not None:
                 one.offset, one.nbytes = offset, nbytes
+                one.extent_bytes = self._extents.size(offset)
                 self._at[offset] = one
                 return self._arena.view[offset : offset + nbytes + spare]
         if is_sure:
@@ -293,7 +281,7 @@ class Residents:
             if one.offset >= 0:
                 del self._at[one.offset]
                 self._extents.give_back(one.offset)
-                one.offset, one.nbytes = -1, 0
+                one.offset, one.nbytes, one.extent_bytes = -1, 0, 0
 
     def advance(self, one: Resident, layers: int) -> None:
         """Report that the header and this many leading frames are verified."""
@@ -335,7 +323,6 @@ class Residents:
         still read memory whose leases have ended."""
         with self._lock:
             self._closed = True
-            self._unleased.notify_all()
 
     def leased(self) -> int:
         """Return the number of payloads under a lease."""
@@ -346,38 +333,6 @@ class Residents:
         """Return the bytes of payloads under a lease."""
         with self._lock:
             return sum(one.nbytes for one in self._all if one.leases)
-
-    def wait_idle(self, seconds: float) -> bool:
-        """Wait until no payload is leased, for at most ``seconds``. Returns whether none is."""
-        with self._lock:
-            return self._unleased.wait_for(
-                lambda: not any(one.leases for one in self._all), seconds
-            )
-
-    def check(self) -> bool:
-        """Whether memory, cells, states and ranking agree with each other."""
-        with self._lock:
-            everything = self._all
-            ranked = [one for one in self._by_key.values() if one.state is CellState.READY]
-            return (
-                self._extents.check()
-                and self._extents.taken == self._at.keys()
-                and len(self._cells) + sum(one.cell >= 0 for one in everything) == CELLS
-                and self._idle_bytes
-                == sum(self._extents.size(one.offset) for one in everything if not one.leases)
-                and len(ranked) == len(self._ranking)
-                and all(
-                    path in self._by_key or self.unsaved.keep(path) for path in self.unsaved.paths
-                )
-                and all(one.key in self._ranking for one in ranked)
-                and self._unread.nbytes == sum(one.nbytes for one in ranked if one.is_unused)
-                and all(one.leases >= (one.state is CellState.FILLING) for one in everything)
-                and all(one.leases > 0 for one in everything if not one.is_listed)
-            )
-
-    def __repr__(self) -> str:
-        used = self.total_bytes - self.free_bytes
-        return f"<Residents {len(self._by_key)} payloads, {used}/{self.total_bytes} B>"
 
     def _tell(self, one: Resident, progress: Progress) -> None:
         self._arena.board.write(one.cell, progress)
@@ -391,23 +346,17 @@ class Residents:
             one.waiters.clear()
             self._release(one)
 
-    def _lease(self, one: Resident) -> None:
-        if not one.leases:
-            self._idle_bytes -= self._extents.size(one.offset)
-        one.leases += 1
-
     def _release(self, one: Resident) -> None:
         assert one.leases > 0
         one.leases -= 1
         if not one.leases:
             if one.is_listed:
-                self._idle_bytes += self._extents.size(one.offset)
+                self._idle_bytes += one.extent_bytes
                 if one.cell >= 0:
                     self._cells.append(one.cell)
                     one.cell = -1
             else:
                 self._free(one)
-            self._unleased.notify_all()
 
     def _make_room(self, nbytes: int, *, is_sure: bool) -> int | None:
         """Evict until there is a gap of ``nbytes``, in the ranking's order at first. If the gaps
@@ -456,7 +405,7 @@ class Residents:
         if one.is_listed:
             one.is_listed = False
             if not one.leases:
-                self._idle_bytes -= self._extents.size(one.offset)
+                self._idle_bytes -= one.extent_bytes
             del self._by_key[one.key]
             self._ranking.remove(one.key, was_read=not one.is_unused)
             self._unread.remove(one)

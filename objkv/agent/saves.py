@@ -18,9 +18,9 @@ from typing import Final
 
 from objkv.agent.core import Core
 from objkv.agent.memory.arena import ALL_FRAMES
-from objkv.agent.messages import CommitStatus
+from objkv.agent.messages import CommitStatus, MissReason
 from objkv.agent.outbox import ClientOutbox
-from objkv.agent.residents import MissReason, Resident
+from objkv.agent.residents import Resident
 from objkv.agent.unsaved import unsaved_record
 from objkv.background import JOIN_S, Pool
 from objkv.cache.chunks import ChunkCache, SaveOutcome

@@ -14,7 +14,8 @@ from threading import BoundedSemaphore, Event
 from time import monotonic
 
 from objkv.agent.disk import HELD_BACK, Disk
-from objkv.agent.fill import Fill, Source, Staging, Wanted
+from objkv.agent.fill import Fill, Source, Staging
+from objkv.agent.messages import PayloadRequest
 from objkv.agent.residents import Resident, Residents
 from objkv.agent.unsaved import read_unsaved
 from objkv.background import Pool
@@ -80,7 +81,11 @@ class Spill:
         one.is_spilled = True  # if two threads come here, the second job finds it on disk
 
     def fill(
-        self, wanted: Wanted, make: Callable[[Source], Fill], one: Resident, staging: Staging
+        self,
+        wanted: PayloadRequest,
+        make: Callable[[Source], Fill],
+        one: Resident,
+        staging: Staging,
     ) -> Fill | None:
         """Fill a payload from the disk. Return the complete fill; None if it has to come from the
         stores: ``one`` then has no memory, and readers know of no frame.

@@ -18,6 +18,7 @@ from time import monotonic
 from typing import Final
 
 from objkv.agent.disk import Disk
+from objkv.agent.messages import UNSAVED_MARK, is_unsaved
 from objkv.cache.chunks import shard_record
 from objkv.codec.payload import Claim, Header
 from objkv.errors import PayloadError
@@ -27,24 +28,16 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
 from objkv.telemetry import Recorder
 
-_MARK: Final = "unsaved:"
-"""Begins the checksum in the record of a held-back payload. No index has such a record."""
 _RETRY_S: Final = 5.0
 """After a save that failed, the payload is not due again for this time."""
 _INVALID = AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError
 Find = Callable[[Sequence[bytes]], list[Shards | None]]
 
 
-def is_unsaved(record: ShardRecord) -> bool:
-    """Whether the record is one that an agent made for a payload in its memory. A replica may keep
-    it for a while, so the payload may have been saved, in another form, or evicted since."""
-    return record.header_checksum.startswith(_MARK)
-
-
 def unsaved_record(header: Header) -> ShardRecord:
     """Return the record of a payload in an arena, which is neither compressed nor sealed."""
     record = shard_record(header)
-    return replace(record, header_checksum=_MARK + record.header_checksum)
+    return replace(record, header_checksum=UNSAVED_MARK + record.header_checksum)
 
 
 def read_unsaved(line: bytes) -> tuple[Claim, ShardRecord]:

@@ -8,10 +8,9 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 from time import monotonic, time
-from types import TracebackType
 from typing import Protocol, Self
 
-from objkv.agent.calls import NodeCalls, NodeLookups
+from objkv.agent.answering import NodeCalls, NodeLookups
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.disk import Disk, DiskFolder
 from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
@@ -37,6 +36,11 @@ logger = logging.getLogger(__name__)
 _WORKERS = 16
 """As many workers of a node may have payloads waiting to be saved as their settings allow."""
 _LOOK_S = 1.0
+_TOTALS = (
+    *("agent_hits", "agent_fills", "agent_disk_hits"),
+    *("load_bytes", "saves", "save_bytes", "agent_evictions"),
+)
+"""What the last line of the log tells, in its order."""
 _SWITCH_S = 5e-4
 """How long a thread keeps the interpreter while another waits for it. Lookups take microseconds,
 and would wait for Python's usual 5 ms behind threads that fetch."""
@@ -243,7 +247,7 @@ class NodeAgent:
             logger.warning("clients dropped at shutdown count=%d", self.server.clients)
         self.core.close(min(self._config.load_deadline_ms / 1000, max(0.0, end - monotonic())))
         self.server.close()
-        self.lookups.close()
+        self._board.close()
         self.saves.close(max(0.0, end - monotonic()))
         self._cache.close()
         self._backends.close()
@@ -266,13 +270,7 @@ class NodeAgent:
         logger.info(
             "agent ended hits=%d fills=%d disk_hits=%d load_bytes=%d saves=%d save_bytes=%d "
             "evictions=%d unsaved=%d unsaved_bytes=%d",
-            numbers.get("agent_hits", 0),
-            numbers.get("agent_fills", 0),
-            numbers.get("agent_disk_hits", 0),
-            numbers.get("load_bytes", 0),
-            numbers.get("saves", 0),
-            numbers.get("save_bytes", 0),
-            numbers.get("agent_evictions", 0),
+            *(numbers.get(name, 0) for name in _TOTALS),
             lost,
             lost_bytes,
         )
@@ -280,10 +278,5 @@ class NodeAgent:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

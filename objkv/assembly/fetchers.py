@@ -1,4 +1,5 @@
-"""Opens the S3 store, alone or with processes that fetch for it."""
+"""Opens the S3 store, alone or with processes that fetch for it. The agent starts those by ``-m``
+with this module, and with its settings in the environment; see ``objkv.stores.processes``."""
 
 import logging
 import os
@@ -6,9 +7,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from objkv.config import Config, parse_url
+from objkv.config import Config, load_config, parse_url
 from objkv.config.node import agent_environment, host_cores
 from objkv.stores.base import PruneStore
+from objkv.stores.processes.child import run
 from objkv.stores.processes.pool import FetchPool, PoolLimits
 from objkv.stores.processes.process import FetchProcess
 from objkv.stores.processes.store import ProcessGets
@@ -55,7 +57,7 @@ def open_s3_of_agent(config: Config, recorder: Recorder) -> PruneStore:
         return store
     lanes = -(-config.load_threads // processes)
     ranges = -(-config.s3_ranges_max // processes)
-    command = [sys.executable, "-P", "-m", "objkv.assembly.fetch_process"]
+    command = [sys.executable, "-P", "-m", "objkv.assembly.fetchers"]
     environ = _environment(config.model_copy(update={"s3_ranges_max": ranges}))
     start = partial(FetchProcess, command, environ)
     pool = FetchPool(start, PoolLimits(processes, lanes), recorder, report=_log_loss)
@@ -75,3 +77,8 @@ def _environment(config: Config) -> dict[str, str]:
     environ = agent_environment(config)
     places = [str(Path(__file__).parents[2]), environ.get("PYTHONPATH", "")]
     return environ | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:], lambda recorder: open_s3(load_config(), recorder))
+    os._exit(0)  # threads may hang in a get

@@ -3,6 +3,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.agent.world import Node
+from tests.support.arenas import is_sound
 from tests.support.servers.fixtures import client, valkey
 
 __all__ = ["client", "valkey"]
@@ -13,5 +14,5 @@ def node() -> Iterator[Node]:
     node = Node().listen()
     yield node
     node.close()
-    assert node.residents.check()
+    assert is_sound(node.residents)
     assert node.residents.leased() == 0

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from objkv.agent.calls import NodeLookups
+from objkv.agent.answering import NodeLookups
 from objkv.agent.memory.answers import (
     BLOCK_MAX,
     FIELDS_MAX,

@@ -9,11 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from objkv.agent import core
-from objkv.agent.fill import Staging, Wanted
+from objkv.agent.fill import Staging
 from objkv.agent.memory.arena import ALL_FRAMES, CellState, Progress
-from objkv.agent.messages import CommitStatus
-from objkv.agent.queue import Urgency
-from objkv.agent.residents import MissReason, Resident
+from objkv.agent.messages import (
+    CommitStatus,
+    MissReason,
+    PayloadRequest,
+    Urgency,
+)
+from objkv.agent.residents import Resident
 from objkv.cache.bulk_index import BulkIndex
 from objkv.codec.payload import encode, frame_pages, read_header
 from objkv.codec.seal import Seal
@@ -23,6 +27,7 @@ from objkv.stores.base import Arrived
 from tests.agent.world import PATIENCE_S, RIGHT, Node, Sleeper, gated, pages_at, payloads
 from tests.codec.seals import SEALS
 from tests.contracts.memory_store import MemoryStore
+from tests.support.arenas import is_sound, threads_of
 from tests.support.samples import NAMESPACE, record_of
 from tests.support.waiting import wait_until
 
@@ -38,7 +43,7 @@ def make() -> Iterator[Callable[..., Node]]:
     yield made
     for node in nodes:
         node.close()
-        assert node.residents.check()
+        assert is_sound(node.residents)
 
 
 def settled(node: Node, one: Resident | MissReason) -> Resident:
@@ -47,7 +52,7 @@ def settled(node: Node, one: Resident | MissReason) -> Resident:
     return one
 
 
-def fetch(node: Node, *wanted: Wanted, deadline_s: float = PATIENCE_S) -> list[Resident]:
+def fetch(node: Node, *wanted: PayloadRequest, deadline_s: float = PATIENCE_S) -> list[Resident]:
     return [settled(node, one) for one in node.open(*wanted, deadline_s=deadline_s)]
 
 
@@ -85,7 +90,7 @@ def test_payloads_of_a_folder_that_is_its_index_are_as_long_as_their_files(
         node.residents.forget(key.path())
         (found,) = node.index.find(NAMESPACE, [key.prefix_hash], [key.field])
         assert found is not None
-        (one,) = fetch(node, Wanted(claim, found[key.field]))
+        (one,) = fetch(node, PayloadRequest(claim, found[key.field]))
         assert right(node, one)
         node.residents.release(one)
         assert store.head(key.path()) is not None
@@ -102,9 +107,9 @@ def test_payloads_need_not_be_of_the_shape_of_the_last_one(
     provenance = replace(found.provenance, tokens=tuple(range(1000, 3000)))
     longer = encode(first.claim, found.frames.layers, RIGHT, codec=codec, provenance=provenance)  # type: ignore[arg-type]
     node.store.put(first.claim.key.path(), longer)
-    first = Wanted(first.claim, record_of(read_header(longer)))
+    first = PayloadRequest(first.claim, record_of(read_header(longer)))
     lie = replace(third.record, raw_bytes=third.record.raw_bytes + 8192)
-    for wanted in (second, first, Wanted(third.claim, lie), second):
+    for wanted in (second, first, PayloadRequest(third.claim, lie), second):
         (one,) = fetch(node, wanted)
         assert right(node, one) if wanted.record is not lie else one.reason is MissReason.CORRUPT
         node.residents.release(one)
@@ -174,7 +179,7 @@ def test_a_payload_that_is_not_the_one_is_a_miss_and_its_record_goes(
     else:
         node.store.put(path, (node.store.get(path) or b"") + b"more")
         record = replace(record, nbytes=record.nbytes + 4)
-    (found,) = fetch(node, Wanted(one.claim, record))
+    (found,) = fetch(node, PayloadRequest(one.claim, record))
     assert found.reason is (MissReason.MISSING if wrong == "missing" else MissReason.CORRUPT)
     key = one.claim.key
     is_forgotten = node.index.find(NAMESPACE, [key.prefix_hash], (key.field,)) == [None]
@@ -342,8 +347,8 @@ def test_a_late_payload_is_late_and_a_broken_store_is_a_miss(
 
     node.store.on_get = broken
     (failed,) = node.open(second)
-    wait_until(lambda: failed.state is not CellState.FILLING or not node.core.threads)
-    assert node.core.threads
+    wait_until(lambda: failed.state is not CellState.FILLING or not threads_of(node.core))
+    assert threads_of(node.core)
     assert failed.reason is MissReason.STORE
     until = list[float]()
     node.store.on_get = lambda key: until.append(ends_s())

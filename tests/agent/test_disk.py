@@ -18,10 +18,8 @@ from objkv.agent import disk as module
 from objkv.agent import spill as spill_module
 from objkv.agent.client import AgentConnection
 from objkv.agent.disk import Disk, DiskFolder
-from objkv.agent.fill import Wanted
 from objkv.agent.memory.arena import PAGE, CellState
-from objkv.agent.messages import CommitStatus
-from objkv.agent.queue import Urgency
+from objkv.agent.messages import CommitStatus, PayloadRequest, Urgency
 from objkv.agent.residents import Resident
 from objkv.assembly.backends import open_backends
 from objkv.codec.seal import Seal
@@ -45,6 +43,7 @@ from tests.agent.world import (
 from tests.codec.seals import SEALS
 from tests.contracts.memory_store import MemoryStore
 from tests.support.agents import AgentProcess
+from tests.support.arenas import is_sound
 from tests.support.samples import TOKENS, save
 from tests.support.waiting import wait_until
 
@@ -70,7 +69,7 @@ class DiskNode(Node):
     def gets(self) -> int:
         return sum(self.store.gets.values())
 
-    def load(self, *wanted: Wanted) -> None:
+    def load(self, *wanted: PayloadRequest) -> None:
         """Load payloads as a replica does; they are right. Waits for the disk."""
         for one in fetch(self, *wanted):
             assert right(self, one)
@@ -81,7 +80,7 @@ class DiskNode(Node):
     def settle(self) -> None:
         assert self.spill.drain(PATIENCE_S)
 
-    def evict(self, *wanted: Wanted) -> None:
+    def evict(self, *wanted: PayloadRequest) -> None:
         for one in wanted:
             self.residents.forget(one.claim.key.path())
 
@@ -112,7 +111,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., DiskNode]]:
     yield made
     for node in nodes:
         node.close()
-        assert node.residents.check()
+        assert is_sound(node.residents)
         assert node.residents.leased() == 0
         assert adds_up(node.disk)
 
@@ -238,7 +237,7 @@ def test_no_changed_byte_is_served(data: st.DataObject, kind: str | None) -> Non
             assert node.count("hits") == 5, "it was written again"
         finally:
             node.close()
-        assert node.residents.check()
+        assert is_sound(node.residents)
         assert node.residents.leased() == 0
 
 
@@ -654,7 +653,7 @@ def test_a_killed_agent_leaves_its_files_to_the_next(tmp_path: Path) -> None:
         assert (numbers["disk_hits"], numbers["load_bytes"]) == (3, 0)
 
 
-def load_all(agent: AgentProcess, wanted: list[Wanted]) -> None:
+def load_all(agent: AgentProcess, wanted: list[PayloadRequest]) -> None:
     with closing(AgentConnection(agent.path, wants_arena=True)) as client:
         for lease in opened(client, wanted):
             progress = ended(client, lease)

@@ -12,15 +12,24 @@ import pytest
 from objkv.agent import core as core_module
 from objkv.agent import messages as m
 from objkv.agent.client import AgentConnection
-from objkv.agent.fill import Wanted
 from objkv.agent.memory import arena as arena_module
 from objkv.agent.memory.answers import FIELDS_MAX
-from objkv.agent.memory.arena import BOARD_BYTES, Board, CellState, Progress
-from objkv.agent.messages import CommitStatus
+from objkv.agent.memory.arena import (
+    BOARD_BYTES,
+    Board,
+    CellState,
+    Progress,
+)
+from objkv.agent.messages import (
+    CommitStatus,
+    MissReason,
+    PayloadRequest,
+    PrefetchOrder,
+    Urgency,
+)
 from objkv.agent.outbox import ClientOutbox, Outbox
-from objkv.agent.prefetch import Prefetches, PrefetchOrder
-from objkv.agent.queue import Urgency
-from objkv.agent.residents import MissReason, Resident
+from objkv.agent.prefetch import Prefetches
+from objkv.agent.residents import Resident
 from objkv.codec.payload import LayerSpec, encode, header_bytes_needed, read_header
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.stores.processes.process import _shared_memory
@@ -28,13 +37,14 @@ from tests.agent.test_core import settled
 from tests.agent.test_server import greeted
 from tests.agent.world import PATIENCE_S, Node, Sleeper, ended, gated, opened, payloads
 from tests.support.agents import AgentProcess
+from tests.support.arenas import in_flight, is_sound, threads_of
 from tests.support.mappings import is_private
 from tests.support.samples import NAMESPACE
 from tests.support.steps import complete
 from tests.support.waiting import wait_until
 
 
-def paths(wanted: list[Wanted]) -> list[str]:
+def paths(wanted: list[PayloadRequest]) -> list[str]:
     return [one.claim.key.path() for one in wanted]
 
 
@@ -69,7 +79,7 @@ def test_prefetches_at_the_same_moment_stay_within_their_share(
         thread.join()
     assert sum(one.started for one in found) == 4
     gate.set()
-    assert node.residents.wait_idle(PATIENCE_S)
+    wait_until(lambda: not node.residents.leased())
 
 
 def test_a_prefetch_of_what_is_resident_keeps_no_client(node: Node) -> None:
@@ -78,7 +88,7 @@ def test_a_prefetch_of_what_is_resident_keeps_no_client(node: Node) -> None:
         (one,) = node.open(wanted, urgency=urgency)
         one = settled(node, one)
         node.residents.release(one)
-    assert node.residents.wait_idle(PATIENCE_S)
+    wait_until(lambda: not node.residents.leased())
     assert not one.waiters
 
 
@@ -93,7 +103,7 @@ def test_what_a_reader_rejects_while_it_arrives_is_served_to_nobody_else(node: N
     assert node.residents.holds(paths([wanted])) == [False]
     (again,) = opened(node.connect(), [wanted])
     assert again.cell != lease.cell
-    assert node.residents.check()
+    assert is_sound(node.residents)
 
 
 def test_no_memory_is_given_out_once_an_agent_ends(node: Node) -> None:
@@ -149,7 +159,7 @@ def test_threads_that_forget_layers_at_once_all_live(
     leases = opened(client, wanted)
     for lease in leases:
         ended(client, lease)
-    assert node.core.threads == 2
+    assert threads_of(node.core) == 2
 
 
 @pytest.mark.parametrize(("codec", "nbytes"), [("none", 1 << 13), ("none", 0), ("blosc", 1 << 45)])
@@ -157,7 +167,7 @@ def test_a_record_of_another_length_is_a_miss_and_takes_no_memory(
     node: Node, codec: str, nbytes: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     one, client = node.save(codec=codec)[0], node.connect()
-    wanted = Wanted(one.claim, replace(one.record, nbytes=nbytes))
+    wanted = PayloadRequest(one.claim, replace(one.record, nbytes=nbytes))
     (lease,) = opened(client, [wanted])
     progress = ended(client, lease)
     assert progress.state is CellState.FAILED
@@ -355,7 +365,7 @@ def test_payloads_that_do_not_exist_evict_nothing_that_no_store_has(pages: int, 
     for number in range(20):
         ghost = replace(one.claim, key=replace(key, prefix_hash=bytes([number] * 20)))
         record = replace(one.record, nbytes=pages * 2048, raw_bytes=pages * 2048)
-        (found,) = node.open(Wanted(ghost, record))
+        (found,) = node.open(PayloadRequest(ghost, record))
         settled(node, found)
         assert found.reason in (MissReason.MISSING, MissReason.NO_ROOM)
         node.residents.release(found)
@@ -364,14 +374,14 @@ def test_payloads_that_do_not_exist_evict_nothing_that_no_store_has(pages: int, 
     assert settled(node, found).state is CellState.READY
     node.residents.release(found)
     node.close()
-    assert node.residents.check()
+    assert is_sound(node.residents)
 
 
 def test_a_hit_wakes_no_thread(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted, woken = node.save(), list[object]()
     for one in node.open(*wanted):
         node.residents.release(settled(node, one))
-    wait_until(lambda: not node.core.in_flight)
+    wait_until(lambda: not in_flight(node.core))
     monkeypatch.setattr(node.core._changed, "notify", lambda *_: woken.append(1))
     for one in node.open(*wanted):
         assert one.state is CellState.READY

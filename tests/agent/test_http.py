@@ -79,7 +79,7 @@ def test_a_prompt_is_prefetched_and_then_read_from_memory(node: Node, router: Ro
     started = {"chunks": 3, "stored": 3, "started": 3, "resident": 0, "refused": 0}
     started |= {"started_bytes": nbytes, "resident_bytes": 0, "refused_bytes": 0}
     assert router.ask("POST", "/v1/prefetch", PROMPT) == (200, started)
-    assert node.residents.wait_idle(PATIENCE_S)
+    wait_until(lambda: not node.residents.leased())
     matched |= {"resident": 3, "resident_payloads": 3, "resident_bytes": nbytes}
     assert router.ask("POST", "/v1/match", PROMPT) == (200, matched)
     again = started | {"started": 0, "resident": 3, "started_bytes": 0, "resident_bytes": nbytes}
@@ -127,9 +127,9 @@ def test_prefetches_under_way_are_bounded(node: Node, router: Router) -> None:
     _, matched = router.ask("POST", "/v1/match", body)
     assert matched["loading_payloads"] == first["started"]
     gate.set()
-    assert node.residents.wait_idle(PATIENCE_S)
+    wait_until(lambda: not node.residents.leased())
     assert counts(router.ask("POST", "/v1/prefetch", other)[1]) == (3, 0, 0)
-    assert node.residents.wait_idle(PATIENCE_S)
+    wait_until(lambda: not node.residents.leased())
 
 
 def test_what_nobody_reads_displaces_only_its_like(node: Node, router: Router) -> None:
@@ -141,7 +141,7 @@ def test_what_nobody_reads_displaces_only_its_like(node: Node, router: Router) -
     client.release([lease.number for lease in leases])
     for number in range(1, 12):
         router.ask("POST", "/v1/prefetch", long_prompt(node, 100_000 * number, 50))
-        assert node.residents.wait_idle(PATIENCE_S)
+        wait_until(lambda: not node.residents.leased())
         assert node.residents.unread_bytes <= node.residents.ahead_bytes_max
     assert all(node.residents.holds([one.claim.key.path() for one in read]))
     unused = node.recorder.value("agent_prefetch_unused")
@@ -156,7 +156,7 @@ def test_a_request_has_a_bound_of_its_own(node: Node, router: Router) -> None:
     _, answer = router.ask("POST", "/v1/prefetch", body | {"bytes_max": 2 * nbytes})
     assert counts(answer) == (2, 0, 1)
     assert (answer["started_bytes"], answer["refused_bytes"]) == (2 * nbytes, nbytes)
-    assert node.residents.wait_idle(PATIENCE_S)
+    wait_until(lambda: not node.residents.leased())
 
 
 def test_namespaces_are_listed_and_salt_and_adapter_are_part_of_a_prompt(

@@ -510,7 +510,8 @@ def test_closing_takes_no_time_to_wait_for(config: Config, path: Path) -> None:
     ended.set()
     running.join(PATIENCE_S)
     agent.close()
-    assert agent.server.threads == 0
+    assert not agent.server.clients
+    assert not agent.server.is_accepting
     assert not client.wait(PATIENCE_S)
     client.close()
 

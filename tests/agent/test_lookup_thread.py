@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from objkv import background
-from objkv.agent.calls import AgentCalls, AgentIndex
+from objkv.agent.calls import AgentCalls
 from objkv.agent.client import AgentConnection
 from objkv.background import Question, Steps, StepThread
 from objkv.cache.lookup import LookupLimits, LookupService
@@ -49,7 +49,7 @@ class Replica:
         node.index.find = slow  # type: ignore[method-assign]
         node.index.touch = slow_touch  # type: ignore[method-assign]
         self.calls = AgentCalls(lambda: node.connect(wants_arena=False))
-        self.index, self.recorder = AgentIndex(self.calls), MemoryRecorder()
+        self.index, self.recorder = self.calls, MemoryRecorder()
         limits = LookupLimits(PATIENCE_S, queue_max=10_000)
         self.lookups = LookupService(self.index, [FIELD], self.recorder, limits)
 

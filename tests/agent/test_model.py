@@ -13,15 +13,25 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from objkv.agent.client import AgentConnection, ArenaLease
-from objkv.agent.fill import Wanted
-from objkv.agent.memory.arena import CELLS, PAGE, CellState, Progress
-from objkv.agent.messages import CommitStatus
-from objkv.agent.prefetch import Prefetches, PrefetchOrder
-from objkv.agent.queue import Urgency
-from objkv.agent.residents import MissReason, Resident
+from objkv.agent.memory.arena import (
+    CELLS,
+    PAGE,
+    CellState,
+    Progress,
+)
+from objkv.agent.messages import (
+    CommitStatus,
+    MissReason,
+    PayloadRequest,
+    PrefetchOrder,
+    Urgency,
+)
+from objkv.agent.prefetch import Prefetches
+from objkv.agent.residents import Resident
 from objkv.codec.payload import digest, frame_pages, read_header
 from objkv.errors import StoreUnavailable, TransferError
 from tests.agent.world import PATIENCE_S, RIGHT, Desk, Node, ended, pages_at
+from tests.support.arenas import is_sound, threads_of
 from tests.support.samples import NAMESPACE
 from tests.support.waiting import wait_until
 
@@ -131,7 +141,7 @@ class AgentMachine(RuleBasedStateMachine):
     @rule(number=clients, some=st.lists(chunks, min_size=1, max_size=4), urgency=urgencies)
     def open(self, number: int, some: list[int], urgency: Urgency) -> None:
         peer = self.peer(number)
-        wanted: list[Wanted] = [self.wanted[n] for n in some]
+        wanted: list[PayloadRequest] = [self.wanted[n] for n in some]
         leases: list[ArenaLease] = peer.agent.open(wanted, deadline_s=PATIENCE_S, urgency=urgency)
         for chunk, one in zip(some, leases, strict=True):
             if one.number:
@@ -237,7 +247,7 @@ class AgentMachine(RuleBasedStateMachine):
             for lease in peer.leases if peer is not None else ():
                 assert peer is not None
                 self.look(peer, lease)
-        assert self.node.residents.check()
+        assert is_sound(self.node.residents)
 
     def teardown(self) -> None:
         self.gate.set()
@@ -246,12 +256,12 @@ class AgentMachine(RuleBasedStateMachine):
                 self.settle(number)
                 peer.close()
         assert self.node.saves.drain(PATIENCE_S)
-        assert self.node.residents.wait_idle(PATIENCE_S)
+        wait_until(lambda: not self.node.residents.leased())
         wait_until(lambda: self.node.server is not None and not self.node.server.clients)
         residents = self.node.residents
         assert residents.leased() == 0
-        assert residents.check()
-        assert self.node.core.threads == 2
+        assert is_sound(residents)
+        assert threads_of(self.node.core) == 2
         for chunk, stored in enumerate(self.stored):
             found = self.store.get(self.path(chunk))
             if found not in (None, stored, self.spoiled(chunk)):  # a client's

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from objkv.agent.calls import NodeCalls
+from objkv.agent.answering import NodeCalls
 from objkv.cache.chunks import SaveOutcome
 from objkv.cache.worth import SETTLED_S, PutPolicy
 from objkv.codec.payload import Claim

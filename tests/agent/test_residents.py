@@ -11,13 +11,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from objkv.agent import residents as module
 from objkv.agent.memory.arena import PAGE, Arena, CellState
-from objkv.agent.residents import MissReason, Resident, Residents
+from objkv.agent.messages import MissReason
+from objkv.agent.residents import Resident, Residents
 from objkv.codec.payload import Claim
 from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
 from objkv.telemetry import MemoryRecorder
 from tests.agent.world import Sleeper
+from tests.support.arenas import is_sound
 
 PAGES = 20
 CLAIMS = {
@@ -181,7 +183,7 @@ class ResidentsMachine(RuleBasedStateMachine):
 
     @invariant()
     def adds_up(self) -> None:
-        assert self.residents.check()
+        assert is_sound(self.residents)
         assert self.residents.leased() == sum(f.is_filling or bool(f.holders) for f in self.all)
 
     @invariant()
@@ -242,7 +244,7 @@ def test_neighbours_make_room_where_single_gaps_do_not(arena: Arena) -> None:
     assert small is not None
     assert residents.allot(small[0], 3 * PAGE) is None, "the pages between are leased"
     assert residents.allot(small[0], 2 * PAGE) is not None
-    assert residents.check()
+    assert is_sound(residents)
 
 
 def test_only_payloads_that_somebody_may_wait_for_need_a_cell(
@@ -250,7 +252,7 @@ def test_only_payloads_that_somebody_may_wait_for_need_a_cell(
 ) -> None:
     monkeypatch.setattr(module, "CELLS", 2)
     residents = Residents(arena, MemoryRecorder())
-    assert residents.wait_idle(0.0)
+    assert not residents.leased()
     for key in "abcd":
         residents.release(filled(residents, key))
     assert residents.holds("abcd") == [True] * 4
@@ -263,8 +265,8 @@ def test_only_payloads_that_somebody_may_wait_for_need_a_cell(
     assert residents.open("f", None) == (filling[0], False)
     residents.release(leased)
     assert residents.open("g", None) is not None
-    assert not residents.wait_idle(0.0)
-    assert residents.check()
+    assert residents.leased()
+    assert is_sound(residents)
 
 
 def test_a_full_arena_is_not_searched(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,4 +286,4 @@ def test_a_full_arena_is_not_searched(arena: Arena, monkeypatch: pytest.MonkeyPa
     assert residents.allot(fill[0], 3 * PAGE + 1) is None, "a payload larger than a quarter"
     assert residents.holds("23") == [True, True]
     assert residents.allot(fill[0], 3 * PAGE) is not None
-    assert residents.check()
+    assert is_sound(residents)

@@ -11,13 +11,17 @@ from typing import Any
 import pytest
 
 from objkv.agent.client import AgentConnection
-from objkv.agent.fill import Wanted
 from objkv.agent.memory.arena import CellState
-from objkv.agent.messages import CommitStatus
-from objkv.agent.prefetch import Matched, Prefetches, PrefetchOrder
-from objkv.agent.residents import MissReason
+from objkv.agent.messages import (
+    CommitStatus,
+    MissReason,
+    PayloadRequest,
+    PrefetchOrder,
+    is_unsaved,
+)
+from objkv.agent.prefetch import Matched, Prefetches
 from objkv.agent.saves import NodeSaves
-from objkv.agent.unsaved import UnsavedPayloads, is_unsaved
+from objkv.agent.unsaved import UnsavedPayloads
 from objkv.cache.chunks import SaveOutcome
 from objkv.codec.payload import read_header
 from objkv.errors import StoreBusy, StoreUnavailable, TransferError
@@ -36,6 +40,7 @@ from tests.agent.world import (
 )
 from tests.contracts.memory_index import MemoryIndex
 from tests.support.agents import AgentProcess
+from tests.support.arenas import is_sound
 from tests.support.samples import NAMESPACE, TOKENS
 from tests.support.steps import complete
 from tests.support.waiting import wait_until
@@ -65,11 +70,11 @@ class Holder(Node):
         self._new_desk()
         return self.commit(made)
 
-    def find(self, made: Sequence[bytes]) -> list[Wanted]:
+    def find(self, made: Sequence[bytes]) -> list[PayloadRequest]:
         """What the node's lookups find, up to the first miss, as what to open."""
         return find(self.reader, made)
 
-    def read(self, wanted: Sequence[Wanted]) -> list[MissReason]:
+    def read(self, wanted: Sequence[PayloadRequest]) -> list[MissReason]:
         """Read payloads one after the other; why each was missed."""
         return [read(self.reader, one) for one in wanted]
 
@@ -90,11 +95,11 @@ class Holder(Node):
     def close(self) -> None:
         self.desk.close()
         super().close()
-        assert self.residents.check()
+        assert is_sound(self.residents)
         assert self.residents.leased() == 0
 
 
-def read(client: AgentConnection, wanted: Wanted) -> MissReason:
+def read(client: AgentConnection, wanted: PayloadRequest) -> MissReason:
     """Read a payload, and check its pages; why it was missed."""
     (lease,) = opened(client, [wanted])
     progress = ended(client, lease)
@@ -104,7 +109,7 @@ def read(client: AgentConnection, wanted: Wanted) -> MissReason:
     return MissReason(progress.reason)
 
 
-def find(client: AgentConnection, made: Sequence[bytes]) -> list[Wanted]:
+def find(client: AgentConnection, made: Sequence[bytes]) -> list[PayloadRequest]:
     """What a client's lookup finds, up to the first miss."""
     claims = [read_header(payload).claim for payload in made]
     fields = (claims[0].key.field,)
@@ -116,7 +121,7 @@ def find(client: AgentConnection, made: Sequence[bytes]) -> list[Wanted]:
     ):
         if not shards:
             break
-        wanted.append(Wanted(claim, shards[fields[0]]))
+        wanted.append(PayloadRequest(claim, shards[fields[0]]))
     return wanted
 
 
@@ -661,8 +666,8 @@ def test_random_use_leaves_nothing_behind(make: Callable[..., Holder]) -> None:
     assert misses <= {MissReason.NONE, MissReason.MISSING, MissReason.NO_ROOM}
     for node in nodes:
         assert node.saves.drain(PATIENCE_S)
-        assert node.residents.wait_idle(PATIENCE_S)
-        assert node.residents.check()
+        wait_until(lambda node=node: not node.residents.leased())  # type: ignore[misc]
+        assert is_sound(node.residents)
         assert not node.count("load_corrupt")
         assert not node.count("save_errors")
     stored = {entry.key for entry in store.scan("")}

@@ -16,18 +16,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from objkv.agent.calls import NodeCalls, NodeLookups
+from objkv.agent.answering import NodeCalls, NodeLookups
 from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.disk import Disk
-from objkv.agent.fill import Wanted
 from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
 from objkv.agent.memory.answers import AnswerBoard
 from objkv.agent.memory.arena import Arena, CellState, Progress
-from objkv.agent.messages import CommitStatus
+from objkv.agent.messages import CommitStatus, PayloadRequest, Urgency
 from objkv.agent.outbox import AgentSaves, ClientOutbox, Outbox
 from objkv.agent.prefetch import Prefetches
-from objkv.agent.queue import Urgency
 from objkv.agent.residents import Resident
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentParts, AgentServer, ServerLimits
@@ -152,7 +150,7 @@ class Node:
         self.clients.append(client)
         return client
 
-    def save(self, tokens: Sequence[int] = TOKENS, *, codec: str = "none") -> list[Wanted]:
+    def save(self, tokens: Sequence[int] = TOKENS, *, codec: str = "none") -> list[PayloadRequest]:
         """Store payloads; what to open."""
         return self.wanted(save(self.store, self.index, tokens, codec=codec))
 
@@ -163,7 +161,7 @@ class Node:
 
     def open(
         self,
-        *wanted: Wanted,
+        *wanted: PayloadRequest,
         deadline_s: float = PATIENCE_S,
         urgency: Urgency = Urgency.BETWEEN_STEPS,
     ) -> list[Resident]:
@@ -171,7 +169,7 @@ class Node:
         found = self.core.open(Sleeper(), wanted, deadline_s=deadline_s, urgency=urgency)
         return [one for one in found if isinstance(one, Resident)]
 
-    def wanted(self, keys: Sequence[ChunkKey]) -> list[Wanted]:
+    def wanted(self, keys: Sequence[ChunkKey]) -> list[PayloadRequest]:
         return wanted_of(self.index, keys)
 
     def close(self) -> None:
@@ -180,7 +178,7 @@ class Node:
             client.close()
         if self.server is not None:
             self.server.close()
-        self.lookups.close()
+        self.lookups.board.close()
         self.saves.close(PATIENCE_S)
         self.arena.close()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -199,10 +197,10 @@ def outbox_of(payload: bytes) -> Iterator[ClientOutbox]:
         outbox.close()
 
 
-def wanted_of(index: WriteIndex, keys: Sequence[ChunkKey]) -> list[Wanted]:
+def wanted_of(index: WriteIndex, keys: Sequence[ChunkKey]) -> list[PayloadRequest]:
     records = index.lookup(NAMESPACE, [key.prefix_hash for key in keys])
     return [
-        Wanted(
+        PayloadRequest(
             Claim(key, record.parent_hash, record.token_start, record.token_end),
             record.shards[key.field],
         )
@@ -266,7 +264,7 @@ def ended(client: AgentConnection, lease: ArenaLease) -> Progress:
     return progress
 
 
-def opened(client: AgentConnection, wanted: Sequence[Wanted]) -> list[ArenaLease]:
+def opened(client: AgentConnection, wanted: Sequence[PayloadRequest]) -> list[ArenaLease]:
     return client.open(wanted, deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
 
 

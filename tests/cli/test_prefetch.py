@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from objkv.agent.prefetch import Matched, Prefetched, PrefetchOrder
+from objkv.agent.messages import PrefetchOrder
+from objkv.agent.prefetch import Matched, Prefetched
 from objkv.assembly.agent import NodeAgent
 from objkv.cli import prefetch as module
 from objkv.config import load_config

@@ -9,7 +9,8 @@ import pytest
 from botocore.retries.standard import ExponentialBackoff
 
 from objkv.agent import client
-from objkv.agent.calls import AgentCalls, NodeLookups
+from objkv.agent.answering import NodeLookups
+from objkv.agent.calls import AgentCalls
 from objkv.agent.outbox import AgentSaves
 from objkv.agent.unsaved import UnsavedPayloads
 from objkv.assembly import backends

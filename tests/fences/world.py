@@ -59,6 +59,7 @@ from tests.fences.device import (
 from tests.fences.stage import Broken, Stage, the_stage
 from tests.fences.stores import GateStore
 from tests.support import inside as in_test
+from tests.support.arenas import is_sound
 from tests.support.paged_cache import paged_group
 from tests.support.plans import packed
 
@@ -592,7 +593,7 @@ class Engine:
 
     def _check_inside(self, inside: WatchedInside) -> None:
         payloads = inside.core.residents
-        if payloads.leased() or not payloads.check():
+        if payloads.leased() or not is_sound(payloads):
             raise Broken(f"payloads are left leased: {payloads!r}")
         if inside.registered:
             raise Broken("an arena is left registered")

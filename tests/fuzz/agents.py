@@ -15,8 +15,7 @@ from objkv.agent import messages as m
 from objkv.agent.client import AgentConnection
 from objkv.agent.memory.answers import AnswerBoard, Scope
 from objkv.agent.memory.arena import CellState
-from objkv.agent.queue import Urgency
-from objkv.agent.residents import MissReason
+from objkv.agent.messages import MissReason, Urgency
 from objkv.errors import StoreUnavailable, TransferError
 from objkv.index.base import Shards
 from objkv.index.fields import WrittenShards, written_rows
@@ -25,6 +24,7 @@ from tests.agent.world import RIGHT, Node, ended, pages_at
 from tests.contracts.index_contract import shard
 from tests.fuzz.mutation import spoiled
 from tests.fuzz.target import Target, outcome, require
+from tests.support.arenas import is_sound, threads_of
 from tests.support.samples import NAMESPACE
 from tests.support.steps import complete
 
@@ -150,7 +150,7 @@ class _Agent:
         self.conversations = 0
         self._read()
         self.threads, self.descriptors = self._counted()
-        self.fetching = self.node.core.threads
+        self.fetching = threads_of(self.node.core)
         atexit.register(self.node.close)
 
     def _counted(self) -> tuple[int, int]:
@@ -158,7 +158,7 @@ class _Agent:
 
     def talk(self, messages: list[bytes]) -> str:
         server = self.node.server
-        require(server is not None and server.threads > 0, "nobody accepts")
+        require(server is not None and server.is_accepting, "nobody accepts")
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.settimeout(_PATIENCE_S)
             sock.connect(str(self.node.path))
@@ -198,9 +198,9 @@ class _Agent:
         assert server is not None
         _await(lambda: server.clients == 1, "clients that have gone are served")
         _await(lambda: self.node.residents.leased() == 0, "a lease is lost")
-        require(self.node.residents.check(), "the arena is inconsistent")
+        require(is_sound(self.node.residents), "the arena is inconsistent")
         _await(self._has_no_more, "threads or descriptors are left")
-        require(self.node.core.threads == self.fetching, "a thread died")
+        require(threads_of(self.node.core) == self.fetching, "a thread died")
 
     def _has_no_more(self) -> bool:
         threads, descriptors = self._counted()

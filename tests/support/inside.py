@@ -1,18 +1,17 @@
 """An agent's core within the test's process: what a loader reaches without a socket."""
 
 import os
+import socket
 from collections.abc import Sequence
 from typing import ClassVar, cast
 
 from objkv import background
-from objkv.agent.client import AgentConnection
+from objkv.agent.client import AgentConnection, ArenaLease, leases_of
 from objkv.agent.core import Core, CoreLimits
-from objkv.agent.fill import Wanted
-from objkv.agent.leases import ArenaLease, LeaseHolder, lease_of
 from objkv.agent.memory.arena import Arena
-from objkv.agent.messages import CommitStatus
+from objkv.agent.messages import CommitStatus, PayloadRequest, Urgency
 from objkv.agent.outbox import ClientOutbox
-from objkv.agent.queue import Urgency
+from objkv.agent.server import AgentSession
 from objkv.background import Alarm
 from objkv.cache.chunks import ChunkCache, SaveOutcome
 from objkv.codec.payload import Claim, Header, read_header, recode
@@ -20,6 +19,7 @@ from objkv.errors import StoreBusy, TransferError
 from objkv.keys.chunk import ChunkKey
 from objkv.stores.base import Buffer
 from objkv.telemetry import Recorder
+from tests.support.arenas import threads_of
 
 _OF_READERS = frozenset(("load_bytes", "load_corrupt", "load_ghosts", "load_errors"))
 """An agent counts them too, in numbers of its own."""
@@ -62,7 +62,7 @@ class InsideAgent:
     def count(self, more: int) -> None:
         """Note a connection that began or ended."""
         self._open += more
-        if self._closed and not self._open and not self.core.threads:
+        if self._closed and not self._open and not threads_of(self.core):
             self.arena.close()
 
 
@@ -71,7 +71,7 @@ class InsideConnection:
 
     def __init__(self, agent: InsideAgent, outbox: int = -1) -> None:
         self.arena, self.core, self._agent = agent.arena, agent.core, agent
-        self._holder = LeaseHolder(agent.core)
+        self._holder = AgentSession(agent.core, socket.socket(socket.AF_UNIX), 0)
         self._outbox = ClientOutbox(os.dup(outbox)) if outbox >= 0 else None
         agent.count(1)
         self._is_closed = False
@@ -98,15 +98,15 @@ class InsideConnection:
         return CommitStatus.ACCEPTED if stored else CommitStatus.REPEATED
 
     def open(
-        self, wanted: Sequence[Wanted], *, deadline_s: float, urgency: Urgency
+        self, wanted: Sequence[PayloadRequest], *, deadline_s: float, urgency: Urgency
     ) -> list[ArenaLease]:
         answers = self._holder.lease(wanted, deadline_s=deadline_s, urgency=urgency)
-        return [lease_of(one, self.arena.board) for one in answers]
+        return leases_of(answers, self.arena.board)
 
     def release(self, leases: Sequence[int]) -> None:
         self._holder.end(leases)
 
-    def reject(self, wanted: Wanted) -> None:
+    def reject(self, wanted: PayloadRequest) -> None:
         self.core.reject(wanted)
 
     def wait(self, seconds: float, also: Alarm) -> bool:

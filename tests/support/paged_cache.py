@@ -291,7 +291,7 @@ class Replica(Worker):
 
 def forget_all(residents: Residents) -> None:
     """Empty an arena, except for what is being read."""
-    for key in residents:
+    for key in list(residents._by_key):
         residents.forget(key)
 
 

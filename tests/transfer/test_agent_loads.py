@@ -20,7 +20,7 @@ from objkv.transfer.plan import LoadMove, LoadPlan
 from tests.agent.reader import load_by_agent
 from tests.agent.world import Node, WatchedStore
 from tests.contracts.clock import ManualClock
-from tests.support.arenas import LossyConnection
+from tests.support.arenas import LossyConnection, is_sound
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import BLOCKS, NAMESPACE, Replica, same_blocks
 from tests.support.plans import are_over, packed
@@ -77,8 +77,8 @@ def world() -> Iterator[World]:
     world = World()
     yield world
     world.reader.close()
-    assert world.node.residents.wait_idle(PATIENCE_S)
-    assert world.node.residents.check()
+    wait_until(lambda: not world.node.residents.leased())
+    assert is_sound(world.node.residents)
     for node in (world.node, *world.former):
         node.close()
 

@@ -22,7 +22,6 @@ from vllm.distributed.ec_transfer.ec_connector.metrics import (
 )
 from vllm.platforms import current_platform
 
-from objkv.agent.calls import AgentDocuments, AgentIndex
 from objkv.agent.payloads import PayloadReader, PayloadWriter
 from objkv.assembly.link import AgentLink
 from objkv.codec.payload import HEADER_BYTES_MAX
@@ -67,7 +66,7 @@ def open_encoder_scheduler(
     form = read_form(vllm_config, item_bytes_max=ITEM_BYTES_MAX)
     identity = read_encoder_identity(vllm_config, config)
     reader = PayloadReader(link.connect, NAME) if loads else None
-    index = AgentIndex(link.calls)
+    index = link.calls
     has_peers = vllm_config.parallel_config.data_parallel_size > 1
     return EncoderSchedulerSide(
         form,
@@ -76,7 +75,7 @@ def open_encoder_scheduler(
         loads=loads,
         saves=saves,
         steps=EmptySteps(max(1, vllm_config.max_concurrent_batches), has_peers=has_peers),
-        bulk=cast("WriteStore", AgentDocuments(link.calls)),
+        bulk=cast("WriteStore", link.calls),
         admission=config.admission,
         recorder=recorder,
     )

@@ -18,9 +18,9 @@ from time import monotonic
 
 import numpy as np
 
-from objkv.agent.calls import AgentIndex
+from objkv.agent.calls import AgentCalls
 from objkv.agent.client import CALL_S
-from objkv.agent.fill import Wanted
+from objkv.agent.messages import PayloadRequest
 from objkv.agent.payloads import PayloadReader, ReadOutcome
 from objkv.background import Steps, StepThread
 from objkv.codec.payload import LayerSpec
@@ -78,9 +78,10 @@ class WantedOutput:
     """When it had memory."""
 
     @property
-    def wanted(self) -> Wanted:
+    def wanted(self) -> PayloadRequest:
+        """See ``PayloadRead``."""
         assert self.record is not None
-        return Wanted(self.output.claim, self.record)
+        return PayloadRequest(self.output.claim, self.record)
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -145,7 +146,7 @@ class EncoderFetcher:
 
     def __init__(
         self,
-        index: AgentIndex,
+        index: AgentCalls,
         reader: PayloadReader | None,
         config: Config,
         recorder: Recorder,

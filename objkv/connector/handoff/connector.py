@@ -15,11 +15,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from objkv.agent.calls import AgentDocuments
 from objkv.agent.client import CALL_S
-from objkv.agent.fill import Wanted
-from objkv.agent.payloads import PayloadReader, PayloadWriter, ReadOutcome, WriteOutcome
-from objkv.agent.unsaved import is_unsaved
+from objkv.agent.messages import PayloadRequest, is_unsaved
+from objkv.agent.payloads import (
+    PayloadReader,
+    PayloadWriter,
+    ReadOutcome,
+    WriteOutcome,
+)
 from objkv.assembly.link import AgentLink, Replica
 from objkv.background import Steps, StepThread
 from objkv.codec.payload import Claim, LayerSpec
@@ -88,7 +91,7 @@ class _Payload:
     """A payload that the agent reads or saves while the forward thread waits: a ``PayloadRead``, if
     it has ``wanted``, or a ``PayloadWrite``. They document the methods."""
 
-    wanted: Wanted
+    wanted: PayloadRequest
     token_digest = "0" * 64
     _outcome: ReadOutcome | WriteOutcome | None = None
 
@@ -142,7 +145,7 @@ class HandoffConnector:
         nbytes = settings.pinned_bytes_max or _PROMPT_BYTES_MAX
         writer = writer_name(self)
         link = AgentLink(settings, Replica(str(getattr(transfer, "engine_id", writer))))
-        self._link, self._documents = link, AgentDocuments(link.calls)
+        self._link = link
         self._reader = PayloadReader(link.connect, "hand-offs")
         self._writer = PayloadWriter(link.connect, nbytes, "hand-offs", writer=writer, puts=True)
         self._lookups = StepThread("objkv-lookup", answer_s=CALL_S)
@@ -232,7 +235,7 @@ class HandoffConnector:
         (shards,) = self._ask(find)
         if shards is None:
             return None
-        one.wanted = Wanted(one.claim, shards[key.field])
+        one.wanted = PayloadRequest(one.claim, shards[key.field])
         self._reader.read([one])
         return stage.scatter(prompt, one.pages) if one.wait() is ReadOutcome.READ else None
 
@@ -244,8 +247,9 @@ class HandoffConnector:
             found = self._ask(self._link.calls.find(self._namespace, hashes, (field,)))
             if not any(one is None or is_unsaved(one[field]) for one in found):
                 if not self._is_announced:  # only now, since the store works
-                    path, documents = identity_path(self._namespace), self._documents
-                    self._ask(documents.put_if_absent(path, self._identity.canonical()))
+                    documents, text = self._link.calls, self._identity.canonical()
+                    put = documents.put_if_absent(identity_path(self._namespace), text)
+                    self._ask(put)
                     self._is_announced = True
                 return
             if monotonic() >= end:

@@ -13,7 +13,7 @@ from threading import BoundedSemaphore
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from objkv.agent.http.prompts import read_hashes, read_order
-from objkv.agent.prefetch import PrefetchOrder
+from objkv.agent.messages import PrefetchOrder
 from objkv.background import Steps, in_steps
 from objkv.cache.lookup import Hashes
 from objkv.errors import ConfigError

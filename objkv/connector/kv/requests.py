@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from objkv.agent.prefetch import PrefetchOrder
-from objkv.agent.unsaved import is_unsaved
+from objkv.agent.messages import PrefetchOrder, is_unsaved
 from objkv.background import Steps, in_steps
 from objkv.cache.lookup import LookupService, Records
 from objkv.connector.kv.coverage import Coverage

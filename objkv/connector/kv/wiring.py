@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from objkv.agent.calls import AgentDocuments, AgentIndex
 from objkv.agent.client import Connect
 from objkv.agent.outbox import AgentSaves, Outbox
 from objkv.assembly.link import AgentLink
@@ -92,8 +91,8 @@ def open_scheduler_side(
         geometry,
         identity,
         # These have the verbs that replicas use; the rest is for operators.
-        bulk=cast("WriteStore", AgentDocuments(link.calls)),
-        index=cast("WriteIndex", AgentIndex(link.calls)),
+        bulk=cast("WriteStore", link.calls),
+        index=cast("WriteIndex", link.calls),
         recorder=recorder,
         tracing=open_tracing(),
         prefetch=link.calls.prefetch,

@@ -18,7 +18,7 @@ from time import monotonic
 
 import numpy as np
 
-from objkv.agent.fill import Wanted
+from objkv.agent.messages import PayloadRequest
 from objkv.agent.payloads import ReadOutcome, WriteOutcome
 from objkv.codec.payload import LAYER_BYTES_MAX, Claim, LayerSpec
 from objkv.codec.values import DTYPE_BYTES
@@ -287,7 +287,7 @@ class JobRow:
 class RowLoad(JobRow):
     """A row to load: a ``PayloadRead``."""
 
-    wanted: Wanted
+    wanted: PayloadRequest
     is_copied: bool = False
 
     def take(self, pages: Sequence[memoryview]) -> None:

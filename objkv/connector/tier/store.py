@@ -5,8 +5,7 @@ from functools import partial
 from time import monotonic
 from typing import cast
 
-from objkv.agent.calls import AgentDocuments, AgentIndex
-from objkv.agent.fill import Wanted
+from objkv.agent.messages import PayloadRequest
 from objkv.agent.payloads import PayloadReader, PayloadWriter, WriteOutcome
 from objkv.assembly.link import AgentLink, Replica
 from objkv.background import Steps
@@ -50,8 +49,8 @@ class TierStore:
         self._reader = PayloadReader(link.connect, "chunks")
         link.await_agent()
         # These have the verbs that replicas use; the rest is for operators.
-        self.documents = cast("WriteStore", AgentDocuments(link.calls))
-        self._index = AgentIndex(link.calls)
+        self.documents = cast("WriteStore", link.calls)
+        self._index = link.calls
         lookup_s, age_max_s = config.lookup_deadline_ms / 1000, config.lookup_ttl_ms / 1000
         limits = LookupLimits(lookup_s, config.lookup_queue_max, age_max_s=age_max_s)
         # A folder that is its own index ends its answers early.
@@ -72,7 +71,7 @@ class TierStore:
             if namespace is None or record is None:  # not found, or not looked up
                 self.loads.settle(job, key, done=False)
                 continue
-            wanted = Wanted(self._rows.claim(namespace, key), record)
+            wanted = PayloadRequest(self._rows.claim(namespace, key), record)
             loads.append(RowLoad(self.loads, job, key, row, wanted))
         self._reader.read(loads)
 

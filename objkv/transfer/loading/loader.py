@@ -15,12 +15,9 @@ from itertools import accumulate
 from threading import Event, Lock, Thread
 from time import monotonic, sleep
 
-from objkv.agent.client import AgentConnection
-from objkv.agent.fill import Wanted
-from objkv.agent.leases import ArenaLease
+from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.memory.arena import BOARD_BYTES, CellState, Progress
-from objkv.agent.queue import Urgency
-from objkv.agent.residents import MissReason
+from objkv.agent.messages import MissReason, PayloadRequest, Urgency
 from objkv.background import Alarm, join_all, wait_for
 from objkv.codec.payload import Claim, Header, frame_pages, read_claimed
 from objkv.errors import ObjkvError, PayloadError, TransferError
@@ -94,7 +91,7 @@ class _Reading:
         move, source = load.move, layouts.of(load)
         key = ChunkKey(job.plan.namespace, move.prefix_hash, move.group, source.shard)
         claim = Claim(key, move.parent_hash, move.token_start, move.token_end)
-        self.wanted = Wanted(claim, dict(load.records)[key.field])
+        self.wanted = PayloadRequest(claim, dict(load.records)[key.field])
         """What to ask the agent for."""
         self.job, self.index, self.source = job, index, source
         self._move, self._lane = move, lane

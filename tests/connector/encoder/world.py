@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from objkv.agent.calls import AgentCalls, AgentDocuments, AgentIndex
+from objkv.agent.calls import AgentCalls
 from objkv.agent.client import AgentConnection
 from objkv.agent.payloads import PayloadReader, PayloadWriter
 from objkv.codec.seal import Seal
@@ -123,7 +123,7 @@ class Replica:
         self.calls = AgentCalls(connect)
         reader = PayloadReader(self._connect, "outputs", clock=self.clock)
         self.fetcher = EncoderFetcher(
-            AgentIndex(self.calls),
+            self.calls,
             reader if loads else None,
             config,
             self.recorder,
@@ -138,7 +138,7 @@ class Replica:
             loads=loads,
             saves=True,
             steps=EmptySteps(1),
-            bulk=cast("WriteStore", AgentDocuments(self.calls)),
+            bulk=cast("WriteStore", self.calls),
             admission="always",
             recorder=self.recorder,
         )

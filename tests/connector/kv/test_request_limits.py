@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload import base
 
-from objkv.agent.prefetch import PrefetchOrder
+from objkv.agent.messages import PrefetchOrder
 from objkv.connector.kv.request_limits import NO_LIMITS, HintReader, LimitReader, RequestLimits
 from objkv.connector.kv.scheduler import SchedulerSide
 from objkv.errors import StoreUnavailable

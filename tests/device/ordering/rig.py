@@ -65,7 +65,7 @@ from tests.device.ordering.setup import (
     hashes_of,
 )
 from tests.support.agents import AgentProcess
-from tests.support.arenas import LossyConnection, SpoilingResidents
+from tests.support.arenas import LossyConnection, SpoilingResidents, is_sound
 from tests.support.plans import packed
 
 ARENA_BYTES: Final = 32 << 20
@@ -540,7 +540,7 @@ class OrderRig:
             self.worker.close()
             self.synchronize()
             self.settle()
-            if not self.node.core.residents.check():
+            if not is_sound(self.node.core.residents):
                 raise TransferError("the agent's account of its memory is wrong")
         finally:
             self.node.close()
