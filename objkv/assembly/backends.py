@@ -182,11 +182,11 @@ def read_lifecycle(config: Config) -> LifecycleRules | None:
     place = parse_url("bulk_url", config.bulk_url)
     if place.scheme != "s3" or is_directory_bucket(place.host):
         return None
-    from objkv.stores.s3.client import open_s3_client
+    from objkv.stores.s3.client import open_s3_access
     from objkv.stores.s3.store import S3Store
 
-    client = open_s3_client(config)
-    store = S3Store(client, bucket=place.host, prefix=place.path, multipart_bytes=1 << 30)
+    access = open_s3_access(config)
+    store = S3Store(access, bucket=place.host, prefix=place.path, multipart_bytes=1 << 30)
     with closing(store):
         return store.lifecycle()
 

@@ -7,10 +7,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from objkv.errors import StoreUnavailable
-from objkv.stores.s3.http import HttpConnection, WireFailed
+from objkv.stores.s3.http import ConnectionFailed, HttpConnection
 
 _CLOSE_S = 5.0
 """A thread that is still busy after this ends with its call's deadline, and its result is
@@ -98,9 +99,9 @@ class Piece:
         return self.at == self.end
 
 
-Work = Callable[[Piece, "Helper"], None]
-"""Does one piece, and attaches its connection to the helper before touching the buffer.
-``WireFailed`` returns the piece to the caller."""
+Work = Callable[[Piece, "Helper"], object]
+"""Does one piece, and attaches its connection to the helper before touching the buffer. If it
+fails, the caller does the piece, and meets the reason itself."""
 
 
 class Team:
@@ -122,7 +123,6 @@ class Team:
         self._touching: set[Helper] = set()
         """Helpers that may have a view of the buffer; one that is still connecting has none."""
         self._is_over = False
-        self._error: BaseException | None = None
 
     def __enter__(self) -> "Team":
         for _ in range(min(len(self._pending), self._pool.threads_max)):
@@ -146,12 +146,10 @@ class Team:
 
     def wait(self, deadline_s: float, on_progress: Callable[[], None]) -> None:
         """Wait until no helper works on a piece, calling ``on_progress`` as pieces grow. Pieces
-        that a helper could not do are then not ``is_done``. Raises a helper's exception, and
-        ``StoreUnavailable`` if the deadline passes."""
+        that a helper could not do are then not ``is_done``. Raises ``StoreUnavailable`` if the
+        deadline passes."""
         while True:
             with self._changed:
-                if self._error is not None:
-                    raise self._error
                 if not self._under_way:
                     return
                 left_s = deadline_s - time.monotonic()
@@ -168,13 +166,8 @@ class Team:
     def _help(self) -> None:
         helper = Helper(self)
         while (piece := self._begin()) is not None:
-            try:
+            with suppress(Exception):
                 self._work(piece, helper)
-            except WireFailed:
-                pass  # the caller does this piece
-            except BaseException as exc:
-                with self._changed:
-                    self._error = self._error or exc  # the waiting caller raises it
             with self._changed:  # no exception holds a reference to the buffer now
                 self._under_way -= 1
                 self._touching.discard(helper)
@@ -182,7 +175,7 @@ class Team:
 
     def _begin(self) -> Piece | None:
         with self._changed:
-            if not self._pending or self._error is not None:
+            if not self._pending:
                 return None
             self._under_way += 1
             return self._pending.popleft()
@@ -196,21 +189,15 @@ class Helper:
         self._team = team
 
     def attach(self, connection: HttpConnection) -> None:
-        """Allow the caller to shut ``connection`` until its release. Raises ``WireFailed`` if the
-        team has finished."""
+        """Allow the caller to shut ``connection`` until its release. Raises
+        ``ConnectionFailed`` if the team has finished."""
         team = self._team
         with team._changed:
             if team._is_over:
-                raise WireFailed("the caller has finished")
+                raise ConnectionFailed("the caller has finished")
             team._connections.add(connection)
             team._touching.add(self)
         connection.on_release = lambda: self._detach(connection)
-
-    def let_go(self) -> None:
-        """Promise not to touch the buffer until the next ``attach``."""
-        with self._team._changed:
-            self._team._touching.discard(self)
-            self._team._changed.notify_all()
 
     def grew(self) -> None:
         """See ``Team``."""
