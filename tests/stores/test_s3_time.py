@@ -200,7 +200,7 @@ def test_a_value_is_asked_for_again_only_if_the_pause_is_over_in_time(
 
     def refuse(request: Request) -> Answer:
         asked.append(request.method)
-        return failure(503, code)
+        return failure(503 if code == "SlowDown" else 500, code)
 
     with QuickS3(intercept=refuse) as server, s3_store(server.url) as store:
         stopped = SimpleNamespace(monotonic=lambda: 0.0, sleep=pauses.append)
@@ -297,7 +297,6 @@ def test_uploads_leave_half_of_the_threads_to_reads() -> None:
     assert [crew.offer(gate.wait) for _ in range(3)] == [True, True, False]  # type: ignore[arg-type]
     gate.set()
     crew.close()
-    assert repr(crew) == "<HelperPool 0/4 busy>"
 
 
 class Checked:

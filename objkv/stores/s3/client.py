@@ -95,8 +95,8 @@ _DEMANDS = (
     "signed bodies (s3_signed_payloads)"
 )
 """Added to a refused put: S3 does not say which condition of a policy failed."""
-_LATER = {"RequestTimeout", "RequestTimeoutException", "SlowDown", "Throttling", "NoSuchUpload"}
 _BUSY = {"SlowDown", "Throttling"}
+_LATER = {"RequestTimeout", "RequestTimeoutException", "NoSuchUpload", *_BUSY}
 _LAST_S: ContextVar[float] = ContextVar("last_s", default=math.inf)
 
 
@@ -282,6 +282,12 @@ def asks_for_later(exc: ClientError) -> bool:
     return status == 429 or status >= 500 or code in _LATER
 
 
+def is_busy(exc: ClientError) -> bool:
+    """Whether the server has too much to do."""
+    status, code = error_code(exc)
+    return status in (429, 503) or code in _BUSY
+
+
 def is_missing(exc: ClientError) -> bool:
     """Whether the response means that the key does not exist. The response to a HEAD has no S3
     code."""
@@ -322,7 +328,7 @@ def _answered(what: str, exc: ClientError) -> StoreError:
     if code in _FIX:
         fix = _FIX[code] + (demands if code == "AccessDenied" else "")
         return StoreDenied(f"{reason}: {fix}")
-    if status in (429, 503) or code in _BUSY:
+    if is_busy(exc):
         return StoreBusy(reason)
     if asks_for_later(exc):
         return StoreUnavailable(reason)

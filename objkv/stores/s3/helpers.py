@@ -30,9 +30,6 @@ class HelperPool:
         self._taken = self._writing = 0
         self._is_closed = False
 
-    def __repr__(self) -> str:
-        return f"<HelperPool {self._taken}/{self.threads_max} busy>"
-
     def offer(self, job: Callable[[], None], *, writes: bool = False) -> bool:
         """Run ``job``, which must not raise, on a free thread. Return False if there is none."""
         with self._changed:

@@ -9,13 +9,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPException
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from botocore.exceptions import HTTPClientError, SSLError
 from botocore.utils import get_environ_proxies
 
+from objkv.config.urls import is_this_machine
 from objkv.net.deadline import bound_waits, can_wait
 
 STEP_BYTES = 512 << 10
@@ -59,8 +60,8 @@ class NoResponse(ConnectionFailed):
 class Connections:
     """The connections of one store. Thread-safe.
 
-    ``ca`` is the file of the trusted authorities. A proxy of the environment is used as the AWS
-    client would: by CONNECT if the endpoint uses TLS.
+    ``ca`` is the file of the trusted authorities; None for servers without TLS. A proxy of the
+    environment is used as the AWS client would: by CONNECT if the endpoint uses TLS.
     """
 
     def __init__(self, *, connect_s: float, read_s: float, ca: str | None) -> None:
@@ -129,15 +130,14 @@ class Connections:
         wait_s = min(self._connect_s, deadline_s - time.monotonic())
         if wait_s <= 0:
             raise ConnectionFailed("the deadline passed")
-        parts = urlsplit(url)
-        proxy = proxy_of(url)
+        parts, proxy = urlsplit(url), proxy_of(url)
         try:
             made = _connected(parts, proxy, time.monotonic() + wait_s)
-            if parts.scheme == "https":
-                made = self._encrypted(made, parts)
+            if self._tls is not None:
+                made = _encrypted(made, self._tls, parts)
         except ssl.SSLError as exc:
             raise SSLError(endpoint_url=url, error=exc) from exc
-        except (OSError, ValueError) as exc:
+        except (OSError, ValueError, HTTPException) as exc:
             raise ConnectionFailed(f"no connection to {url}: {exc}") from exc
         via = proxy if parts.scheme == "http" else None
         return HttpConnection(made, timeout_s=self.read_s, keep=self._keep, via=via, url=url)
@@ -155,17 +155,12 @@ class Connections:
                 while True:
                     idle.pop().close()
 
-    def _encrypted(self, made: socket.socket, parts: SplitResult) -> socket.socket:
-        assert self._tls is not None
-        try:
-            return self._tls.wrap_socket(made, server_hostname=(parts.hostname or "").rstrip("."))
-        except BaseException:
-            made.close()
-            raise
-
 
 def proxy_of(url: str) -> SplitResult | None:
-    """Return the proxy that the environment names for ``url``, or None."""
+    """Return the proxy that the environment names for ``url``, or None. Servers on this machine are
+    never reached through a proxy."""
+    if is_this_machine(urlsplit(url).hostname or ""):
+        return None
     text = get_environ_proxies(url).get(urlsplit(url).scheme, "").strip()
     if not text:
         return None
@@ -199,13 +194,21 @@ def _connected(parts: SplitResult, proxy: SplitResult | None, until_s: float) ->
             line.set_tunnel(parts.hostname or "", port, _authorization(proxy))
         try:
             line.connect()
-        except OSError:
+        except (OSError, HTTPException):
             line.close()
             if not addresses or time.monotonic() >= until_s:
                 raise
         else:
             line.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             return line.sock
+
+
+def _encrypted(made: socket.socket, context: ssl.SSLContext, parts: SplitResult) -> socket.socket:
+    try:
+        return context.wrap_socket(made, server_hostname=(parts.hostname or "").rstrip("."))
+    except BaseException:
+        made.close()
+        raise
 
 
 class HttpConnection:

@@ -13,7 +13,14 @@ from botocore.exceptions import BotoCoreError, ClientError, SSLError
 from botocore.retries.quota import RetryQuota
 
 from objkv.errors import StoreError
-from objkv.stores.s3.client import ATTEMPTS, CallDeadline, S3Access, error_code
+from objkv.stores.s3.client import (
+    ATTEMPTS,
+    CallDeadline,
+    S3Access,
+    asks_for_later,
+    error_code,
+    is_busy,
+)
 from objkv.stores.s3.helpers import Helper
 from objkv.stores.s3.http import ConnectionFailed, HttpConnection, HttpResponse
 from objkv.stores.s3.signing import S3Endpoint, find_endpoint
@@ -31,12 +38,10 @@ twice the requests."""
 _REDIRECTS = {301, 302, 307}
 _REDIRECT_CODES = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
 """Of a bucket in another region than the signature or the endpoint."""
-_RETRIED = {429, 500, 502, 503, 504}
-_RETRIED_CODES = {"RequestTimeout", "RequestTimeoutException", "SlowDown", "Throttling"}
-_THROTTLING_CODES = {"SlowDown", "Throttling"}
-_PAUSE_S, _THROTTLED_S = 0.05, 1.0
+_NOT_IMPLEMENTED = 501
+_PAUSE_S, _BUSY_PAUSE_S = 0.05, 1.0
 """The longest pause before the second repetition, as the client's: it doubles from then on."""
-_COST, _THROTTLED_COST = 14, 5
+_COST, _BUSY_COST = 14, 5
 """What a repetition takes of the quota, as the client's."""
 
 
@@ -171,17 +176,17 @@ class Wire:
     def _repetition(self, error: Exception, attempt: int, deadline: CallDeadline) -> int:
         """Pause, and return what the repetition costs; 0 if the request is not sent again. The
         first repetition does not wait."""
-        is_throttled = False
+        pause_s, cost = _PAUSE_S, _COST
         if isinstance(error, ClientError):
             status, code = error_code(error)
-            is_throttled = status == 429 or code in _THROTTLING_CODES
             if status in _REDIRECTS or code in _REDIRECT_CODES:
                 return int(self._is_elsewhere())
-            if status not in _RETRIED and code not in _RETRIED_CODES:
+            if not asks_for_later(error) or status == _NOT_IMPLEMENTED:
                 return 0
-        pause_s, cost = (_THROTTLED_S, _THROTTLED_COST) if is_throttled else (_PAUSE_S, _COST)
+            if is_busy(error):
+                pause_s, cost = _BUSY_PAUSE_S, _BUSY_COST
         scale = 2 ** (attempt - 2) if attempt > 1 else 0
-        too_late = time.monotonic() + scale * _THROTTLED_S > deadline.last_s
+        too_late = time.monotonic() + scale * _BUSY_PAUSE_S > deadline.last_s
         if attempt == ATTEMPTS or too_late or not self._quota.acquire(cost):
             return 0
         time.sleep(random.random() * pause_s * scale)  # noqa: S311
@@ -231,14 +236,10 @@ class Wire:
 def _error(method: str, response: HttpResponse, end_s: float, lost: int) -> ClientError:
     """Close the response, and return its error as the client would."""
     with response:
-        text = response.read(end_s)
-    code = re.search(rb"<Code>([^<]*)</", text)
-    message = re.search(rb"<Message>([^<]*)</", text)
+        text = response.read(end_s).decode(errors="replace")
+    found = dict(re.findall(r"<(Code|Message)>([^<]*)</", text))
     answer: Any = {
-        "Error": {
-            "Code": code[1].decode() if code else str(response.status),
-            "Message": message[1].decode() if message else "",
-        },
+        "Error": {"Code": str(response.status), "Message": "", **found},
         "ResponseMetadata": {"HTTPStatusCode": response.status, "RetryAttempts": lost},
     }
     return ClientError(answer, method)
