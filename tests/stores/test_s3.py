@@ -140,6 +140,9 @@ def test_values_are_kept_under_the_prefix(store: S3Store, client: Any, prefix: s
     assert (
         client.list_objects_v2(Bucket=BUCKET, Prefix=prefix)["Contents"][0]["Key"] == f"{prefix}/k"
     )
+    assert store.head("k") is not None
+    store.delete("k")
+    assert "Contents" not in client.list_objects_v2(Bucket=BUCKET, Prefix=prefix)
 
 
 def test_objects_that_are_no_keys_are_left_out_of_a_scan(

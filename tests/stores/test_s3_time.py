@@ -23,7 +23,7 @@ from objkv.stores.s3 import client as s3_client_module
 from objkv.stores.s3 import helpers as s3_helpers
 from objkv.stores.s3 import wire as s3_wire
 from objkv.stores.s3.client import CallDeadline, begun_by
-from objkv.stores.s3.helpers import Helper, HelperPool, Piece, Team
+from objkv.stores.s3.helpers import HelperPool, Piece, Team
 from objkv.stores.s3.http import HttpConnection
 from objkv.stores.s3.store import S3Store
 from objkv.stores.s3.wire import LATE_MIN_S, SAMPLES_MIN, Hedge
@@ -453,8 +453,8 @@ def test_hedges_are_a_bounded_share_of_requests(percent: int, times: list[float]
 def test_a_team_ends_when_no_helper_touches_the_buffer() -> None:
     crew, begun, gate, over = HelperPool(1), *(threading.Event() for _ in range(3))
 
-    def work(piece: Piece, helper: Helper) -> None:
-        helper.attach(Mock(spec=HttpConnection))
+    def work(piece: Piece, team: Team) -> None:
+        team.attach(Mock(spec=HttpConnection))
         begun.set()
         assert gate.wait(30)
 

@@ -96,9 +96,9 @@ class Piece:
         return self.at == self.end
 
 
-Work = Callable[[Piece, "Helper"], object]
-"""Does one piece, and attaches its connection to the helper before touching the buffer. If it
-fails, the caller does the piece, and meets the reason itself."""
+Work = Callable[[Piece, "Team"], object]
+"""Does one piece on a thread of the pool, and attaches its connection to the team before touching
+the buffer. If it fails, the caller does the piece, and meets the reason itself."""
 
 
 class Team:
@@ -116,9 +116,9 @@ class Team:
         self._changed = threading.Condition()
         self._pending = deque(pieces)
         self._under_way = 0
-        self._connections: set[HttpConnection] = set()
-        self._touching: set[Helper] = set()
-        """Helpers that may have a view of the buffer; one that is still connecting has none."""
+        self._touching: dict[int, HttpConnection | None] = {}
+        """Threads that may have a view of the buffer, which one that is still connecting has not,
+        and their connections, None once released."""
         self._is_over = False
 
     def __enter__(self) -> "Team":
@@ -131,8 +131,9 @@ class Team:
         with self._changed:
             self._is_over = True
             self._pending.clear()
-            for one in self._connections:
-                one.shut()
+            for connection in self._touching.values():
+                if connection is not None:
+                    connection.shut()
             while self._touching:
                 self._changed.wait()
 
@@ -155,19 +156,31 @@ class Team:
                 self._changed.wait(left_s)
             on_progress()
 
+    def attach(self, connection: HttpConnection) -> None:
+        """Allow the caller to shut this thread's ``connection`` until its release. Raises
+        ``ConnectionFailed`` if the caller has finished."""
+        with self._changed:
+            if self._is_over:
+                raise ConnectionFailed("the caller has finished")
+            self._touching[threading.get_ident()] = connection
+        connection.on_release = self._released
+
+    def _released(self) -> None:
+        with self._changed:
+            self._touching[threading.get_ident()] = None
+
     def grew(self) -> None:
         """Wake the waiting caller, because a helper's piece has grown."""
         with self._changed:
             self._changed.notify_all()
 
     def _help(self) -> None:
-        helper = Helper(self)
         while (piece := self._begin()) is not None:
             with suppress(Exception):
-                self._work(piece, helper)
+                self._work(piece, self)
             with self._changed:  # no exception holds a reference to the buffer now
                 self._under_way -= 1
-                self._touching.discard(helper)
+                self._touching.pop(threading.get_ident(), None)
                 self._changed.notify_all()
 
     def _begin(self) -> Piece | None:
@@ -176,30 +189,3 @@ class Team:
                 return None
             self._under_way += 1
             return self._pending.popleft()
-
-
-class Helper:
-    """A pool thread while it works for a team. It registers its connection, so that the caller can
-    close the connection."""
-
-    def __init__(self, team: Team) -> None:
-        self._team = team
-
-    def attach(self, connection: HttpConnection) -> None:
-        """Allow the caller to shut ``connection`` until its release. Raises
-        ``ConnectionFailed`` if the team has finished."""
-        team = self._team
-        with team._changed:
-            if team._is_over:
-                raise ConnectionFailed("the caller has finished")
-            team._connections.add(connection)
-            team._touching.add(self)
-        connection.on_release = lambda: self._detach(connection)
-
-    def grew(self) -> None:
-        """See ``Team``."""
-        self._team.grew()
-
-    def _detach(self, connection: HttpConnection) -> None:
-        with self._team._changed:
-            self._team._connections.discard(connection)

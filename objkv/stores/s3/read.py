@@ -12,7 +12,7 @@ from objkv.errors import StoreError
 from objkv.stores.base import Arrived, check_fits
 from objkv.stores.s3.absent import Absence
 from objkv.stores.s3.client import ATTEMPTS, CallDeadline, error_code
-from objkv.stores.s3.helpers import Helper, HelperPool, Piece, Team
+from objkv.stores.s3.helpers import HelperPool, Piece, Team
 from objkv.stores.s3.http import STEP_BYTES, VALUE_BYTES_MAX, ConnectionFailed, HttpResponse
 from objkv.stores.s3.wire import Wire
 
@@ -151,7 +151,7 @@ class _Reading:
             self._reported = prefix
             self._get.arrived(prefix)
 
-    def _read(self, piece: Piece, helper: Helper | None) -> str:
+    def _read(self, piece: Piece, team: Team | None) -> str:
         """Read the rest of ``piece``. Return why it is not done, or an empty text."""
         first = self._start + piece.at
         extra = _range(first, self._start + piece.end)
@@ -160,14 +160,14 @@ class _Reading:
         def grown(at: int) -> None:
             nonlocal reported
             piece.at = begun + at
-            if helper is None:
+            if team is None:
                 self._report()
             elif piece.at >= reported + PROGRESS_BYTES:
                 reported = piece.at
-                helper.grew()
+                team.grew()
 
         get = self._get
-        with self._reader.wire.ask("GET", get.key, extra, get.deadline, helper=helper) as response:
+        with self._reader.wire.ask("GET", get.key, extra, get.deadline, team=team) as response:
             is_right = response.left == piece.end - piece.at and response.starts_at(first)
             if response.status != 206 or not is_right:
                 return _OTHER_RANGE

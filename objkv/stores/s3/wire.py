@@ -21,7 +21,7 @@ from objkv.stores.s3.client import (
     error_code,
     is_busy,
 )
-from objkv.stores.s3.helpers import Helper
+from objkv.stores.s3.helpers import Team
 from objkv.stores.s3.http import ConnectionFailed, HttpConnection, HttpResponse
 from objkv.stores.s3.signing import S3Endpoint, find_endpoint
 from objkv.telemetry import Recorder
@@ -118,27 +118,27 @@ class Wire:
         deadline: CallDeadline,
         *,
         body: Callable[[], memoryview] | None = None,
-        helper: Helper | None = None,
+        team: Team | None = None,
     ) -> HttpResponse:
         """Send a request, up to ``ATTEMPTS`` times, and return the head of its response, which the
         caller closes.
 
-        ``body`` is called for each attempt after its connection is made and attached to ``helper``;
-        a helper's requests are neither hedged nor repeated. Raises the client's exceptions;
+        ``body`` is called for each attempt after its connection is made and attached to ``team``;
+        requests for a team are neither hedged nor repeated. Raises the client's exceptions;
         ``RetryAttempts`` of a ``ClientError`` counts the attempts before it that the server may
         have carried out.
         """
         lost, cost = 0, 1
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                response = self._send(method, key, extra, deadline.end_s, body, helper)
+                response = self._send(method, key, extra, deadline.end_s, body, team)
                 if response.status < 300:
                     self._quota.release(cost)
                     return response
                 raise _error(method, response, deadline.end_s, lost + response.is_repeated)
             except (ClientError, ConnectionFailed, SSLError) as exc:
                 lost += 1
-                cost = 0 if helper else self._repetition(exc, attempt, deadline)
+                cost = 0 if team else self._repetition(exc, attempt, deadline)
                 if not cost:
                     raise
         raise AssertionError
@@ -150,7 +150,7 @@ class Wire:
         extra: dict[str, str],
         end_s: float,
         body: Callable[[], memoryview] | None,
-        helper: Helper | None,
+        team: Team | None,
     ) -> HttpResponse:
         endpoint, sent_s = self.endpoint(), 0.0
         head = endpoint.signed(method, key, extra)
@@ -158,15 +158,15 @@ class Wire:
         def race(first: HttpConnection) -> HttpConnection:
             nonlocal sent_s
             sent_s = time.monotonic()
-            # Other threads can shut a helper's connection, and they know of only one.
-            return first if helper else self._first_of_two(first, endpoint.url, head, end_s)
+            # The caller can shut a team's connections, and knows of only one for each thread.
+            return first if team else self._first_of_two(first, endpoint.url, head, end_s)
 
         response = self._connections.ask(
             endpoint.url,
             head,
             end_s,
             body=body,
-            attach=None if helper is None else helper.attach,
+            attach=None if team is None else team.attach,
             race=race,
         )
         if body is None:

@@ -16,7 +16,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from objkv.errors import StoreError, StoreUnavailable
 from objkv.stores.s3.client import CallDeadline, asks_for_later, begun_by, error_code
 from objkv.stores.s3.demands import PutDemands
-from objkv.stores.s3.helpers import Helper, Piece, Team
+from objkv.stores.s3.helpers import Piece, Team
 from objkv.stores.s3.http import ConnectionFailed
 from objkv.stores.s3.read import Get, S3Reader
 from objkv.telemetry import Recorder
@@ -188,7 +188,7 @@ class S3Writer:
         sent: dict[int, dict[str, Any]] = {}
         deadline = replace(put.deadline, end_s=put.deadline.abort_s)
 
-        def send(piece: Piece, helper: Helper | None) -> None:
+        def send(piece: Piece, team: Team | None) -> None:
             target = f"{put.key}?partNumber={piece.number}&uploadId={quote(upload, safe='-_.~')}"
 
             def body() -> memoryview:
@@ -196,7 +196,7 @@ class S3Writer:
 
             sums = self._demands.body_headers(body()) if self._demands.hashes_bodies else {}
             extra = {"content-length": str(piece.end - piece.start), **sums}
-            asked = self._reader.wire.ask("PUT", target, extra, deadline, body=body, helper=helper)
+            asked = self._reader.wire.ask("PUT", target, extra, deadline, body=body, team=team)
             with asked as response:
                 response.read(deadline.end_s)
             if "etag" not in response.headers:
