@@ -49,7 +49,7 @@ from objkv.config.aws import (
 from objkv.config.urls import check_proxies
 from objkv.errors import ConfigError, StoreBusy, StoreDenied, StoreError, StoreUnavailable
 from objkv.net.deadline import EndsBy, ends_s, is_trial
-from objkv.stores.s3.http import Connections, proxy_of
+from objkv.stores.s3.http import Connections, host_of, proxy_of
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
@@ -180,8 +180,7 @@ def _send(connections: Connections, request: Any, **_: object) -> AWSResponse:
     if time.monotonic() > _LAST_S.get():
         raise StoreUnavailable("too little time left before the deadline to send a request")
     place = urlsplit(request.url)
-    port = {"http": ":80", "https": ":443"}[place.scheme]
-    fields = {"Host": place.netloc.removesuffix(port)}
+    fields = {"Host": host_of(place)}
     for name, text in request.headers.items():
         if name.lower() != "expect":
             fields[name] = text.decode("latin-1") if isinstance(text, bytes) else text

@@ -48,17 +48,19 @@ class PutDemands:
         return self.checksum is not None or self.signs_payloads
 
     def arguments(self) -> dict[str, Any]:
-        """Return the client's arguments for a new object, without those of its body."""
-        given = {"ServerSideEncryption": self.sse, "SSEKMSKeyId": self.kms_key_id, "ACL": self.acl}
+        """Return the client's arguments for the start of an upload in parts."""
+        given = {
+            "ServerSideEncryption": self.sse,
+            "SSEKMSKeyId": self.kms_key_id,
+            "ACL": self.acl,
+            "ChecksumAlgorithm": self.checksum and self.checksum.upper(),
+        }
         return {name: value for name, value in given.items() if value}
 
-    def algorithm(self) -> dict[str, str]:
-        """Return the client's argument that names the checksum of an upload in parts."""
-        return {"ChecksumAlgorithm": self.checksum.upper()} if self.checksum else {}
-
     def headers(self) -> dict[str, str]:
-        """Return the headers of a request for a new object."""
-        return {_HEADERS[name]: value for name, value in self.arguments().items()}
+        """Return the headers of a put, without those of its body."""
+        given = self.arguments()
+        return {header: given[name] for name, header in _HEADERS.items() if name in given}
 
     def body_headers(self, view: memoryview) -> dict[str, str]:
         """Return the headers of a request that depend on its body."""

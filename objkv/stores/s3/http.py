@@ -156,6 +156,11 @@ class Connections:
                     idle.pop().close()
 
 
+def host_of(parts: SplitResult) -> str:
+    """Return the host of a URL as requests name it: without the usual port."""
+    return parts.netloc.removesuffix({"http": ":80", "https": ":443"}[parts.scheme])
+
+
 def proxy_of(url: str) -> SplitResult | None:
     """Return the proxy that the environment names for ``url``, or None. Servers on this machine are
     never reached through a proxy."""

@@ -18,6 +18,7 @@ from botocore.exceptions import NoCredentialsError
 
 from objkv.errors import StoreDenied
 from objkv.stores.s3.client import check_headers
+from objkv.stores.s3.http import host_of
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
@@ -27,7 +28,6 @@ UNSIGNED = "UNSIGNED-PAYLOAD"
 
 _EMPTY = sha256().hexdigest()
 _SOUGHT = "objkv-sought"
-_DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 _TOKENS = {"s3v4": "x-amz-security-token", "v4-s3express": "x-amz-s3session-token"}
 """The header of a session's token, by the client's name of the signature: both are version 4."""
 
@@ -144,7 +144,7 @@ def find_endpoint(client: "S3Client", bucket: str, prefix: str) -> S3Endpoint:
         raise _Built(
             S3Endpoint(
                 url=f"{parts.scheme}://{parts.netloc}",
-                host=parts.netloc.removesuffix(_DEFAULT_PORTS[parts.scheme]),
+                host=host_of(parts),
                 path=parts.path.removesuffix(_SOUGHT),
                 region=context.get("region") or names["region_name"],
                 service=context.get("signing_name") or names["signing_name"],

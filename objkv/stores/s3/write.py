@@ -5,7 +5,6 @@ Servers without conditional requests get the closest substitute.
 """
 
 import hashlib
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -28,10 +27,6 @@ CONFLICT_TRIES = 5
 _EXISTS = 412
 _CONFLICT = 409
 _REFUSALS = {"NotImplemented", "InvalidArgument", "InvalidRequest", "UnsupportedArgument"}
-
-_Complete = Callable[["Put", dict[str, Any]], bool]
-"""Completes a multipart upload with the given parameters. Returns whether this writer's value won.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +63,13 @@ class S3Writer:
 
     def put_if_absent(self, put: Put) -> bool:
         """Write the value unless the key exists, and return whether this call wrote it."""
-        attempt = self._upload_if_absent if self._is_large(put) else self._send_if_absent
         for _ in range(CONFLICT_TRIES):
             try:
-                return attempt(put)
+                if not self._is_large(put):
+                    return self._send_if_absent(put)
+                if self._exists(put):  # avoids the upload; completing it decides
+                    return False
+                return self._upload(put, if_absent=True)
             except ClientError as exc:
                 status, _code = error_code(exc)
                 if status == _EXISTS:
@@ -87,7 +85,7 @@ class S3Writer:
     def put(self, put: Put) -> None:
         """Write the value, replacing an existing one."""
         if self._is_large(put):
-            self._upload(put, self._complete)
+            self._upload(put, if_absent=False)
         else:
             self._send(put)
 
@@ -155,24 +153,18 @@ class S3Writer:
             return None
         return False
 
-    def _upload_if_absent(self, put: Put) -> bool:
-        if self._exists(put):  # avoids the upload; completing it decides
-            return False
-        return self._upload(put, self._complete_if_absent)
-
-    def _upload(self, put: Put, complete: _Complete) -> bool:
-        """Upload in parts. Abort unless ``complete`` returns True, so that no part stays behind.
-        Raises the client's exceptions and ``StoreUnavailable``."""
+    def _upload(self, put: Put, *, if_absent: bool) -> bool:
+        """Upload in parts, and return whether this writer's value won. Abort if not, so that no
+        part stays behind."""
         deadline = put.deadline
-        created = self._client.create_multipart_upload(
-            **put.place, **self._demands.arguments(), **self._demands.algorithm()
-        )
+        created = self._client.create_multipart_upload(**put.place, **self._demands.arguments())
         upload = {**put.place, "UploadId": created["UploadId"]}
         done = False
         try:
             with begun_by(deadline.last_s, deadline.abort_s):
                 parts = self._send_parts(put, upload["UploadId"])
-                done = complete(put, {**upload, "MultipartUpload": {"Parts": parts}})
+                whole = {**upload, "MultipartUpload": {"Parts": parts}}
+                done = self._complete(put, whole, if_absent=if_absent)
             return done
         finally:
             if not done:
@@ -221,22 +213,21 @@ class S3Writer:
                 send(piece, None)
         return [sent[number] for number in sorted(sent)]
 
-    def _complete(self, _: Put, upload: dict[str, Any]) -> bool:
+    def _complete(self, put: Put, upload: dict[str, Any], *, if_absent: bool) -> bool:
+        """Return whether this writer's value won."""
+        if if_absent:
+            if self._exists(put):  # some servers ignore the condition here
+                return False
+            if self.conditional is not False:
+                try:
+                    self._client.complete_multipart_upload(**upload, IfNoneMatch="*")
+                    return True
+                except ClientError as exc:
+                    if not _is_refused(exc):
+                        raise
+            self._recorder.count("s3_unconditional_puts")
         self._client.complete_multipart_upload(**upload)
         return True
-
-    def _complete_if_absent(self, put: Put, upload: dict[str, Any]) -> bool:
-        if self._exists(put):  # some servers ignore the condition here
-            return False
-        if self.conditional is not False:
-            try:
-                self._client.complete_multipart_upload(**upload, IfNoneMatch="*")
-                return True
-            except ClientError as exc:
-                if not _is_refused(exc):
-                    raise
-        self._recorder.count("s3_unconditional_puts")
-        return self._complete(put, upload)
 
 
 def _is_repeated(exc: ClientError) -> bool:
