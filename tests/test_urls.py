@@ -23,7 +23,7 @@ from objkv.errors import ConfigError, ObjkvError
 from objkv.ops.top.scrape import MetricsSource
 from objkv.ops.warm.endpoint import EndpointLimits, PrefillEndpoint
 from objkv.redact import without_secrets
-from objkv.stores.s3.client import open_s3_client
+from objkv.stores.s3.client import open_s3_access
 from objkv.telemetry import NullRecorder
 
 
@@ -232,7 +232,7 @@ def test_no_part_of_a_password_in_another_variable_is_shown(
 ) -> None:
     environ = {name: form.format(password), "AWS_CONFIG_FILE": "/dev/null", "HOME": "/nowhere"}
     with patch.dict(os.environ, environ):
-        text = outcome(lambda: open_s3_client(load_config({"bulk_url": "s3://b"}, environ={})))
+        text = outcome(lambda: open_s3_access(load_config({"bulk_url": "s3://b"}, environ={})))
         text += outcome(lambda: MetricsSource("http://far.example", deadline_s=1))
         text += outcome(lambda: check_proxies("https_proxy", "all_proxy"))
     assert shown(password, text) == []
@@ -266,5 +266,5 @@ def test_an_endpoint_of_a_profile_is_not_shown(
         monkeypatch.setenv("AWS_CONFIG_FILE", file)
         config = load_config({"bulk_url": "s3://b"}, environ={})
         with pytest.raises(ConfigError, match="endpoint_url of the AWS profile") as caught:
-            open_s3_client(config)
+            open_s3_access(config)
         assert shown("QXZJ-QXZJ/QXZJ", told(caught.value)) == []

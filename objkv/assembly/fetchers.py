@@ -14,7 +14,7 @@ from objkv.stores.processes.child import run
 from objkv.stores.processes.pool import FetchPool, PoolLimits
 from objkv.stores.processes.process import FetchProcess
 from objkv.stores.processes.store import ProcessGets
-from objkv.stores.s3.client import open_s3_client
+from objkv.stores.s3.client import open_s3_access
 from objkv.stores.s3.demands import PutDemands
 from objkv.stores.s3.store import S3Store
 from objkv.telemetry import Recorder
@@ -28,7 +28,7 @@ def open_s3(config: Config, recorder: Recorder) -> S3Store:
     """Open the store of ``bulk_url``, a bucket. Sends nothing yet. Raises ``ConfigError``."""
     place = parse_url("bulk_url", config.bulk_url)
     return S3Store(
-        open_s3_client(config),
+        open_s3_access(config),
         bucket=place.host,
         prefix=place.path,
         multipart_bytes=config.s3_multipart_bytes,

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from objkv.stores.base import KEY_BYTES_MAX
 from objkv.stores.local import LocalStore
 from tests.contracts.store_contract import StoreContract
 from tests.support.servers.quick_s3 import QuickS3
-from tests.support.servers.s3_stores import BUCKET, s3_client, s3_store
+from tests.support.servers.s3_stores import BUCKET, s3_access, s3_store
 
 
 class TestLocalStore(StoreContract):
@@ -264,7 +265,8 @@ def test_a_leftover_is_discarded_alone_or_with_a_folder_that_it_leaves_empty(
 
 def test_uploads_that_nobody_completed_are_aborted() -> None:
     with QuickS3() as server, s3_store(server.url) as store:
-        client = s3_client(server.url)
+        access = s3_access(server.url)
+        client: Any = access.client
         place = {"Bucket": BUCKET, "Key": "p/a/b"}
         for number in (1, 2):
             upload = client.create_multipart_upload(**place)["UploadId"]
@@ -275,4 +277,4 @@ def test_uploads_that_nobody_completed_are_aborted() -> None:
         assert store.discard(found[0])
         assert not store.discard(found[0])
         assert list(store.unfinished()) == found[1:]
-        client.close()
+        access.close()
