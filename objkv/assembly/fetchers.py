@@ -10,7 +10,7 @@ from objkv.config import Config, parse_url
 from objkv.config.node import agent_environment, host_cores
 from objkv.stores.base import PruneStore
 from objkv.stores.processes.pool import FetchPool, PoolLimits
-from objkv.stores.processes.process import FetchProcess, FetchProgram
+from objkv.stores.processes.process import FetchProcess
 from objkv.stores.processes.store import ProcessGets
 from objkv.stores.s3.client import open_s3_client
 from objkv.stores.s3.demands import PutDemands
@@ -55,12 +55,10 @@ def open_s3_of_agent(config: Config, recorder: Recorder) -> PruneStore:
         return store
     lanes = -(-config.load_threads // processes)
     ranges = -(-config.s3_ranges_max // processes)
-    program = FetchProgram(
-        [sys.executable, "-P", "-m", "objkv.assembly.fetch_process"],
-        _environment(config.model_copy(update={"s3_ranges_max": ranges})),
-    )
-    limits = PoolLimits(processes, lanes)
-    pool = FetchPool(partial(FetchProcess, program), limits, recorder, report=_log_loss)
+    command = [sys.executable, "-P", "-m", "objkv.assembly.fetch_process"]
+    environ = _environment(config.model_copy(update={"s3_ranges_max": ranges}))
+    start = partial(FetchProcess, command, environ)
+    pool = FetchPool(start, PoolLimits(processes, lanes), recorder, report=_log_loss)
     return ProcessGets(store, pool, deadline_s=config.load_deadline_ms / 1000, recorder=recorder)
 
 

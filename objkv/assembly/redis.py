@@ -6,8 +6,7 @@ appear in no error and no repr.
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -259,7 +258,7 @@ class _LazyCluster:
                 self._client.close()
 
 
-def describe_server(config: Config, *, clock: Callable[[], float] = time.time) -> ServerFacts:
+def describe_server(config: Config) -> ServerFacts:
     """Return version, memory policy and clock of the server, for ``doctor``.
 
     Opens a separate connection. Describes one node of a cluster. Raises ``StoreUnavailable``; the
@@ -267,13 +266,17 @@ def describe_server(config: Config, *, clock: Callable[[], float] = time.time) -
     """
     client = connect_redis(config.index_url, config)
     try:
-        with _translated():
-            return describe_redis(_one_node(client), clock=clock)
+        node = client
+        if isinstance(client, redis.RedisCluster):
+            node = client.get_redis_connection(client.get_default_node())
+        return describe_redis(node)
+    except CLIENT_ERRORS as exc:
+        raise StoreUnavailable(f"describe index: {exc}") from exc
     finally:
         client.close()
 
 
-def describe_redis(node: redis.Redis, *, clock: Callable[[], float] = time.time) -> ServerFacts:
+def describe_redis(node: Any, *, clock: Callable[[], float] = time.time) -> ServerFacts:
     """Return the facts of one server, read with ``INFO`` and ``TIME`` (ACL: ``+info +time``)."""
     denied: list[str] = []
     info: Mapping[str, Any] = _allowed(node.info, "INFO", denied) or {}
@@ -298,14 +301,6 @@ def describe_redis(node: redis.Redis, *, clock: Callable[[], float] = time.time)
     )
 
 
-def _one_node(client: Client) -> redis.Redis:
-    if isinstance(client, redis.RedisCluster):
-        node = client.get_default_node()
-        one: redis.Redis = client.get_redis_connection(node)
-        return one
-    return client
-
-
 def _allowed(call: Callable[[], Any], name: str, denied: list[str]) -> Any:
     try:
         return call()
@@ -316,11 +311,3 @@ def _allowed(call: Callable[[], Any], name: str, denied: list[str]) -> Any:
 
 def _number(value: Any) -> int | None:
     return value if isinstance(value, int) else None
-
-
-@contextmanager
-def _translated() -> Iterator[None]:
-    try:
-        yield
-    except CLIENT_ERRORS as exc:
-        raise StoreUnavailable(f"describe index: {exc}") from exc

@@ -24,7 +24,7 @@ from objkv.stores.processes import process
 from objkv.stores.processes import store as stores
 from objkv.stores.processes.child import ANSWERS, REQUESTS, Answer, GetRequest, failed
 from objkv.stores.processes.pool import FetchPool, PoolLimits
-from objkv.stores.processes.process import FetchProcess, FetchProgram
+from objkv.stores.processes.process import FetchProcess
 from objkv.stores.processes.store import ProcessGets
 from objkv.telemetry import MemoryRecorder
 from tests.contracts.store_contract import StoreContract
@@ -57,16 +57,14 @@ class Fleet:
         self.values, self.gates = folder / "values", folder / "gates"
         self.gates.mkdir(parents=True)
         self.recorder = MemoryRecorder()
-        program = FetchProgram(
-            [
-                *(sys.executable, "-m", "tests.support.fetch_child"),
-                *(str(self.values), str(self.gates)),
-            ],
-            os.environ | {"PYTHONPATH": str(ROOT)},
-        )
+        command = [
+            *(sys.executable, "-m", "tests.support.fetch_child"),
+            *(str(self.values), str(self.gates)),
+        ]
+        start = partial(FetchProcess, command, os.environ | {"PYTHONPATH": str(ROOT)})
         self.own = Counted(self.values)
         bounds = PoolLimits(processes, LANES, **{"restart_s": 0.001, **limits})
-        self.pool = FetchPool(partial(FetchProcess, program), bounds, self.recorder)
+        self.pool = FetchPool(start, bounds, self.recorder)
         self.store = ProcessGets(self.own, self.pool, deadline_s=PATIENCE_S, recorder=self.recorder)
 
     def ready(self, count: int = 1) -> list[int]:
@@ -321,7 +319,7 @@ def test_a_program_that_cannot_run_or_ends_costs_no_get_and_is_not_started_at_on
 
     def start(lanes: int) -> FetchProcess:
         started.append(lanes)
-        return FetchProcess(FetchProgram([command], os.environ), lanes)
+        return FetchProcess([command], os.environ, lanes)
 
     limits = PoolLimits(1, 1, restart_s=3600.0, restart_max_s=7200.0)
     pool = FetchPool(start, limits, recorder, report=lambda *loss: losses.append(loss))

@@ -92,18 +92,6 @@ class PendingTotals:
             self._due_s = now + _FLUSH_S
         return taken
 
-    def take_of(self, namespace: str) -> dict[str, int]:
-        """Return and clear the changes of ``namespace`` by field, because its totals are about to
-        be replaced."""
-        fields = f"{namespace}:nbytes", f"{namespace}:payloads"
-        with self._lock:
-            self._leave_to_parent()
-            return {field: self._pending.pop(field, 0) for field in fields}
-
-    def commands(self, taken: Mapping[str, int]) -> list[Command]:
-        """Return the commands that add ``taken``."""
-        return [("HINCRBY", self.key, field, change) for field, change in taken.items()]
-
     def keep(self, taken: Mapping[str, int]) -> None:
         """Keep changes until the next sending: new ones, and those that could not be sent. Some of
         these may have arrived after all, so the totals can end up too high, but never too low."""
@@ -132,7 +120,7 @@ def read_totals(reply: Mapping[bytes, bytes]) -> list[Usage]:
     return found
 
 
-def replaced(key: str, usage: Usage) -> Command:
+def replaced(key: str, usage: Usage) -> tuple[str | int, ...]:
     """Return the command that replaces a namespace's totals, or deletes them if it is empty."""
     name = usage.namespace
     if not usage.payloads:
@@ -232,11 +220,11 @@ class RedisIndex:
     def usage(self) -> list[Usage]:
         """See ``ReadIndex``. Returns running totals, without recent changes that other processes
         have not sent yet."""
-        return read_totals(self._read("usage", self._totals))
+        return read_totals(self._flush("usage", self._totals, "HGETALL", self._totals.key))
 
     def savings(self) -> list[Savings]:
         """See ``ReadIndex``. Like ``usage``, lacks numbers of killed processes."""
-        reply = self._read("savings", self._savings)
+        reply = self._flush("savings", self._savings, "HGETALL", self._savings.key)
         numbers = {
             field.decode("utf-8", "replace"): int(value)
             for field, value in reply.items()
@@ -244,13 +232,13 @@ class RedisIndex:
         }
         return read_savings(numbers)
 
-    def _read(self, verb: str, totals: PendingTotals) -> dict[bytes, bytes]:
-        """Send this process's changes of ``totals``, and return all of its fields."""
-        [reply] = self._flushed(totals, totals.take(early=True), ("HGETALL", totals.key))
+    def _flush(self, verb: str, totals: PendingTotals, *command: str | int) -> Any:
+        """Send this process's changes of ``totals``, then ``command``. Return its reply."""
+        [reply] = self._flushed(totals, totals.take(early=True), command)
         if isinstance(reply, Exception):
             with translated(f"redis index, {verb}"):
                 raise reply
-        return dict(reply)
+        return reply
 
     def check(self) -> None:
         """See ``ReadIndex``. Runs a script, which needs most of the rights that objkv needs."""
@@ -325,14 +313,7 @@ class RedisIndex:
 
     def set_usage(self, usage: Usage) -> None:
         """See ``PruneIndex``."""
-        counted = self._totals.take_of(usage.namespace)
-        run: Callable[..., object] = self.client.execute_command
-        try:
-            with translated("redis index, set usage"):
-                run(*replaced(self._totals.key, usage))
-        except StoreError:
-            self._totals.keep(counted)
-            raise
+        self._flush("set usage", self._totals, *replaced(self._totals.key, usage))
 
     def _chunk(self, namespace: str, prefix_hash: bytes) -> str:
         return f"{self._prefix}:i:{namespace}:{prefix_hash.hex()}"
@@ -373,7 +354,8 @@ class RedisIndex:
         """Return the replies to ``commands``. Sends changes of ``totals`` first, and puts back the
         failed ones."""
         try:
-            replies = self._pipelined([*totals.commands(changes), *commands])
+            adding = [("HINCRBY", totals.key, field, change) for field, change in changes.items()]
+            replies = self._pipelined([*adding, *commands])
         except StoreError:
             totals.keep(changes)
             raise

@@ -11,7 +11,6 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from time import monotonic
 from typing import Final
 
@@ -33,15 +32,6 @@ _FINAL_LENGTH = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 class LaneLost(Exception):
     """The process has ended, or does not follow the protocol."""
-
-
-@dataclass(frozen=True, slots=True)
-class FetchProgram:
-    """Command and environment of a fetching process."""
-
-    command: Sequence[str]
-    """Without the descriptors, which are appended."""
-    environ: Mapping[str, str]
 
 
 class FetchLane:
@@ -102,8 +92,9 @@ class FetchLane:
 class FetchProcess:
     """A running process. Not thread-safe, except for its lanes: each belongs to one thread."""
 
-    def __init__(self, program: FetchProgram, lanes: int) -> None:
-        """Start it, without waiting until it is ready. Raises ``OSError``."""
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], lanes: int) -> None:
+        """Start ``command``, to which descriptors are appended, without waiting until it is ready.
+        Raises ``OSError``."""
         memory, view = _shared_memory(lanes * LANE_BYTES)
         pairs: list[tuple[socket.socket, socket.socket]] = []
         try:
@@ -111,7 +102,14 @@ class FetchProcess:
                 socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(lanes + 1)
             )
             theirs = [memory, *(there.fileno() for _, there in pairs)]
-            self._process = _started(program, theirs)
+            self._process = subprocess.Popen(
+                [*command, *map(str, theirs)],
+                pass_fds=theirs,
+                env=dict(environ),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                process_group=0,  # Ctrl-C at a terminal is for the agent
+            )
         except BaseException:
             for here, _ in pairs:
                 here.close()
@@ -180,15 +178,3 @@ def _shared_memory(nbytes: int) -> tuple[int, memoryview]:
     except BaseException:
         os.close(fd)
         raise
-
-
-def _started(program: FetchProgram, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Start the program with these descriptors, and no others."""
-    return subprocess.Popen(
-        [*program.command, *map(str, descriptors)],
-        pass_fds=descriptors,
-        env=dict(program.environ),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        process_group=0,  # Ctrl-C at a terminal is for the agent
-    )
