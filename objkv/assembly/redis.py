@@ -32,9 +32,10 @@ from objkv.net.redis_errors import CLIENT_ERRORS, ClearRefused
 from objkv.net.resp import DeadlinePool, keep_deadlines
 
 
-class _OnThisMachine(redis.Connection):
-    """A connection without TLS. The settings check the host of ``index_url``. Hosts that a cluster
-    or a Sentinel reports later are checked here, before a password is sent to them."""
+class ClearConnection(redis.Connection):
+    """A connection without TLS to a server on this machine. The settings check the host of
+    ``index_url``. Hosts that a cluster or a Sentinel reports later are checked here, before a
+    password is sent to them."""
 
     def _connect(self) -> Any:
         if not is_this_machine(str(self.host)):
@@ -46,12 +47,7 @@ class _OnThisMachine(redis.Connection):
         return super()._connect()  # type: ignore[no-untyped-call]
 
 
-class ClearConnection(_OnThisMachine):
-    """A connection to a server on this machine. Raises ``ConnectionError`` before anything is sent
-    to another."""
-
-
-class ClearSentinelConnection(_OnThisMachine, SentinelManagedConnection):
+class ClearSentinelConnection(ClearConnection, SentinelManagedConnection):
     """The same, for the primary that a Sentinel reports."""
 
 

@@ -7,6 +7,7 @@ queries read every header. Nothing expires and no hits are counted. Pins are in 
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -91,12 +92,12 @@ class BulkIndex:
 
     def usage(self) -> list[Usage]:
         """See ``ReadIndex``. Walks the whole store, and counts exactly."""
-        totals: dict[str, tuple[int, int]] = {}
+        nbytes, payloads = Counter[str](), Counter[str]()
         for key, entry in self._chunks(""):
-            nbytes, payloads = totals.get(key.namespace, (0, 0))
-            totals[key.namespace] = (nbytes + entry.nbytes, payloads + 1)
+            nbytes[key.namespace] += entry.nbytes
+            payloads[key.namespace] += 1
         now_s = int(time.time())
-        return [Usage(name, *total, now_s) for name, total in sorted(totals.items())]
+        return [Usage(name, nbytes[name], payloads[name], now_s) for name in sorted(payloads)]
 
     def savings(self) -> list[Savings]:
         """Return nothing: a folder has no place where many processes could add up."""
@@ -155,8 +156,8 @@ class BulkIndex:
 
     def drop(self, namespace: str, prefix_hash: bytes) -> bool:
         """See ``PruneIndex``. Deletes the payloads."""
-        keys = [entry.key for _, entry in self._chunks(_folder(namespace, prefix_hash))]
-        deleted = [self._store.delete(key) for key in keys]
+        entries = [entry for _, entry in self._chunks(_folder(namespace, prefix_hash))]
+        deleted = [self._store.delete(entry.key) for entry in entries]
         return any(deleted)
 
     def set_usage(self, usage: Usage) -> None:

@@ -362,22 +362,14 @@ class Config(BaseModel):
         return values
 
     @model_validator(mode="after")
-    def _watermarks_are_in_order(self) -> Self:
+    def _settings_agree(self) -> Self:
         if self.quota_low_percent > self.quota_high_percent:
             raise ValueError(
                 f"quota_low_percent {self.quota_low_percent} is above quota_high_percent "
                 f"{self.quota_high_percent}: lower it"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _a_kms_key_is_used(self) -> Self:
         if self.s3_sse_kms_key_id and self.s3_sse != "aws:kms":
             raise ValueError("s3_sse_kms_key_id is set: set s3_sse to aws:kms too")
-        return self
-
-    @model_validator(mode="after")
-    def _a_login_has_one_source(self) -> Self:
         if self.redis_credentials and (self.redis_username or self.redis_password):
             raise ValueError(
                 "redis_credentials is set: remove redis_username and redis_password, which it "

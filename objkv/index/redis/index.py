@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from threading import Lock
 from typing import Any
 
@@ -48,7 +49,7 @@ from objkv.index.redis.scripts import (
 )
 from objkv.index.shapes import FIELDS_MAX, SHAPES_HASH
 from objkv.keys.prefix import PREFIX_HASH_BYTES
-from objkv.net.redis_errors import translated
+from objkv.net.redis_errors import translated, translation
 
 Command = tuple[str | bytes | int, ...]
 _FLUSH_S = 5.0
@@ -178,12 +179,9 @@ class RedisIndex:
 
     def _has_few_fields(self, namespace: str, prefix_hash: bytes) -> bool:
         (reply,) = self._pipelined([("HLEN", self._chunk(namespace, prefix_hash))])
-        if not isinstance(reply, Exception):
-            return int(reply) <= _FIELDS_READ_MAX
-        if str(reply).startswith("WRONGTYPE"):
+        if _is_foreign(reply):
             return False
-        with translated("redis index, lookup"):
-            raise reply
+        return int(_checked("lookup", reply)) <= _FIELDS_READ_MAX
 
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
@@ -199,15 +197,10 @@ class RedisIndex:
 
     def scan(self, namespace: str) -> Iterator[Record]:
         """See ``ReadIndex``. Walks all keys of the server in batches."""
-        batch: list[bytes] = []
-        for found, prefix_hash in self._keys(f"{self._prefix}:i:{namespace}:*"):
-            if found != namespace:
-                continue
-            batch.append(prefix_hash)
-            if len(batch) == _SCAN_KEYS:
-                yield from filter(None, self.lookup(namespace, batch))
-                batch = []
-        yield from filter(None, self.lookup(namespace, batch))
+        keys = self._keys(f"{self._prefix}:i:{namespace}:*")
+        hashes = (prefix_hash for found, prefix_hash in keys if found == namespace)
+        while batch := list(islice(hashes, _SCAN_KEYS)):
+            yield from filter(None, self.lookup(namespace, batch))
 
     def namespaces(self) -> list[str]:
         """See ``ReadIndex``. Walks all keys of the server.
@@ -235,10 +228,7 @@ class RedisIndex:
     def _flush(self, verb: str, totals: PendingTotals, *command: str | int) -> Any:
         """Send this process's changes of ``totals``, then ``command``. Return its reply."""
         [reply] = self._flushed(totals, totals.take(early=True), command)
-        if isinstance(reply, Exception):
-            with translated(f"redis index, {verb}"):
-                raise reply
-        return reply
+        return _checked(verb, reply)
 
     def check(self) -> None:
         """See ``ReadIndex``. Runs a script, which needs most of the rights that objkv needs."""
@@ -342,11 +332,7 @@ class RedisIndex:
         again = self._pipelined([script.full(keys[place], *args) for place in unknown])
         for place, reply in zip(unknown, again, strict=True):
             replies[place] = reply
-        for reply in replies:
-            if isinstance(reply, Exception):
-                with translated(f"redis index, {verb}"):
-                    raise reply
-        return replies
+        return [_checked(verb, reply) for reply in replies]
 
     def _flushed(
         self, totals: PendingTotals, changes: Mapping[str, int], *commands: Command
@@ -397,16 +383,25 @@ class RedisIndex:
                 yield match[1].decode("utf-8", "replace"), bytes.fromhex(match[2].decode("ascii"))
 
 
+def _is_foreign(reply: Any) -> bool:
+    """Whether the key has another type, and so is not objkv's."""
+    return isinstance(reply, Exception) and str(reply).startswith("WRONGTYPE")
+
+
+def _checked(verb: str, reply: Any) -> Any:
+    """Return ``reply``. Raises it as a ``StoreError`` if it is an error."""
+    if isinstance(reply, Exception):
+        raise translation(f"redis index, {verb}", reply) from reply
+    return reply
+
+
 def _record(prefix_hash: bytes, reply: Any, now: float) -> Record | None:
     """Return the record from a reply to ``HGETALL``; None if it is missing or not written by
     objkv."""
-    if isinstance(reply, Exception):
-        if str(reply).startswith("WRONGTYPE"):
-            return None
-        with translated("redis index, lookup"):
-            raise reply
+    if _is_foreign(reply):
+        return None
     shards = {}
-    for name, value in reply.items():
+    for name, value in _checked("lookup", reply).items():
         if b"." in name and (shard := decode_shard(value)):
             shards[name.decode("utf-8", "replace")] = shard
     try:
