@@ -572,8 +572,8 @@ class Engine:
         if self.index.leases:
             raise Broken(f"leases are left: {sorted(self.index.leases)}")
         for saves in self.saves:
-            if left := saves.in_flight._under_way:
-                raise Broken(f"saves never ended: {len(left)}")
+            if saves.in_flight:
+                raise Broken(f"saves never ended: {len(saves.in_flight)}")
         for entry in self.inner.scan(""):
             self._check_payload(self.inner.get(entry.key) or b"")
         for epoch in range(self.epoch + 1):
