@@ -144,6 +144,10 @@ class InFlightSaves:
         self._under_way: set[str] = set()
         self._saved: OrderedDict[str, float] = OrderedDict()
 
+    def __len__(self) -> int:
+        """How many are being saved now."""
+        return len(self._under_way)
+
     def begin(self, path: str) -> bool:
         """Return whether to save ``path`` now. If True, the caller must call ``end``."""
         with self._lock:

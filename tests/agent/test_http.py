@@ -17,7 +17,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from objkv.agent.http import listener
-from objkv.agent.http.api import HttpPlaces
+from objkv.agent.http.api import AgentHttp, HttpPlaces
 from objkv.agent.http.metrics import LEVELS, PREFIX, TOTALS
 from objkv.errors import ConfigError
 from objkv.ops.top.scrape import values_of
@@ -203,6 +203,11 @@ def test_text_is_tokenized_if_there_is_a_tokenizer(node: Node, tokenizers: Path)
         assert router.ask("POST", "/v1/match", text | {"model": "other"})[1]["stored"] == 3
 
 
+def port_of(server: AgentHttp) -> int:
+    """The TCP port."""
+    return server._listeners[-1].address[1]
+
+
 def _hosts() -> list[str]:
     """The loopback addresses: IPv6 may be switched off."""
     with suppress(OSError), socket.socket(socket.AF_INET6) as sock:
@@ -216,7 +221,7 @@ def test_an_address_needs_the_token(node: Node, tokenizers: Path, host: str) -> 
     save_identity(node.store)
     node.save()
     with serving(node, address=(host, 0), token=TOKEN) as server:
-        place = (host, server.port)
+        place = (host, port_of(server))
         right = Router(place, f"Bearer {TOKEN}")
         assert right.ask("POST", "/v1/match", PROMPT)[1]["stored"] == 3
         assert Router(place, f"bearer  {TOKEN}").ask("GET", "/metrics")[0] == 200
@@ -236,7 +241,7 @@ def test_an_address_needs_the_token(node: Node, tokenizers: Path, host: str) -> 
 def test_a_refused_client_may_have_sent_a_long_prompt(node: Node) -> None:
     with serving(node, address=("127.0.0.1", 0), token=TOKEN) as server:
         body = PROMPT | {"tokens": list(range(1_000_000))}
-        assert Router(("127.0.0.1", server.port)).ask("POST", "/v1/match", body)[0] == 401
+        assert Router(("127.0.0.1", port_of(server))).ask("POST", "/v1/match", body)[0] == 401
 
 
 def test_an_address_that_cannot_be_used_is_refused_at_start(node: Node) -> None:
@@ -362,7 +367,7 @@ def test_the_documented_command_gives_node_exporter_a_file_while_there_is_an_age
 
 def test_strangers_keep_no_client_out(node: Node) -> None:
     with serving(node, address=("127.0.0.1", 0), token=TOKEN) as server:
-        place, heads = ("127.0.0.1", server.port), (b"GET /met", b"POST /v1/match HTTP/1.0\r\n")
+        place, heads = ("127.0.0.1", port_of(server)), (b"GET /met", b"POST /v1/match HTTP/1.0\r\n")
         with ExitStack() as all_of_them:
             for number in range(3 * listener._CLIENTS_MAX):
                 stranger = all_of_them.enter_context(socket.create_connection(place, PATIENCE_S))

@@ -583,8 +583,8 @@ class Engine:
         for inside in self.insides:
             self._check_inside(inside)
         for saves in self.saves:
-            if left := saves.in_flight._under_way:
-                raise Broken(f"saves never ended: {len(left)}")
+            if saves.in_flight:
+                raise Broken(f"saves never ended: {len(saves.in_flight)}")
         for entry in self.inner.scan(""):
             self._check_payload(self.inner.get(entry.key) or b"")
         for epoch in range(self.epoch + 1):

@@ -153,11 +153,6 @@ class AgentHttp:
                 self.close()
                 raise
 
-    @property
-    def port(self) -> int:
-        """The TCP port; 0 without one."""
-        return self._listeners[-1].address[1]
-
     def restore(self) -> None:
         """Serve the Unix socket again if something has removed it. Raises ``ConfigError``."""
         if self._listeners[0].is_lost:
