@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import vllm
 
-from objkv.connector.model import drafts, stages
+from objkv.connector.model import drafts, parts
 from objkv.connector.model.groups import Geometry
 from objkv.errors import ConfigError
 from objkv.ops.models.layers import read_layers
@@ -144,7 +144,7 @@ def test_a_chunk_has_the_bytes_of_its_layers(name: str) -> None:
 
 def test_methods_are_those_of_the_connector() -> None:
     assert WITHOUT_KV == drafts.WITHOUT_KV
-    assert tuple(stages.SOURCES) == KINDS_FROM
+    assert tuple(parts.SOURCES) == KINDS_FROM
     assert set(WITH_KV) == {"draft_model", *drafts.LIKE_EAGLE}
 
 

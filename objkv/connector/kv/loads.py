@@ -7,7 +7,6 @@ cannot be planned, the workers report that it failed. Source: vLLM 0.31-0.33, ``
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from time import monotonic
 
 from objkv.connector.kv.metadata import LostLoad, StepReport
@@ -15,15 +14,6 @@ from objkv.connector.kv.planning import BlockTable
 from objkv.transfer.plan import LoadPlan
 
 _NULL_BLOCK = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Promise:
-    """A match that vLLM may act on."""
-
-    computed: int
-    """Tokens that need no load."""
-    sync: bool
 
 
 class ReliedLoads:
@@ -42,7 +32,9 @@ class ReliedLoads:
         """``block_tokens``: tokens per block, if there is only one group. ``bound_s``: how long the
         forward pass waits for a load within the step."""
         self._block_tokens, self._bound_s, self._clock = block_tokens, bound_s, clock
-        self._promises: dict[str, _Promise] = {}
+        self._promises: dict[str, tuple[int, bool]] = {}
+        """Matches that vLLM may act on: tokens that need no load, and whether it is within the
+        step."""
         self._planned: dict[str, LoadPlan] = {}
         self._lost: dict[str, LostLoad] = {}
         self._awaited: set[str] = set()
@@ -63,7 +55,7 @@ class ReliedLoads:
 
     def promise(self, request_id: str, computed: int, *, sync: bool) -> None:
         """Record a match beyond ``computed`` tokens. The last one before ``plan`` counts."""
-        self._promises[request_id] = _Promise(computed, sync)
+        self._promises[request_id] = computed, sync
 
     def plan(self, plan: LoadPlan) -> None:
         """Record the load for which vLLM has allocated blocks."""
@@ -73,13 +65,13 @@ class ReliedLoads:
     def lose(self, request_id: str, blocks: BlockTable) -> None:
         """Record that such a load cannot be planned. ``blocks``: all blocks of the request."""
         self._planned.pop(request_id, None)
-        promise = self._promises.pop(request_id, _Promise(0, sync=False))
+        computed, sync = self._promises.pop(request_id, (0, False))
         lost: frozenset[int] = frozenset()
         if len(blocks) == 1:  # block ids of several groups are not unique
             # The blocks before these were computed, and other requests may share them.
-            first = promise.computed // self._block_tokens
+            first = computed // self._block_tokens
             lost = frozenset(blocks[0][first:]) - {_NULL_BLOCK}
-        self._lost[request_id] = LostLoad(request_id, promise.sync, lost)
+        self._lost[request_id] = LostLoad(request_id, sync, lost)
 
     def forget(self, request_id: str) -> None:
         """Forget the match of a request that ended or needs no load."""

@@ -5,7 +5,7 @@ While a lookup is in progress, calls take the same time for prompts of any lengt
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
@@ -19,6 +19,7 @@ from objkv.agent.messages import PrefetchOrder, is_unsaved
 from objkv.background import Steps, in_steps
 from objkv.cache.lookup import LookupService, Records
 from objkv.connector.kv.coverage import Coverage
+from objkv.connector.kv.metadata import StepReport
 from objkv.connector.kv.request_limits import (
     NO_LIMITS,
     HintReader,
@@ -329,22 +330,16 @@ class RequestTracker:
             tracked.may_load = tracked.may_save = False
             self._lookups.forget(request_id)
 
-    def unstore(self, request_id: str, chunk: int) -> list[TrackedRequest]:
-        """Mark a chunk to be saved again, because its save was dropped. Returns the request, unless
-        it has ended."""
-        tracked = self._tracked.get(request_id)
-        if tracked is None:
-            return []
-        tracked.again.add(chunk)
-        return [tracked]
-
-    def reject(self, prefix_hashes: Iterable[bytes]) -> list[TrackedRequest]:
-        """Mark chunks that were indexed but missing or corrupt to be saved by the requests that
-        compute them. Returns these requests."""
-        rejected, found = frozenset(prefix_hashes), list[TrackedRequest]()
-        if not rejected:
-            return found
-        for tracked in self._tracked.values():
+    def save_again(self, report: StepReport) -> list[TrackedRequest]:
+        """Mark chunks to be saved again: those whose save was dropped, and those that were indexed
+        but missing or corrupt, by the requests that compute them. Returns these requests."""
+        found = list[TrackedRequest]()
+        for request_id, chunk in report.dropped:
+            if tracked := self._tracked.get(request_id):
+                tracked.again.add(chunk)
+                found.append(tracked)
+        rejected = frozenset(prefix_hash for _, prefix_hash in report.rejected)
+        for tracked in self._tracked.values() if rejected else ():
             if tracked.hashes is None or not tracked.hashes.done:
                 continue
             chunks = tracked.hashes.chain.find(rejected)

@@ -476,9 +476,7 @@ class SchedulerSide:
 
     def _read_report(self, report: StepReport) -> None:
         self._timing.reported(report)
-        again = [t for request in report.dropped for t in self._requests.unstore(*request)]
-        again += self._requests.reject(prefix_hash for _, prefix_hash in report.rejected)
-        for tracked in again:
+        for tracked in self._requests.save_again(report):
             self._saves.add(tracked)
 
     def _touch(self, plan: LoadPlan) -> None:

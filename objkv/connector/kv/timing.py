@@ -43,7 +43,7 @@ class Timing:
         geometry: Geometry,
         *,
         steps_in_flight: int,
-        coverage: Coverage | None = None,
+        coverage: Coverage,
         clock: Callable[[], float] = monotonic,
         wall: Callable[[], float] = time,
     ) -> None:
@@ -57,7 +57,7 @@ class Timing:
         self._ended = 0.0
         self._loads: dict[str, _Load] = {}
         self._savings: list[Savings] = []
-        self._coverage = coverage or Coverage(geometry)
+        self._coverage = coverage
 
     @property
     def steps(self) -> int:

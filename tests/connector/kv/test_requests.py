@@ -11,6 +11,7 @@ import torch
 
 from objkv.cache.lookup import LookupLimits, LookupService
 from objkv.connector.kv.coverage import Coverage
+from objkv.connector.kv.metadata import StepReport
 from objkv.connector.kv.requests import RequestHashes, RequestTracker, TrackedRequest
 from objkv.index.base import ChunkEntry
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
@@ -179,7 +180,8 @@ def test_a_chunk_that_turns_out_not_to_be_stored_is_due_after_all(
 ) -> None:
     tracked = looked_up(tracker, request(TOKENS[: 3 * SIZE]))
     assert tracker.due(tracked, 3) == [2]
-    tracker.reject([WHOLE[1], WHOLE[2], b"?" * 20])
+    refused = {(NAMESPACE, name) for name in (WHOLE[1], WHOLE[2], b"?" * 20)}
+    tracker.save_again(StepReport(rejected=refused))
     assert tracker.due(tracked, 3) == [1]
 
 

@@ -6,6 +6,7 @@ from typing import Any, cast
 import pytest
 
 from objkv.cache.admission import AdmissionPolicy, ChunkSize, LoadTime, Tier
+from objkv.connector.kv.coverage import Coverage
 from objkv.connector.kv.metadata import StepReport
 from objkv.connector.kv.timing import Timing
 from objkv.connector.model.groups import Geometry
@@ -45,7 +46,8 @@ class Notes:
 
 def timing_of(notes: Notes, *, tp_size: int = 1, **clocks: Any) -> Timing:
     geometry = Geometry((GROUP,), chunk_tokens=64, block_tokens=16, tp_size=tp_size)
-    return Timing(cast("AdmissionPolicy", notes), geometry, steps_in_flight=2, **clocks)
+    admission, coverage = cast("AdmissionPolicy", notes), Coverage(geometry)
+    return Timing(admission, geometry, steps_in_flight=2, coverage=coverage, **clocks)
 
 
 @pytest.fixture
