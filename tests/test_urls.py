@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from objkv import redact
 from objkv.assembly.backends import open_backends
 from objkv.cli.app import app
 from objkv.config import load_config, resolve_config
@@ -21,7 +20,7 @@ from objkv.config.urls import FORMS, check_proxies, parse_url
 from objkv.errors import ConfigError, ObjkvError
 from objkv.ops.top.scrape import MetricsSource
 from objkv.ops.warm.endpoint import EndpointLimits, PrefillEndpoint
-from objkv.redact import without_secrets
+from objkv.redact import forget_secrets, without_secrets
 from objkv.stores.s3.client import open_s3_client
 from objkv.telemetry import NullRecorder
 
@@ -171,7 +170,7 @@ def told(error: BaseException) -> str:
 
 
 def outcome(work: Callable[[], object]) -> str:
-    redact._known.clear()  # nothing may depend on the masking of an earlier password
+    forget_secrets()  # nothing may depend on the masking of an earlier password
     try:
         return repr(work())
     except (ObjkvError, ValueError) as exc:
@@ -181,7 +180,7 @@ def outcome(work: Callable[[], object]) -> str:
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     yield
-    redact._known.clear()
+    forget_secrets()
 
 
 @given(place=st.sampled_from(_SETTINGS), password=_PASSWORDS)

@@ -435,10 +435,9 @@ class ArenaLane(HostLane):
         nbytes = sum(given.nbytes for given in pages)
         follows = pages[-1].ctypes.data + pages[-1].nbytes == at + nbytes
         inside = self._base <= at and at + nbytes <= self._end
-        count = len(pages) * len(placed.runs)
         if recast is not None or not (follows and inside and layers.has_whole_blocks):
             return False
-        if count > _PIECES_MAX:
+        if len(pages) * len(placed.runs) > _PIECES_MAX:
             return False
         room = []
         for given, array in zip(pages, layers.arrays[first:], strict=True):
@@ -449,9 +448,7 @@ class ArenaLane(HostLane):
                 # If layers share blocks, the pages of one layer do not follow each other.
                 pieces = [row] if row.flags.c_contiguous else list(row)
                 room += [piece.data.cast("B") for piece in pieces]
-        if len(room) > _PIECES_MAX:
-            return False
-        if sum(map(len, room)) != nbytes:
+        if len(room) > _PIECES_MAX or sum(map(len, room)) != nbytes:
             return False
         if os.preadv(self._fd, room, at - self._base) != nbytes:
             raise TransferError("the arena is shorter than its payloads")

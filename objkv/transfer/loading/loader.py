@@ -256,6 +256,11 @@ class Loader:
         """Number of payloads that this worker reads now."""
         return len(self._reading)
 
+    @property
+    def in_flight(self) -> int:
+        """Number of loads that are not over. Their copies to a device may take longer."""
+        return sum(not job.is_over() for job in self._jobs.values())
+
     def mark_compute(self) -> Mark:
         """Return a mark after all work submitted so far to the current compute stream."""
         return self._lane.mark_compute()
