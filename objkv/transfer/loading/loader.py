@@ -138,10 +138,11 @@ class _Reading:
         payload = arena[progress.offset : progress.offset + progress.nbytes]
         if self.header is None:
             header = read_claimed(payload, self.wanted.claim, self.source.layers)
-            if header.nbytes != progress.nbytes or header.codec != "none":
+            found = header.frames
+            if found.ends[-1] != progress.nbytes or set(found.codecs) != {"none"}:
                 raise PayloadError(f"{progress.nbytes} bytes in the arena, not {header.nbytes}")
-            if header.frames.layers is not self.source.layers:
-                self.source = self.source.reading(header.frames.layers)
+            if found.layers is not self.source.layers:
+                self.source = self.source.reading(found.layers)
             self.header = header
             self._came_ns = now_ns() if self._span.is_on else 0
             self.job.began()
