@@ -363,14 +363,17 @@ class HostLane:
         the model computes with and wait for them: up to a second for 128 MiB while they are busy,
         against 50 ms here (2 cores, 2026-11-21).
         """
+        placed.check(layers.blocks)
         each = len(placed.ids) // len(pages)
-        offset = 0
-        for cache, nbytes in zip(layers.caches, layers.nbytes, strict=True):
-            end = offset + each * nbytes
-            shape = (each, *cache.shape[1:])
-            pieces = [part[offset:end].view(cache.dtype).view(shape) for part in pages]
-            _gather_layer(cache.numpy(), placed, [piece.numpy() for piece in pieces])
-            offset = end
+        for at, memory in enumerate(pages):
+            runs, offset = BlockRuns(placed.ids[at * each : (at + 1) * each]).runs, 0
+            for source, nbytes in zip(layers.arrays, layers.nbytes, strict=True):
+                end = offset + each * nbytes
+                shape = (each, *source.shape[1:])
+                target = memory[offset:end].numpy().view(source.dtype).reshape(shape)
+                for block, first, count in runs:
+                    np.copyto(target[first : first + count], source[block : block + count])
+                offset = end
 
     def mark(self) -> Mark:
         """Return a mark that is done."""
@@ -472,17 +475,3 @@ def scatter_layers(pages: Sequence[Pages], arrays: Sequence[Pages], placed: Bloc
         parts = pages if is_all else map(itemgetter(slice(at, at + count)), pages)
         targets = map(itemgetter(slice(block, block + count)), arrays)
         deque(map(np.copyto, targets, parts), maxlen=0)
-
-
-def _gather_layer(source: Pages, placed: BlockRuns, pieces: Sequence[Pages]) -> None:
-    placed.check(len(source))
-    runs = iter(placed.runs)
-    block, left = 0, 0
-    for target in pieces:
-        at = 0
-        while at < len(target):
-            if not left:
-                block, _, left = next(runs)
-            count = min(left, len(target) - at)
-            np.copyto(target[at : at + count], source[block : block + count])
-            at, block, left = at + count, block + count, left - count
