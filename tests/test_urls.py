@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from objkv import redact
 from objkv.assembly.backends import open_backends
 from objkv.cli.app import app
 from objkv.config import load_config, resolve_config
@@ -172,7 +171,7 @@ def told(error: BaseException) -> str:
 
 
 def outcome(work: Callable[[], object]) -> str:
-    redact._known.clear()  # nothing may depend on the masking of an earlier password
+    forget_secrets()  # nothing may depend on the masking of an earlier password
     try:
         return repr(work())
     except (ObjkvError, ValueError) as exc:
@@ -182,7 +181,7 @@ def outcome(work: Callable[[], object]) -> str:
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     yield
-    redact._known.clear()
+    forget_secrets()
 
 
 @given(place=st.sampled_from(_SETTINGS), password=_PASSWORDS)

@@ -27,7 +27,6 @@ stored uncompressed."""
 PRIVATE_NAMES: Final = {"lz4.block": ("_block",)}
 """The binding's extension module, used to find the library inside it. Without it lz4 copies each
 frame."""
-_INT_MAX = 2**31 - 1
 _BLOSC_HEADER_BYTES = 32
 _BLOSC_VERSION_MAX = 5
 _BLOSC_BLOCK_BYTES_MAX = 16 << 20
@@ -95,28 +94,23 @@ def decompress_into(codec: str, frame: memoryview, out: memoryview) -> None:
 
 
 def _decompress_lz4(frame: memoryview, out: memoryview) -> None:
-    decode = _lz4_decoder()
-    if decode is None or max(len(frame), out.nbytes) > _INT_MAX:
-        _decompress_lz4_copying(frame, out)
-        return
     import numpy as np  # imported late: commands that only print do not need it
 
     # numpy also gives addresses of read-only buffers; both arrays live until the call returns.
     source, target = np.frombuffer(frame, np.uint8), np.frombuffer(out, np.uint8)
-    done = decode(source.ctypes.data, target.ctypes.data, len(frame), out.nbytes)
-    if done < 0:
-        raise PayloadError("lz4: the frame is corrupt, or longer than the layer")
-    _check_length("lz4", done, out)
-
-
-def _decompress_lz4_copying(frame: memoryview, out: memoryview) -> None:
-    # The binding cannot decode into a buffer; it allocates as much memory as ``out`` has.
-    try:
-        pages = lz4.block.decompress(frame, uncompressed_size=out.nbytes)
-    except (lz4.block.LZ4BlockError, ValueError) as exc:
-        raise PayloadError(f"lz4: {exc}") from exc
-    _check_length("lz4", len(pages), out)
-    out[:] = pages
+    if (decode := _lz4_decoder()) is not None:
+        done = decode(source.ctypes.data, target.ctypes.data, len(frame), out.nbytes)
+        if done < 0:
+            raise PayloadError("lz4: the frame is corrupt, or longer than the layer")
+    else:  # the binding cannot decode into a buffer; it allocates as much memory as ``out`` has
+        try:
+            pages = lz4.block.decompress(frame, uncompressed_size=out.nbytes)
+        except (lz4.block.LZ4BlockError, ValueError) as exc:
+            raise PayloadError(f"lz4: {exc}") from exc
+        done = len(pages)
+        target[:done] = np.frombuffer(pages, np.uint8)
+    if done != out.nbytes:
+        raise PayloadError(f"lz4: the frame decodes to {done} bytes, the layer has {out.nbytes}")
 
 
 @cache
@@ -184,13 +178,6 @@ def _check_blosc_header(way: _Shuffled, frame: memoryview, nbytes: int) -> None:
     block_bytes = int.from_bytes(header[8:12], "little")
     if not 0 < block_bytes <= min(nbytes, _BLOSC_BLOCK_BYTES_MAX):
         raise PayloadError(f"blosc: a block length of {block_bytes} bytes is invalid")
-
-
-def _check_length(codec: str, nbytes: int, out: memoryview) -> None:
-    if nbytes != out.nbytes:
-        raise PayloadError(
-            f"{codec}: the frame decodes to {nbytes} bytes, the layer has {out.nbytes}"
-        )
 
 
 @cache

@@ -363,14 +363,17 @@ class HostLane:
         the model computes with and wait for them: up to a second for 128 MiB while they are busy,
         against 50 ms here (2 cores, 2026-11-21).
         """
+        placed.check(layers.blocks)
         each = len(placed.ids) // len(pages)
-        offset = 0
-        for cache, nbytes in zip(layers.caches, layers.nbytes, strict=True):
-            end = offset + each * nbytes
-            shape = (each, *cache.shape[1:])
-            pieces = [part[offset:end].view(cache.dtype).view(shape) for part in pages]
-            _gather_layer(cache.numpy(), placed, [piece.numpy() for piece in pieces])
-            offset = end
+        for at, memory in enumerate(pages):
+            runs, offset = BlockRuns(placed.ids[at * each : (at + 1) * each]).runs, 0
+            for source, nbytes in zip(layers.arrays, layers.nbytes, strict=True):
+                end = offset + each * nbytes
+                shape = (each, *source.shape[1:])
+                target = memory[offset:end].numpy().view(source.dtype).reshape(shape)
+                for block, first, count in runs:
+                    np.copyto(target[first : first + count], source[block : block + count])
+                offset = end
 
     def mark(self) -> Mark:
         """Return a mark that is done."""
@@ -435,10 +438,9 @@ class ArenaLane(HostLane):
         nbytes = sum(given.nbytes for given in pages)
         follows = pages[-1].ctypes.data + pages[-1].nbytes == at + nbytes
         inside = self._base <= at and at + nbytes <= self._end
-        count = len(pages) * len(placed.runs)
         if recast is not None or not (follows and inside and layers.has_whole_blocks):
             return False
-        if count > _PIECES_MAX:
+        if len(pages) * len(placed.runs) > _PIECES_MAX:
             return False
         room = []
         for given, array in zip(pages, layers.arrays[first:], strict=True):
@@ -449,9 +451,7 @@ class ArenaLane(HostLane):
                 # If layers share blocks, the pages of one layer do not follow each other.
                 pieces = [row] if row.flags.c_contiguous else list(row)
                 room += [piece.data.cast("B") for piece in pieces]
-        if len(room) > _PIECES_MAX:
-            return False
-        if sum(map(len, room)) != nbytes:
+        if len(room) > _PIECES_MAX or sum(map(len, room)) != nbytes:
             return False
         if os.preadv(self._fd, room, at - self._base) != nbytes:
             raise TransferError("the arena is shorter than its payloads")
@@ -475,17 +475,3 @@ def scatter_layers(pages: Sequence[Pages], arrays: Sequence[Pages], placed: Bloc
         parts = pages if is_all else map(itemgetter(slice(at, at + count)), pages)
         targets = map(itemgetter(slice(block, block + count)), arrays)
         deque(map(np.copyto, targets, parts), maxlen=0)
-
-
-def _gather_layer(source: Pages, placed: BlockRuns, pieces: Sequence[Pages]) -> None:
-    placed.check(len(source))
-    runs = iter(placed.runs)
-    block, left = 0, 0
-    for target in pieces:
-        at = 0
-        while at < len(target):
-            if not left:
-                block, _, left = next(runs)
-            count = min(left, len(target) - at)
-            np.copyto(target[at : at + count], source[block : block + count])
-            at, block, left = at + count, block + count, left - count

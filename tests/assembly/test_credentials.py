@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import redis
 
-from objkv import redact
 from objkv.assembly import credentials
 from objkv.assembly.credentials import RenewedCredentials, load_credentials
 from objkv.errors import ConfigError
 from objkv.net.deadline import EndsBy
-from objkv.redact import keep_secret, without_secrets
+from objkv.redact import forget_secrets, keep_secret, without_secrets
 
 
 def provider_that(act: Any) -> RenewedCredentials:
@@ -101,7 +100,7 @@ def test_the_reason_of_a_failed_import_shows_no_secret(
             load_credentials("providers_of_mine:f", 9.0)
         assert "hunter2" not in str(caught.value)
     finally:
-        redact._known.clear()
+        forget_secrets()
 
 
 def test_what_a_provider_returns_is_a_secret_from_then_on() -> None:

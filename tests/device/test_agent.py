@@ -14,7 +14,6 @@ from tests.device.mutants import delay
 from tests.device.ordering.rig import OrderRig
 from tests.device.ordering.setup import REFUSED, REGISTERED, REGISTERING, WAYS, Setup
 from tests.support.paged_cache import wait_until
-from tests.support.plans import are_over
 
 DEVICE = "sim:0"
 
@@ -51,7 +50,7 @@ def test_two_slabs_are_enough_for_any_load_and_a_hung_device_is_a_miss(sim: Modu
         stream: Any = rig.load_lane
         sim.hold(stream.stream)
         rig.step(StepPlan(loads=(rig.load_plan(range(4), 8),)))
-        rig.wait_until(lambda: are_over(rig.loader))
+        rig.wait_until(lambda: rig.loader.in_flight == 0)
         assert rig.load_slabs.leased == 2
         sim.hold(stream.stream, False)
         rig.until_received()

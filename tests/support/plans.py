@@ -1,4 +1,4 @@
-"""Loads as a scheduler plans them, and as they are under way."""
+"""The moves of a load in columns, as a scheduler plans them."""
 
 from array import array
 from collections.abc import Iterable
@@ -8,13 +8,7 @@ import numpy as np
 from objkv.index.base import ShardRecord
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.keys.topology import Part
-from objkv.transfer.loading.loader import Loader
 from objkv.transfer.plan import ChunkMove, Kind, LoadMove, LoadMoves, RecordColumns, Row
-
-
-def are_over(loader: Loader) -> bool:
-    """Whether no load is under way. Copies to a device may take longer."""
-    return all(job.is_over() for job in loader._jobs.values())
 
 
 def packed(moves: Iterable[LoadMove]) -> LoadMoves:

@@ -23,7 +23,7 @@ from tests.contracts.clock import ManualClock
 from tests.support.arenas import LossyConnection, is_sound
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import BLOCKS, NAMESPACE, Replica, same_blocks
-from tests.support.plans import are_over, packed
+from tests.support.plans import packed
 from tests.support.waiting import PATIENCE_S, at_once, wait_until
 from tests.transfer.test_saver import HungLane, HungMark
 
@@ -262,7 +262,7 @@ def test_where_copies_wait_for_the_interpreter_the_rest_is_read_at_once(
 def reading(world: World, lane: Lane) -> Replica:
     slow = world.open(lane)
     slow.loader.submit(slow.load_plan(range(4), 1))
-    wait_until(lambda: slow.loader.leased == 4 and are_over(slow.loader))
+    wait_until(lambda: slow.loader.leased == 4 and slow.loader.in_flight == 0)
     return slow
 
 
@@ -312,7 +312,7 @@ def test_a_load_ends_with_its_agent_and_not_with_its_deadline(world: World) -> N
     world.node.server.close()
     try:
         (step,) = at_once(lambda: loader.take_finished(sync=True))
-        wait_until(lambda: are_over(loader), 20.0)
+        wait_until(lambda: loader.in_flight == 0, 20.0)
     finally:
         gate.set()
         loader.cancel("step")

@@ -32,7 +32,6 @@ from tests.support.paged_cache import (
     same_blocks,
     stores,
 )
-from tests.support.plans import are_over
 from tests.support.waiting import PATIENCE_S, at_once, wait_until
 from tests.transfer.test_fetch import MINE, THEIRS, promised_hot
 from tests.transfer.test_saver import HungLane, HungMark
@@ -129,7 +128,7 @@ def test_closing_waits_once_for_a_device_that_hangs_and_not_for_each_load(
     replica.save(range(1))
     for name in ("one", "other"):
         replica.loader.submit(replace(replica.load_plan(range(1), 9), request_id=name))
-    wait_until(lambda: are_over(replica.loader))
+    wait_until(lambda: replica.loader.in_flight == 0)
     waits, close = list[float](), LoadJob.close
 
     def watched(job: LoadJob, seconds: float) -> LoadOutcome:
@@ -151,7 +150,7 @@ def test_settling_a_step_leaves_the_loads_between_steps_to_be_told_as_such() -> 
     later = replace(reader.load_plan(range(1), 20), request_id="later")
     reader.loader.submit(later)
     wait_until(lambda: same_blocks(writer.caches, [1, 2], reader.caches, [20, 21]))
-    wait_until(lambda: are_over(reader.loader))
+    wait_until(lambda: reader.loader.in_flight == 0)
     reader.loader.submit(reader.load_plan(range(2), 9, sync=True))
     (settled,) = reader.loader.take_finished(sync=True)
     assert settled.request_id == "r"

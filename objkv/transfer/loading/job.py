@@ -71,10 +71,8 @@ class LoadJob:
 
     def wanted(self, index: int) -> bool:
         """Whether move ``index`` is still needed: no earlier chunk failed, and the job is open."""
-        with self._changed:  # also called with it
-            if self._closed or self._clock() >= self.deadline:
-                return False
-            return self._failed_chunk is None or self._chunks[index] < self._failed_chunk
+        with self._changed:
+            return self._wanted(index)
 
     def began(self) -> None:
         """Record that the first bytes of a payload have arrived."""
@@ -87,7 +85,7 @@ class LoadJob:
         """Request permission to write move ``index`` into its blocks. After True the caller must
         call ``leave``."""
         with self._changed:
-            if not self.wanted(index):
+            if not self._wanted(index):
                 return False
             self._writing += 1
             return True
@@ -234,7 +232,7 @@ class LoadJob:
         for i in sorted(self._unfinished, reverse=True):
 
             def is_settled(i: int = i) -> bool:
-                return i not in self._unfinished or not self.wanted(i) or not lacking(i)
+                return i not in self._unfinished or not self._wanted(i) or not lacking(i)
 
             if not self._wait_for(is_settled, until=lambda: self.deadline):
                 return
@@ -283,6 +281,11 @@ class LoadJob:
             return False
         first = self._failed_chunk
         return first is None or any(self._chunks[i] < first for i in self._unfinished)
+
+    def _wanted(self, index: int) -> bool:
+        if self._closed or self._clock() >= self.deadline:
+            return False
+        return self._failed_chunk is None or self._chunks[index] < self._failed_chunk
 
     def _failed_blocks(self) -> frozenset[int]:
         chunks = [self._chunks[i] for i in self._unfinished]

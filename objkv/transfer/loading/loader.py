@@ -135,10 +135,11 @@ class _Reading:
         payload = arena[progress.offset : progress.offset + progress.nbytes]
         if self.header is None:
             header = read_claimed(payload, self.wanted.claim, self.source.layers)
-            if header.nbytes != progress.nbytes or header.codec != "none":
+            found = header.frames
+            if found.ends[-1] != progress.nbytes or set(found.codecs) != {"none"}:
                 raise PayloadError(f"{progress.nbytes} bytes in the arena, not {header.nbytes}")
-            if header.frames.layers is not self.source.layers:
-                self.source = self.source.reading(header.frames.layers)
+            if found.layers is not self.source.layers:
+                self.source = self.source.reading(found.layers)
             self.header = header
             self._came_ns = now_ns() if self._span.is_on else 0
             self.job.began()
@@ -252,6 +253,11 @@ class Loader:
     def leased(self) -> int:
         """Number of payloads that this worker reads now."""
         return len(self._reading)
+
+    @property
+    def in_flight(self) -> int:
+        """Number of loads that are not over. Their copies to a device may take longer."""
+        return sum(not job.is_over() for job in self._jobs.values())
 
     def mark_compute(self) -> Mark:
         """Return a mark after all work submitted so far to the current compute stream."""
