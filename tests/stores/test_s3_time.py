@@ -5,10 +5,12 @@ speed.
 """
 
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -18,13 +20,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from objkv.errors import StoreError, StoreUnavailable
-from objkv.net.deadline import EndsBy
+from objkv.net.deadline import WAITS_IN_KERNEL, EndsBy
 from objkv.stores.s3 import client as s3_client_module
 from objkv.stores.s3 import helpers as s3_helpers
+from objkv.stores.s3 import http as s3_http
 from objkv.stores.s3 import wire as s3_wire
 from objkv.stores.s3.client import CallDeadline, begun_by
 from objkv.stores.s3.helpers import HelperPool, Piece, Team
-from objkv.stores.s3.http import HttpConnection
+from objkv.stores.s3.http import ConnectionFailed, HttpConnection
 from objkv.stores.s3.store import S3Store
 from objkv.stores.s3.wire import LATE_MIN_S, SAMPLES_MIN, Hedge
 from objkv.telemetry import MemoryRecorder
@@ -136,6 +139,20 @@ def test_a_server_that_is_slow_is_left(slow: str) -> None:
 def test_a_server_that_lets_nobody_in_is_left() -> None:
     with full_listener() as (host, port), opened(f"http://{host}:{port}") as store:
         assert_all_end({name: (call, store) for name, call in CALLS.items()}, StoreUnavailable)
+
+
+@pytest.mark.skipif(not WAITS_IN_KERNEL, reason="waits in the kernel are Linux's")
+def test_a_body_that_trickles_is_left_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    line, now_s = HttpConnection(ours, timeout_s=60, keep=lambda _: None), count()
+    monkeypatch.setattr(s3_http, "time", SimpleNamespace(monotonic=lambda: float(next(now_s))))
+    theirs.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n")
+    response = line.read_head(9)
+    monkeypatch.setattr(line, "socket", SimpleNamespace(recv_into=lambda *_: 1))
+    with pytest.raises(ConnectionFailed, match="deadline passed"):
+        response.fill(memoryview(bytearray(100)), 9)
+    ours.close()
+    theirs.close()
 
 
 def test_whoever_has_less_time_gets_less(mute: Listener) -> None:
