@@ -21,7 +21,7 @@ from objkv.config.urls import FORMS, check_proxies, parse_url
 from objkv.errors import ConfigError, ObjkvError
 from objkv.ops.top.scrape import MetricsSource
 from objkv.ops.warm.endpoint import EndpointLimits, PrefillEndpoint
-from objkv.redact import without_secrets
+from objkv.redact import forget_secrets, without_secrets
 from objkv.stores.s3.client import open_s3_access
 from objkv.telemetry import NullRecorder
 
