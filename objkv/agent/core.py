@@ -11,6 +11,7 @@ from functools import partial
 from threading import Condition, Lock, Thread
 from time import monotonic
 
+from objkv.agent.arena_cache import ArenaCache, CachedPayload, Waiter
 from objkv.agent.disk import Disk
 from objkv.agent.fill import (
     UNKNOWN,
@@ -32,11 +33,10 @@ from objkv.agent.messages import (
 )
 from objkv.agent.queue import (
     BusyThreads,
-    Due,
     FetchJob,
-    Turns,
+    FetchQueue,
+    Priority,
 )
-from objkv.agent.residents import Resident, Residents, Waiter
 from objkv.agent.spill import Spill
 from objkv.background import join_all
 from objkv.cache.chunks import ChunkCache
@@ -86,7 +86,7 @@ class Core:
     ) -> None:
         """The core closes ``disk``, and neither ``cache`` nor ``arena``. ``changed``: called for a
         chunk after a lookup of it has another outcome. Must not wait."""
-        self.residents = Residents(arena, recorder, changed, disk)
+        self.residents = ArenaCache(arena, recorder, changed, disk)
         self.spill: Spill | None = None
         """The tier below the arena; None if there is none."""
         if disk is not None:
@@ -96,7 +96,7 @@ class Core:
         self._record_changed = changed
         self._trouble = Trouble(logger, "loads")
         self._changed = Condition(Lock())
-        self._turns, self._busy = Turns(), BusyThreads()
+        self._fetches, self._busy = FetchQueue(), BusyThreads()
         self._prefetching = 0
         self._closed = self._draining = False
         self._known: dict[tuple[str, str], KnownShape] = {}
@@ -115,18 +115,18 @@ class Core:
         deadline_s: float,
         urgency: Urgency,
         priority: int = 0,
-    ) -> list[Resident | MissReason]:
+    ) -> list[CachedPayload | MissReason]:
         """Take a lease of each payload, and fetch those that are not resident within
         ``deadline_s``. ``client`` is woken at each progress. The caller releases each lease.
         ``priority``: among payloads of one urgency lower values go first."""
         if self._draining:
             return [MissReason.CLOSED] * len(wanted)
-        due = Due(urgency, priority, monotonic() + deadline_s)
+        due = Priority(urgency, priority, monotonic() + deadline_s)
         ahead = urgency is Urgency.PREFETCH
-        opened: list[Resident | MissReason] = []
-        new: list[Resident] = []
-        old: list[Resident] = []
-        lost: list[Resident] = []
+        opened: list[CachedPayload | MissReason] = []
+        new: list[CachedPayload] = []
+        old: list[CachedPayload] = []
+        lost: list[CachedPayload] = []
         with self._changed:  # a client that finds a payload must be able to hasten it
             for one in wanted:
                 lease = self.residents.open(one.claim.key.path(), client, ahead=ahead)
@@ -153,13 +153,13 @@ class Core:
                 self.keep(resident, was_read=True)
         return opened
 
-    def _joins(self, resident: Resident, due: Due) -> bool:
+    def _joins(self, resident: CachedPayload, due: Priority) -> bool:
         """Whether one more client may wait for a payload that is being filled, which may come
         sooner now. If not, its lease is over."""
         if self._is_stuck():
             self.residents.release(resident)
             return False
-        if self._turns.hasten(resident, due):
+        if self._fetches.hasten(resident, due):
             self._changed.notify()
         return True
 
@@ -171,16 +171,27 @@ class Core:
             self.spill.forget(key.path())
         self._reject(wanted, corrupt=True)
 
-    def keep(self, one: Resident, *, was_read: bool) -> None:
+    def keep(self, one: CachedPayload, *, was_read: bool) -> None:
         """Have a payload written to the disk, if it is READY, and such payloads are."""
         is_kept = was_read or self._limits.disk_keeps_all
         if is_kept and self.spill is not None and one.state is CellState.READY:
             self.spill.offer(one)
 
+    @property
+    def threads(self) -> int:
+        """Threads that have not ended."""
+        return sum(thread.is_alive() for thread in self._threads)
+
+    @property
+    def in_flight(self) -> int:
+        """Payloads that wait for a thread or are being fetched."""
+        with self._changed:
+            return len(self._fetches) + len(self._busy)
+
     def forget_client(self, client: Waiter) -> None:
         """The client has gone; its leases were released."""
         with self._changed:
-            self._turns.forget(client)
+            self._fetches.forget(client)
 
     def drain(self) -> None:
         """Open nothing from now on. Payloads that were opened before are still fetched."""
@@ -191,7 +202,7 @@ class Core:
         self.residents.close()
         with self._changed:
             self._closed = True
-            left = [self._turns.take() for _ in range(len(self._turns))]
+            left = [self._fetches.take() for _ in range(len(self._fetches))]
             self._changed.notify_all()
         for job in left:
             self.residents.failed(job.one, MissReason.CLOSED)
@@ -199,12 +210,14 @@ class Core:
             self.spill.close(seconds)
         return not join_all(self._threads, seconds)
 
-    def _queue(self, client: Waiter, one: Resident, wanted: PayloadRequest, due: Due) -> bool:
-        if len(self._turns) >= self._limits.queue_max:
-            self._turns.discard(self.residents.give_up)
-        if self._closed or len(self._turns) >= self._limits.queue_max or self._is_stuck():
+    def _queue(
+        self, client: Waiter, one: CachedPayload, wanted: PayloadRequest, due: Priority
+    ) -> bool:
+        if len(self._fetches) >= self._limits.queue_max:
+            self._fetches.discard(self.residents.give_up)
+        if self._closed or len(self._fetches) >= self._limits.queue_max or self._is_stuck():
             return False
-        self._turns.add(client, one, wanted, due)
+        self._fetches.add(client, one, wanted, due)
         self._changed.notify()
         return True
 
@@ -235,7 +248,7 @@ class Core:
                 self._prefetching -= 1
             if rest is not None and not self._closed:
                 deadline = max(rest.deadline, job.one.deadline)
-                self._turns.add_rest(rest._replace(deadline=deadline))
+                self._fetches.add_rest(rest._replace(deadline=deadline))
                 rest = None
             self._changed.notify()
         if rest is not None:
@@ -245,16 +258,16 @@ class Core:
     def _take(self) -> FetchJob | None:
         """Return the next job; None if there is none, or only prefetches, and the other threads are
         kept for loads."""
-        urgency = self._turns.next_urgency()
+        urgency = self._fetches.next_urgency()
         if urgency is None or self._closed:
             return None
         if urgency is Urgency.PREFETCH:
             if self._prefetching >= max(1, self._limits.threads * 3 // 4):
                 return None
             self._prefetching += 1
-        job = self._turns.take()
+        job = self._fetches.take()
         self._busy.begin(job.deadline)
-        if self._turns.next_urgency() is not None:
+        if self._fetches.next_urgency() is not None:
             self._changed.notify()
         return job
 

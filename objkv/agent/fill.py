@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from objkv.agent.arena_cache import ArenaCache, CachedPayload
 from objkv.agent.messages import PayloadRequest
-from objkv.agent.residents import Resident, Residents
 from objkv.cache.chunks import ChunkCache
 from objkv.codec.payload import (
     Header,
@@ -104,9 +104,9 @@ class Fill:
 
     def __init__(
         self,
-        one: Resident,
+        one: CachedPayload,
         wanted: PayloadRequest,
-        residents: Residents,
+        residents: ArenaCache,
         cache: ChunkCache,
         known: KnownShape = UNKNOWN,
         *,

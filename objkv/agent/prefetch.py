@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock
 
+from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.core import Core
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import (
@@ -20,7 +21,6 @@ from objkv.agent.messages import (
     Urgency,
     is_unsaved,
 )
-from objkv.agent.residents import Resident
 from objkv.codec.payload import Claim
 from objkv.errors import ConfigError, NotStored
 from objkv.index.base import ReadIndex, Record
@@ -90,7 +90,7 @@ class Prefetches:
     def __init__(self, core: Core, index: ReadIndex, documents: ReadStore) -> None:
         self._core, self._index, self._documents = core, index, documents
         self._lock = Lock()
-        self._open: dict[Resident, list[int]] = {}
+        self._open: dict[CachedPayload, list[int]] = {}
         """Payloads under way, with their size once for each lease."""
         self._open_bytes = 0
         """Sum of those, and of payloads that are about to be opened."""
@@ -214,7 +214,7 @@ class Prefetches:
         return taken
 
     def _remember(
-        self, taken: Sequence[PayloadRequest], opened: Sequence[Resident | MissReason]
+        self, taken: Sequence[PayloadRequest], opened: Sequence[CachedPayload | MissReason]
     ) -> list[PayloadRequest]:
         """Keep the leases until their payloads have arrived. Returns those that were not refused at
         once."""

@@ -16,11 +16,11 @@ from threading import Event, Lock
 from time import monotonic
 from typing import Final
 
+from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.core import Core
 from objkv.agent.memory.arena import ALL_FRAMES
 from objkv.agent.messages import CommitStatus, MissReason
 from objkv.agent.outbox import ClientOutbox
-from objkv.agent.residents import Resident
 from objkv.agent.unsaved import unsaved_record
 from objkv.background import JOIN_S, Pool
 from objkv.cache.chunks import ChunkCache, SaveOutcome
@@ -72,7 +72,7 @@ class NodeSaveLimits:
 class _Save:
     """A payload to save. It was announced to ``InFlightSaves``, and has a lease."""
 
-    resident: Resident
+    resident: CachedPayload
     claim: Claim
     deadline: float
 
@@ -228,7 +228,7 @@ class NodeSaves:
 
     def _keep(
         self, header: Header, text: bytes, read: Callable[[memoryview], None]
-    ) -> tuple[CommitStatus, Resident | None, bool]:
+    ) -> tuple[CommitStatus, CachedPayload | None, bool]:
         """Have the payload in the arena, with a lease. ``text``: what the header was read from.
         ``read``: fills a buffer with the payload. The last result: whether it is new there."""
         opened = self._residents.open(header.claim.key.path(), None)
@@ -257,7 +257,7 @@ class NodeSaves:
         header: Header,
         text: bytes,
         read: Callable[[memoryview], None],
-        resident: Resident,
+        resident: CachedPayload,
     ) -> MissReason:
         """Copy a payload to its place and verify it there."""
         place = self._residents.allot(resident, header.nbytes)
@@ -274,7 +274,9 @@ class NodeSaves:
             return MissReason.CORRUPT
         return MissReason.NONE
 
-    def _join(self, claim: Claim, resident: Resident) -> tuple[CommitStatus, Resident | None]:
+    def _join(
+        self, claim: Claim, resident: CachedPayload
+    ) -> tuple[CommitStatus, CachedPayload | None]:
         """Save a payload that is resident already, and so verified."""
         status = CommitStatus.REPEATED  # it is being fetched, so it is stored
         if self._residents.is_ready(resident):
@@ -285,11 +287,11 @@ class NodeSaves:
         self._residents.release(resident)
         return status, None
 
-    def _note_unsaved(self, resident: Resident, header: Header, *, is_due: bool) -> None:
+    def _note_unsaved(self, resident: CachedPayload, header: Header, *, is_due: bool) -> None:
         record = unsaved_record(header)
         self._residents.note_unsaved(resident, header.claim, record, is_due=is_due)
 
-    def _hold_back(self, resident: Resident, header: Header) -> None:
+    def _hold_back(self, resident: CachedPayload, header: Header) -> None:
         """Leave a payload in the arena, and count it across the fleet."""
         self._note_unsaved(resident, header, is_due=False)
         self._cache.in_flight.end(resident.key)
@@ -338,7 +340,7 @@ class NodeSaves:
             self._residents.release(resident)
         self._unsaved.not_saved(path)
 
-    def _begin(self, resident: Resident, claim: Claim) -> bool:
+    def _begin(self, resident: CachedPayload, claim: Claim) -> bool:
         """Queue a save, whose lease and turn were taken. Gives them back if it cannot."""
         save = _Save(resident, claim, monotonic() + self._limits.deadline_s)
         with self._lock:
@@ -388,7 +390,7 @@ class NodeSaves:
             self._chooser.saved(seconds)
         return True
 
-    def _encode(self, one: Resident) -> tuple[memoryview, Header]:
+    def _encode(self, one: CachedPayload) -> tuple[memoryview, Header]:
         """Return the payload in its stored form."""
         payload, codec, seal = self._residents.view(one), self._codec, self._cache.seal
         header = read_header(payload)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from threading import Lock, Thread
 
 from objkv.agent.answering import NodeCalls, NodeLookups
+from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.core import Core
 from objkv.agent.memory.arena import Arena, CellState
 from objkv.agent.messages import (
@@ -45,7 +46,6 @@ from objkv.agent.messages import (
 )
 from objkv.agent.outbox import ClientOutbox
 from objkv.agent.peers import is_served, peer_of
-from objkv.agent.residents import Resident
 from objkv.agent.saves import NodeSaves
 from objkv.background import JOIN_S, Alarm, Pool, join_all
 from objkv.errors import StoreError, TransferError
@@ -86,7 +86,7 @@ class AgentSession:
         self.busy = Lock()
         """Held while a message is processed."""
         self._core = core
-        self._leases: dict[int, Resident] = {}
+        self._leases: dict[int, CachedPayload] = {}
         self._next = 1
 
     def __len__(self) -> int:

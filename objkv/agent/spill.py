@@ -13,10 +13,10 @@ from functools import partial
 from threading import BoundedSemaphore, Event
 from time import monotonic
 
+from objkv.agent.arena_cache import ArenaCache, CachedPayload
 from objkv.agent.disk import HELD_BACK, Disk
 from objkv.agent.fill import Fill, Source, Staging
 from objkv.agent.messages import PayloadRequest
-from objkv.agent.residents import Resident, Residents
 from objkv.agent.unsaved import read_unsaved
 from objkv.background import Pool
 from objkv.codec.payload import HEADER_BYTES_MAX, recode
@@ -44,7 +44,7 @@ class Spill:
 
     def __init__(
         self,
-        residents: Residents,
+        residents: ArenaCache,
         disk: Disk,
         seal: Seal | None,
         readers: int,
@@ -69,7 +69,7 @@ class Spill:
         """After ``close``: paths of the held-back payloads that the next agent finds here."""
         self._pool: Pool[str] = Pool("objkv-spill", 1, self._write, begin=self._load)
 
-    def offer(self, one: Resident) -> None:
+    def offer(self, one: CachedPayload) -> None:
         """Have a payload that is READY written, unless it is on disk. Never waits."""
         if one.is_spilled:
             return
@@ -84,7 +84,7 @@ class Spill:
         self,
         wanted: PayloadRequest,
         make: Callable[[Source], Fill],
-        one: Resident,
+        one: CachedPayload,
         staging: Staging,
     ) -> Fill | None:
         """Fill a payload from the disk. Return the complete fill; None if it has to come from the

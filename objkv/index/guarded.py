@@ -14,7 +14,7 @@ from objkv.index.base import (
 )
 from objkv.keys.identity import NAMESPACE_HEX
 from objkv.keys.prefix import PREFIX_HASH_BYTES
-from objkv.net.guard import CallPolicy, Verb, guarded, guarded_scan
+from objkv.net.guard import Guarded, Verb, guarded, guarded_scan
 
 _CALLS: Final = ("calls", "errors")
 
@@ -51,20 +51,13 @@ def _written(verb: str, *, unwritten: object = None) -> Callable[..., Any]:
     return method
 
 
-class GuardedIndex:
-    """``inner`` behind ``guard``. Closing this index closes ``inner``.
+class GuardedIndex(Guarded[WriteIndex]):
+    """An index behind a guard.
 
     A ``WriteIndex``: operators change the inner index directly. ``check`` and ``close``
     skip the guard too. In the read-only role, writes do nothing and no lease is granted,
     so savers do not save. This is not an error, because a replica writes only hints to an index.
     """
-
-    def __init__(self, inner: WriteIndex, guard: CallPolicy | None = None) -> None:
-        self._inner = inner
-        self._guard = guard or CallPolicy()
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._guard.state}, of {self._inner!r}>"
 
     lookup = guarded("lookup")
     find = guarded("find")
@@ -87,10 +80,6 @@ class GuardedIndex:
             return
         with self._guard.deadline():
             self._inner.check()
-
-    def close(self) -> None:
-        """Close the inner index."""
-        self._inner.close()
 
     def sight(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
         """See ``WriteIndex``. The read-only role records nothing."""

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from time import monotonic
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, Generic, ParamSpec, Protocol, TypeVar
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.net.breaker import Breakers, Direction
@@ -66,16 +66,42 @@ class CallPolicy:
         return _NOTHING
 
 
+class Closing(Protocol):
+    """A store or an index."""
+
+    def close(self) -> None:
+        """Release connections. Idempotent."""
+
+
+B = TypeVar("B", bound=Closing)
+
+
+class Guarded(Generic[B]):
+    """``inner`` behind ``guard``, by methods that ``guarded`` makes. Closing this closes
+    ``inner``."""
+
+    def __init__(self, inner: B, guard: CallPolicy | None = None) -> None:
+        self._inner = inner
+        self._guard = guard or CallPolicy()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._guard.state}, of {self._inner!r}>"
+
+    def close(self) -> None:
+        """Close ``inner``."""
+        self._inner.close()
+
+
 def guarded(verb: str) -> Callable[..., Any]:
     """Return a method that calls ``verb`` of ``self._inner`` through ``self._guard``."""
 
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(self: Guarded[Any], *args: Any, **kwargs: Any) -> Any:
         return self._guard.call(verb, getattr(self._inner, verb), *args, **kwargs)
 
     return method
 
 
-def guarded_scan(self: Any, start: str) -> Iterator[Any]:
+def guarded_scan(self: Guarded[Any], start: str) -> Iterator[Any]:
     """Scan ``self._inner``. Each item passes ``self._guard``, so its consumer holds no slot while
     it works."""
     items = self._inner.scan(start)

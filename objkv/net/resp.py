@@ -27,10 +27,19 @@ Pool = Any
 """A connection pool of redis-py, whose types do not cover its use here."""
 KEEP_S = 10.0
 """How long a connection is lent before it returns to its pool, which may replace it."""
-_PRIVATE_NAMES: Final = frozenset(
-    ("_sock", "pid", "socket_timeout", "should_reconnect", "check_health", "disconnect")
-)
-"""The undocumented names of a connection of redis-py that this module uses. If one lacks a name,
+PRIVATE_NAMES: Final = {
+    "connection": (
+        "_sock",
+        "pid",
+        "socket_timeout",
+        "should_reconnect",
+        "check_health",
+        "disconnect",
+    ),
+    "connection class": ("_connect",),
+    "pool": ("pool", "max_connections", "connection_class", "get_connection", "release"),
+}
+"""The undocumented names of redis-py that this module uses, by owner. If a connection lacks one,
 its calls go through the client."""
 _IS_KNOWN = tuple(map(int, redis.__version__.split(".")[:2])) >= (5, 3)
 """Earlier versions differ, for example in the arguments for getting a connection."""
@@ -278,7 +287,7 @@ class RespConnections:
 def can_lend(connection: Any) -> bool:
     """Whether a connected connection is of the known kind: RESP2 on its own socket."""
     is_socket = isinstance(getattr(connection, "_sock", None), socket.socket)
-    is_known = all(hasattr(connection, name) for name in _PRIVATE_NAMES)
+    is_known = all(hasattr(connection, name) for name in PRIVATE_NAMES["connection"])
     return is_socket and is_known and str(getattr(connection, "protocol", None)) == "2"
 
 

@@ -7,7 +7,7 @@ passes straight through.
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from objkv.net.guard import CallPolicy, Verb, guarded, guarded_scan
+from objkv.net.guard import Guarded, Verb, guarded, guarded_scan
 from objkv.stores.base import Arrived, Entry, PruneStore, Unfinished
 
 _READS: Final = ("reads", "read_errors")
@@ -50,19 +50,12 @@ guarded and counted per entry.
 """
 
 
-class GuardedStore:
-    """``inner`` behind ``guard``. Closing this store closes ``inner``.
+class GuardedStore(Guarded[PruneStore]):
+    """A store behind a guard.
 
     ``check``, ``close`` and the verbs for leftovers skip the guard, because an operator needs the
     backend's own answer.
     """
-
-    def __init__(self, inner: PruneStore, guard: CallPolicy | None = None) -> None:
-        self._inner = inner
-        self._guard = guard or CallPolicy()
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._guard.state}, of {self._inner!r}>"
 
     get = guarded("get")
     get_range = guarded("get_range")
@@ -93,7 +86,3 @@ class GuardedStore:
         """See ``ReadStore``. Ends within the guard's deadline."""
         with self._guard.deadline():
             self._inner.check()
-
-    def close(self) -> None:
-        """Close the inner store."""
-        self._inner.close()

@@ -3,7 +3,6 @@ from collections.abc import Iterator
 import pytest
 
 from tests.agent.world import Node
-from tests.support.arenas import is_sound
 from tests.support.servers.fixtures import client, valkey
 
 __all__ = ["client", "valkey"]
@@ -14,5 +13,5 @@ def node() -> Iterator[Node]:
     node = Node().listen()
     yield node
     node.close()
-    assert is_sound(node.residents)
+    assert node.residents.check()
     assert node.residents.leased() == 0

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from objkv.agent import core
+from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.fill import Staging
 from objkv.agent.memory.arena import ALL_FRAMES, CellState, Progress
 from objkv.agent.messages import (
@@ -17,7 +18,6 @@ from objkv.agent.messages import (
     PayloadRequest,
     Urgency,
 )
-from objkv.agent.residents import Resident
 from objkv.cache.bulk_index import BulkIndex
 from objkv.codec.payload import encode, frame_pages, read_header
 from objkv.codec.seal import Seal
@@ -27,7 +27,6 @@ from objkv.stores.base import Arrived
 from tests.agent.world import PATIENCE_S, RIGHT, Node, Sleeper, gated, pages_at, payloads
 from tests.codec.seals import SEALS
 from tests.contracts.memory_store import MemoryStore
-from tests.support.arenas import is_sound, threads_of
 from tests.support.samples import NAMESPACE, record_of
 from tests.support.waiting import wait_until
 
@@ -43,20 +42,22 @@ def make() -> Iterator[Callable[..., Node]]:
     yield made
     for node in nodes:
         node.close()
-        assert is_sound(node.residents)
+        assert node.residents.check()
 
 
-def settled(node: Node, one: Resident | MissReason) -> Resident:
-    assert isinstance(one, Resident)
+def settled(node: Node, one: CachedPayload | MissReason) -> CachedPayload:
+    assert isinstance(one, CachedPayload)
     wait_until(lambda: one.state is not CellState.FILLING)
     return one
 
 
-def fetch(node: Node, *wanted: PayloadRequest, deadline_s: float = PATIENCE_S) -> list[Resident]:
+def fetch(
+    node: Node, *wanted: PayloadRequest, deadline_s: float = PATIENCE_S
+) -> list[CachedPayload]:
     return [settled(node, one) for one in node.open(*wanted, deadline_s=deadline_s)]
 
 
-def right(node: Node, one: Resident) -> bool:
+def right(node: Node, one: CachedPayload) -> bool:
     progress = Progress(one.state, ALL_FRAMES, one.offset, one.nbytes, one.reason)
     if one.cell >= 0:
         progress = node.arena.board.read(one.cell)
@@ -215,7 +216,7 @@ def test_a_frame_is_announced_when_its_bytes_are_final(
     node = make(store=Trickle(step))
     announced, advance = list[int](), node.residents.advance
 
-    def watched(one: Resident, frames: int) -> None:
+    def watched(one: CachedPayload, frames: int) -> None:
         payload = node.residents.view(one)
         header = read_header(payload)
         for number in range(frames):
@@ -271,7 +272,7 @@ class Slow:
         *,
         client: Sleeper | None = None,
         deadline_s: float = PATIENCE_S,
-    ) -> Sequence[Resident | MissReason]:
+    ) -> Sequence[CachedPayload | MissReason]:
         return self.node.core.open(
             client or Sleeper(),
             [self.wanted[number] for number in numbers],
@@ -347,8 +348,8 @@ def test_a_late_payload_is_late_and_a_broken_store_is_a_miss(
 
     node.store.on_get = broken
     (failed,) = node.open(second)
-    wait_until(lambda: failed.state is not CellState.FILLING or not threads_of(node.core))
-    assert threads_of(node.core)
+    wait_until(lambda: failed.state is not CellState.FILLING or not node.core.threads)
+    assert node.core.threads
     assert failed.reason is MissReason.STORE
     until = list[float]()
     node.store.on_get = lambda key: until.append(ends_s())

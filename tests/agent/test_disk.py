@@ -16,11 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from objkv.agent import disk as module
 from objkv.agent import spill as spill_module
+from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.client import AgentConnection
 from objkv.agent.disk import Disk, DiskFolder
 from objkv.agent.memory.arena import PAGE, CellState
 from objkv.agent.messages import CommitStatus, PayloadRequest, Urgency
-from objkv.agent.residents import Resident
 from objkv.assembly.backends import open_backends
 from objkv.codec.seal import Seal
 from objkv.config import Config
@@ -43,7 +43,6 @@ from tests.agent.world import (
 from tests.codec.seals import SEALS
 from tests.contracts.memory_store import MemoryStore
 from tests.support.agents import AgentProcess
-from tests.support.arenas import is_sound
 from tests.support.samples import TOKENS, save
 from tests.support.waiting import wait_until
 
@@ -111,7 +110,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., DiskNode]]:
     yield made
     for node in nodes:
         node.close()
-        assert is_sound(node.residents)
+        assert node.residents.check()
         assert node.residents.leased() == 0
         assert adds_up(node.disk)
 
@@ -237,7 +236,7 @@ def test_no_changed_byte_is_served(data: st.DataObject, kind: str | None) -> Non
             assert node.count("hits") == 5, "it was written again"
         finally:
             node.close()
-        assert is_sound(node.residents)
+        assert node.residents.check()
         assert node.residents.leased() == 0
 
 
@@ -304,7 +303,7 @@ def test_nothing_is_announced_before_all_is_verified(
     node.store.on_get = lambda key: fetching.set()
     monkeypatch.setattr("objkv.agent.disk._SLICE_BYTES", 64)
 
-    def watched(one: Resident, frames: int) -> None:
+    def watched(one: CachedPayload, frames: int) -> None:
         announced.append(fetching.is_set())
         advance(one, frames)
 

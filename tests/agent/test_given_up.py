@@ -7,13 +7,12 @@ from time import monotonic
 
 import pytest
 
+from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.memory.arena import CellState
-from objkv.agent.residents import Resident
 from objkv.errors import TransferError
 from objkv.stores.base import Arrived
 from tests.agent.world import PATIENCE_S, Node
 from tests.contracts.memory_store import MemoryStore
-from tests.support.arenas import is_sound
 from tests.support.samples import TOKENS
 from tests.support.waiting import wait_until
 
@@ -44,7 +43,7 @@ def node() -> Iterator[Node]:
     yield node
     store_of(node).go.set()
     node.close()
-    assert is_sound(node.residents)
+    assert node.residents.check()
     assert node.residents.leased() == 0
 
 
@@ -53,7 +52,7 @@ def store_of(node: Node) -> SlowStore:
     return node.store
 
 
-def settled(one: Resident) -> CellState:
+def settled(one: CachedPayload) -> CellState:
     wait_until(lambda: one.state is not CellState.FILLING)
     return one.state
 

@@ -11,6 +11,7 @@ import pytest
 
 from objkv.agent import core as core_module
 from objkv.agent import messages as m
+from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.client import AgentConnection
 from objkv.agent.memory import arena as arena_module
 from objkv.agent.memory.answers import FIELDS_MAX
@@ -29,7 +30,6 @@ from objkv.agent.messages import (
 )
 from objkv.agent.outbox import ClientOutbox, Outbox
 from objkv.agent.prefetch import Prefetches
-from objkv.agent.residents import Resident
 from objkv.codec.payload import LayerSpec, encode, header_bytes_needed, read_header
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.stores.processes.process import _shared_memory
@@ -37,7 +37,6 @@ from tests.agent.test_core import settled
 from tests.agent.test_server import greeted
 from tests.agent.world import PATIENCE_S, Node, Sleeper, ended, gated, opened, payloads
 from tests.support.agents import AgentProcess
-from tests.support.arenas import in_flight, is_sound, threads_of
 from tests.support.mappings import is_private
 from tests.support.samples import NAMESPACE
 from tests.support.steps import complete
@@ -103,7 +102,7 @@ def test_what_a_reader_rejects_while_it_arrives_is_served_to_nobody_else(node: N
     assert node.residents.holds(paths([wanted])) == [False]
     (again,) = opened(node.connect(), [wanted])
     assert again.cell != lease.cell
-    assert is_sound(node.residents)
+    assert node.residents.check()
 
 
 def test_no_memory_is_given_out_once_an_agent_ends(node: Node) -> None:
@@ -126,10 +125,10 @@ def test_a_reader_that_comes_while_a_fill_is_given_up_is_not_late(
     opened(left, wanted[2:])
     left.close()
     wait_until(lambda: node.server is not None and node.server.clients == 2)
-    came: list[Resident] = []
+    came: list[CachedPayload] = []
     failed = node.residents.failed
 
-    def someone_comes(one: Resident, *rest: Any) -> None:
+    def someone_comes(one: CachedPayload, *rest: Any) -> None:
         if one.key == wanted[2].claim.key.path() and not came:
             found = node.residents.open(one.key, Sleeper())
             assert found is not None
@@ -159,7 +158,7 @@ def test_threads_that_forget_layers_at_once_all_live(
     leases = opened(client, wanted)
     for lease in leases:
         ended(client, lease)
-    assert threads_of(node.core) == 2
+    assert node.core.threads == 2
 
 
 @pytest.mark.parametrize(("codec", "nbytes"), [("none", 1 << 13), ("none", 0), ("blosc", 1 << 45)])
@@ -374,14 +373,14 @@ def test_payloads_that_do_not_exist_evict_nothing_that_no_store_has(pages: int, 
     assert settled(node, found).state is CellState.READY
     node.residents.release(found)
     node.close()
-    assert is_sound(node.residents)
+    assert node.residents.check()
 
 
 def test_a_hit_wakes_no_thread(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted, woken = node.save(), list[object]()
     for one in node.open(*wanted):
         node.residents.release(settled(node, one))
-    wait_until(lambda: not in_flight(node.core))
+    wait_until(lambda: not node.core.in_flight)
     monkeypatch.setattr(node.core._changed, "notify", lambda *_: woken.append(1))
     for one in node.open(*wanted):
         assert one.state is CellState.READY

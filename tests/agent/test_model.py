@@ -12,6 +12,7 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.memory.arena import (
     CELLS,
@@ -27,11 +28,9 @@ from objkv.agent.messages import (
     Urgency,
 )
 from objkv.agent.prefetch import Prefetches
-from objkv.agent.residents import Resident
 from objkv.codec.payload import digest, frame_pages, read_header
 from objkv.errors import StoreUnavailable, TransferError
 from tests.agent.world import PATIENCE_S, RIGHT, Desk, Node, ended, pages_at
-from tests.support.arenas import is_sound, threads_of
 from tests.support.samples import NAMESPACE
 from tests.support.waiting import wait_until
 
@@ -105,7 +104,7 @@ class AgentMachine(RuleBasedStateMachine):
         residents = self.node.residents
         free = residents._free
 
-        def poisoned(one: Resident) -> None:
+        def poisoned(one: CachedPayload) -> None:
             if one.offset >= 0:
                 view = residents.view(one)
                 view[:] = bytes([POISON]) * len(view)
@@ -247,7 +246,7 @@ class AgentMachine(RuleBasedStateMachine):
             for lease in peer.leases if peer is not None else ():
                 assert peer is not None
                 self.look(peer, lease)
-        assert is_sound(self.node.residents)
+        assert self.node.residents.check()
 
     def teardown(self) -> None:
         self.gate.set()
@@ -260,8 +259,8 @@ class AgentMachine(RuleBasedStateMachine):
         wait_until(lambda: self.node.server is not None and not self.node.server.clients)
         residents = self.node.residents
         assert residents.leased() == 0
-        assert is_sound(residents)
-        assert threads_of(self.node.core) == 2
+        assert residents.check()
+        assert self.node.core.threads == 2
         for chunk, stored in enumerate(self.stored):
             found = self.store.get(self.path(chunk))
             if found not in (None, stored, self.spoiled(chunk)):  # a client's

@@ -6,12 +6,11 @@ from threading import Event, Lock
 import pytest
 
 from objkv.agent import queue
+from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.fill import Cuts
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import MissReason, Urgency
-from objkv.agent.residents import Resident
 from tests.agent.world import PATIENCE_S, Node, Sleeper
-from tests.support.arenas import in_flight
 from tests.support.samples import TOKENS
 from tests.support.waiting import wait_until
 
@@ -43,7 +42,7 @@ def test_when_all_threads_are_late_nothing_more_is_queued() -> None:
         (found,) = node.core.open(
             Sleeper(), [one], deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS
         )
-        failed = isinstance(found, Resident) and found.state is CellState.FAILED
+        failed = isinstance(found, CachedPayload) and found.state is CellState.FAILED
         assert failed or found is MissReason.NO_ROOM
     gate.open.set()
     wait_until(lambda: not node.core._is_stuck())
@@ -68,7 +67,7 @@ def test_loads_between_steps_do_not_starve_behind_endless_ones_within(
     node.open(within, urgency=Urgency.IN_STEP)
     node.open(between)
     gate.open.set()
-    wait_until(lambda: len(order) == 3 and in_flight(node.core) == 0)
+    wait_until(lambda: len(order) == 3 and node.core.in_flight == 0)
     assert order == [one.claim.key.path() for one in (first, between, within)]
     node.close()
 
@@ -89,7 +88,7 @@ def test_first_parts_of_all_come_before_the_second_of_any(codec: str) -> None:
     node.cache.get_into = watched  # type: ignore[method-assign,assignment]
     node.open(*wanted, urgency=Urgency.IN_STEP)
     gate.open.set()
-    wait_until(lambda: in_flight(node.core) == 0)
+    wait_until(lambda: node.core.in_flight == 0)
     firsts = [n for n, (_, at) in enumerate(starts) if at == 0]
     assert firsts == list(range(len(wanted)))
     node.close()

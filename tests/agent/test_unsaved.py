@@ -40,7 +40,6 @@ from tests.agent.world import (
 )
 from tests.contracts.memory_index import MemoryIndex
 from tests.support.agents import AgentProcess
-from tests.support.arenas import is_sound
 from tests.support.samples import NAMESPACE, TOKENS
 from tests.support.steps import complete
 from tests.support.waiting import wait_until
@@ -95,7 +94,7 @@ class Holder(Node):
     def close(self) -> None:
         self.desk.close()
         super().close()
-        assert is_sound(self.residents)
+        assert self.residents.check()
         assert self.residents.leased() == 0
 
 
@@ -667,7 +666,7 @@ def test_random_use_leaves_nothing_behind(make: Callable[..., Holder]) -> None:
     for node in nodes:
         assert node.saves.drain(PATIENCE_S)
         wait_until(lambda node=node: not node.residents.leased())  # type: ignore[misc]
-        assert is_sound(node.residents)
+        assert node.residents.check()
         assert not node.count("load_corrupt")
         assert not node.count("save_errors")
     stored = {entry.key for entry in store.scan("")}

@@ -8,17 +8,16 @@ from typing import Any
 
 import pytest
 
+from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.disk import Disk, DiskFolder
 from objkv.agent.messages import MissReason, PrefetchOrder
 from objkv.agent.prefetch import Prefetches
-from objkv.agent.residents import Resident
 from objkv.agent.spill import Spill
 from objkv.codec.payload import read_header
 from tests.agent.test_disk import adds_up
 from tests.agent.test_unsaved import Holder, Service, find, paths, read
 from tests.agent.world import PATIENCE_S, down, payloads
 from tests.support.agents import AgentProcess
-from tests.support.arenas import in_flight
 from tests.support.samples import NAMESPACE
 from tests.support.waiting import wait_until
 
@@ -98,7 +97,7 @@ def test_what_only_the_disk_has_is_read_and_saved_if_it_is_to_be_put(
     hashes = [read_header(one).claim.key.prefix_hash for one in made]
     prefetches = Prefetches(node.core, node.index, node.store)
     assert prefetches.start(NAMESPACE, hashes, PrefetchOrder(PATIENCE_S)).started == len(made)
-    wait_until(lambda: in_flight(node.core) == 0)
+    wait_until(lambda: node.core.in_flight == 0)
     assert not node.stored, "no request has read it"
     node.leave_arena(made)
     for path in paths(made):
@@ -114,7 +113,7 @@ def test_what_only_the_disk_has_is_read_and_saved_if_it_is_to_be_put(
     assert prefetches.start(NAMESPACE, hashes, order).started == len(made)
     assert node.saves.drain(PATIENCE_S), "none has come to memory yet"
     gate.set()
-    wait_until(lambda: in_flight(node.core) == 0)
+    wait_until(lambda: node.core.in_flight == 0)
     assert node.saves.drain(PATIENCE_S)
     assert node.stored == set(paths(made))
 
@@ -198,7 +197,7 @@ def test_a_payload_that_came_while_its_save_looked_for_it_is_saved(
     node.commit(made)
     hold, missed = node.residents.hold, set[str]()
 
-    def late(path: str) -> Resident | None:
+    def late(path: str) -> CachedPayload | None:
         if path in missed:
             return hold(path)
         missed.add(path)

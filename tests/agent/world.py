@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from objkv.agent.answering import NodeCalls, NodeLookups
+from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.disk import Disk
@@ -26,7 +27,6 @@ from objkv.agent.memory.arena import Arena, CellState, Progress
 from objkv.agent.messages import CommitStatus, PayloadRequest, Urgency
 from objkv.agent.outbox import AgentSaves, ClientOutbox, Outbox
 from objkv.agent.prefetch import Prefetches
-from objkv.agent.residents import Resident
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentParts, AgentServer, ServerLimits
 from objkv.cache.chunks import CacheSettings, ChunkCache, SaveOutcome
@@ -164,10 +164,10 @@ class Node:
         *wanted: PayloadRequest,
         deadline_s: float = PATIENCE_S,
         urgency: Urgency = Urgency.BETWEEN_STEPS,
-    ) -> list[Resident]:
+    ) -> list[CachedPayload]:
         """Begin to load payloads, as a client of their own does; those that are taken."""
         found = self.core.open(Sleeper(), wanted, deadline_s=deadline_s, urgency=urgency)
-        return [one for one in found if isinstance(one, Resident)]
+        return [one for one in found if isinstance(one, CachedPayload)]
 
     def wanted(self, keys: Sequence[ChunkKey]) -> list[PayloadRequest]:
         return wanted_of(self.index, keys)

@@ -20,7 +20,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from objkv.agent import core, fill, residents
+from objkv.agent import arena_cache, core, fill
 from objkv.agent.core import CoreLimits
 from objkv.agent.fill import Cuts
 from objkv.agent.memory import arena
@@ -49,17 +49,16 @@ from tests.fences.device import (
     GONE,
     Hands,
     Stream,
+    WatchedArenaCache,
     WatchedConnection,
     WatchedInside,
     WatchedLane,
     WatchedLayouts,
     WatchedPool,
-    WatchedResidents,
 )
 from tests.fences.stage import Broken, Stage, the_stage
 from tests.fences.stores import GateStore
 from tests.support import inside as in_test
-from tests.support.arenas import is_sound
 from tests.support.paged_cache import paged_group
 from tests.support.plans import packed
 
@@ -593,7 +592,7 @@ class Engine:
 
     def _check_inside(self, inside: WatchedInside) -> None:
         payloads = inside.core.residents
-        if payloads.leased() or not is_sound(payloads):
+        if payloads.leased() or not payloads.check():
             raise Broken(f"payloads are left leased: {payloads!r}")
         if inside.registered:
             raise Broken("an arena is left registered")
@@ -671,13 +670,13 @@ def play(stage: Stage, life: Callable[[Engine], None], knobs: Knobs, seed: int) 
 
     _TOLD.clear()
     with ExitStack() as stack:
-        kept = partial(WatchedResidents, keeps=knobs.keeps)
-        stack.enter_context(patch.object(core, "Residents", kept))
+        kept = partial(WatchedArenaCache, keeps=knobs.keeps)
+        stack.enter_context(patch.object(core, "ArenaCache", kept))
         stack.enter_context(patch.object(in_test, "InsideConnection", WatchedConnection))
         stack.enter_context(patch.object(fill, "_HEADER_BYTES", _HEADER_BYTES))
-        for module in (arena, residents, loader):
+        for module in (arena, arena_cache, loader):
             stack.enter_context(patch.object(module, "BOARD_BYTES", _BOARD_BYTES))
-        for module in (arena, residents):
+        for module in (arena, arena_cache):
             stack.enter_context(patch.object(module, "CELLS", _CELLS))
         stack.push(_forget)
         stack.callback(_close_memory, engines)  # that of a broken life, too

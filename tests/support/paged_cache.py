@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from objkv.agent.arena_cache import ArenaCache
 from objkv.agent.core import CoreLimits
 from objkv.agent.fill import Cuts
-from objkv.agent.residents import Residents
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.cache.match import stored_blocks
 from objkv.codec.payload import payload_bytes_max
@@ -289,9 +289,9 @@ class Replica(Worker):
         return [cache.cpu().clone() for cache in self.caches]
 
 
-def forget_all(residents: Residents) -> None:
+def forget_all(residents: ArenaCache) -> None:
     """Empty an arena, except for what is being read."""
-    for key in list(residents._by_key):
+    for key in residents.keys():
         residents.forget(key)
 
 

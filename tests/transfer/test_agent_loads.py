@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from objkv.agent.arena_cache import ArenaCache
 from objkv.agent.client import AgentConnection
-from objkv.agent.residents import Residents
 from objkv.background import Alarm
 from objkv.errors import StoreUnavailable, TransferError
 from objkv.transfer import lanes
@@ -20,7 +20,7 @@ from objkv.transfer.plan import LoadMove, LoadPlan
 from tests.agent.reader import load_by_agent
 from tests.agent.world import Node, WatchedStore
 from tests.contracts.clock import ManualClock
-from tests.support.arenas import LossyConnection, is_sound
+from tests.support.arenas import LossyConnection
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import BLOCKS, NAMESPACE, Replica, same_blocks
 from tests.support.plans import packed
@@ -78,7 +78,7 @@ def world() -> Iterator[World]:
     yield world
     world.reader.close()
     wait_until(lambda: not world.node.residents.leased())
-    assert is_sound(world.node.residents)
+    assert world.node.residents.check()
     for node in (world.node, *world.former):
         node.close()
 
@@ -99,15 +99,15 @@ def test_what_one_replica_saved_another_loads_by_the_agent(world: World, sync: b
 def test_long_prompts_are_opened_a_few_payloads_at_a_time(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    most, opened = [0], Residents.open
+    most, opened = [0], ArenaCache.open
     monkeypatch.setattr(module, "WINDOW", 2)
 
-    def counted(self: Residents, key: str, waiter: Any, **options: Any) -> Any:
+    def counted(self: ArenaCache, key: str, waiter: Any, **options: Any) -> Any:
         found = opened(self, key, waiter, **options)
         most[0] = max(most[0], world.reader.loader.leased)  # type: ignore[attr-defined]
         return found
 
-    monkeypatch.setattr(Residents, "open", counted)
+    monkeypatch.setattr(ArenaCache, "open", counted)
     assert not world.reader.load(range(4), 1).failed_blocks
     assert world.right()
     assert most[0] <= 2

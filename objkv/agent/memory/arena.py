@@ -12,10 +12,11 @@ import mmap
 import os
 import struct
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
 from threading import Lock
 from typing import Final
 
@@ -270,6 +271,20 @@ class Extents:
             if at and self._free[at - 1][1] == start:
                 start = self._free.pop(at - 1)[0]
             insort(self._free, (start, end))
+
+    @property
+    def taken(self) -> Set[int]:
+        """The starts of extents in use."""
+        return self._taken.keys()
+
+    def check(self) -> bool:
+        """Whether gaps and extents cover everything once."""
+        with self._lock:
+            pieces = sorted([*self._free, *self._taken.items()])
+            touching = all(a[1] == b[0] for a, b in pairwise(pieces))
+            covers = (pieces[0][0], pieces[-1][1]) == (self._start, self._end)
+            free = sum(end - start for start, end in self._free)
+            return touching and covers and free == self._free_bytes
 
     def windows(self, nbytes: int, movable: dict[int, int]) -> Iterator[tuple[int, list[int]]]:
         """Yield each row of neighbouring gaps and ``movable`` extents that has room for ``nbytes``,

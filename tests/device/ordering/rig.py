@@ -65,7 +65,7 @@ from tests.device.ordering.setup import (
     hashes_of,
 )
 from tests.support.agents import AgentProcess
-from tests.support.arenas import LossyConnection, SpoilingResidents, is_sound
+from tests.support.arenas import LossyConnection, SpoilingArenaCache
 from tests.support.plans import packed
 
 ARENA_BYTES: Final = 32 << 20
@@ -156,7 +156,7 @@ class OrderRig:
         self.node = self._open_agent()
 
     def _open_agent(self) -> NodeAgent:
-        with patch.object(core, "Residents", SpoilingResidents):
+        with patch.object(core, "ArenaCache", SpoilingArenaCache):
             return NodeAgent(self._agent_config, self._agent_path, MemoryRecorder())
 
     def open_cache(self, writer: str) -> ChunkCache:
@@ -540,7 +540,7 @@ class OrderRig:
             self.worker.close()
             self.synchronize()
             self.settle()
-            if not is_sound(self.node.core.residents):
+            if not self.node.core.residents.check():
                 raise TransferError("the agent's account of its memory is wrong")
         finally:
             self.node.close()

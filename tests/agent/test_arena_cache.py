@@ -9,17 +9,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from objkv.agent import residents as module
+from objkv.agent import arena_cache as module
+from objkv.agent.arena_cache import ArenaCache, CachedPayload
 from objkv.agent.memory.arena import PAGE, Arena, CellState
 from objkv.agent.messages import MissReason
-from objkv.agent.residents import Resident, Residents
 from objkv.codec.payload import Claim
 from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
 from objkv.telemetry import MemoryRecorder
 from tests.agent.world import Sleeper
-from tests.support.arenas import is_sound
 
 PAGES = 20
 CLAIMS = {
@@ -36,7 +35,7 @@ RECORD = ShardRecord(PAGE, PAGE, "none", False, "unsaved:", 1)
 class Fill:
     """A payload that the model knows of."""
 
-    one: Resident
+    one: CachedPayload
     pattern: int
     holders: list[Sleeper] = field(default_factory=list)
     nbytes: int = 0
@@ -44,11 +43,11 @@ class Fill:
     is_announced: bool = False
 
 
-class ResidentsMachine(RuleBasedStateMachine):
+class ArenaCacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.arena = Arena.create(PAGES * PAGE)
-        self.residents = Residents(self.arena, MemoryRecorder())
+        self.residents = ArenaCache(self.arena, MemoryRecorder())
         self.clients = [Sleeper(), Sleeper()]
         self.listed: dict[str, Fill] = {}
         self.all: list[Fill] = []
@@ -183,7 +182,7 @@ class ResidentsMachine(RuleBasedStateMachine):
 
     @invariant()
     def adds_up(self) -> None:
-        assert is_sound(self.residents)
+        assert self.residents.check()
         assert self.residents.leased() == sum(f.is_filling or bool(f.holders) for f in self.all)
 
     @invariant()
@@ -210,7 +209,7 @@ class ResidentsMachine(RuleBasedStateMachine):
                 assert (progress.offset, progress.nbytes) == (fill.one.offset, fill.nbytes)
 
 
-TestResidents = ResidentsMachine.TestCase
+TestResidents = ArenaCacheMachine.TestCase
 TestResidents.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 
 
@@ -220,7 +219,7 @@ def arena() -> Iterator[Arena]:
         yield arena
 
 
-def filled(residents: Residents, key: str, pages: int = 1) -> Resident:
+def filled(residents: ArenaCache, key: str, pages: int = 1) -> CachedPayload:
     opened = residents.open(key, None)
     assert opened is not None
     one, is_new = opened
@@ -231,7 +230,7 @@ def filled(residents: Residents, key: str, pages: int = 1) -> Resident:
 
 
 def test_neighbours_make_room_where_single_gaps_do_not(arena: Arena) -> None:
-    residents = Residents(arena, MemoryRecorder())
+    residents = ArenaCache(arena, MemoryRecorder())
     for number in range(12):
         one = filled(residents, str(number))
         if number not in (3, 6, 9):
@@ -244,14 +243,14 @@ def test_neighbours_make_room_where_single_gaps_do_not(arena: Arena) -> None:
     assert small is not None
     assert residents.allot(small[0], 3 * PAGE) is None, "the pages between are leased"
     assert residents.allot(small[0], 2 * PAGE) is not None
-    assert is_sound(residents)
+    assert residents.check()
 
 
 def test_only_payloads_that_somebody_may_wait_for_need_a_cell(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CELLS", 2)
-    residents = Residents(arena, MemoryRecorder())
+    residents = ArenaCache(arena, MemoryRecorder())
     assert not residents.leased()
     for key in "abcd":
         residents.release(filled(residents, key))
@@ -266,11 +265,11 @@ def test_only_payloads_that_somebody_may_wait_for_need_a_cell(
     residents.release(leased)
     assert residents.open("g", None) is not None
     assert residents.leased()
-    assert is_sound(residents)
+    assert residents.check()
 
 
 def test_a_full_arena_is_not_searched(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    residents = Residents(arena, MemoryRecorder())
+    residents = ArenaCache(arena, MemoryRecorder())
     ones = [filled(residents, str(number), pages=3) for number in range(4)]
     fill = residents.open("more", None)
     assert fill is not None
@@ -286,4 +285,4 @@ def test_a_full_arena_is_not_searched(arena: Arena, monkeypatch: pytest.MonkeyPa
     assert residents.allot(fill[0], 3 * PAGE + 1) is None, "a payload larger than a quarter"
     assert residents.holds("23") == [True, True]
     assert residents.allot(fill[0], 3 * PAGE) is not None
-    assert is_sound(residents)
+    assert residents.check()
