@@ -334,7 +334,7 @@ class ArenaCache:
         with self._lock:
             return sum(one.nbytes for one in self._all if one.leases)
 
-    def keys(self) -> list[str]:
+    def listed(self) -> list[str]:
         """Return the keys of payloads that new readers find."""
         with self._lock:
             return list(self._by_key)

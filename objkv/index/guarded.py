@@ -46,7 +46,7 @@ def _written(verb: str, *, unwritten: object = None) -> Callable[..., Any]:
     call = guarded(verb)
 
     def method(self: "GuardedIndex", *args: Any, **kwargs: Any) -> Any:
-        return call(self, *args, **kwargs) if self._guard.may_write else unwritten
+        return call(self, *args, **kwargs) if self.guard.may_write else unwritten
 
     return method
 
@@ -75,17 +75,17 @@ class GuardedIndex(Guarded[WriteIndex]):
     def check(self) -> None:
         """See ``ReadIndex``. The read-only role looks up one record instead, because an index's
         check may write."""
-        if not self._guard.may_write:
+        if not self.guard.may_write:
             self.lookup("0" * NAMESPACE_HEX, [bytes(PREFIX_HASH_BYTES)])
             return
-        with self._guard.deadline():
-            self._inner.check()
+        with self.guard.deadline():
+            self.inner.check()
 
     def sight(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
         """See ``WriteIndex``. The read-only role records nothing."""
-        if not self._guard.may_write:
+        if not self.guard.may_write:
             return [False] * len(names)
-        return self._guard.call("sight", self._inner.sight, names, ttl_s=ttl_s)
+        return self.guard.call("sight", self.inner.sight, names, ttl_s=ttl_s)
 
 
 def for_operators(admin: PruneIndex | None) -> PruneIndex:

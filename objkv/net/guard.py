@@ -81,31 +81,31 @@ class Guarded(Generic[B]):
     ``inner``."""
 
     def __init__(self, inner: B, guard: CallPolicy | None = None) -> None:
-        self._inner = inner
-        self._guard = guard or CallPolicy()
+        self.inner = inner
+        self.guard = guard or CallPolicy()
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._guard.state}, of {self._inner!r}>"
+        return f"<{type(self).__name__} {self.guard.state}, of {self.inner!r}>"
 
     def close(self) -> None:
         """Close ``inner``."""
-        self._inner.close()
+        self.inner.close()
 
 
 def guarded(verb: str) -> Callable[..., Any]:
-    """Return a method that calls ``verb`` of ``self._inner`` through ``self._guard``."""
+    """Return a method that calls ``verb`` of ``self.inner`` through ``self.guard``."""
 
     def method(self: Guarded[Any], *args: Any, **kwargs: Any) -> Any:
-        return self._guard.call(verb, getattr(self._inner, verb), *args, **kwargs)
+        return self.guard.call(verb, getattr(self.inner, verb), *args, **kwargs)
 
     return method
 
 
 def guarded_scan(self: Guarded[Any], start: str) -> Iterator[Any]:
-    """Scan ``self._inner``. Each item passes ``self._guard``, so its consumer holds no slot while
+    """Scan ``self.inner``. Each item passes ``self.guard``, so its consumer holds no slot while
     it works."""
-    items = self._inner.scan(start)
-    while (item := self._guard.call("scan", next, items, None)) is not None:
+    items = self.inner.scan(start)
+    while (item := self.guard.call("scan", next, items, None)) is not None:
         yield item
 
 

@@ -71,18 +71,18 @@ class GuardedStore(Guarded[PruneStore]):
     ) -> int | None:
         """See ``ReadStore``."""
         verb = "get_into" if start is None else "get_range_into"
-        return self._guard.call(verb, self._inner.get_into, key, buffer, arrived, start)
+        return self.guard.call(verb, self.inner.get_into, key, buffer, arrived, start)
 
     def unfinished(self) -> Iterator[Unfinished]:
         """See ``PruneStore``."""
-        return self._inner.unfinished()
+        return self.inner.unfinished()
 
     def discard(self, unfinished: Unfinished) -> bool:
         """See ``PruneStore``."""
-        self._guard.check_may_write(f"discard {unfinished.key}")
-        return self._inner.discard(unfinished)
+        self.guard.check_may_write(f"discard {unfinished.key}")
+        return self.inner.discard(unfinished)
 
     def check(self) -> None:
         """See ``ReadStore``. Ends within the guard's deadline."""
-        with self._guard.deadline():
-            self._inner.check()
+        with self.guard.deadline():
+            self.inner.check()

@@ -25,7 +25,7 @@ class GateStore(GuardedStore):
 
     def put_if_absent(self, key: str, value: Buffer) -> bool:
         fault = self._begin("put")
-        written = False if fault == "lost" else self._inner.put_if_absent(key, value)
+        written = False if fault == "lost" else self.inner.put_if_absent(key, value)
         the_stage().wait("sent", lambda: False, UPLOAD_S)
         if fault is not None:
             raise StoreUnavailable("the answer did not come")
@@ -35,7 +35,7 @@ class GateStore(GuardedStore):
         fault = self._begin("get")
         if fault == "lost":
             return None
-        value = (self._inner.get(key) or b"")[start : start + len(buffer)]
+        value = (self.inner.get(key) or b"")[start : start + len(buffer)]
         if not value:
             return None
         if fault == "flipped":

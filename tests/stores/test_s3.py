@@ -187,7 +187,9 @@ def test_where_the_condition_is_refused_or_ignored_a_head_is_asked_for_instead(
 
 
 @pytest.mark.parametrize(
-    "instead", [refusal(503, "SlowDown"), refusal(400, "RequestTimeout"), b""], ids=str
+    "instead",
+    [refusal(503, "SlowDown"), refusal(400, "RequestTimeout"), b""],
+    ids=["busy", "timed out", "closed"],
 )
 def test_a_second_put_without_a_verdict_leaves_it_to_the_next_to_find_out(
     spoiled: S3Store, recorder: MemoryRecorder, faulty: Faulty, instead: Answer | bytes

@@ -291,7 +291,7 @@ class Replica(Worker):
 
 def forget_all(residents: ArenaCache) -> None:
     """Empty an arena, except for what is being read."""
-    for key in residents.keys():
+    for key in residents.listed():
         residents.forget(key)
 
 

@@ -48,7 +48,7 @@ class ProcessGets(GuardedStore):
         """See ``ReadStore``."""
         lane = self._pool.take() if _BYTES_MIN <= len(buffer) <= LANE_BYTES else None
         if lane is None:
-            return self._inner.get_into(key, buffer, arrived, start)
+            return self.inner.get_into(key, buffer, arrived, start)
         self._recorder.count("fetch_process_gets")
         end_s = min(monotonic() + self._deadline_s, ends_s())
         target = _Target(key, buffer, arrived, start)
@@ -64,7 +64,7 @@ class ProcessGets(GuardedStore):
             return got
         try:
             with EndsBy(end_s):
-                return target.complete(self._inner)
+                return target.complete(self.inner)
         except PayloadError as exc:
             if not target.at:
                 raise
