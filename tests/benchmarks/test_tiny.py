@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
-CALLS_MAX = {"load": (25, 160, 900), "lookup": (25, 142, 250)}
+CALLS_MAX = {"load": (22, 140, 700), "lookup": (24, 136, 250)}
 """Files, functions and calls: whoever makes a path longer has to say so here."""
 
 

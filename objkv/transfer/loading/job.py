@@ -213,9 +213,12 @@ class LoadJob:
         )
 
     def _outcome(self) -> LoadOutcome:
+        chunks = [self._chunks[i] for i in self._unfinished]
+        if self._failed_chunk is not None:
+            chunks.append(self._failed_chunk)
         return LoadOutcome(
             self.plan.request_id,
-            self._failed_blocks(),
+            self.plan.moves.blocks_from(min(chunks)) if chunks else frozenset(),
             frozenset(self._rejected),
             nbytes=self._nbytes,
             seconds=self._last - self.started,
@@ -286,9 +289,3 @@ class LoadJob:
         if self._closed or self._clock() >= self.deadline:
             return False
         return self._failed_chunk is None or self._chunks[index] < self._failed_chunk
-
-    def _failed_blocks(self) -> frozenset[int]:
-        chunks = [self._chunks[i] for i in self._unfinished]
-        if self._failed_chunk is not None:
-            chunks.append(self._failed_chunk)
-        return self.plan.moves.blocks_from(min(chunks)) if chunks else frozenset()

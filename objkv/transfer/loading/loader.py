@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import attrgetter
 from threading import Event, Lock, Thread
 from time import monotonic, sleep
 
@@ -527,8 +528,7 @@ class Loader:
         """Read new frames, and end the leases that are not needed any more."""
         ended, kept = [], []
         # Those that a step waits for get slabs first.
-        urgent = [one for one in self._reading if one.job.plan.sync]
-        for one in urgent + [one for one in self._reading if not one.job.plan.sync]:
+        for one in sorted(self._reading, key=attrgetter("job.plan.sync"), reverse=True):
             if not one.is_copied:
                 self._read(agent, one)
             if one.is_copied and _is_past(one.mark):
