@@ -318,6 +318,12 @@ class ArenaCache:
                 if not one.leases:
                     self._free(one)
 
+    def lost(self, key: str) -> None:
+        """A payload that was held back is nowhere else any more, unless it is here."""
+        with self._lock:
+            if key not in self._by_key:
+                self.unsaved.dropped(key)
+
     def close(self) -> None:
         """Allot no memory from now on. The agent ends connections after this: their clients may
         still read memory whose leases have ended."""

@@ -47,6 +47,9 @@ from objkv.telemetry import Recorder, Trouble
 logger = logging.getLogger(__name__)
 _IDLE_S = 10.0
 """After this time without a payload, a fetching thread gives its staging buffer back."""
+_OPEN_AT_ONCE = 8
+"""Payloads under one hold of the lock, for which a step of another replica may wait: a prefetch may
+have thousands."""
 _KNOWN_MAX = 1024
 """Shards whose shape is remembered, so that headers are parsed quickly."""
 
@@ -122,7 +125,15 @@ class Core:
         if self._draining:
             return [MissReason.CLOSED] * len(wanted)
         due = Priority(urgency, priority, monotonic() + deadline_s)
-        ahead = urgency is Urgency.PREFETCH
+        opened: list[CachedPayload | MissReason] = []
+        for at in range(0, len(wanted), _OPEN_AT_ONCE):
+            opened += self._open(client, wanted[at : at + _OPEN_AT_ONCE], due)
+        return opened
+
+    def _open(
+        self, client: Waiter, wanted: Sequence[PayloadRequest], due: Priority
+    ) -> list[CachedPayload | MissReason]:
+        ahead = due.urgency is Urgency.PREFETCH
         opened: list[CachedPayload | MissReason] = []
         new: list[CachedPayload] = []
         old: list[CachedPayload] = []

@@ -259,6 +259,11 @@ class Disk:
                 self._writing = ""
             return self._drop(name) is not None
 
+    @property
+    def has_dropped(self) -> bool:
+        """Whether there are files for ``purge`` to remove."""
+        return bool(self._doomed)
+
     def tie(self, key: str) -> bool:
         """Note that a payload is nowhere else. Return False if it is not on disk."""
         name = self._name(key)

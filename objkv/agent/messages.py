@@ -38,6 +38,8 @@ _NAMESPACE_CHARS = 32
 _FIND_RECORDS = 512
 _RECORD_BYTES_MAX = 400
 """An encoded shard record is shorter."""
+_FIELD_CHARS_MAX = 100
+"""As is the name of a shard."""
 
 
 class ProtocolError(TransferError):
@@ -411,6 +413,8 @@ def _namespace(name: bytes) -> str:
 
 @lru_cache(maxsize=4096)
 def _parse_field(text: str) -> tuple[int, Shard]:
+    if len(text) > _FIELD_CHARS_MAX:
+        raise ProtocolError("an invalid field")
     group, _, shard = text.partition(".")
     if not group.isascii() or not group.isdigit() or str(int(group)) != group:
         raise ProtocolError("an invalid field")

@@ -112,7 +112,7 @@ class Spill:
         """Remove a payload, also if it is being written. The arena must have forgotten it."""
         if self.disk.discard(key):
             self._lost(key)
-        if not self._pool.waiting:  # a waiting job removes it, too
+        if self.disk.has_dropped and not self._pool.waiting:  # a waiting job removes it, too
             self._pool.put((_PURGE,))
 
     def drain(self, seconds: float) -> bool:
@@ -131,8 +131,7 @@ class Spill:
 
     def _lost(self, path: str) -> None:
         """The disk has lost what was nowhere else, unless it has come to the arena meanwhile."""
-        if self._residents.seen([path]) == [None]:
-            self._unsaved.dropped(path)
+        self._residents.lost(path)
 
     def _leave_held_back(self) -> None:
         """Tell the next agent which payloads of the disk are nowhere else."""

@@ -198,7 +198,6 @@ class ArenaCacheMachine(RuleBasedStateMachine):
             if not fill.holders:
                 continue
             if fill.one.cell < 0:
-                assert fill in self.listed.values()
                 assert not fill.is_filling
                 continue
             progress = self.arena.board.read(fill.one.cell)

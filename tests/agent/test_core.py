@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -332,6 +333,32 @@ def test_a_load_finds_a_thread_while_much_is_being_prefetched(make: Callable[...
     wait_until(lambda: 8 in slow.order)
     assert sorted(slow.order) == [0, 1, 2, 8]
     slow.end(9)
+
+
+def test_a_long_prefetch_lets_other_clients_go_on_meanwhile(
+    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = make()
+    wanted, counts = node.save() * 20, list[int]()
+    enter, begin = threading.Condition.__enter__, node.residents.open
+
+    def entered(lock: threading.Condition) -> bool:
+        if threading.current_thread() is threading.main_thread():
+            counts.append(0)
+        return enter(lock)
+
+    def opened(*given: Any, **named: Any) -> Any:
+        counts[-1] += 1
+        return begin(*given, **named)
+
+    monkeypatch.setattr(threading.Condition, "__enter__", entered)
+    monkeypatch.setattr(node.residents, "open", opened)
+    taken = node.open(*wanted, urgency=Urgency.PREFETCH)
+    monkeypatch.undo()
+    assert sum(counts) == len(wanted) == len(taken)
+    assert max(counts) <= 8, "payloads while nobody else can have the lock"
+    for one in taken:
+        node.residents.release(settled(node, one))
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("down"), KeyError("a bug")])

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -310,3 +310,23 @@ def test_a_listed_payload_whose_file_is_gone_is_not_found(tmp_path: Path) -> Non
             with closing(service.connect()) as client:
                 assert find(client, made) == []
             assert after.metrics()["unsaved_payloads"] == 0
+
+
+def test_a_payload_that_is_handed_over_while_the_disk_loses_it_is_found(
+    make: Callable[..., DiskHolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, made = make(may_save=False), payloads()
+    node.keep(made)
+    dropped = node.residents.unsaved.dropped
+
+    def late(path: str) -> None:
+        again.start()
+        again.join(0.2)  # it waits for the arena's lock
+        dropped(path)
+
+    again = Thread(target=node.commit_one, args=(made[0],))
+    monkeypatch.setattr(node.residents.unsaved, "dropped", late)
+    node.spill.forget(paths(made)[0])
+    again.join()
+    monkeypatch.undo()
+    assert len(node.find(made)) == len(made)

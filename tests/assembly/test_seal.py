@@ -174,10 +174,10 @@ def test_a_missing_library_is_told_with_what_to_install(
 ) -> None:
     real = builtins.__import__
 
-    def without(name: str, *args: Any) -> Any:
+    def without(name: str, *args: Any, **named: Any) -> Any:
         if name.startswith("cryptography"):
             raise ImportError(f"No module named {name!r}", name=name)
-        return real(name, *args)
+        return real(name, *args, **named)
 
     seal.load_aes.cache_clear()
     monkeypatch.setattr(builtins, "__import__", without)

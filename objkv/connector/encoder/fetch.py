@@ -171,7 +171,6 @@ class EncoderFetcher:
         self._thread = StepThread(
             "objkv-lookup-outputs",
             answer_s=CALL_S,
-            queue_max=config.lookup_queue_max,
             failed=self._note_failure,
         )
 
@@ -222,7 +221,8 @@ class EncoderFetcher:
 
     def submit(self, job: Callable[[], Steps[None] | None]) -> bool:
         """See ``StepThread.run``. Exceptions of the job are counted."""
-        return self._thread.run(job)
+        is_full = self._thread.unfinished >= self._config.lookup_queue_max
+        return not is_full and self._thread.run(job)
 
     def deadline(self) -> float:
         """Return the deadline, on this clock, of a fetch that starts now."""
@@ -259,7 +259,7 @@ class EncoderFetcher:
                     fresh.append(entry)
                 entry.owners.add(owner)
             is_full = waiting >= self._config.lookup_queue_max
-            if fresh and (is_full or not self.submit(partial(self._look_up, fresh))):
+            if fresh and (is_full or not self._thread.run(partial(self._look_up, fresh))):
                 for entry in fresh:
                     self._settle(entry, State.ABSENT, "load_refused")
 
