@@ -40,7 +40,7 @@ from objkv.agent.core import CoreLimits
 from objkv.agent.memory.arena import PAGE
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.cli.command import Session
-from objkv.codec import payload, sealing
+from objkv.codec import payload, seal
 from objkv.codec.payload import Claim, Provenance, encode_in_place, header_room
 from objkv.config import load_config
 from objkv.connector.kv.metadata import StepPlan
@@ -503,7 +503,7 @@ def measure_simulated(device: torch.device, chunks: int, rounds: int) -> GpuAnsw
         for _ in _LAYERS:
             simulated.sleep(round(seconds * 1e6 / len(_LAYERS)))
 
-    for module in (payload, sealing):
+    for module in (payload, seal):
         vars(module)["digest"] = lambda content: "0" * 32
     bench = Bench(device, chunks, compute)
     seconds = bench.run(rounds, model_time, in_place=True)

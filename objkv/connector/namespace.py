@@ -77,7 +77,7 @@ class ReplicaNamespace(Generic[IdentityT]):
         """
         self.open = clean
         if not clean:
-            logger.warning("cache not reset, blocks in use: loading and saving nothing until it is")
+            self._log_closed()
             return False
         extra = {**dict(self.identity.extra), "reset": secrets.token_hex(8)}
         self.identity = replace(
@@ -91,3 +91,6 @@ class ReplicaNamespace(Generic[IdentityT]):
         )
         self.announce()
         return True
+
+    def _log_closed(self) -> None:
+        logger.warning("cache not reset, blocks in use: loading and saving nothing until it is")

@@ -299,6 +299,29 @@ def test_a_bucket_in_another_region_is_found_like_the_client_finds_it(
     assert spoiled.get("k") == b"value"
 
 
+def test_a_server_that_redirects_and_does_not_say_where_to_is_denied(
+    spoiled: S3Store, faulty: Faulty
+) -> None:
+    """The client would ask it where to, again and again."""
+    for name in ("GetObject", ""):
+        faulty.on(name, lambda _: Answer(307))
+    with pytest.raises(StoreDenied, match="in another region"):
+        spoiled.get("k")
+    assert len(faulty.asked) < 10
+
+
+def test_what_is_not_answered_with_200_or_206_is_no_value(spoiled: S3Store, faulty: Faulty) -> None:
+    faulty.on("GetObject", lambda _: Answer(202, body=(memoryview(b"text"),)))
+    with pytest.raises(StoreUnavailable, match="HTTP 202"):
+        spoiled.get("k")
+
+
+def test_the_client_signs_the_host_that_is_sent(faulty: Faulty) -> None:
+    with s3_store(faulty.url.replace("127.0.0.1", "LocalHost"), client=PATIENT) as store:
+        store.head("k")
+    assert faulty.asked[-1][1].headers["host"].startswith("localhost:")
+
+
 def raised(error: Exception) -> StoreError:
     with pytest.raises(StoreError) as caught, translated("get", "k"):
         raise error

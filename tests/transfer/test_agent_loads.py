@@ -229,9 +229,19 @@ def test_a_load_without_a_record_fails_as_a_ghost(world: World) -> None:
     assert outcome.rejected
 
 
-def test_more_moves_than_the_queue_takes_are_misses(world: World) -> None:
-    small = world.open(queue_max=2)
+def test_more_moves_than_the_queue_takes_are_misses(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All at once: the forward pass waits for it."""
+    small, failed, fail = world.open(queue_max=2), list[int](), LoadJob.fail
+
+    def counted(job: LoadJob, index: int, *, rejected: bool) -> bool:
+        failed.append(index)
+        return fail(job, index, rejected=rejected)
+
+    monkeypatch.setattr(LoadJob, "fail", counted)
     outcome = small.load(range(4), 1)
+    assert failed == [2]
     assert outcome.failed_blocks == frozenset(range(5, 9))
     assert world.right(chunks=2, reader=small)
     assert small.recorder.value("load_refused") == 2

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from itertools import accumulate
 from threading import Condition
 from time import monotonic
 
@@ -116,10 +115,15 @@ class OutputMemory:
     def ask(self, batch: Sequence[WantedOutput]) -> Sequence[WantedOutput]:
         """Queue a batch. Returns those for which there can never be memory together with the
         others."""
-        sizes = accumulate(one.output.layer.nbytes for one in batch)
-        fitting = sum(nbytes <= self._nbytes_max for nbytes in sizes)
-        self._batches.append(list(batch[:fitting]))
-        return batch[fitting:]
+        kept: list[WantedOutput] = []
+        refused: list[WantedOutput] = []
+        nbytes = 0
+        for one in batch:
+            fits = nbytes + one.output.layer.nbytes <= self._nbytes_max
+            (kept if fits else refused).append(one)
+            nbytes += one.output.layer.nbytes * fits
+        self._batches.append(kept)
+        return refused
 
     def grant(self) -> list[WantedOutput]:
         """Return the outputs that now have memory. Call it whenever a batch is queued, or an output

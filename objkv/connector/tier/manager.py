@@ -88,7 +88,7 @@ class TierNamespace(ReplicaNamespace[TierIdentity]):
     def begin(self, request_id: str) -> None:
         """Record a new request. The first one sets the namespace, because vLLM chooses its hash
         after it has made its tiers."""
-        self._live[request_id] = True
+        self._live.setdefault(request_id, True)
         if not self._begun and (first := none_hash()) is not None:
             self.identity = replace(self.identity, none_hash=first)
             self.name = self.identity.namespace()
@@ -241,10 +241,11 @@ class ObjKVTier(SecondaryTierManager):
     @guarded(tuple[JobResult, ...]())
     def get_finished_jobs(self) -> tuple[JobResult, ...]:
         """Return the jobs that ended since the last call, including those past their deadline."""
-        loads, saves = self._store.loads.take_finished(), self._store.saves.take_finished()
+        loads = self._store.loads.take_finished()
         for job in loads:
             self._store.loaded(self.namespace.current, job)
             self._report(job.noted, removed=True)
+        saves = self._store.saves.take_finished()
         for job in saves:
             self._report(job.noted, removed=False)
         return tuple(map(self._result, (*loads, *saves)))

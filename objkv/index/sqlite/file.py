@@ -296,7 +296,8 @@ class SqliteFile:
         if version != SCHEMA_VERSION:
             raise StoreDenied(
                 f"index {self.path} was written by another objkv (schema {version}, supported: "
-                f"{SCHEMA_VERSION}): use that one, or set index_url to another file"
+                f"{SCHEMA_VERSION}): delete it with its -wal and -shm, and run `objkv rebuild "
+                "--apply`, or set index_url to another file"
             )
         # Every publish or lookup would run a planted trigger or view.
         expected = _created()

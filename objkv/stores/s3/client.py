@@ -49,7 +49,7 @@ from objkv.config.aws import (
 from objkv.config.urls import check_proxies
 from objkv.errors import ConfigError, StoreBusy, StoreDenied, StoreError, StoreUnavailable
 from objkv.net.deadline import EndsBy, ends_s, is_trial
-from objkv.stores.s3.http import Connections, host_of, proxy_of
+from objkv.stores.s3.http import ConnectionFailed, Connections, host_of, proxy_of
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
@@ -97,6 +97,7 @@ _DEMANDS = (
 """Added to a refused put: S3 does not say which condition of a policy failed."""
 _BUSY = {"SlowDown", "Throttling"}
 _LATER = {"RequestTimeout", "RequestTimeoutException", "NoSuchUpload", *_BUSY}
+_ELSEWHERE = (301, 302, 307)
 _LAST_S: ContextVar[float] = ContextVar("last_s", default=math.inf)
 
 
@@ -197,6 +198,9 @@ def _send(connections: Connections, request: Any, **_: object) -> AWSResponse:
         body=(lambda: memoryview(body)) if body else None,
     ) as response:
         content = _Body(response.read(end_s))
+    is_told = response.status not in _ELSEWHERE or "x-amz-bucket-region" in response.headers
+    if request.method == "HEAD" and not is_told:  # the client would ask again, and again
+        raise ConnectionFailed("the server redirects, and does not say to which region")
     headers: Any = HeadersDict(response.headers)
     return AWSResponse(request.url, response.status, headers, content)
 

@@ -133,7 +133,10 @@ class Connections:
         parts, proxy = urlsplit(url), proxy_of(url)
         try:
             made = _connected(parts, proxy, time.monotonic() + wait_s)
-            if self._tls is not None:
+            if parts.scheme == "https":
+                if self._tls is None:
+                    made.close()
+                    raise ValueError("it uses TLS, unlike the endpoint of the settings")
                 made = _encrypted(made, self._tls, parts)
         except ssl.SSLError as exc:
             raise SSLError(endpoint_url=url, error=exc) from exc
@@ -157,8 +160,8 @@ class Connections:
 
 
 def host_of(parts: SplitResult) -> str:
-    """Return the host of a URL as requests name it: without the usual port."""
-    return parts.netloc.removesuffix({"http": ":80", "https": ":443"}[parts.scheme])
+    """Return the host of a URL as requests name and sign it: without the usual port."""
+    return parts.netloc.lower().removesuffix({"http": ":80", "https": ":443"}[parts.scheme])
 
 
 def proxy_of(url: str) -> SplitResult | None:
@@ -436,7 +439,9 @@ class HttpResponse:
         """Bytes of the body that are still unread."""
         self._rest = memoryview(rest)
         if self.left < len(rest):
-            raise ValueError("more bytes than the response announced")
+            if has_body and self.status < 300:
+                raise ValueError("more bytes than the response announced")
+            self._rest, self._keeps = self._rest[: self.left], False
 
     def _chunks(self, raw: bytearray, deadline_s: float) -> bytes:
         """Return the whole body, of which ``raw`` has arrived."""

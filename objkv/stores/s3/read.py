@@ -77,6 +77,8 @@ class S3Reader:
 def _length(get: Get, response: HttpResponse, size: int) -> int:
     """Return how many bytes of the value belong to ``get``, whose first request was for ``size``
     bytes. Skips those before. Raises for a response that must not be written to the buffer."""
+    if response.status not in (200, 206):
+        raise ConnectionFailed(f"HTTP {response.status} instead of a value")
     start = get.start or 0
     if response.status == 206 and not (response.left <= size and response.starts_at(start)):
         raise ConnectionFailed(_OTHER_RANGE)

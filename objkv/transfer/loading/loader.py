@@ -297,8 +297,7 @@ class Loader:
                 job.fail(0, rejected=False)
         elif taken < count:
             self._recorder.count("load_refused", count - taken)
-            for index in range(taken, count):
-                job.fail(index, rejected=False)
+            job.fail(taken, rejected=False)  # and with it all later chunks
 
     def wait_layer(self, group: int, layer: int) -> None:
         """Make computing wait for one layer of all sync plans: block until the layer was submitted
@@ -605,7 +604,10 @@ class Loader:
         unread = [(one.job, one.index) for one in self._reading if not one.is_copied]
         lost = sum(job.wanted(index) for job, index in (*self._waiting, *unread))
         self._recorder.count("load_errors", lost)
+        first: dict[LoadJob, int] = {}
         for job, index in self._waiting:
+            first[job] = min(index, first.get(job, index))
+        for job, index in first.items():  # and with it all later chunks
             self._settle(job.fail(index, rejected=False))
         for one in self._reading:  # also what was given to the lane, which may still read it
             self._fail(one, "lost", rejected=False)
