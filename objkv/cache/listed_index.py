@@ -11,13 +11,12 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Final
 
-from objkv.errors import StoreDenied
+from objkv.errors import SCAN_DENIED, StoreDenied
 from objkv.index.base import Record, WriteIndex
 from objkv.index.guarded import GuardedIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import NAMESPACE_HEX
 from objkv.net.guard import CallPolicy
-from objkv.net.redis_errors import SCAN_DENIED
 from objkv.stores.base import ReadStore
 
 logger = logging.getLogger(__name__)

@@ -15,16 +15,11 @@ from typing import Final
 
 from redis import exceptions
 
-from objkv.errors import StoreDenied, StoreError, StoreUnavailable
+from objkv.errors import SCAN_DENIED, StoreDenied, StoreError, StoreUnavailable
 from objkv.net.deadline import ends_s
 
 CLIENT_ERRORS: Final = (exceptions.RedisError, exceptions.RedisClusterException)
 """All exceptions of redis-py."""
-SCAN_DENIED: Final = (
-    "SCAN is only in the ACL of the role sweeper: run this as that role, with the rights that "
-    "`objkv access --role sweeper` prints"
-)
-"""Part of the message of a ``StoreDenied`` for a scan that only the sweeper may do."""
 TRY_S = 1.0
 """How long the trial may take. It is skipped if the call that failed has less time left."""
 

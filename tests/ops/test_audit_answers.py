@@ -9,10 +9,9 @@ import pytest
 from objkv.cache.listed_index import ListedIndex
 from objkv.cache.pins import Pin
 from objkv.config.prices import LIST_PRICES
-from objkv.errors import StoreDenied
+from objkv.errors import SCAN_DENIED, StoreDenied
 from objkv.index.base import Savings
 from objkv.net.guard import CallPolicy
-from objkv.net.redis_errors import SCAN_DENIED
 from objkv.ops.doctor.lifecycle import check_lifecycle, judge_rules
 from objkv.stores.base import LifecycleRules
 from tests.contracts.clock import ManualClock
